@@ -1,0 +1,1 @@
+"""Actors imagine episodes: weights and start states in, episodes out."""

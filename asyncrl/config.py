@@ -1,0 +1,266 @@
+"""What a user can set. Flags and TOML files in, one frozen `TrainConfig` out. Imports no torch.
+
+Every field's docstring is its `--help` text. A value that cannot work raises `ConfigError` where it is set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.errors import ConfigError
+
+
+def _at_least(flag: str, value: float, lowest: float, why: str, remedy: str) -> None:
+    if not value >= lowest:
+        raise ConfigError(f"--{flag} is {value}, but it must be at least {lowest}: {why} {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSettings:
+    """Group-relative policy optimisation (GRPO): no critic, the advantage comes from sibling episodes."""
+
+    group_size: int = 8
+    """Episodes imagined from each start state. All of them must arrive before the group is used."""
+    groups_per_update: int = 8
+    """Groups in one optimizer step."""
+    normalize_by_std: bool = True
+    """Divide the advantage by the group's standard deviation (GRPO); off: subtract the mean only (WoVR)."""
+    clip_low: float = 0.2
+    """The probability ratio is kept above 1 - clip_low."""
+    clip_high: float = 0.28
+    """The probability ratio is kept below 1 + clip_high."""
+    correction: Literal["none", "tis"] = "tis"
+    """Off-policy correction. tis: token-level truncated importance sampling of a decoupled objective, whose
+    proximal policy is the learner's at the start of the update."""
+    correction_cap: float = 2.0
+    """Upper limit of the importance weight of a token."""
+    learning_rate: float = 1e-3
+    """AdamW learning rate."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    beta1: float = 0.9
+    """AdamW decay rate of the first moment."""
+    beta2: float = 0.95
+    """AdamW decay rate of the second moment."""
+    clip_grad: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down."""
+    epochs: int = 1
+    """Optimizer steps on each batch; the proximal policy is the one before the first of them."""
+    micro_batch: int = 32
+    """Decisions per forward and backward pass. Changes memory and speed, never the result."""
+    temperature: float = 1.0
+    """Softmax temperature of the action tokens, in imagination and in evaluation."""
+    top_k: int = 0
+    """Sample only among the k most likely tokens; 0 = all 256."""
+    max_bad_updates: int = 3
+    """Stop the run after this many updates in a row whose gradient is not finite."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "algorithm.group-size",
+            self.group_size,
+            2,
+            "with one episode per start state the advantage is always zero.",
+            "Use 8.",
+        )
+        _at_least("algorithm.groups-per-update", self.groups_per_update, 1, "an update needs data.", "Use 8.")
+        _at_least("algorithm.micro-batch", self.micro_batch, 1, "a pass needs a decision.", "Use 32.")
+        _at_least("algorithm.epochs", self.epochs, 1, "a batch that is never used teaches nothing.", "Use 1.")
+        _at_least("algorithm.correction-cap", self.correction_cap, 1.0, "fresh data has weight 1.", "Use 2.")
+        if not self.temperature > 0:
+            raise ConfigError(
+                f"--algorithm.temperature is {self.temperature}, but sampling needs a positive one: without "
+                "sampling all siblings are equal and nothing is learned. Use 1.0."
+            )
+        if not 0 <= self.top_k <= 256:
+            raise ConfigError(
+                f"--algorithm.top-k is {self.top_k}, but there are 256 action bins. Use 0 for all."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """The HDF5 replay between the actors and the learner."""
+
+    max_lag: int = 2
+    """No decision older than this many policy versions is trained on; checked at admission and sampling."""
+    group_deadline: float = 300.0
+    """Seconds after its first episode until an incomplete group is given up and counted."""
+    keep_video_every: int = 16
+    """Keep every imagined frame of each n-th group for inspection; 0 = never."""
+    max_gigabytes: float = 8.0
+    """Oldest groups that were already used are deleted beyond this size."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "replay.max-lag", self.max_lag, 0, "a lag cannot be negative.", "Use 2, or --synchronous for 0."
+        )
+        _at_least(
+            "replay.group-deadline", self.group_deadline, 1, "imagining a group takes time.", "Use 300."
+        )
+        _at_least(
+            "replay.keep-video-every", self.keep_video_every, 0, "it counts groups.", "Use 0 for never."
+        )
+        _at_least("replay.max-gigabytes", self.max_gigabytes, 0.01, "the run must fit.", "Use 8.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorSettings:
+    """How an actor imagines."""
+
+    slots: int = 16
+    """Episodes imagined at the same time by one actor."""
+    max_decisions: int = 6
+    """An episode is cut after this many decisions (of 8 steps each)."""
+    success_threshold: float = 0.9
+    """The reward model's probability from which a step counts as success."""
+    threads: int = 1
+    """CPU threads of an actor process."""
+    max_respawns: int = 5
+    """End the run when one actor died this many times."""
+
+    def __post_init__(self) -> None:
+        _at_least("actor.slots", self.slots, 1, "an actor imagines at least one episode.", "Use 16.")
+        _at_least("actor.max-decisions", self.max_decisions, 1, "an episode has a decision.", "Use 6.")
+        _at_least("actor.threads", self.threads, 1, "a process needs a thread.", "Use 1.")
+        if not 0 < self.success_threshold <= 1:
+            raise ConfigError(
+                f"--actor.success-threshold is {self.success_threshold}, but it is a probability. Use 0.9."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSettings:
+    """How new weights reach the actors."""
+
+    transport: Literal["auto", "gloo", "nccl", "cuda_ipc"] = "auto"
+    """auto: gloo on CPU, cuda_ipc when learner and actor share one GPU, nccl otherwise."""
+    deadline: float = 60.0
+    """Seconds after which an actor that does not take part in a broadcast is left behind."""
+
+    def __post_init__(self) -> None:
+        _at_least("weights.deadline", self.deadline, 1, "a broadcast takes time.", "Use 60.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a vision-language-action policy inside a world model."""
+
+    updates: int = 40
+    """Optimizer updates to make in all."""
+    run_dir: str = "runs/{time}"
+    """Folder of the run; {time} is replaced by the date and time."""
+    seed: int = 0
+    """Seed of start states, episodes and noise."""
+    resume: bool = False
+    """Continue the run in --run-dir (default: the newest run) from its newest checkpoint."""
+    inline: bool = False
+    """All roles in one process, one after another: for debugging and tests."""
+    synchronous: bool = False
+    """Actors wait for every update, so that the lag is always 0: for comparison."""
+    placement: str = "auto"
+    """Which rank is what: 'learner=0,actor=1-3'. A rank may be both. auto: rank 0 learns, the others imagine;
+    one rank alone does both."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the models run. auto: cuda where there is a GPU."""
+    policy: str = "tabletop"
+    """Policy to start from: 'tabletop' (shipped) or a folder with config.json and model.safetensors."""
+    world: str = "tabletop"
+    """World model to imagine in: 'tabletop' (shipped) or a folder with world.json and its weights."""
+    start_states: str = "tabletop"
+    """Where episodes begin: 'tabletop' (shipped) or an HDF5 file of start states."""
+    learner_threads: int = 1
+    """CPU threads of a learner process."""
+    checkpoint_every: int = 10
+    """Updates between two checkpoints."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints that are kept."""
+    log_every: int = 1
+    """Updates between two console rows."""
+    max_wait: float = 600.0
+    """Seconds the learner waits for one batch before it ends the run with an error."""
+    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    actor: ActorSettings = field(default_factory=ActorSettings)
+    weights: WeightSettings = field(default_factory=WeightSettings)
+
+    def __post_init__(self) -> None:
+        _at_least("updates", self.updates, 1, "a run without updates trains nothing.", "Use 40.")
+        _at_least("checkpoint-every", self.checkpoint_every, 1, "it counts updates.", "Use 10.")
+        _at_least("keep-checkpoints", self.keep_checkpoints, 1, "the newest one must stay.", "Use 3.")
+        _at_least("log-every", self.log_every, 1, "it counts updates.", "Use 1.")
+        _at_least("learner-threads", self.learner_threads, 1, "a process needs a thread.", "Use 1.")
+
+    @property
+    def max_lag(self) -> int:
+        """The lag bound that holds in this run, in policy versions."""
+        return 0 if self.synchronous else self.replay.max_lag
+
+
+def to_json(config: TrainConfig) -> str:
+    """Write a configuration so that `load_file` reads it back."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def load_file(path: Path) -> TrainConfig:
+    """Read a configuration from TOML (or a run's config.json); absent settings keep their defaults.
+
+    Raises:
+        ConfigError: the file is missing, not valid, or has an unknown or wrong-typed setting.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}). `asyncrl configs` lists the shipped ones."
+        ) from None
+    try:
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {path.suffix[1:] or 'TOML'}: {error}.") from None
+    return overlay(TrainConfig(), table, str(path))
+
+
+def overlay(config: Any, table: Any, where: str) -> Any:
+    """Return `config` with the settings of `table` (nested like the configuration) in place of its own."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table of settings, found {type(table).__name__}.")
+    known = {f.name: f for f in dataclasses.fields(config)}
+    changes: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Perhaps you meant {near[0]!r}." if near else f" Known: {', '.join(sorted(known))}."
+            raise ConfigError(f"{where} sets {key!r}, which does not exist.{hint}")
+        current = getattr(config, name)
+        if dataclasses.is_dataclass(current):
+            changes[name] = overlay(current, value, f"{where} [{key}]")
+        else:
+            changes[name] = _typed(value, current, f"{where}: {key}")
+    return dataclasses.replace(config, **changes)
+
+
+def _typed(value: Any, current: Any, where: str) -> Any:
+    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not type(current):
+        raise ConfigError(f"{where} is {value!r}, expected {type(current).__name__} like {current!r}.")
+    return value
+
+
+def parse(arguments: list[str], prog: str = "asyncrl train") -> TrainConfig:
+    """Read `[CONFIG.toml] [--flags]`: the file gives the defaults, the flags win. Help and errors exit."""
+    import tyro
+
+    arguments = list(arguments)
+    default = TrainConfig()
+    if arguments and arguments[0].endswith((".toml", ".json")):
+        default = load_file(Path(arguments.pop(0)))
+    return tyro.cli(TrainConfig, args=arguments, default=default, prog=prog)

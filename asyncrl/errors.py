@@ -1,0 +1,50 @@
+"""Every error a user can meet, and what each one means.
+
+    AsyncRLError
+    ├── ConfigError          a flag, a configuration file or a placement that cannot work (exit code 2)
+    │   └── CheckpointError  a weight file or checkpoint that is missing, truncated or of the wrong shape
+    ├── AssetError           start states, world-model files or an OpenGL library that could not be found
+    ├── WireError            a message that does not follow the wire format
+    ├── ReplayError          the replay store or its service cannot do what was asked
+    │   └── SampleTimeout    no complete, fresh groups arrived before the deadline
+    ├── WeightSyncError      new weights did not arrive in time
+    └── RunError             a run cannot go on (an actor died too often, too many bad updates)
+
+A message says what was set or seen, why it cannot work, and what to do.
+"""
+
+
+class AsyncRLError(Exception):
+    """Base of every error that asyncrl raises on purpose."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """A setting that cannot work. A `ValueError`, so that tyro prints it in a box and exits with 2."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint or weight file is missing, truncated, or does not fit the model."""
+
+
+class AssetError(AsyncRLError):
+    """A file or library that the run needs is not there."""
+
+
+class WireError(AsyncRLError):
+    """A message does not follow the wire format."""
+
+
+class ReplayError(AsyncRLError):
+    """The replay cannot do what was asked."""
+
+
+class SampleTimeout(ReplayError):
+    """The replay had too few complete, fresh groups before the deadline."""
+
+
+class WeightSyncError(AsyncRLError):
+    """Weights were not exchanged before the deadline."""
+
+
+class RunError(AsyncRLError):
+    """The run as a whole cannot go on."""

@@ -1,0 +1,1 @@
+"""Models from simulator recordings: policy cloning, VAE, world model, reward model."""

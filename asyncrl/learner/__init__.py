@@ -1,0 +1,1 @@
+"""The learner turns groups of episodes into policy updates."""

@@ -1,0 +1,1 @@
+"""Messages between processes: a fixed schema over ZeroMQ, no pickle."""

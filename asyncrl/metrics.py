@@ -1,0 +1,165 @@
+"""Every number a run reports, defined once: name, how ranks and micro-batches are folded, unit and meaning.
+
+Callers log ``{m.GRAD_NORM: 3.2}``, never a bare string. `docs/metrics.md` is generated from this registry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Over(Enum):
+    """How several readings of one metric become one."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number that a run reports."""
+
+    name: str
+    over: Over
+    unit: str
+    meaning: str
+
+
+REGISTRY: dict[str, Metric] = {}
+
+
+def _define(name: str, over: Over, unit: str, meaning: str) -> Metric:
+    assert name not in REGISTRY, name
+    REGISTRY[name] = Metric(name, over, unit, meaning)
+    return REGISTRY[name]
+
+
+SUCCESS_ONCE = _define(
+    "env/success_once", Over.MEAN, "share", "Imagined episodes that succeeded, by the reward model."
+)
+RETURN = _define("env/return", Over.MEAN, "1", "Sum of rewards of an episode.")
+REWARD = _define("env/reward", Over.MEAN, "1/step", "Return divided by the episode's length.")
+EPISODE_LEN = _define("env/episode_len", Over.MEAN, "steps", "Steps until success or truncation.")
+
+REWARDS = _define("rollout/rewards", Over.MEAN, "1", "Mean return of the episodes in the batch.")
+ADVANTAGES_MEAN = _define("rollout/advantages_mean", Over.MEAN, "1", "Mean advantage over valid tokens.")
+ADVANTAGES_MAX = _define("rollout/advantages_max", Over.MAX, "1", "Largest advantage.")
+ADVANTAGES_MIN = _define("rollout/advantages_min", Over.MIN, "1", "Smallest advantage.")
+
+LOSS = _define("train/loss", Over.MEAN, "1", "What was minimised.")
+POLICY_LOSS = _define("train/actor/policy_loss", Over.MEAN, "1", "Clipped policy objective, negated.")
+ENTROPY_LOSS = _define(
+    "train/entropy_loss", Over.MEAN, "nats", "Entropy of the action-token distribution, per token."
+)
+APPROX_KL = _define("train/actor/approx_kl", Over.MEAN, "nats", "KL(proximal || new) per token, k3 estimate.")
+CLIP_FRACTION = _define(
+    "train/actor/clip_fraction", Over.MEAN, "share", "Valid tokens whose gradient the clip removed."
+)
+CLIPPED_RATIO = _define("train/actor/clipped_ratio", Over.MEAN, "1", "Mean probability ratio after clipping.")
+GRAD_NORM = _define("train/actor/grad_norm", Over.MAX, "1", "Gradient norm before clipping.")
+LEARNING_RATE = _define("train/actor/lr", Over.LAST, "1", "Learning rate of this update.")
+MISMATCH_KL = _define(
+    "train/actor/mismatch_kl", Over.MEAN, "nats", "KL(behaviour || proximal) per token, k3; about 0 at lag 0."
+)
+IMPORTANCE_MEAN = _define(
+    "train/actor/importance_mean", Over.MEAN, "1", "Mean importance weight after truncation."
+)
+IMPORTANCE_MAX = _define(
+    "train/actor/importance_max", Over.MAX, "1", "Largest importance weight before truncation."
+)
+IMPORTANCE_CAPPED = _define(
+    "train/actor/importance_capped", Over.MEAN, "share", "Valid tokens whose weight was cut."
+)
+ESS = _define(
+    "train/actor/effective_sample_size", Over.MEAN, "share", "(sum w)^2 / (n sum w^2) over valid tokens."
+)
+VALUE_LOSS = _define("train/critic/value_loss", Over.MEAN, "1", "Value loss; only with a critic.")
+VALUE_CLIP_RATIO = _define(
+    "train/critic/value_clip_ratio", Over.MEAN, "share", "Values the clip cut; only with a critic."
+)
+EXPLAINED_VARIANCE = _define(
+    "train/critic/explained_variance",
+    Over.MEAN,
+    "share",
+    "1 - Var(return - value) / Var(return); only with a critic.",
+)
+BAD_UPDATES = _define(
+    "train/bad_updates", Over.LAST, "updates", "Updates skipped because the gradient was not finite."
+)
+
+LAG_MEAN = _define("replay/lag_mean", Over.MEAN, "versions", "Learner's version minus the decision's, mean.")
+LAG_MAX = _define("replay/lag_max", Over.MAX, "versions", "The same, largest in the batch.")
+GROUPS_READY = _define("replay/groups_ready", Over.LAST, "groups", "Complete groups waiting to be used.")
+GROUPS_IN_FLIGHT = _define(
+    "replay/groups_in_flight", Over.LAST, "groups", "Groups granted and not yet complete."
+)
+SIGNAL_GROUPS = _define(
+    "replay/signal_groups", Over.MEAN, "share", "Groups of the batch whose episodes differ in return."
+)
+EPISODES = _define("replay/episodes", Over.LAST, "episodes", "Episodes acknowledged since the run began.")
+DROPPED_LAG = _define("replay/dropped_lag", Over.LAST, "episodes", "Dropped: older than the lag bound.")
+DROPPED_DEADLINE = _define(
+    "replay/dropped_deadline", Over.LAST, "episodes", "Dropped: their group never became complete."
+)
+DROPPED_INVALID = _define("replay/dropped_invalid", Over.LAST, "episodes", "Refused: inconsistent content.")
+DUPLICATES = _define("replay/duplicates", Over.LAST, "episodes", "Received again and recognised.")
+REPLAY_BYTES = _define("replay/bytes", Over.LAST, "bytes", "Size of the HDF5 files.")
+
+WEIGHTS_VERSION = _define("weights/version", Over.LAST, "versions", "Version last published.")
+WEIGHTS_BYTES = _define("weights/bytes", Over.LAST, "bytes", "Size of one broadcast.")
+WEIGHTS_SECONDS = _define("weights/seconds", Over.LAST, "s", "Duration of the last broadcast.")
+WEIGHTS_MEMBERS = _define(
+    "weights/members", Over.LAST, "actors", "Actors that took part in the last broadcast."
+)
+
+GROUPS_PER_MINUTE = _define(
+    "time/groups_per_minute", Over.MEAN, "1/min", "Groups used by the learner per minute."
+)
+LEARNER_WAITING = _define(
+    "time/learner_waiting", Over.MEAN, "share", "Share of the time the learner waited for episodes."
+)
+ACTORS_WAITING = _define(
+    "time/actors_waiting", Over.MEAN, "share", "Share of the time the actors waited for credit."
+)
+UPDATE_SECONDS = _define("time/update", Over.MEAN, "s", "Duration of one update without the waiting.")
+PEAK_MEMORY = _define("time/peak_memory", Over.SUM, "bytes", "Peak resident memory of the learner process.")
+
+WIRE_BYTES = _define("wire/bytes", Over.LAST, "bytes", "Episode bytes received by the replay.")
+WIRE_ERRORS = _define(
+    "wire/errors", Over.LAST, "messages", "Messages refused because they broke the wire format."
+)
+
+EVAL_SUCCESS = _define("eval/success_once", Over.MEAN, "share", "Success rate in the true simulator.")
+
+Readings = Mapping[Metric, float]
+
+_FOLD = {
+    Over.MEAN: lambda values: math.fsum(values) / len(values),
+    Over.SUM: math.fsum,
+    Over.MAX: max,
+    Over.MIN: min,
+    Over.LAST: lambda values: values[-1],
+}
+
+
+def reduce(rows: Iterable[Readings]) -> dict[Metric, float]:
+    """Fold several rows of readings into one, each metric by its own rule. Absent readings are left out."""
+    collected: dict[Metric, list[float]] = {}
+    for row in rows:
+        for metric, value in row.items():
+            collected.setdefault(metric, []).append(float(value))
+    return {metric: float(_FOLD[metric.over](values)) for metric, values in collected.items()}
+
+
+def as_markdown() -> str:
+    """The reference page of all metrics."""
+    lines = ["# Metrics", "", "Generated from `asyncrl/metrics.py`; `asyncrl metrics` prints it.", ""]
+    lines += ["| name | folded by | unit | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{x.name}` | {x.over.value} | {x.unit} | {x.meaning} |" for x in REGISTRY.values()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""The replay: episodes in, complete and fresh groups out. Imports no torch."""

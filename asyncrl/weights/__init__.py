@@ -1,0 +1,1 @@
+"""New policy weights travel from the learner to the actors."""
