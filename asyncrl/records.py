@@ -45,7 +45,7 @@ class StartState:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """One imagined (or simulated) episode. Action i made frame i; `frames[n]` was seen before `actions[n]`."""
+    """One imagined or simulated episode. Action i made frame i; `frames[n]` was seen before `actions[n]`."""
 
     episode_id: str
     """Unique for ever: 32 hexadecimal digits."""

@@ -1,0 +1,1 @@
+"""Reward models: frames and tasks come in, probabilities of success go out."""

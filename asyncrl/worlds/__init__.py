@@ -1,0 +1,1 @@
+"""World models: start states and actions come in, imagined frames go out."""

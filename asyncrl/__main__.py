@@ -1,0 +1,5 @@
+"""`python -m asyncrl` is the same as `asyncrl`."""
+
+from asyncrl.cli import main
+
+main()

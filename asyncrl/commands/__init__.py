@@ -1,0 +1,1 @@
+"""What `asyncrl COMMAND` runs: one module per command."""

@@ -1,0 +1,90 @@
+"""`asyncrl collect`: record the true simulator."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from asyncrl.assets import policy_folder
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation import HELD_OUT, acting
+from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectConfig:
+    """Record episodes of the true simulator as HDF5: from a scripted expert, or from a policy."""
+
+    out: Path
+    """Folder for the recordings; must not hold any yet."""
+    simulator: str = "tabletop"
+    """Simulator to record."""
+    episodes: int = 256
+    """Episodes to record."""
+    seed: int = 0
+    """First simulator seed. Below 1000000, which is where the seeds of `asyncrl evaluate` begin."""
+    policy: str = ""
+    """Record this policy (folder, run or shipped name) instead of the expert."""
+    temperature: float = 1.0
+    """Sampling temperature of the policy."""
+    expert: Demonstrator = field(default_factory=Demonstrator)
+    """How good the expert is."""
+    max_decisions: int = 6
+    """Longest episode, in decisions of 8 steps."""
+    image_size: int = 64
+    """Height and width of the pictures."""
+    workers: int = os.cpu_count() or 1
+    """Simulator processes."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= self.seed + self.episodes <= HELD_OUT:
+            raise ConfigError(
+                f"--seed {self.seed} with --episodes {self.episodes} reaches the held-out seeds, which begin at "
+                f"{HELD_OUT}. Use smaller ones."
+            )
+
+
+def main(arguments: list[str]) -> int:
+    """Record, with a progress bar."""
+    config = tyro.cli(CollectConfig, args=arguments, prog="asyncrl collect")
+    if config.simulator != "tabletop":
+        raise ConfigError(f"--simulator {config.simulator} cannot be recorded. There is: tabletop.")
+    written = _record_policy(config) if config.policy else _record_expert(config)
+    print(f"{written} episodes in {config.out}. Next: asyncrl fit policy --data {config.out} --out POLICY")
+    return 0
+
+
+def _record_expert(config: CollectConfig) -> int:
+    return record_expert(
+        config.out,
+        config.expert,
+        episodes=config.episodes,
+        first_seed=config.seed,
+        max_decisions=config.max_decisions,
+        workers=config.workers,
+        image_size=config.image_size,
+    )
+
+
+def _record_policy(config: CollectConfig) -> int:
+    from asyncrl.policies.checkpoints import load_policy
+    from asyncrl.policies.protocol import SamplingParams
+    from asyncrl.simulators.workers import SimulatorPool
+
+    policy = load_policy(policy_folder(config.policy))
+    sampling = SamplingParams(temperature=config.temperature, top_k=0)
+    with SimulatorPool(
+        config.simulator, workers=config.workers, envs_per_worker=8, image_size=config.image_size
+    ) as pool:
+        return record_policy(
+            config.out,
+            pool,
+            acting(policy, sampling),
+            episodes=config.episodes,
+            first_seed=config.seed,
+            max_decisions=config.max_decisions,
+            about={"policy": config.policy, "temperature": config.temperature},
+        )

@@ -1,0 +1,261 @@
+"""`asyncrl fit policy|world|reward|starts`: models and start states from recordings."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.recordings import Recordings, load_recordings
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Behaviour cloning of a tiny OpenVLA-OFT policy."""
+
+    data: tuple[Path, ...]
+    """Recording folders to imitate."""
+    out: Path
+    """Folder for the policy."""
+    steps: int = 10_000
+    """Optimizer steps."""
+    batch: int = 256
+    """Examples per step."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    seed: int = 0
+    """Of the weights and the order of examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The Wan autoencoder, then the action-conditioned Wan transformer on its latents, at tiny sizes."""
+
+    data: tuple[Path, ...]
+    """Recording folders to learn from."""
+    out: Path
+    """Folder for the world model."""
+    vae_steps: int = 8_000
+    """Optimizer steps of the autoencoder."""
+    vae_batch: int = 32
+    """Clips of 17 frames per step."""
+    vae_learning_rate: float = 2e-3
+    """Peak learning rate of the autoencoder."""
+    steps: int = 30_000
+    """Optimizer steps of the transformer."""
+    batch: int = 512
+    """Windows per step."""
+    learning_rate: float = 1e-3
+    """Peak learning rate of the transformer."""
+    context_sigma: float = 0.208
+    """Noise on the memory latent while training, against drift."""
+    refine: str = ""
+    """World folder to start from instead of fresh weights; its autoencoder is kept as it is."""
+    version: int = 0
+    """World version that episodes will carry."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    seed: int = 0
+    """Of the weights and the order of examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """The task-conditioned ResNet that judges whether a frame shows success."""
+
+    data: tuple[Path, ...]
+    """Recording folders to learn from."""
+    world: Path
+    """World folder: its autoencoder redraws half of the frames; the reward model is written into it."""
+    steps: int = 6_000
+    """Optimizer steps."""
+    batch: int = 256
+    """Frames per step."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    seed: int = 0
+    """Of the weights and the order of examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starts:
+    """Start states for imagination: the first frames of recordings."""
+
+    data: tuple[Path, ...]
+    """Recording folders."""
+    out: Path
+    """HDF5 file to write."""
+    count: int = 512
+    """Start states to keep."""
+
+
+def main(arguments: list[str]) -> int:
+    """Fit one kind of model."""
+    config = tyro.cli(
+        Policy | World | Reward | Starts,  # type: ignore[arg-type]
+        args=arguments,
+        prog="asyncrl fit",
+    )
+    began = time.monotonic()
+    print(f"reading {', '.join(map(str, config.data))}", flush=True)
+    recordings = load_recordings(config.data)
+    share = recordings.solved().mean()
+    print(f"{len(recordings)} episodes, {len(recordings.frames)} frames, {share:.0%} solved", flush=True)
+    match config:
+        case Policy():
+            fit_policy_command(config, recordings)
+        case World():
+            fit_world_command(config, recordings)
+        case Reward():
+            fit_reward_command(config, recordings)
+        case Starts():
+            write_starts(config, recordings)
+    print(f"done in {time.monotonic() - began:.0f} s", flush=True)
+    return 0
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn cpu | cuda | auto into a device.
+
+    Raises:
+        ConfigError: cuda was asked for and there is none.
+    """
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but PyTorch sees no CUDA device. Use --device cpu.")
+    if name not in ("cpu", "cuda", "auto"):
+        raise ConfigError(f"--device is {name!r}. Use cpu, cuda or auto.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def fit_policy_command(config: Policy, recordings: Recordings) -> None:
+    """Clone the recordings and write the policy."""
+    import torch
+
+    from asyncrl.fitting.policy import fit_policy
+    from asyncrl.policies.checkpoints import save_policy
+    from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+
+    torch.manual_seed(config.seed)
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny()).to(pick_device(config.device))
+    loss = fit_policy(
+        policy,
+        recordings,
+        steps=config.steps,
+        batch=config.batch,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+    )
+    save_policy(policy, config.out, dtype=torch.bfloat16)
+    print(f"policy in {config.out}: {loss:.3f} nats per action token")
+
+
+def fit_world_command(config: World, recordings: Recordings) -> None:
+    """Fit autoencoder and transformer (or refine the transformer) and write the world."""
+    import torch
+
+    from asyncrl.fitting.vae import encode_recordings, fit_vae
+    from asyncrl.fitting.world import fit_world, windows
+    from asyncrl.worlds.wan import WanWorld, load_world, save_world
+    from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
+    from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+
+    torch.manual_seed(config.seed)
+    device = pick_device(config.device)
+    if config.refine:
+        world = load_world(Path(config.refine), device=device)
+        world.transformer.requires_grad_(True)
+    else:
+        size = recordings.frames.shape[1]
+        world = WanWorld(
+            ActionWanTransformer(TransformerConfig.tiny()), WanVae(VaeConfig.tiny()), image_size=size
+        )
+        world.to(device)
+        vae_loss = fit_vae(
+            world.vae,
+            recordings,
+            steps=config.vae_steps,
+            batch=config.vae_batch,
+            learning_rate=config.vae_learning_rate,
+            seed=config.seed,
+        )
+        print(f"autoencoder: weighted absolute error {vae_loss:.4f}", flush=True)
+    world.vae.requires_grad_(False)
+    latents_W, actions_W = windows(recordings, encode_recordings(world.vae, recordings))
+    loss = fit_world(
+        world.transformer,
+        latents_W,
+        actions_W,
+        steps=config.steps,
+        batch=config.batch,
+        learning_rate=config.learning_rate,
+        context_sigma=config.context_sigma,
+        seed=config.seed,
+    )
+    world.version = config.version
+    for module in (world.transformer, world.vae):
+        torch.nn.Module.to(module, torch.bfloat16)  # halves the files; imagination computes in float32
+    save_world(config.out, world)
+    print(f"world version {config.version} in {config.out}: weighted velocity error {loss:.4f}")
+
+
+def fit_reward_command(config: Reward, recordings: Recordings) -> None:
+    """Fit the reward model into the world's folder."""
+    import torch
+
+    from asyncrl.fitting.reward import fit_reward, redraw
+    from asyncrl.fitting.vae import encode_recordings
+    from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network, save_reward
+    from asyncrl.worlds.wan import load_world
+
+    torch.manual_seed(config.seed)
+    device = pick_device(config.device)
+    size = RewardConfig.tiny(tasks=tuple(sorted(set(recordings.tasks))))
+    reward = RewardModel(build_network(size), size, device=device)
+    vae = load_world(config.world, device=device).vae
+    drawn = redraw(vae, encode_recordings(vae, recordings))
+    loss = fit_reward(
+        reward,
+        recordings,
+        drawn,
+        steps=config.steps,
+        batch=config.batch,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+    )
+    save_reward(config.world, reward)
+    print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
+
+
+def write_starts(config: Starts, recordings: Recordings) -> None:
+    """Write the first frame of each episode as a start state."""
+    import numpy as np
+
+    from asyncrl.records import StartState
+    from asyncrl.worlds.start_states import save_start_states
+
+    _, height, width, _ = recordings.frames.shape
+    states = [
+        StartState(
+            name=f"seed-{recordings.seeds[e]}",
+            task=recordings.tasks[e],
+            frame=recordings.frames[recordings.offsets[e]],
+            context_frames=np.empty((0, height, width, 3), np.uint8),
+            context_actions=np.empty((0, 7), np.float32),
+        )
+        for e in range(min(config.count, len(recordings)))
+    ]
+    save_start_states(config.out, states)
+    print(f"{len(states)} start states in {config.out}")

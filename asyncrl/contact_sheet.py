@@ -1,0 +1,111 @@
+"""True and imagined episodes side by side: simulated episodes in, an animated picture out.
+
+The imagined half gets the first true frame and the same actions, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.assets import world_folder
+from asyncrl.errors import ConfigError
+from asyncrl.records import CHUNK, StartState
+from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.worlds.protocol import World, WorldState
+
+ROWS, COLUMNS = 4, 4
+FRAMES_PER_SECOND = 10
+ENLARGE = 2
+_EDGE = {True: (60, 190, 90), False: (200, 70, 60)}
+
+
+def imagine_again(world: World[WorldState], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
+    """Imagine what the recorded actions lead to.
+
+    Args:
+        world: Draws frames of the episodes' size.
+        episodes: Simulated episodes; only their first frames and their actions are used.
+
+    Returns:
+        One ``[F, H, W, 3]`` uint8 array per episode, frame 0 being the true one.
+    """
+    drawn = []
+    for episode in episodes:
+        start = StartState(
+            name=f"seed-{episode.seed}",
+            task=episode.task,
+            frame=episode.frames[0],
+            context_frames=episode.frames[:0],
+            context_actions=episode.actions[:0],
+        )
+        state = world.start([start])
+        parts = [episode.frames[:1]]
+        for decision in range((len(episode.actions) - 1) // CHUNK):
+            actions = episode.actions[None, 1 + CHUNK * decision : 1 + CHUNK * (decision + 1)]
+            frames, state = world.imagine(state, actions, [episode.seed + decision])
+            parts.append(frames[0].cpu().numpy())
+        drawn.append(np.concatenate(parts))
+    return drawn
+
+
+def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world: str) -> None:
+    """Write up to 16 pairs (true left, imagined right; green edge: solved) as .gif or .mp4.
+
+    Raises:
+        ConfigError: another suffix, or .mp4 without the package `av`.
+    """
+    if path.suffix not in (".gif", ".mp4"):
+        raise ConfigError(f"--video {path} must end in .gif or .mp4.")
+    from asyncrl.worlds.wan import load_world
+
+    chosen = list(episodes[: ROWS * COLUMNS])
+    drawn = imagine_again(load_world(world_folder(world)), chosen)
+    movie = tile([_pair(e, d) for e, d in zip(chosen, drawn, strict=True)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (_write_gif if path.suffix == ".gif" else _write_mp4)(path, movie)
+
+
+def _pair(episode: SimulatedEpisode, drawn: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """``[F, H + 4, 2 W + 4, 3]``: both halves with an edge in the colour of the outcome."""
+    both = np.concatenate([episode.frames, drawn], axis=2)
+    framed = np.empty((len(both), both.shape[1] + 4, both.shape[2] + 4, 3), np.uint8)
+    framed[:] = _EDGE[bool(episode.success.any())]
+    framed[:, 2:-2, 2:-2] = both
+    return framed
+
+
+def tile(clips: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Lay clips out in rows; a clip that is over keeps its last frame."""
+    length = max(map(len, clips))
+    held = [np.concatenate([clip, np.repeat(clip[-1:], length - len(clip), 0)]) for clip in clips]
+    held += [np.zeros_like(held[0])] * (-len(held) % COLUMNS)
+    rows = [np.concatenate(held[i : i + COLUMNS], axis=2) for i in range(0, len(held), COLUMNS)]
+    return np.concatenate(rows, axis=1).repeat(ENLARGE, 1).repeat(ENLARGE, 2)
+
+
+def _write_gif(path: Path, movie: NDArray[np.uint8]) -> None:
+    from PIL import Image
+
+    frames = [Image.fromarray(frame).quantize(64) for frame in movie]
+    duration = 1000 // FRAMES_PER_SECOND
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration, loop=0, optimize=True)
+
+
+def _write_mp4(path: Path, movie: NDArray[np.uint8]) -> None:
+    try:
+        import av
+    except ImportError:
+        raise ConfigError(
+            f"--video {path} needs the package av. Install it with pip install 'asyncrl[video]', or use .gif."
+        ) from None
+    even = movie[:, : movie.shape[1] // 2 * 2, : movie.shape[2] // 2 * 2]
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=FRAMES_PER_SECOND)
+        stream.height, stream.width, stream.pix_fmt = even.shape[1], even.shape[2], "yuv420p"
+        for frame in even:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())

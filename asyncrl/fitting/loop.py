@@ -1,0 +1,90 @@
+"""The one training loop of all fits: a loss per step in, trained (and averaged) parameters out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from asyncrl.errors import RunError
+
+
+def learning_rate_at(step: int, steps: int, peak: float, warmup: int) -> float:
+    """Linear warm-up to `peak`, then a cosine to zero at `steps`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def minimise(
+    name: str,
+    module: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    *,
+    steps: int,
+    learning_rate: float,
+    weight_decay: float = 0.01,
+    warmup: int = 200,
+    average: float = 0.0,
+) -> float:
+    """Train `module` with AdamW and return the mean loss of the last tenth.
+
+    Args:
+        name: Shown in the progress bar.
+        module: Its parameters are changed in place.
+        loss_at: Gives the loss (scalar, with gradient) of step i.
+        steps: Optimizer steps.
+        learning_rate: Peak of a warm-up and cosine schedule.
+        weight_decay: Decoupled weight decay on matrices; vectors (norms, biases) have none.
+        warmup: Steps until the peak.
+        average: Decay of an exponential moving average that replaces the parameters at the end; 0 = off.
+
+    Raises:
+        RunError: the loss stopped being finite.
+    """
+    optimizer = _adamw(module, weight_decay)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    averaged = [p.detach().clone() for p in parameters] if average else []
+    losses: list[Tensor] = []
+    bar = tqdm(range(steps), desc=name, mininterval=2.0, dynamic_ncols=True)
+    for step in bar:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, steps, learning_rate, warmup)
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_at(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+        if average:
+            decay = min(average, (1 + step) / (10 + step))
+            torch._foreach_lerp_(averaged, [p.detach() for p in parameters], 1 - decay)
+        if (step + 1) % 100 == 0:
+            bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:]):.4f}")
+    with torch.no_grad():
+        for parameter, mean in zip(parameters, averaged, strict=False):
+            parameter.copy_(mean)
+    return _finite_mean(name, losses[-max(1, steps // 10) :])
+
+
+def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.0,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+
+
+def _finite_mean(name: str, losses: Iterable[Tensor]) -> float:
+    mean = float(torch.stack(list(losses)).mean())
+    if not math.isfinite(mean):
+        raise RunError(f"The loss of `{name}` is {mean}. Lower its learning rate, or check the recordings.")
+    return mean

@@ -1,0 +1,147 @@
+"""Recordings of the simulator on disk: episodes in, HDF5 files out, and back as arrays.
+
+A recording folder holds `part-*.h5` files. Inside: the frames of all episodes one after another with an
+offset table, numbers and fixed-length text only, so that any HDF5 tool can read them.
+
+Letters: E episodes, F frames of all episodes, H W image size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import AssetError, ConfigError
+from asyncrl.simulators.rollout import SimulatedEpisode
+
+FORMAT = "asyncrl-recordings-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recordings:
+    """Episodes of the simulator, concatenated. Action i produced frame i."""
+
+    frames: NDArray[np.uint8]
+    """``[F, H, W, 3]``."""
+    actions: NDArray[np.float32]
+    """``[F, 7]``; the first row of each episode is the dummy action."""
+    success: NDArray[np.bool_]
+    """``[F]``."""
+    offsets: NDArray[np.int64]
+    """``[E + 1]``; episode e owns frames ``offsets[e] : offsets[e + 1]``."""
+    tasks: list[str]
+    """``[E]`` instructions."""
+    seeds: NDArray[np.int64]
+    """``[E]``."""
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def span(self, episode: int) -> slice:
+        """Rows of one episode."""
+        return slice(int(self.offsets[episode]), int(self.offsets[episode + 1]))
+
+    def solved(self) -> NDArray[np.bool_]:
+        """``[E]`` whether each episode was solved at any step."""
+        return np.array([self.success[self.span(e)].any() for e in range(len(self))])
+
+
+def write_part(path: Path, episodes: Iterable[SimulatedEpisode], about: dict[str, object]) -> int:
+    """Write episodes to one HDF5 file (complete or absent, never torn) and return how many."""
+    import h5py
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".tmp")
+    lengths: list[int] = []
+    tasks: list[bytes] = []
+    seeds: list[int] = []
+    with h5py.File(part, "w", libver=("v110", "v110")) as file:
+        file.attrs.update(format=FORMAT, about=json.dumps(about))
+        for episode in episodes:
+            _append(file, "frames", episode.frames)
+            _append(file, "actions", episode.actions)
+            _append(file, "success", episode.success.astype(np.uint8))
+            lengths.append(len(episode.frames))
+            tasks.append(episode.task.encode())
+            seeds.append(episode.seed)
+        file["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        file["tasks"] = np.array(tasks, dtype=f"S{max(map(len, tasks), default=1)}")
+        file["seeds"] = np.array(seeds, dtype=np.int64)
+    part.rename(path)
+    return len(lengths)
+
+
+def _append(file: object, name: str, rows: NDArray) -> None:
+    import h5py
+
+    assert isinstance(file, h5py.File)
+    if name not in file:
+        shape = rows.shape[1:]
+        file.create_dataset(
+            name,
+            data=rows,
+            maxshape=(None, *shape),
+            chunks=(16, *shape),
+            compression="gzip",
+            compression_opts=1,
+        )
+        return
+    dataset = file[name]
+    assert isinstance(dataset, h5py.Dataset)
+    begin = dataset.shape[0]
+    dataset.resize(begin + len(rows), axis=0)
+    dataset[begin:] = rows
+
+
+def load_recordings(folders: Iterable[Path]) -> Recordings:
+    """Read every part of the given folders.
+
+    Raises:
+        AssetError: a folder holds no recordings.
+        ConfigError: a file is not a recording of this format.
+    """
+    parts = [part for folder in folders for part in _parts(folder)]
+    loaded = [_read(part) for part in parts]
+    starts = np.cumsum([0] + [len(part.frames) for part in loaded])
+    return Recordings(
+        frames=np.concatenate([part.frames for part in loaded]),
+        actions=np.concatenate([part.actions for part in loaded]),
+        success=np.concatenate([part.success for part in loaded]),
+        offsets=np.concatenate(
+            [[0], *(part.offsets[1:] + start for part, start in zip(loaded, starts[:-1], strict=True))]
+        ).astype(np.int64),
+        tasks=[task for part in loaded for task in part.tasks],
+        seeds=np.concatenate([part.seeds for part in loaded]),
+    )
+
+
+def _parts(folder: Path) -> Iterator[Path]:
+    parts = sorted(folder.glob("part-*.h5"))
+    if not parts:
+        raise AssetError(
+            f"{folder} holds no part-*.h5 recordings. Make some with `asyncrl collect --out {folder}`."
+        )
+    yield from parts
+
+
+def _read(path: Path) -> Recordings:
+    import h5py
+
+    with h5py.File(path, "r") as file:
+        if file.attrs.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path} has format {file.attrs.get('format')!r}, this version reads {FORMAT!r}. Collect it again."
+            )
+        return Recordings(
+            frames=file["frames"][:],  # type: ignore[index]
+            actions=file["actions"][:],  # type: ignore[index]
+            success=file["success"][:].astype(bool),  # type: ignore[index,union-attr]
+            offsets=file["offsets"][:],  # type: ignore[index]
+            tasks=[task.decode() for task in file["tasks"][:]],  # type: ignore[index,union-attr]
+            seeds=file["seeds"][:],  # type: ignore[index]
+        )

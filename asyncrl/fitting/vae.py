@@ -1,0 +1,114 @@
+"""Train a Wan VAE on recorded frames, and turn recordings into the latents a world model learns from.
+
+Letters: B batch, T frames, z latent channels, h w latent grid, E episodes, L latents of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from asyncrl.fitting.loop import minimise
+from asyncrl.fitting.recordings import Recordings
+from asyncrl.worlds.pixels import to_signed
+from asyncrl.worlds.wan_vae import WanVae, decode_stream, encode_stream
+
+CLIP_FRAMES = 17
+"""1 + 16 frames: one single-frame latent and four 4-frame latents, twice what one decision needs."""
+LATENT_NOISE = 0.2
+"""Standard deviation of the encoder's posterior, fixed: a decoder that forgives this forgives a world model's error."""
+PRIOR_WEIGHT = 3e-4
+"""Weight of the Kullback-Leibler divergence to a standard normal prior (its part that depends on the mean)."""
+
+
+def stream_of(frames: Tensor) -> Tensor:
+    """The episode as the one causal video that a rollout sees: the first frame, the same four more times, then the rest.
+
+    Args:
+        frames: ``[F, H, W, 3]``.
+
+    Returns:
+        ``[F + 4, H, W, 3]``.
+    """
+    return torch.cat([frames[:1].expand(5, -1, -1, -1), frames[1:]])
+
+
+def _clips(recordings: Recordings, batch: int, rng: np.random.Generator) -> np.ndarray:
+    """``[batch, CLIP_FRAMES]`` frame rows; a third of the clips begin as an episode's stream does."""
+    rows = np.empty((batch, CLIP_FRAMES), np.int64)
+    for i, episode in enumerate(rng.integers(len(recordings), size=batch)):
+        span = recordings.span(int(episode))
+        if rng.random() < 0.33:
+            steps = np.concatenate([np.zeros(5, np.int64), np.arange(1, CLIP_FRAMES - 4)])
+        else:
+            steps = int(rng.integers(span.stop - span.start)) + np.arange(CLIP_FRAMES)
+        rows[i] = np.minimum(span.start + steps, span.stop - 1)
+    return rows
+
+
+def fit_vae(
+    vae: WanVae, recordings: Recordings, *, steps: int, batch: int, learning_rate: float, seed: int
+) -> float:
+    """Train encoder and decoder in place; then set the latents' mean and standard deviation.
+
+    A variational autoencoder whose posterior has a fixed width. The reconstruction loss is the absolute error,
+    heavier where a pixel differs from the average picture: what matters is small and moves.
+
+    Returns:
+        Mean loss of the last tenth.
+    """
+    rng = np.random.default_rng(seed)
+    device = next(vae.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    frames = torch.from_numpy(recordings.frames).to(device)
+    background_3HW = to_signed(frames[:: max(1, len(frames) // 2000)]).mean(0).permute(2, 0, 1)
+
+    def loss_at(step: int) -> Tensor:
+        video = _videos(frames, _clips(recordings, batch, rng))
+        latents = encode_stream(vae, video)
+        noise = torch.randn(latents.shape, generator=generator, device=device)
+        drawn = decode_stream(vae, latents + LATENT_NOISE * noise, clamp=False)
+        weight = 1 + 6 * (video - background_3HW[:, None]).abs().mean(1, keepdim=True)
+        return (weight * (drawn - video).abs()).mean() + PRIOR_WEIGHT * 0.5 * latents.square().mean()
+
+    loss = minimise("vae", vae, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)
+    with torch.no_grad():
+        videos = (_videos(frames, _clips(recordings, 64, rng)) for _ in range(8))
+        raw_ZN = torch.cat([encode_stream(vae, video) for video in videos]).transpose(0, 1).flatten(1)
+    vae.set_statistics(raw_ZN.mean(1).tolist(), raw_ZN.std(1).tolist())
+    return loss
+
+
+def _videos(frames: Tensor, rows: np.ndarray) -> Tensor:
+    """``[B, 3, T, H, W]`` in [-1, 1]."""
+    return to_signed(frames[torch.from_numpy(rows).to(frames.device)]).permute(0, 4, 1, 2, 3)
+
+
+@torch.no_grad()
+def encode_recordings(vae: WanVae, recordings: Recordings, batch: int = 64) -> list[Tensor]:
+    """Encode every episode as one stream.
+
+    Returns:
+        E tensors ``[L, z, h, w]`` (float32, on the VAE's device), L = 2 + 2 * decisions.
+    """
+    device = next(vae.parameters()).device
+    latents: dict[int, Tensor] = {}
+    for episodes in tqdm(list(_same_length(recordings, batch)), desc="encode", mininterval=2.0):
+        video = torch.stack(
+            [stream_of(torch.from_numpy(recordings.frames[recordings.span(e)])) for e in episodes]
+        )
+        encoded = encode_stream(vae, to_signed(video.to(device)).permute(0, 4, 1, 2, 3))
+        latents |= dict(zip(episodes, encoded.transpose(1, 2), strict=True))
+    return [latents[e] for e in range(len(recordings))]
+
+
+def _same_length(recordings: Recordings, batch: int) -> Iterator[list[int]]:
+    lengths = np.diff(recordings.offsets)
+    for length in np.unique(lengths):
+        episodes = np.flatnonzero(lengths == length).tolist()
+        for start in range(0, len(episodes), batch):
+            yield episodes[start : start + batch]

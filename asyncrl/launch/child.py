@@ -1,0 +1,67 @@
+"""What a supervised child does before its own work: a function's name and text arguments in, its call out.
+
+Apart from `supervisor` so that a child imports nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> None:
+    """Send all output to the log, tie this process's life to its parent's, then call ``target(*args)``.
+
+    Args:
+        name: For the log's first line.
+        target: 'package.module:function'.
+        args: The function's arguments.
+        log_path: Appended to.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    redirect_output(log_path)
+    die_with_parent(parent.pid)
+    # Ctrl-C reaches the whole process group; only the learner answers it, and then ends the others in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print(f"--- {name} starts, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(*args)
+
+
+def redirect_output(log_path: str) -> None:
+    """Append standard output and error, also those of C libraries, to a file; lines are written at once."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    os.close(log)
+    faulthandler.enable()
+
+
+def die_with_parent(parent: int) -> None:
+    """Make this process end when the process `parent` does, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before the kernel was told.
+            os._exit(1)
+    else:
+        threading.Thread(target=_end_after_parent, name="end after parent", daemon=True).start()
+
+
+def _end_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # Ended by the parent's death; that is its purpose, so it has no deadline.
+    os._exit(1)

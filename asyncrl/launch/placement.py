@@ -1,0 +1,112 @@
+"""Which rank is what: the text of `--placement` and the number of ranks in, a `Placement` out. Pure, no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from asyncrl.errors import ConfigError
+
+ROLES = ("learner", "actor")
+_ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?")
+_EXAMPLE = "Write for example 'learner=0,actor=1-3', or leave --placement out."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The ranks of every role, ascending. One rank may appear in both."""
+
+    learners: tuple[int, ...]
+    actors: tuple[int, ...]
+
+    def learns(self, rank: int) -> bool:
+        """Whether this rank updates the policy."""
+        return rank in self.learners
+
+    def imagines(self, rank: int) -> bool:
+        """Whether this rank supervises an actor."""
+        return rank in self.actors
+
+    @property
+    def summary(self) -> str:
+        """For people: '1 learner + 3 actors'.
+
+        >>> Placement(learners=(0,), actors=(1, 2, 3)).summary
+        '1 learner + 3 actors'
+        """
+        counts = {"learner": len(self.learners), "actor": len(self.actors)}
+        return " + ".join(f"{n} {role}{'s' * (n > 1)}" for role, n in counts.items())
+
+
+def parse_placement(text: str, world_size: int, devices: int) -> Placement:
+    """Read `--placement`.
+
+    Args:
+        text: 'auto', or comma-separated 'role=rank' and 'role=first-last'; a number without a role belongs to
+            the role before it ('actor=1,3').
+        world_size: Number of ranks that were started, at least 1.
+        devices: GPUs of this host; only the advice in an error depends on it.
+
+    Raises:
+        ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, that is
+            named twice or that has no role, more than one learner, or a learner that is not rank 0.
+    """
+    if text == "auto":
+        return Placement(learners=(0,), actors=tuple(range(1, world_size)) or (0,))
+    ranks = _read(text)
+    _check_ranks(ranks, world_size, devices)
+    if len(ranks["learner"]) > 1:
+        raise ConfigError(
+            f"--placement names {len(ranks['learner'])} learner ranks, but the learner runs on one rank: the "
+            "policy is not sharded. Use learner=0 and give the other ranks to actors."
+        )
+    if ranks["learner"] != [0]:
+        raise ConfigError(
+            f"--placement puts the learner on rank {ranks['learner'][0]}, but rank 0 opens the run folder, the "
+            "replay and the weight channel, and these belong to the learner. Use learner=0."
+        )
+    return Placement(learners=tuple(ranks["learner"]), actors=tuple(ranks["actor"]))
+
+
+def _read(text: str) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {role: [] for role in ROLES}
+    role = ""
+    for item in text.replace(" ", "").split(","):
+        match = _ITEM.fullmatch(item)
+        role = (match and match["role"]) or role
+        if match is None or not role:
+            raise ConfigError(
+                f"--placement is {text!r}, but {item!r} is not role=rank or role=first-last. {_EXAMPLE}"
+            )
+        if role not in ranks:
+            raise ConfigError(
+                f"--placement names the role {role!r}, but there are only {' and '.join(ROLES)}. {_EXAMPLE}"
+            )
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        if last < first:
+            raise ConfigError(
+                f"--placement has the range {item!r}, which ends before it begins. Use {last}-{first}."
+            )
+        ranks[role] += range(first, last + 1)
+    return {role: sorted(named) for role, named in ranks.items()}
+
+
+def _check_ranks(ranks: dict[str, list[int]], world_size: int, devices: int) -> None:
+    for role, named in ranks.items():
+        if not named:
+            raise ConfigError(f"--placement names no {role}, but a run needs one. {_EXAMPLE}")
+        if twice := sorted({rank for rank in named if named.count(rank) > 1}):
+            raise ConfigError(f"--placement names rank {twice[0]} twice as {role}. Name it once.")
+    highest = max(max(named) for named in ranks.values())
+    started = f"{world_size} ranks (0-{world_size - 1})" if world_size > 1 else "1 rank (0)"
+    if highest >= world_size:
+        gpus = f" (this host has {devices} GPU{'s' * (devices > 1)})" if devices else ""
+        raise ConfigError(
+            f"--placement names rank {highest}, but torchrun started {started}. "
+            f"Start more with --nproc-per-node {highest + 1}{gpus} or name only ranks that exist."
+        )
+    if idle := [rank for rank in range(world_size) if not any(rank in named for named in ranks.values())]:
+        raise ConfigError(
+            f"--placement gives rank {idle[0]} nothing to do, but torchrun started {started}. "
+            f"Add actor={idle[0]} or start fewer with --nproc-per-node."
+        )

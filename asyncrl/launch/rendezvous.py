@@ -1,0 +1,187 @@
+"""How the ranks of one torchrun job agree on a run: what rank 0 decided in, the same facts on every rank out.
+
+    rank 0        decides the run folder and opens the endpoints, then `share`s them
+    other ranks   `receive` them         waits for: rank 0's share     ended by: rank 0, or the deadline
+
+The facts travel as JSON through the store that torchrun's agent keeps anyway. Where there is none (ranks started
+by something else, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), rank 0 hosts one until all have read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from asyncrl.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+DEADLINE = 120.0
+"""Seconds that all ranks of a job have to meet."""
+_KEY = "run_facts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What every rank of a run must know and only rank 0 can decide."""
+
+    run_dir: str
+    """Absolute path of the run folder."""
+    replay_endpoint: str
+    """ZeroMQ address of the replay."""
+    weights_endpoint: str
+    """Address where the learner publishes weights."""
+
+
+def rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's number in the job; 0 when it was started alone."""
+    return _number("RANK", 0, environ)
+
+
+def world_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Number of ranks in the job; 1 when this process was started alone."""
+    return _number("WORLD_SIZE", 1, environ)
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's number on its host, which is also its device's."""
+    return _number("LOCAL_RANK", 0, environ)
+
+
+def share(facts: RunFacts, deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the other ranks. Called by rank 0; does nothing when it is alone.
+
+    Args:
+        facts: What to tell.
+        deadline: Seconds to reach the store, and where this rank hosts it, for all others to read.
+        environ: Where torchrun's variables are.
+
+    Raises:
+        RunError: the store cannot be reached, or a rank did not come to read.
+    """
+    assert rank(environ) == 0, "only rank 0 decides"
+    if (ranks := world_size(environ)) == 1:
+        return
+    import torch.distributed as dist
+
+    until = time.monotonic() + deadline
+    reader = 0
+    try:
+        store = _store(deadline, environ)
+        store.set(_KEY, json.dumps(dataclasses.asdict(facts)))
+        if not _agent_has_store(environ):
+            for reader in range(1, ranks):  # noqa: B007
+                store.wait([f"{_KEY}/read/{reader}"], _left(until))
+    except dist.DistError as error:
+        who = f"rank {reader} did not come to read" if reader else "the job's store cannot be used"
+        raise RunError(
+            f"Rank 0 could not tell the other ranks about the run within {deadline:g} s at {_place(environ)}: {who} "
+            f"({_first_line(error)}). Look at the output of the other ranks for the cause."
+        ) from None
+
+
+def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> RunFacts:
+    """Wait for what rank 0 decided. Called by every other rank.
+
+    Raises:
+        RunError: rank 0 said nothing within `deadline` seconds.
+    """
+    me = rank(environ)
+    assert me > 0, "rank 0 decides, it has nobody to ask"
+    import torch.distributed as dist
+
+    until = time.monotonic() + deadline
+    try:
+        store = _store(deadline, environ)
+        store.wait([_KEY], _left(until))
+        text = store.get(_KEY).decode()
+        store.set(f"{_KEY}/read/{me}", "yes")
+    except dist.DistError as error:
+        raise RunError(
+            f"Rank {me} waited {deadline:g} s at {_place(environ)} for rank 0 to say where the run is, in vain "
+            f"({_first_line(error)}). Rank 0 has failed or cannot be reached: see its output, and on several "
+            "hosts check that this address is open between them."
+        ) from None
+    return RunFacts(**json.loads(text))
+
+
+def _store(deadline: float, environ: Mapping[str, str]) -> Store:
+    from torch.distributed import PrefixStore, TCPStore
+
+    host, port = _address(environ)
+    listener: int | None = None
+    if rank(environ) == 0 and not _agent_has_store(environ):
+        listener = _listen(host, port, environ)
+    store = TCPStore(
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=deadline),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"asyncrl/{environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
+
+
+def _listen(host: str, port: int, environ: Mapping[str, str]) -> int:
+    """Open the store's port. A store left to itself would listen on every interface, even for one host."""
+    one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE") or host in ("127.0.0.1", "localhost")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host if one_host else None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        raise RunError(
+            f"Rank 0 cannot listen on {host}:{port} ({error.strerror}). "
+            "Set MASTER_ADDR to its own address and MASTER_PORT to a free port."
+        ) from None
+    return listener.detach()
+
+
+def _agent_has_store(environ: Mapping[str, str]) -> bool:
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _address(environ: Mapping[str, str]) -> tuple[str, int]:
+    if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT"):
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size(environ)}, but MASTER_ADDR or MASTER_PORT is not set, so the ranks cannot "
+            "meet. Start them with torchrun, or unset WORLD_SIZE for a single process."
+        )
+    return environ["MASTER_ADDR"], _number("MASTER_PORT", 0, environ)
+
+
+def _place(environ: Mapping[str, str]) -> str:
+    return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+
+
+def _number(name: str, absent: int, environ: Mapping[str, str]) -> int:
+    text = environ.get(name) or str(absent)
+    if not text.isdecimal():
+        raise ConfigError(
+            f"The environment variable {name} is {text!r}, expected a whole number. torchrun sets it; unset it "
+            "for a single process."
+        )
+    return int(text)
+
+
+def _left(until: float) -> timedelta:
+    # The store reads a timeout of 0 as none at all.
+    return timedelta(seconds=max(until - time.monotonic(), 0.001))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:200]

@@ -1,0 +1,178 @@
+"""Keeps one child process alive: a function's name and text arguments in, a process that is respawned when it dies.
+
+States of a child, as `Supervisor.poll` sees them:
+
+    RUNNING ── exit code 0 ──► FINISHED
+       │  ▲
+      dies └── back-off over ── BACKING_OFF ── died too often ──► RunError
+
+The supervising process stays light: it never imports what the child runs, so no torch and no CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import re
+import signal
+import time
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+
+from asyncrl.errors import RunError
+from asyncrl.launch.child import run_child
+
+MAX_BACK_OFF = 30.0
+"""Longest pause before a respawn, in seconds."""
+KILL_DEADLINE = 5.0
+"""Seconds the operating system has to end a killed child."""
+
+_BLOCK = r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+\S.*(?:\n[ \t]+\S.*)*"
+_CHAIN = r"\n\n(?:The above exception was|During handling of).*\n\n"
+_TRACEBACK = re.compile(
+    rf"^(?:{_BLOCK}(?:{_CHAIN}{_BLOCK})*|Fatal Python error: .*(?:\n.+|\n(?=\S)){{0,20}})", re.M
+)
+
+
+class State(Enum):
+    """What a supervised child is doing."""
+
+    RUNNING = "running"
+    BACKING_OFF = "backing off"
+    FINISHED = "finished"
+
+
+class Supervisor:
+    """Runs one child process and respawns it when it dies.
+
+    The kernel ends a child together with the *thread* that spawned it, so create and poll a supervisor on the
+    main thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        args: tuple[str, ...],
+        log_path: Path,
+        max_respawns: int,
+        back_off: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the child.
+
+        Args:
+            name: For messages and the process list, like 'actor-1'.
+            target: What the child calls, 'package.module:function'; imported by the child only.
+            args: Text arguments of the function; pass anything larger as JSON.
+            log_path: File that receives the child's output, appended to.
+            max_respawns: The child may die this often and come back; one death more raises.
+            back_off: Seconds before the first respawn, >= 0; doubled each time, at most 30.
+            clock: Seconds that never go backwards.
+        """
+        self.name = name
+        self.respawns = 0
+        self._call = (target, args, str(log_path))
+        self._log_path = log_path
+        self._max_respawns = max_respawns
+        self._back_off = back_off
+        self._clock = clock
+        self._due: float | None = None
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        self._child = self._spawn()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the newest child, dead or alive."""
+        assert self._child.pid is not None
+        return self._child.pid
+
+    def poll(self) -> State:
+        """Look after the child, without waiting: respawn it when its back-off is over.
+
+        Raises:
+            RunError: it died more than `max_respawns` times.
+        """
+        if self._due is not None:
+            if self._clock() < self._due:
+                return State.BACKING_OFF
+            self._due = None
+            self.respawns += 1
+            self._child = self._spawn()
+            return State.RUNNING
+        if self._child.exitcode is None:
+            return State.RUNNING
+        if self._child.exitcode == 0:
+            return State.FINISHED
+        if self.respawns >= self._max_respawns:
+            raise RunError(self._obituary(self._child.exitcode))
+        self._due = self._clock() + min(self._back_off * 2**self.respawns, MAX_BACK_OFF)
+        return State.BACKING_OFF
+
+    def wait(self, deadline: float) -> bool:
+        """Wait until the child has ended; False when it still runs after `deadline` seconds."""
+        self._child.join(deadline)
+        return self._child.exitcode is not None
+
+    def stop(self, deadline: float) -> int:
+        """End the child: ask with SIGTERM, and after `deadline` seconds end it with SIGKILL.
+
+        Returns:
+            Its exit code; ``-signal`` when a signal ended it.
+
+        Raises:
+            RunError: the operating system could not end it.
+        """
+        self._due = None
+        for end, seconds in ((self._child.terminate, deadline), (self._child.kill, KILL_DEADLINE)):
+            if self._child.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    end()
+                self._child.join(seconds)
+        if self._child.exitcode is None:
+            raise RunError(
+                f"{self.name} (process {self.pid}) outlived SIGKILL by {KILL_DEADLINE:g} s; it hangs inside the "
+                "operating system, often in a GPU driver or a network file system. End it by hand."
+            )
+        return self._child.exitcode
+
+    def _spawn(self) -> multiprocessing.process.BaseProcess:
+        # Daemonic: a parent that ends by an error takes its children along instead of waiting for them for ever.
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(
+            target=run_child, args=(self.name, *self._call), name=self.name, daemon=True
+        )
+        child.start()
+        return child
+
+    def _obituary(self, exit_code: int) -> str:
+        text = ""
+        if self._log_path.exists():
+            with self._log_path.open("rb") as log:
+                log.seek(self._log_start)
+                text = log.read().decode(errors="replace")
+        times = "1 time" if self.respawns == 0 else f"{self.respawns + 1} times"
+        head = f"{self.name} died {times}, {self._max_respawns} respawns are allowed; last {_ending(exit_code)}."
+        cause = first_traceback(text)
+        told = f" Its first error:\n\n{cause}\n" if cause else " It left no traceback."
+        return f"{head}{told}\nSee {self._log_path} for everything it printed."
+
+
+def first_traceback(log: str) -> str:
+    """Find the first traceback (or crash report of the interpreter) in a log, with the errors chained to it.
+
+    Returns:
+        Its lines, or '' when there is none.
+    """
+    match = _TRACEBACK.search(log)
+    return match[0].rstrip() if match else ""
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"with exit code {exit_code}"
+    known = {member.value: member.name for member in signal.Signals}
+    hint = ", which is what the operating system sends when memory runs out" if exit_code == -9 else ""
+    return f"by {known.get(-exit_code, f'signal {-exit_code}')}{hint}"

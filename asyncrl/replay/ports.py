@@ -1,0 +1,117 @@
+"""What the actors and the learner see of the replay: grants of groups in, batches of groups out.
+
+Two pairs of ports keep these protocols (`client.py`): over ZeroMQ, and inline for one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.metrics import Metric
+from asyncrl.records import Episode
+
+ReceiptStatus = Literal["held", "stored", "duplicate", "dropped_lag", "dropped_deadline", "dropped_invalid"]
+"""What became of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it."""
+
+
+class RunStopped(AsyncRLError):
+    """The learner ended the run. Not a failure: the actor leaves its loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupGrant:
+    """Leave to imagine one group."""
+
+    number: int
+    """0, 1, 2 ... in the order of granting, never given twice in a run folder; decides the start state."""
+    min_version: int
+    """The actor holds at least this policy version before it samples the group's first decision."""
+    keep_video: bool
+    """Fill `Episode.video`."""
+
+    @property
+    def group_id(self) -> str:
+        """`Episode.group_id` of the group's members: how the replay finds the grant again."""
+        return f"{self.number:08d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What became of one episode."""
+
+    episode_id: str
+    status: ReceiptStatus
+    reason: str = ""
+    """Why it was dropped, for the actor's log; empty otherwise."""
+
+    @property
+    def final(self) -> bool:
+        """Whether the actor can forget the episode."""
+        return self.status != "held"
+
+
+class ActorPort(Protocol):
+    """The actor's side of the replay. Used by one thread."""
+
+    def acquire_group(self, timeout: float) -> GroupGrant | None:
+        """Ask for one more group; None when there is no credit within `timeout` seconds.
+
+        Raises:
+            RunStopped: The learner ended the run.
+        """
+        ...
+
+    def push(self, episode: Episode) -> None:
+        """Take over an episode: keep it until it is durable, resend it when needed. Never drops, never blocks."""
+        ...
+
+    def serve(self) -> None:
+        """Exchange receipts, heartbeats and the stop notice. Never blocks; call it once per round."""
+        ...
+
+    def report_waiting(self, share: float) -> None:
+        """Report the share of time this actor waited for credit, in [0, 1]."""
+        ...
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the learner ended the run."""
+        ...
+
+    def close(self, deadline: float) -> None:
+        """Deliver what is unacknowledged within `deadline` seconds, then leave.
+
+        Raises:
+            ReplayError: Episodes were left over; says how many.
+        """
+        ...
+
+
+class LearnerPort(Protocol):
+    """The learner's side of the replay. Used by one thread."""
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        """Wait for a batch: `groups` complete groups, no decision older than the lag bound at `version`.
+
+        Raises:
+            ReplayError: No batch within `timeout` seconds; says what the replay holds.
+        """
+        ...
+
+    def report_version(self, version: int) -> None:
+        """Announce the learner's newest policy version: credit follows from it."""
+        ...
+
+    def status(self) -> dict[Metric, float]:
+        """Read `replay/*`, `wire/*` and `time/actors_waiting`."""
+        ...
+
+    def stop(self) -> None:
+        """End the run for the actors and the replay."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        ...

@@ -1,0 +1,263 @@
+"""Frames and tasks in, probability of success per frame out: the ResNet reward models at any size.
+
+Tensor names equal those of the published files (``resnet_rm.pth``, ``taskemb_resnet_rm.pth``).
+
+Dimension letters: B slots, C frames per slot (8), N = B * C images, H/W pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asyncrl.errors import CheckpointError, ConfigError
+
+FORMAT: Final = "asyncrl-reward-1"
+WEIGHTS: Final = "reward.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Size and tasks of a reward model."""
+
+    widths: tuple[int, int, int, int]
+    """Channels of the four stages."""
+    tasks: tuple[str, ...]
+    """Instructions it was fitted on, in the order of their ids; empty: one network for any task."""
+    embed_dim: int
+    """Channels of the task embedding (unused without tasks)."""
+    hidden_dim: int
+    """Width between trunk and probability (unused without tasks)."""
+    image_size: int
+    """Height and width of the frames in pixels."""
+
+    @classmethod
+    def tiny(cls, tasks: Sequence[str]) -> RewardConfig:
+        """The embedded size."""
+        return cls(widths=(12, 24, 48, 96), tasks=tuple(tasks), embed_dim=16, hidden_dim=48, image_size=64)
+
+    @classmethod
+    def full(cls, tasks: Sequence[str] = ()) -> RewardConfig:
+        """The published size: 127 tensors without tasks, 130 with ten of them."""
+        return cls(
+            widths=(64, 128, 256, 512), tasks=tuple(tasks), embed_dim=64, hidden_dim=256, image_size=256
+        )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride=stride, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        same = stride == 1 and channels_in == channels
+        self.conv3 = None if same else nn.Conv2d(channels_in, channels, 1, stride=stride)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, channels_in, h, w]`` to ``[N, channels, h / stride, w / stride]``."""
+        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        return functional.relu(y + (x if self.conv3 is None else self.conv3(x)))
+
+
+def _trunk(widths: Sequence[int]) -> list[nn.Module]:
+    stem = nn.Sequential(
+        nn.Conv2d(3, widths[0], 7, stride=2, padding=3),
+        nn.BatchNorm2d(widths[0]),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    )
+    stages = [nn.Sequential(ResidualBlock(widths[0], widths[0], 1), ResidualBlock(widths[0], widths[0], 1))]
+    for before, width in pairwise(widths):
+        stages.append(nn.Sequential(ResidualBlock(before, width, 2), ResidualBlock(width, width, 1)))
+    return [stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+
+
+class ResnetRewModel(nn.Module):
+    """A ResNet-18 that looks at one frame."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*_trunk(config.widths), nn.Linear(config.widths[-1], 1), nn.Sigmoid())
+
+    def logits(self, images_N3HW: Tensor, task_ids_N: Tensor | None = None) -> Tensor:
+        """Score ``[N, 3, H, W]`` images in [-1, 1]: ``[N]`` log-odds of success, whatever the task."""
+        return self.net[:-1](images_N3HW).squeeze(1)
+
+
+class TaskEmbedResnetRewModel(nn.Module):
+    """The same trunk beside an embedding of the task."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        super().__init__()
+        self.visual_encoder = nn.Sequential(*_trunk(config.widths))
+        self.task_embedding = nn.Embedding(len(config.tasks), config.embed_dim)
+        self.fusion_layer = nn.Sequential(
+            nn.Linear(config.widths[-1] + config.embed_dim, config.hidden_dim),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(config.hidden_dim, 1),
+            nn.Sigmoid(),
+        )
+
+    def logits(self, images_N3HW: Tensor, task_ids_N: Tensor) -> Tensor:
+        """Score ``[N, 3, H, W]`` images in [-1, 1] for ``[N]`` int64 tasks: ``[N]`` log-odds of success."""
+        seen = torch.cat([self.visual_encoder(images_N3HW), self.task_embedding(task_ids_N)], dim=1)
+        return self.fusion_layer[:-1](seen).squeeze(1)
+
+
+def build_network(config: RewardConfig) -> ResnetRewModel | TaskEmbedResnetRewModel:
+    """Build the network `config` describes, with fresh weights."""
+    return TaskEmbedResnetRewModel(config) if config.tasks else ResnetRewModel(config)
+
+
+class RewardModel:
+    """Scores frames. Batch normalisation always uses its running statistics here."""
+
+    def __init__(
+        self,
+        network: ResnetRewModel | TaskEmbedResnetRewModel,
+        config: RewardConfig,
+        *,
+        rounded: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.network = network.to(device).eval()
+        self.config = config
+        self.rounded = rounded
+        """Round probabilities to 0 or 1, as training with the published checkpoints does."""
+        self.device = torch.device(device)
+        self._ids = {task: i for i, task in enumerate(config.tasks)}
+
+    def to(self, device: torch.device | str) -> RewardModel:
+        """Move the weights to `device` and return this model."""
+        self.network.to(device)
+        self.device = torch.device(device)
+        return self
+
+    def task_ids(self, tasks: Sequence[str]) -> Tensor:
+        """Look up ``[B]`` int64 ids of instructions (zeros for a model of any task).
+
+        Raises:
+            ConfigError: The model was not fitted on one of them.
+        """
+        if self._ids and (unknown := sorted(set(tasks) - self._ids.keys())):
+            raise ConfigError(
+                f"the reward model does not know the task {unknown[0]!r}. It was fitted on: "
+                f"{', '.join(repr(task) for task in self.config.tasks)}. "
+                "Use start states of these tasks, or set --reward to a model fitted on yours."
+            )
+        ids = [self._ids.get(task, 0) for task in tasks]
+        return torch.tensor(ids, dtype=torch.long, device=self.device)
+
+    @torch.no_grad()
+    def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
+        """Score every frame on its own.
+
+        Args:
+            frames: ``[B, C, H, W, 3]`` uint8 at the model's image size.
+            tasks: ``B`` instructions.
+
+        Returns:
+            ``[B, C]`` float32 probability of success; exactly 0 or 1 when `rounded`.
+
+        Raises:
+            ConfigError: An unknown task, or frames of another size.
+        """
+        batch, count, height, width, _ = frames.shape
+        if height != self.config.image_size or width != self.config.image_size or batch != len(tasks):
+            raise ConfigError(
+                f"the reward model looks at {self.config.image_size}-pixel frames with one task per slot; it "
+                f"was given frames {list(frames.shape)} and {len(tasks)} tasks. Choose --reward and --world "
+                "that belong together."
+            )
+        images = frames.to(self.device).flatten(0, 1).permute(0, 3, 1, 2).float() / 127.5 - 1
+        logits_N = self.network.logits(images, self.task_ids(tasks).repeat_interleave(count))
+        probability = logits_N.float().sigmoid().unflatten(0, (batch, count))
+        return probability.round() if self.rounded else probability
+
+
+def save_reward(folder: Path, model: RewardModel) -> None:
+    """Write ``reward.safetensors`` and ``reward.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in model.network.state_dict().items()
+    }
+    save_file(tensors, folder / "weights.partial")
+    (folder / "weights.partial").replace(folder / WEIGHTS)
+    content = {"format": FORMAT, "rounded": model.rounded, "config": asdict(model.config)}
+    (folder / "json.partial").write_text(json.dumps(content, indent=1) + "\n")
+    (folder / "json.partial").replace(folder / "reward.json")
+
+
+def load_reward(folder: Path, *, device: torch.device | str = "cpu") -> RewardModel:
+    """Load what `save_reward` wrote; float32, because rewards are not worth a rounding error.
+
+    Raises:
+        CheckpointError: A file is missing or does not fit.
+    """
+    file = folder / "reward.json"
+    try:
+        content = json.loads(file.read_text())
+        raw = content["config"]
+        config = RewardConfig(**{**raw, "widths": tuple(raw["widths"]), "tasks": tuple(raw["tasks"])})
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} holds no readable reward model ({error}). Set --reward.") from error
+    return _fill(config, tensors, folder / WEIGHTS, bool(content.get("rounded")), device)
+
+
+def load_published_reward(
+    path: Path, config: RewardConfig, *, rounded: bool = True, device: torch.device | str = "cpu"
+) -> RewardModel:
+    """Load ``resnet_rm.pth`` or ``taskemb_resnet_rm.pth``.
+
+    Args:
+        path: A state dict, bare or under "model_state_dict".
+        config: `RewardConfig.full`; with tasks, the suite's instructions in alphabetical order.
+        rounded: Round probabilities to 0 or 1, as published training does.
+        device: Where the weights go.
+
+    Raises:
+        CheckpointError: The file is missing, holds other things than tensors, or does not fit.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"reward weights {path} cannot be read ({error}). Download them again."
+        ) from error
+    return _fill(config, content.get("model_state_dict", content), path, rounded, device)
+
+
+def _fill(
+    config: RewardConfig,
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    rounded: bool,
+    device: torch.device | str,
+) -> RewardModel:
+    network = build_network(config)
+    for name, wanted in network.state_dict().items():
+        found = list(tensors[name].shape) if name in tensors else "missing"
+        if found != list(wanted.shape):
+            raise CheckpointError(
+                f"{path}: tensor {name} is {found}, the reward model needs {list(wanted.shape)}. "
+                "The file belongs to another model or size."
+            )
+    network.load_state_dict(dict(tensors))
+    network.requires_grad_(False)
+    return RewardModel(network, config, rounded=rounded, device=device)

@@ -1,0 +1,159 @@
+"""A scripted demonstrator for `tabletop`: the simulator's true state in, one action out.
+
+It reaches over the named cube while sinking into a funnel, closes, carries over the named plate, lets go and
+withdraws. It can be made worse in three ways: action noise, a constant grasp offset (a miscalibrated
+demonstrator) and a grasp error drawn anew each episode. Lengths in metres.
+"""
+
+from enum import Enum, auto
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.simulators.tabletop import ROTATION, TRANSLATION, Tabletop, rotation_matrix, skew_part
+from asyncrl.simulators.tabletop_scene import CUBE_HALF, PLATE_HEIGHT, PLATE_RADIUS
+
+HOVER: Final = 0.07
+"""Height above the grasp at which the hand travels to the cube."""
+LIFT: Final = 0.06
+"""Height above the plate at which the cube travels."""
+GAIN: Final = 0.5
+"""Share of the remaining way that one action asks for: calm motion that a policy can copy."""
+CLOSE: Final = 1.0
+OPEN: Final = -1.0
+_DOWN = np.diag([1.0, -1.0, -1.0])
+_GRASP_HEIGHT = 0.020
+_CLOSING_STEPS = 2
+_RELEASE_STEPS = 2
+_PATIENCE = 18
+"""Steps of reaching or carrying after which the expert goes on regardless."""
+
+
+class _Phase(Enum):
+    REACH = auto()
+    GRASP = auto()
+    CARRY = auto()
+    RELEASE = auto()
+    WITHDRAW = auto()
+
+
+class Expert:
+    """Acts on privileged state. One object serves one episode at a time; call `start` at each reset.
+
+    Args:
+        noise: Standard deviation of the Gaussian noise on the six motion numbers of an action, before clipping.
+        grasp_offset: ``(x, y)`` metres by which every grasp misses the cube's centre.
+        rng: Source of the noise and of the grasp error.
+        grasp_error: Standard deviation in metres of a further ``(x, y)`` miss, drawn by `start`.
+        retry: Reach again after an empty grasp or a dropped cube. Otherwise it carries on with nothing.
+    """
+
+    def __init__(
+        self,
+        noise: float,
+        grasp_offset: tuple[float, float],
+        rng: np.random.Generator,
+        *,
+        grasp_error: float = 0.0,
+        retry: bool = False,
+    ) -> None:
+        self._noise, self._rng, self._retry = noise, rng, retry
+        self._offset = np.asarray(grasp_offset, np.float64)
+        self._grasp_error = grasp_error
+        self.start()
+
+    def start(self) -> None:
+        """Forget the last episode and draw the grasp error of the next one."""
+        self._miss = self._offset + self._rng.normal(0.0, 1.0, 2) * self._grasp_error
+        self._enter(_Phase.REACH)
+
+    def act(self, simulator: Tabletop) -> NDArray[np.float32]:
+        """Choose the next action.
+
+        Returns:
+            ``[7]`` float32 in [-1, 1]: proportional to the remaining way, gripper exactly -1 or 1.
+        """
+        self._change_phase(simulator)
+        self._steps += 1
+        action = np.zeros(7)
+        action[:3] = GAIN * (self._target(simulator) - simulator.tool_position) / TRANSLATION
+        action[3:6] = GAIN * self._turn(simulator) / ROTATION
+        action[:6] += self._rng.normal(0.0, 1.0, 6) * self._noise
+        action[6] = CLOSE if self._phase in (_Phase.GRASP, _Phase.CARRY) else OPEN
+        return np.clip(action, -1.0, 1.0).astype(np.float32)
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase, self._steps = phase, 0
+
+    def _change_phase(self, simulator: Tabletop) -> None:
+        """Move on when the present phase has reached its end, or has run out of patience."""
+        if self._phase is _Phase.REACH:
+            error = simulator.tool_position - self._grasp_point(simulator)
+            if (np.hypot(*error[:2]) < 0.014 and abs(error[2]) < 0.012) or self._steps >= _PATIENCE:
+                self._enter(_Phase.GRASP)
+                self._held_at = simulator.tool_position
+        elif self._phase is _Phase.GRASP and self._steps >= _CLOSING_STEPS:
+            self._enter(_Phase.CARRY)
+        elif self._phase is _Phase.CARRY:
+            if self._retry and not self._holds(simulator):
+                self._enter(_Phase.REACH)
+            else:
+                above = self._cargo(simulator) - self._put_point(simulator)
+                if (np.hypot(*above[:2]) < 0.018 and above[2] < 0.008) or self._steps >= _PATIENCE:
+                    self._enter(_Phase.RELEASE)
+                    self._held_at = simulator.tool_position
+        elif self._phase is _Phase.RELEASE and self._steps >= _RELEASE_STEPS:
+            self._enter(_Phase.WITHDRAW)
+
+    def _target(self, simulator: Tabletop) -> NDArray[np.float64]:
+        """``[3]`` where the tool should be. Far from the goal it keeps its height; near it, it sinks."""
+        if self._phase is _Phase.REACH:
+            return _funnel(simulator.tool_position, self._grasp_point(simulator), HOVER, slope=2.5)
+        if self._phase is _Phase.CARRY:
+            cargo = self._cargo(simulator)
+            way = _funnel(cargo, self._put_point(simulator), LIFT, slope=2.0) - cargo
+            way[:2] *= _share_sideways(cargo, self._put_point(simulator))
+            return simulator.tool_position + way
+        if self._phase is _Phase.WITHDRAW:
+            return np.array([*self._held_at[:2], 0.13])
+        return self._held_at
+
+    def _turn(self, simulator: Tabletop) -> NDArray[np.float64]:
+        """``[3]`` rotation vector that brings the hand upright and, before the grasp, in line with the cube."""
+        yaw = simulator.cube_yaw(simulator.cube)
+        if self._phase is not _Phase.REACH:
+            axes = simulator.tool_rotation
+            yaw = float(np.arctan2(axes[1, 0], axes[0, 0]))
+        wanted = rotation_matrix(np.array([0.0, 0.0, yaw])) @ _DOWN
+        return skew_part(wanted @ simulator.tool_rotation.T)
+
+    def _grasp_point(self, simulator: Tabletop) -> NDArray[np.float64]:
+        cube = simulator.cube_position(simulator.cube)
+        return np.array([*(cube[:2] + self._miss), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
+
+    def _put_point(self, simulator: Tabletop) -> NDArray[np.float64]:
+        """``[3]`` where the cargo's centre should be when the fingers open, slightly above the plate."""
+        plate = simulator.plate_position(simulator.plate)
+        return np.array([*plate[:2], PLATE_HEIGHT + CUBE_HALF + 0.003])
+
+    def _cargo(self, simulator: Tabletop) -> NDArray[np.float64]:
+        """``[3]`` the point to bring over the plate: the cube when it is held, else the tool itself."""
+        return simulator.cube_position(simulator.cube) if self._holds(simulator) else simulator.tool_position
+
+    def _holds(self, simulator: Tabletop) -> bool:
+        near = np.linalg.norm(simulator.cube_position(simulator.cube) - simulator.tool_position) < 0.05
+        return bool(near and simulator.finger_opening > 1.5 * CUBE_HALF)
+
+
+def _funnel(now: NDArray[np.float64], goal: NDArray[np.float64], height: float, *, slope: float) -> NDArray[np.float64]:
+    """``[3]`` the goal, raised by up to `height` while `now` is sideways of it by more than 12 mm."""
+    sideways = float(np.hypot(*(goal - now)[:2]))
+    return goal + np.array([0.0, 0.0, np.clip(slope * (sideways - 0.012), 0.0, height)])
+
+
+def _share_sideways(cargo: NDArray[np.float64], goal: NDArray[np.float64]) -> float:
+    """How much of the sideways way to ask for: little while the cargo is low, or it would sweep others along."""
+    if np.hypot(*(goal - cargo)[:2]) < PLATE_RADIUS:
+        return 1.0
+    return float(np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0))

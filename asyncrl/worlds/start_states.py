@@ -1,0 +1,167 @@
+"""Files in, start states out: where imagined episodes begin, and in which order.
+
+Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
+
+    attribute  format           "asyncrl-start-states-1"
+    name       bytes  [S]       fixed length, UTF-8       task             bytes   [S]  fixed length, UTF-8
+    frame      uint8  [S, H, W, 3]                        context_length   int64   [S]  0 or K
+    context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, 7]
+
+``context_frames`` and ``context_actions`` are left out when no start state has a context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import AssetError
+from asyncrl.records import ACTION_DIM, StartState
+
+FORMAT: Final = "asyncrl-start-states-1"
+_SUFFIXES: Final = (".h5", ".hdf5")
+
+
+def save_start_states(path: Path, states: Sequence[StartState]) -> None:
+    """Write start states of one image size to `path`; a reader sees the old file or the new one.
+
+    Raises:
+        AssetError: There are none, two share a name, or their images or contexts differ in size.
+    """
+    _check_alike(path, states)
+    length = max(len(state.context_frames) for state in states)
+    arrays: dict[str, NDArray[np.generic]] = {
+        "name": np.array([state.name.encode() for state in states]),
+        "task": np.array([state.task.encode() for state in states]),
+        "frame": np.stack([state.frame for state in states]),
+        "context_length": np.array([len(state.context_frames) for state in states], dtype=np.int64),
+    }
+    if length:
+        shape = states[0].frame.shape
+        blank = (np.zeros((length, *shape), np.uint8), np.zeros((length, ACTION_DIM), np.float32))
+        rows = [(s.context_frames, s.context_actions) if len(s.context_frames) else blank for s in states]
+        arrays["context_frames"] = np.stack([frames for frames, _ in rows])
+        arrays["context_actions"] = np.stack([actions for _, actions in rows]).astype(np.float32)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with h5py.File(partial, "w") as file:
+        file.attrs["format"] = FORMAT
+        for name, array in arrays.items():
+            images = array.ndim > 2 and array.dtype == np.uint8
+            file.create_dataset(name, data=array, compression="gzip" if images else None)
+    partial.replace(path)
+
+
+def _check_alike(path: Path, states: Sequence[StartState]) -> None:
+    if not states:
+        raise AssetError(f"there are no start states to write to {path}.")
+    if len({state.name for state in states}) != len(states):
+        raise AssetError(f"two start states for {path} share a name; names must be unique.")
+    frames = {state.frame.shape for state in states}
+    contexts = {len(state.context_frames) for state in states} - {0}
+    if len(frames) != 1 or len(contexts) > 1:
+        raise AssetError(
+            f"start states for {path} differ in image shape ({sorted(frames)}) or in context length "
+            f"({sorted(contexts)}). Write one file per size."
+        )
+
+
+def load_start_states(path: Path) -> list[StartState]:
+    """Read the start states of a file, or of every ``*.h5`` and ``*.hdf5`` file of a folder, by file name.
+
+    Raises:
+        AssetError: Nothing is there, or it is not in our format (``traj*.npy`` files must be converted).
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        if not files and any(path.glob("*.npy")):
+            raise _must_be_converted(path)
+        if not files:
+            raise AssetError(f"{path} holds no start states (looked for *.h5). Set --world.start-states.")
+        return [state for file in files for state in load_start_states(file)]
+    if path.suffix == ".npy":
+        raise _must_be_converted(path)
+    if not path.is_file():
+        raise AssetError(
+            f"start states {path} do not exist. Set --world.start-states to a .h5 file or a folder."
+        )
+    try:
+        with h5py.File(path, "r") as file:
+            return _read(path, file)
+    except (OSError, KeyError) as error:
+        raise AssetError(f"{path} cannot be read as start states ({error}). Write it again.") from error
+
+
+def _must_be_converted(path: Path) -> AssetError:
+    return AssetError(
+        f"{path} holds .npy trajectories. Those are pickled objects, which can run code when they are read, "
+        "so they are not opened here. Convert them to .h5 once with `asyncrl convert`."
+    )
+
+
+def _read(path: Path, file: h5py.File) -> list[StartState]:
+    if file.attrs.get("format") != FORMAT:
+        raise AssetError(f"{path} is not a file of start states (format {file.attrs.get('format')!r}).")
+    arrays = {name: np.asarray(file[name]) for name in file}
+    frames = arrays["frame"]
+    none = (np.zeros((0, *frames.shape[1:]), np.uint8), np.zeros((0, ACTION_DIM), np.float32))
+    states = []
+    for i, length in enumerate(arrays["context_length"]):
+        context = (arrays["context_frames"][i], arrays["context_actions"][i]) if length else none
+        states.append(
+            StartState(
+                name=bytes(arrays["name"][i]).decode(),
+                task=bytes(arrays["task"][i]).decode(),
+                frame=frames[i],
+                context_frames=context[0],
+                context_actions=context[1],
+            )
+        )
+    return states
+
+
+@lru_cache(maxsize=8)
+def _shuffled(count: int, seed: int, turn: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng([seed, turn]).permutation(count).tolist())
+
+
+def pick(states: Sequence[StartState], seed: int, n: int) -> StartState:
+    """Return the n-th start state of the stream `seed`.
+
+    Every state comes once, in random order, then every state again in another order. A pure function of its
+    arguments, so a stream can be continued from `n` alone.
+    """
+    turn, place = divmod(n, len(states))
+    return states[_shuffled(len(states), seed, turn)[place]]
+
+
+class StartStateStream:
+    """An endless iterator over start states whose n-th element depends on `seed` and n only."""
+
+    def __init__(self, states: Sequence[StartState], seed: int, offset: int = 0) -> None:
+        if not states:
+            raise AssetError("a stream of start states needs at least one. Set --world.start-states.")
+        self.states = list(states)
+        self.seed = seed
+        self.position = offset
+        """Index of the next element; pass it as `offset` to go on after a restart."""
+
+    def __getitem__(self, n: int) -> StartState:
+        """Return element `n` without moving the stream."""
+        return pick(self.states, self.seed, n)
+
+    def __iter__(self) -> Iterator[StartState]:
+        """Return the stream itself."""
+        return self
+
+    def __next__(self) -> StartState:
+        """Return the next start state."""
+        state = self[self.position]
+        self.position += 1
+        return state

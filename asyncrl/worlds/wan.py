@@ -1,0 +1,327 @@
+"""Start states and actions in, imagined frames out: the Wan world model, with latents as its memory.
+
+For the autoencoder an episode is one continuous causal video: the first frame is latent 0 (the anchor, kept
+for ever), the four context frames are latent 1, and every decision appends two latents (8 frames). The
+transformer sees a window of four latents: [anchor, memory, new, new], where the memory is the last latent and
+stands for the last four frames. Frames never return to the transformer through pixels, and the decoder goes
+on from where it stopped; the published pipeline encodes and decodes the whole window anew for every decision.
+
+Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 13 actions of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.worlds import wan_transformer, wan_vae
+from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer
+from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_stream, load_vae
+from asyncrl.worlds.weight_files import read_json, write_json, write_tensors
+
+CONTEXT: Final = 4
+"""Frames that the memory latent stands for."""
+WINDOW: Final = 4
+"""Latent frames the transformer sees: anchor, memory and two new ones."""
+NULL_ACTION: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
+"""No motion, gripper open: the action of a frame that nothing produced."""
+FORMAT: Final = "asyncrl-world-1"
+
+
+@dataclass(kw_only=True)
+class WanState:
+    """Memory of `B` slots. Every tensor has the slots first and belongs to this state alone."""
+
+    anchor: Tensor
+    """``[B, Z, 1, h, w]`` float32 latent of the first frame."""
+    memory: Tensor
+    """``[B, Z, 1, h, w]`` float32 latent of the last four frames."""
+    last_actions: Tensor
+    """``[B, 4, 7]`` float32 actions that produced the last four frames."""
+    cache: Cache
+    """What the decoder remembers of the frames so far."""
+
+    def __len__(self) -> int:
+        """Return the number of slots."""
+        return self.anchor.shape[0]
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.anchor, self.memory, self.last_actions, *self.cache]
+
+    @staticmethod
+    def _from(tensors: list[Tensor]) -> WanState:
+        anchor, memory, last_actions, *cache = tensors
+        return WanState(anchor=anchor, memory=memory, last_actions=last_actions, cache=cache)
+
+    def select(self, indices: Sequence[int]) -> WanState:
+        """Return a state of its own that holds copies of the rows `indices`, in that order."""
+        rows = torch.tensor(list(indices), dtype=torch.long, device=self.anchor.device)
+        return self._from([tensor.index_select(0, rows) for tensor in self._tensors()])
+
+    def put(self, indices: Sequence[int], other: WanState) -> WanState:
+        """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
+        rows = torch.tensor(list(indices), dtype=torch.long, device=self.anchor.device)
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine.index_copy_(0, rows, theirs.to(mine))
+        return self
+
+    def to(self, device: torch.device | str) -> WanState:
+        """Return this state on `device`."""
+        return self._from([tensor.to(device) for tensor in self._tensors()])
+
+
+class WanWorld:
+    """Imagines frames with an action-conditioned Wan transformer and the Wan autoencoder."""
+
+    def __init__(
+        self,
+        transformer: ActionWanTransformer,
+        vae: WanVae,
+        *,
+        image_size: int,
+        schedule_steps: int = 5,
+        version: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.transformer = transformer
+        self.vae = vae
+        self.schedule_steps = schedule_steps
+        self.version = version
+        self._image_size = image_size
+        self.to(device)
+        sampling_sigmas(schedule_steps)  # refuses 0 steps here and not at the first decision
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self._image_size
+
+    def to(self, device: torch.device | str) -> WanWorld:
+        """Move the weights to `device` (host memory while they are not needed) and return this world."""
+        for module in (self.transformer, self.vae):
+            nn.Module.to(module, device)  # diffusers' own `to` is untyped
+        self.device = torch.device(device)
+        return self
+
+    @torch.no_grad()
+    def start(self, states: Sequence[StartState]) -> WanState:
+        """Open one slot per start state: encode what was seen and let the decoder see it too.
+
+        Raises:
+            ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
+        """
+        clips = np.stack([_opening_frames(state, self.image_size) for state in states])
+        actions = np.stack([_opening_actions(state) for state in states])
+        video = torch.from_numpy(clips).to(self.device).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+        latents = encode_stream(self.vae, video).float()
+        anchor, memory = latents[:, :, :1].clone(), latents[:, :, 1:].clone()
+        _, cache = decode_step(self.vae, anchor, None)
+        _, cache = decode_step(self.vae, memory, cache)
+        return WanState(
+            anchor=anchor, memory=memory, last_actions=torch.from_numpy(actions).to(self.device), cache=cache
+        )
+
+    @torch.no_grad()
+    def imagine(
+        self, state: WanState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
+    ) -> tuple[Tensor, WanState]:
+        """Draw the 8 frames that 8 actions lead to; see `asyncrl.worlds.protocol.World.imagine`."""
+        actions_B8A = torch.as_tensor(actions, dtype=torch.float32, device=self.device)
+        if actions_B8A.shape != (len(state), CHUNK, ACTION_DIM) or len(noise_seeds) != len(state):
+            raise ValueError(
+                f"{len(state)} slots need actions [{len(state)}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
+                f"got {list(actions_B8A.shape)} and {len(noise_seeds)}"
+            )
+        new_BZ2hw = self.denoise(state, actions_B8A, noise_seeds)
+        frames, cache = decode_step(self.vae, new_BZ2hw, state.cache)
+        after = WanState(
+            anchor=state.anchor.clone(),
+            memory=new_BZ2hw[:, :, -1:].clone(),
+            last_actions=actions_B8A[:, -CONTEXT:].clone(),
+            cache=cache,
+        )
+        return to_uint8(frames), after
+
+    @torch.no_grad()
+    def denoise(self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]) -> Tensor:
+        """Return the two new latents ``[B, Z, 2, h, w]`` float32 that `actions_B8A` lead to."""
+        batch, channels, _, height, width = state.anchor.shape
+        new_BZ2hw = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:].to(self.device)
+        null = torch.tensor(NULL_ACTION, device=self.device).expand(batch, 1, ACTION_DIM)
+        actions_BTA = torch.cat([null, state.last_actions, actions_B8A], dim=1)
+        is_new = torch.tensor([0.0, 0.0, 1.0, 1.0], device=self.device).expand(batch, WINDOW)
+        sigmas = sampling_sigmas(self.schedule_steps)
+        for sigma, following in pairwise(sigmas):
+            # The conditions stay clean: only the two new latents are stepped.
+            window = torch.cat([state.anchor, state.memory, new_BZ2hw], dim=2)
+            velocity = self.transformer(window, 1000 * sigma * is_new, actions_BTA)[:, :, 2:]
+            new_BZ2hw = new_BZ2hw + velocity.float() * (following - sigma)
+        return new_BZ2hw
+
+
+def draw_noise(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+    """Draw ``[B, *shape]`` float32 standard normal noise on the CPU, row i from ``seeds[i]`` alone."""
+    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]
+    return torch.stack(rows)
+
+
+def to_uint8(frames_B3THW: Tensor) -> Tensor:
+    """Turn ``[B, 3, T, H, W]`` pixels in [-1, 1] into ``[B, T, H, W, 3]`` uint8, rounding to the nearest."""
+    pixels = ((frames_B3THW.float() + 1) * 127.5).round().to(torch.uint8)
+    return pixels.permute(0, 2, 3, 4, 1).contiguous()
+
+
+def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
+    """Return ``[5, H, W, 3]``: the first frame, then the context (else the first frame four times)."""
+    if state.frame.shape != (size, size, 3):
+        raise ConfigError(
+            f"start state {state.name} has a frame of shape {list(state.frame.shape)}, but the world draws "
+            f"{size}x{size} pixels. Use start states recorded at that size (--world.start-states)."
+        )
+    if len(state.context_frames) not in (0, CONTEXT):
+        raise ConfigError(
+            f"start state {state.name} has {len(state.context_frames)} context frames; the world needs 0 or "
+            f"{CONTEXT}. Record start states with {CONTEXT} (--world.start-states)."
+        )
+    context = state.context_frames if len(state.context_frames) else np.stack([state.frame] * CONTEXT)
+    return np.concatenate([state.frame[None], context])
+
+
+def _opening_actions(state: StartState) -> NDArray[np.float32]:
+    if len(state.context_actions):
+        return state.context_actions.astype(np.float32)
+    return np.tile(np.asarray(NULL_ACTION, dtype=np.float32), (CONTEXT, 1))
+
+
+class WindowLoss(NamedTuple):
+    """How wrong the predicted velocity was."""
+
+    loss: Tensor
+    """[] mean of `per_sample`, with gradient."""
+    per_sample: Tensor
+    """[B] weighted mean squared error over the two new latents, detached."""
+
+
+def window_loss(
+    transformer: ActionWanTransformer,
+    latents_BZ4hw: Tensor,
+    actions_BTA: Tensor,
+    generator: torch.Generator,
+    *,
+    context_noise: bool = True,
+    context_sigma: float = CONTEXT_SIGMA,
+) -> WindowLoss:
+    """Flow matching on one window: predict ``noise - clean`` of the two new latents, given the first two.
+
+    The anchor is clean. The memory is noised a little while the network is told that it is clean, so that the
+    imperfect memories of a long imagined episode do not make it drift (WoVR, arXiv 2602.13977).
+
+    Args:
+        transformer: In the mode the caller wants.
+        latents_BZ4hw: ``[B, Z, 4, h, w]`` clean normalised latents: anchor, memory, two new.
+        actions_BTA: ``[B, 13, 7]`` raw actions, the first of them the dummy.
+        generator: On the CPU; draws the noise levels, the noise and the memory's noise, in this order.
+        context_noise: Whether the memory is noised.
+        context_sigma: Noise level of the memory, in [0, 1].
+    """
+    clean = latents_BZ4hw.float()
+    device = clean.device
+    ids = torch.randint(0, len(training_sigmas()), (clean.shape[0],), generator=generator)
+    noise = torch.randn(clean[:, :, 2:].shape, generator=generator).to(device)
+    memory_noise = torch.randn(clean[:, :, 1:2].shape, generator=generator).to(device)
+    sigma_B = training_sigmas()[ids].to(device)
+    blend = sigma_B[:, None, None, None, None]
+    new = (1 - blend) * clean[:, :, 2:] + blend * noise
+    memory = clean[:, :, 1:2]
+    if context_noise:
+        memory = (1 - context_sigma) * memory + context_sigma * memory_noise
+    window = torch.cat([clean[:, :, :1], memory, new], dim=2)
+    times_B4 = 1000 * sigma_B[:, None] * torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
+    velocity = transformer(window, times_B4, actions_BTA)[:, :, 2:].float()
+    error_B = (velocity - (noise - clean[:, :, 2:])).square().flatten(1).mean(1)
+    weighted_B = error_B * training_weights()[ids].to(device)
+    return WindowLoss(loss=weighted_B.mean(), per_sample=weighted_B.detach())
+
+
+def save_world(folder: Path, world: WanWorld) -> None:
+    """Write `world` as ``transformer.safetensors``, ``vae.safetensors`` and ``world.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "transformer.safetensors", world.transformer.state_dict())
+    write_tensors(folder / "vae.safetensors", world.vae.state_dict())
+    content = {
+        "format": FORMAT,
+        "kind": "wan",
+        "version": world.version,
+        "image_size": world.image_size,
+        "schedule_steps": world.schedule_steps,
+        "transformer": asdict(world.transformer.size),
+        "vae": asdict(world.vae.size),
+    }
+    write_json(folder / "world.json", content)
+
+
+def load_world(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    schedule_steps: int | None = None,
+) -> WanWorld:
+    """Load a world from a folder of ours (``world.json``) or one with the published files.
+
+    Args:
+        folder: Holds the weights.
+        device: Where they go.
+        dtype: Of the weights once loaded.
+        schedule_steps: Network calls per decision; None takes what the folder says (published: 5).
+
+    Raises:
+        CheckpointError: A file is missing or does not fit.
+    """
+    if not (folder / "world.json").is_file() and (folder / wan_transformer.PUBLISHED_FILE).is_file():
+        return _load_published(folder, device, dtype, schedule_steps or 5)
+    content = read_json(folder / "world.json")
+    if content.get("format") != FORMAT or content.get("kind") != "wan":
+        raise CheckpointError(
+            f"{folder / 'world.json'} describes {content.get('kind')!r} in format {content.get('format')!r}; "
+            f"this version reads 'wan' in format {FORMAT!r}."
+        )
+    try:
+        transformer_size = TransformerConfig(**content["transformer"])
+        vae_size = VaeConfig.from_json(content["vae"])
+        image_size, steps, version = (int(content[k]) for k in ("image_size", "schedule_steps", "version"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / 'world.json'} is incomplete ({error}). Save the world again."
+        ) from error
+    kept = {"dtype": dtype, "device": device}
+    return WanWorld(
+        load_transformer(folder / "transformer.safetensors", transformer_size, **kept),
+        load_vae(folder / "vae.safetensors", vae_size, **kept),
+        image_size=image_size,
+        schedule_steps=schedule_steps or steps,
+        version=version,
+        device=device,
+    )
+
+
+def _load_published(folder: Path, device: torch.device | str, dtype: torch.dtype, steps: int) -> WanWorld:
+    kept = {"published": True, "dtype": dtype, "device": device}
+    return WanWorld(
+        load_transformer(folder / wan_transformer.PUBLISHED_FILE, TransformerConfig.full(), **kept),
+        load_vae(folder / wan_vae.PUBLISHED_FILE, VaeConfig.full(), **kept),
+        image_size=256,
+        schedule_steps=steps,
+        device=device,
+    )

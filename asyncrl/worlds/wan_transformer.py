@@ -1,0 +1,235 @@
+"""Noisy latents, noise levels and actions in, flow velocity out: Wan 2.2 (TI2V-5B) steered by robot actions.
+
+Actions enter twice: one token per action for cross-attention, and one vector per latent frame that is added
+to the time embedding (WoVR, arXiv 2602.13977). There is no text.
+
+Dimension letters:
+    B  samples     Z  latent channels   F  latent frames (4)   h, w  latent height and width
+    T  actions = 1 + 4 (F - 1)          S  tokens = F * tokens per latent frame             D  model width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, WanTransformer3DModel
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from asyncrl.records import ACTION_DIM
+from asyncrl.worlds.weight_files import assign, read_tensors
+
+FRAMES_PER_LATENT: Final = 4
+PUBLISHED_FILE: Final = "model-00001.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Size of an action-conditioned Wan transformer."""
+
+    heads: int
+    """Attention heads."""
+    head_dim: int
+    """Channels per head; the three-way rotary split must stay even (24, 48, 64 and 128 do)."""
+    layers: int
+    """Transformer blocks."""
+    ffn_dim: int
+    """Inner width of the feed-forward layers."""
+    channels: int
+    """Latent channels."""
+    patch: int
+    """Latent pixels per token in height and width."""
+    freq_dim: int = 256
+    """Channels of the sinusoid of the time."""
+    round_timestep: bool = False
+    """Round times to bfloat16 first, as published checkpoints were trained (952.38 becomes 952)."""
+
+    @classmethod
+    def tiny(cls) -> TransformerConfig:
+        """The embedded size: 64-pixel images with 4x4 latents."""
+        return cls(heads=4, head_dim=48, layers=4, ffn_dim=768, channels=16, patch=1)
+
+    @classmethod
+    def full(cls) -> TransformerConfig:
+        """The published size: 829 tensors, 5,025,334,464 parameters."""
+        return cls(
+            heads=24, head_dim=128, layers=30, ffn_dim=14336, channels=48, patch=2, round_timestep=True
+        )
+
+
+class ActionWanTransformer(WanTransformer3DModel):
+    """Wan's transformer with the text encoder's place taken by actions."""
+
+    def __init__(self, size: TransformerConfig) -> None:
+        super().__init__(
+            patch_size=(1, size.patch, size.patch),
+            num_attention_heads=size.heads,
+            attention_head_dim=size.head_dim,
+            in_channels=size.channels,
+            out_channels=size.channels,
+            text_dim=1,
+            freq_dim=size.freq_dim,
+            ffn_dim=size.ffn_dim,
+            num_layers=size.layers,
+        )
+        width = size.heads * size.head_dim
+        self.size = size
+        self.condition_embedder.register_module("text_embedder", nn.Identity())
+        self.action_mlp1 = nn.Sequential(nn.Linear(ACTION_DIM, width), nn.GELU(), nn.Linear(width, width))
+        self.action_mlp2 = nn.Sequential(
+            nn.Linear(FRAMES_PER_LATENT * ACTION_DIM, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, latents_BZFhw: Tensor, times_BF: Tensor, actions_BTA: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Predict the velocity ``noise - clean`` of every latent.
+
+        Args:
+            latents_BZFhw: ``[B, Z, F, h, w]``; h and w are multiples of the patch.
+            times_BF: ``[B, F]`` 1000 * sigma of each latent frame; 0 for the frames that are conditions.
+            actions_BTA: ``[B, T, 7]`` raw actions; action i produced frame i; the first is the dummy.
+
+        Returns:
+            ``[B, Z, F, h, w]`` in the dtype of the weights.
+        """
+        latents = latents_BZFhw.to(self.patch_embedding.weight.dtype)
+        rotary = self.rope(latents)
+        tokens_BSD = self.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
+        per_frame = tokens_BSD.shape[1] // latents.shape[2]
+        context_BTD, embedding_BFD, modulation_BF6D = self._condition(times_BF, actions_BTA)
+        modulation_BS6D = modulation_BF6D.float().repeat_interleave(per_frame, dim=1)
+        for block in self.blocks:
+            inputs = (tokens_BSD, context_BTD, modulation_BS6D, rotary)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                tokens_BSD = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                tokens_BSD = block(*inputs)
+        shift_scale_BF2D = self.scale_shift_table.unsqueeze(0) + embedding_BFD.unsqueeze(2)
+        shift_BSD, scale_BSD = shift_scale_BF2D.repeat_interleave(per_frame, dim=1).unbind(2)
+        tokens_BSD = (self.norm_out(tokens_BSD.float()) * (1 + scale_BSD) + shift_BSD).type_as(tokens_BSD)
+        return self._unpatch(self.proj_out(tokens_BSD), latents)
+
+    def _condition(self, times_BF: Tensor, actions_BTA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return action tokens ``[B, T, D]``, time embedding ``[B, F, D]``, modulation ``[B, F, 6, D]``."""
+        embedder = self.condition_embedder
+        dtype = self.patch_embedding.weight.dtype
+        actions = actions_BTA.to(dtype)
+        # Frame 0 is alone in its latent frame: its action is repeated until every latent frame has four.
+        padded = torch.cat([actions[:, :1].expand(-1, FRAMES_PER_LATENT - 1, -1), actions], dim=1)
+        per_latent = padded.unflatten(1, (times_BF.shape[1], FRAMES_PER_LATENT)).flatten(2)
+        times = times_BF.to(torch.bfloat16) if self.size.round_timestep else times_BF
+        waves = sinusoid(times, self.size.freq_dim).to(dtype)
+        embedding_BFD = embedder.time_embedder(waves) + self.action_mlp2(per_latent)
+        modulation_BF6D = embedder.time_proj(functional.silu(embedding_BFD)).unflatten(2, (6, -1))
+        return self.action_mlp1(actions), embedding_BFD, modulation_BF6D
+
+    def _unpatch(self, tokens_BSP: Tensor, like_BZFhw: Tensor) -> Tensor:
+        patch = self.size.patch
+        frames, height, width = (
+            like_BZFhw.shape[2],
+            like_BZFhw.shape[3] // patch,
+            like_BZFhw.shape[4] // patch,
+        )
+        grid = tokens_BSP.unflatten(2, (patch, patch, -1)).unflatten(1, (frames, height, width))
+        # [B, F, h/p, w/p, p, p, Z] -> [B, Z, F, h/p, p, w/p, p]
+        return grid.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
+
+
+def sinusoid(times: Tensor, channels: int) -> Tensor:
+    """Encode times as ``[cos, sin]`` waves, in float64 because sin(1000) needs the digits.
+
+    Args:
+        times: Any shape, in 0..1000.
+        channels: Even number of output channels.
+
+    Returns:
+        ``[..., channels]`` float64.
+    """
+    half = channels // 2
+    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=times.device) / half)
+    angles = times.double().unsqueeze(-1) * rates
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+_OUTSIDE: Final = {
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "head.head": "proj_out",
+    "head.modulation": "scale_shift_table",
+}
+_IN_BLOCK: Final = {
+    **{f"self_attn.{letter}": f"attn1.to_{letter}" for letter in "qkv"},
+    **{f"cross_attn.{letter}": f"attn2.to_{letter}" for letter in "qkv"},
+    "self_attn.o": "attn1.to_out.0",
+    "cross_attn.o": "attn2.to_out.0",
+    "self_attn": "attn1",
+    "cross_attn": "attn2",
+    "modulation": "scale_shift_table",
+    "norm3": "norm2",
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+}
+_OUTSIDE_BACK: Final = {ours: published for published, ours in _OUTSIDE.items()}
+_IN_BLOCK_BACK: Final = {ours: published for published, ours in _IN_BLOCK.items()}
+
+
+def _replace_start(name: str, table: dict[str, str]) -> str:
+    for old, new in table.items():
+        if name == old or name.startswith(old + "."):
+            return new + name[len(old) :]
+    return name
+
+
+def _rename(name: str, outside: dict[str, str], in_block: dict[str, str]) -> str:
+    if not name.startswith("blocks."):
+        return _replace_start(name, outside)
+    blocks, number, rest = name.split(".", 2)
+    return f"{blocks}.{number}.{_replace_start(rest, in_block)}"
+
+
+def from_published(name: str) -> str:
+    """Map a tensor name of a published checkpoint to ours.
+
+    Example:
+        >>> from_published("blocks.3.self_attn.o.bias")
+        'blocks.3.attn1.to_out.0.bias'
+    """
+    return _rename(name.removeprefix("pipe.dit."), _OUTSIDE, _IN_BLOCK)
+
+
+def to_published(name: str) -> str:
+    """Map one of our tensor names to the published one; the inverse of `from_published`."""
+    return _rename(name, _OUTSIDE_BACK, _IN_BLOCK_BACK)
+
+
+def load_transformer(
+    path: Path,
+    size: TransformerConfig,
+    *,
+    published: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> ActionWanTransformer:
+    """Load a transformer for inference (eval mode; call `train` and `requires_grad_` to fit it).
+
+    Args:
+        path: A ``.safetensors`` file.
+        size: Of the model in the file.
+        published: Whether the file uses the published names (``model-00001.safetensors``).
+        dtype: Of the weights once loaded.
+        device: Where they go.
+
+    Raises:
+        CheckpointError: The file is missing or does not fit.
+    """
+    with torch.device("meta"):
+        model = ActionWanTransformer(size)
+    rename = from_published if published else str
+    assign(model, read_tensors(path), path, rename=rename, dtype=dtype, device=device)
+    # Not in the file: computed from the size.
+    model.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,174 @@
+"""Reward models: published tensors, slow formulas, tasks and files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.rewards.resnet import (
+    RewardConfig,
+    RewardModel,
+    build_network,
+    load_published_reward,
+    load_reward,
+    save_reward,
+)
+
+TASKS = ("open the drawer", "close the drawer", "push the plate")
+
+
+def model(tasks: tuple[str, ...] = TASKS, *, rounded: bool = False) -> RewardModel:
+    torch.manual_seed(0)
+    config = RewardConfig.tiny(tasks)
+    network = build_network(config).requires_grad_(False)
+    for module in network.modules():  # statistics and weights that matter
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean = 0.1 * torch.randn(module.num_features)
+            module.running_var = 0.5 + torch.rand(module.num_features)
+            module.weight.add_(0.3 * torch.randn(module.num_features))
+    return RewardModel(network, config, rounded=rounded)
+
+
+def some_frames(batch: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (batch, 8, 64, 64, 3), generator=generator, dtype=torch.uint8)
+
+
+def slow_logit(w: dict[str, Tensor], trunk: str, image: Tensor) -> Tensor:
+    """The trunk by its description: ``[1, 3, H, W]`` to ``[channels]``."""
+
+    def conv(name: str, x: Tensor, stride: int, padding: int) -> Tensor:
+        return torch.nn.functional.conv2d(x, w[f"{name}.weight"], w[f"{name}.bias"], stride, padding)
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        mean, var, weight, bias = (
+            w[f"{name}.{part}"][:, None, None] for part in ("running_mean", "running_var", "weight", "bias")
+        )
+        return (x - mean) / (var + 1e-5).sqrt() * weight + bias
+
+    x = norm(f"{trunk}.0.1", conv(f"{trunk}.0.0", image, 2, 3)).clamp(min=0)
+    x = torch.nn.functional.max_pool2d(x, 3, 2, 1)
+    for stage in (1, 2, 3, 4):
+        for block in (0, 1):
+            name = f"{trunk}.{stage}.{block}"
+            changes = stage > 1 and block == 0
+            y = norm(f"{name}.bn1", conv(f"{name}.conv1", x, 2 if changes else 1, 1)).clamp(min=0)
+            y = norm(f"{name}.bn2", conv(f"{name}.conv2", y, 1, 1))
+            x = (y + (conv(f"{name}.conv3", x, 2, 0) if changes else x)).clamp(min=0)
+    return x.mean((2, 3))[0]
+
+
+@pytest.mark.parametrize("tasks", [(), TASKS])
+def test_scores_follow_the_description_of_the_network(tasks: tuple[str, ...]) -> None:
+    reward = model(tasks)
+    frames = some_frames(2)
+    scores = reward.score(frames, ["push the plate", "open the drawer"])
+    assert scores.shape == (2, 8)
+    assert scores.dtype == torch.float32
+    w = reward.network.state_dict()
+    for slot, task_id in ((0, 2), (1, 0)):
+        image = frames[slot, 3].permute(2, 0, 1)[None].float() / 127.5 - 1
+        if tasks:
+            seen = torch.cat([slow_logit(w, "visual_encoder", image), w["task_embedding.weight"][task_id]])
+            hidden = (w["fusion_layer.0.weight"] @ seen + w["fusion_layer.0.bias"]).clamp(min=0)
+            logit = w["fusion_layer.3.weight"] @ hidden + w["fusion_layer.3.bias"]
+        else:
+            logit = w["net.7.weight"] @ slow_logit(w, "net", image) + w["net.7.bias"]
+        expected = 1 / (1 + torch.exp(-logit[0]))
+        torch.testing.assert_close(scores[slot, 3], expected, atol=1e-5, rtol=1e-5)
+
+
+def key_hash(shapes: dict[str, torch.Size]) -> str:
+    lines = [f"{name}:{'_'.join(map(str, shape))}" for name, shape in shapes.items()] + list(shapes)
+    return hashlib.md5(",".join(sorted(lines)).encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "entries", "parameters", "fingerprint"),
+    [
+        (0, 127, 11_180_033, "6eb6f20af8204e904a4f00ff73871274"),
+        (10, 130, 11_328_129, "a391059417af0aba709a7c750ae78f03"),
+    ],
+)
+def test_the_full_networks_have_the_published_tensors(
+    tasks: int, entries: int, parameters: int, fingerprint: str
+) -> None:
+    with torch.device("meta"):
+        network = build_network(RewardConfig.full([f"task {i}" for i in range(tasks)]))
+    shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    assert (len(shapes), sum(p.numel() for p in network.parameters())) == (entries, parameters)
+    assert key_hash(shapes) == fingerprint
+
+
+def test_rounded_scores_are_zero_or_one() -> None:
+    frames = some_frames(1)
+    exact = model().score(frames, TASKS[:1])
+    rounded = model(rounded=True).score(frames, TASKS[:1])
+    assert rounded.tolist() == [[float(p > 0.5) for p in exact[0].tolist()]]
+
+
+def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'fly'.*'open the drawer', 'close the drawer', 'push the plate'"):
+        model().score(some_frames(1), ["fly"])
+
+
+def test_a_model_without_tasks_scores_any_task() -> None:
+    frames = some_frames(1)
+    reward = model(())
+    assert torch.equal(reward.score(frames, ["fly"]), reward.score(frames, ["walk"]))
+
+
+def test_frames_of_another_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match="64-pixel frames"):
+        model().score(torch.zeros(1, 8, 32, 32, 3, dtype=torch.uint8), TASKS[:1])
+
+
+def test_a_score_does_not_depend_on_the_other_frames() -> None:
+    reward = model()
+    frames = some_frames(2)
+    both = reward.score(frames, TASKS[:2])
+    torch.testing.assert_close(reward.score(frames[1:], TASKS[1:2])[0], both[1], atol=1e-6, rtol=1e-5)
+
+
+def test_saved_rewards_score_the_same(tmp_path: Path) -> None:
+    reward = model(rounded=True)
+    save_reward(tmp_path / "reward", reward)
+    loaded = load_reward(tmp_path / "reward")
+    assert (loaded.config, loaded.rounded) == (reward.config, True)
+    loaded.rounded = reward.rounded = False
+    assert torch.equal(loaded.score(some_frames(1), TASKS[:1]), reward.score(some_frames(1), TASKS[:1]))
+
+
+def test_broken_reward_files_are_refused_with_tensor_and_shapes(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no readable reward model"):
+        load_reward(tmp_path)
+    save_reward(tmp_path, model())
+    tensors = load_file(tmp_path / "reward.safetensors")
+    save_file({**tensors, "fusion_layer.3.bias": torch.zeros(2)}, tmp_path / "reward.safetensors")
+    with pytest.raises(CheckpointError, match=r"fusion_layer.3.bias is \[2\], the reward model needs \[1\]"):
+        load_reward(tmp_path)
+    del tensors["fusion_layer.3.bias"]
+    save_file(tensors, tmp_path / "reward.safetensors")
+    with pytest.raises(CheckpointError, match=r"fusion_layer.3.bias is missing"):
+        load_reward(tmp_path)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_published_state_dicts_load_with_and_without_a_wrapper(tmp_path: Path, wrapped: bool) -> None:
+    reward = model()
+    state = reward.network.state_dict()
+    torch.save({"model_state_dict": state} if wrapped else state, tmp_path / "rm.pth")
+    loaded = load_published_reward(tmp_path / "rm.pth", reward.config, rounded=False)
+    assert torch.equal(loaded.score(some_frames(1), TASKS[:1]), reward.score(some_frames(1), TASKS[:1]))
+
+
+def test_a_checkpoint_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    torch.save({"model_state_dict": Path("x")}, tmp_path / "rm.pth")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_published_reward(tmp_path / "rm.pth", RewardConfig.tiny(TASKS))

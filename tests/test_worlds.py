@@ -1,0 +1,664 @@
+"""World models: numbers against slow formulas, streams against wholes, slots against their neighbours."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl.errors import AssetError, CheckpointError, ConfigError
+from asyncrl.records import StartState
+from asyncrl.worlds import wan_transformer, wan_vae
+from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
+from asyncrl.worlds.start_states import StartStateStream, load_start_states, pick, save_start_states
+from asyncrl.worlds.wan import WanWorld, draw_noise, load_world, save_world, to_uint8, window_loss
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer, sinusoid
+from asyncrl.worlds.wan_vae import (
+    VaeConfig,
+    WanVae,
+    decode_step,
+    decode_stream,
+    encode_step,
+    encode_stream,
+    load_vae,
+)
+
+NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=16, patch=2, freq_dim=32)
+
+
+def nano_vae() -> WanVae:
+    torch.manual_seed(1)
+    mean, std = tuple(0.1 * i for i in range(16)), tuple(0.5 + 0.1 * i for i in range(16))
+    size = replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4, latents_mean=mean, latents_std=std)
+    return WanVae(size).eval().requires_grad_(False)
+
+
+def nano_transformer(size: TransformerConfig = NANO) -> ActionWanTransformer:
+    torch.manual_seed(2)
+    return ActionWanTransformer(size).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def world() -> WanWorld:
+    return WanWorld(nano_transformer(), nano_vae(), image_size=64, schedule_steps=2, version=3)
+
+
+def start_state(seed: int, *, context: int = 0, size: int = 64) -> StartState:
+    rng = np.random.default_rng(seed)
+    return StartState(
+        name=f"start-{seed}",
+        task="put the red cube in the bowl",
+        frame=rng.integers(0, 256, (size, size, 3), dtype=np.uint8),
+        context_frames=rng.integers(0, 256, (context, size, size, 3), dtype=np.uint8),
+        context_actions=rng.normal(size=(context, 7)).astype(np.float32),
+    )
+
+
+def some_actions(batch: int, seed: int = 0) -> Tensor:
+    return torch.randn(batch, 8, 7, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- schedule ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "times"),
+    [
+        (1, [1000, 0]),
+        (3, [1000, 909.0909, 714.2857, 0]),
+        (5, [1000, 952.381, 882.3529, 769.2308, 555.5556, 0]),
+    ],
+)
+def test_the_sampler_visits_the_published_noise_levels(steps: int, times: list[float]) -> None:
+    assert [1000 * s for s in sampling_sigmas(steps)] == pytest.approx(times, abs=1e-3)
+
+
+def test_a_schedule_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one step"):
+        sampling_sigmas(0)
+
+
+def test_training_levels_and_weights_follow_the_formula() -> None:
+    times = [1000 * 5 * (1 - i / 1000) / (1 + 4 * (1 - i / 1000)) for i in range(1000)]
+    bell = [math.exp(-2 * ((t - 500) / 1000) ** 2) for t in times]
+    raised = [b - min(bell) for b in bell]
+    expected = [r * 1000 / sum(raised) for r in raised]
+    torch.testing.assert_close(1000 * training_sigmas(), torch.tensor(times), atol=1e-3, rtol=0)
+    torch.testing.assert_close(training_weights(), torch.tensor(expected), atol=1e-5, rtol=0)
+    assert training_sigmas()[950].item() == pytest.approx(CONTEXT_SIGMA) == pytest.approx(0.208333, abs=1e-6)
+
+
+# ---- transformer ---------------------------------------------------------------------------------
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def rotate(head: Tensor, places: list[tuple[int, int, int]], width: int) -> Tensor:
+    """Rotate pairs of channels of one head by angles of the token's (frame, row, column)."""
+    third = width // 3 // 2 * 2
+    split = [width - 2 * third, third, third]
+    turned = []
+    for token, place in zip(head, places, strict=True):
+        angles = [
+            place[axis] / 10000 ** (2 * i / split[axis]) for axis in range(3) for i in range(split[axis] // 2)
+        ]
+        numbers = torch.view_as_complex(token.double().reshape(-1, 2))
+        turned.append(
+            torch.view_as_real(
+                numbers * torch.polar(torch.ones(len(angles)).double(), torch.tensor(angles).double())
+            ).reshape(-1)
+        )
+    return torch.stack(turned).float()
+
+
+def attention(
+    w: dict[str, Tensor],
+    name: str,
+    x: Tensor,
+    context: Tensor,
+    heads: int,
+    places: list[tuple[int, int, int]] | None,
+) -> Tensor:
+    def linear(part: str, value: Tensor) -> Tensor:
+        return value @ w[f"{name}.{part}.weight"].T + w[f"{name}.{part}.bias"]
+
+    q = rms(linear("q", x), w[f"{name}.norm_q.weight"])
+    k = rms(linear("k", context), w[f"{name}.norm_k.weight"])
+    v = linear("v", context)
+    width = q.shape[1] // heads
+    outs = []
+    for i in range(heads):
+        part = slice(i * width, (i + 1) * width)
+        qi, ki = q[:, part], k[:, part]
+        if places is not None:
+            qi, ki = rotate(qi, places, width), rotate(ki, places, width)
+        outs.append((qi @ ki.T / math.sqrt(width)).softmax(-1) @ v[:, part])
+    return linear("o", torch.cat(outs, dim=1))
+
+
+def slow_transformer(
+    w: dict[str, Tensor], size: TransformerConfig, x: Tensor, times: list[float], actions: Tensor
+) -> Tensor:
+    """One sample ``[Z, F, h, w]`` by the description of the published model, with its tensor names."""
+    channels, frames, height, width = x.shape
+    p, d = size.patch, size.heads * size.head_dim
+    places = [(f, i, j) for f in range(frames) for i in range(height // p) for j in range(width // p)]
+    patches = torch.stack([x[:, f, i * p : i * p + p, j * p : j * p + p].reshape(-1) for f, i, j in places])
+    tokens = patches @ w["patch_embedding.weight"].reshape(d, -1).T + w["patch_embedding.bias"]
+
+    def mlp(name: str, value: Tensor, act: str) -> Tensor:
+        value = value @ w[f"{name}.0.weight"].T + w[f"{name}.0.bias"]
+        value = (
+            value * value.sigmoid() if act == "silu" else 0.5 * value * (1 + torch.erf(value / math.sqrt(2)))
+        )
+        return value @ w[f"{name}.2.weight"].T + w[f"{name}.2.bias"]
+
+    repeated = torch.stack([actions[0]] * 3 + list(actions))
+    embeddings = []
+    for f in range(frames):
+        half = size.freq_dim // 2
+        angles = [times[f] * 10000 ** (-i / half) for i in range(half)]
+        wave = torch.tensor([math.cos(a) for a in angles] + [math.sin(a) for a in angles])
+        four_actions = repeated[4 * f : 4 * f + 4].reshape(-1)
+        embeddings.append(mlp("time_embedding", wave, "silu") + mlp("action_mlp2", four_actions, "silu"))
+    per_token = torch.stack([embeddings[f] for f, _, _ in places])
+    active = per_token * per_token.sigmoid()
+    six = (active @ w["time_projection.1.weight"].T + w["time_projection.1.bias"]).reshape(-1, 6, d)
+    context = mlp("action_mlp1", actions, "gelu")
+    for n in range(size.layers):
+        b = {
+            name.removeprefix(f"blocks.{n}."): value
+            for name, value in w.items()
+            if name.startswith(f"blocks.{n}.")
+        }
+        shift1, scale1, gate1, shift2, scale2, gate2 = (six + b["modulation"]).unbind(1)
+        seen = layer_norm(tokens) * (1 + scale1) + shift1
+        tokens = tokens + gate1 * attention(b, "self_attn", seen, seen, size.heads, places)
+        seen = layer_norm(tokens) * b["norm3.weight"] + b["norm3.bias"]
+        tokens = tokens + attention(b, "cross_attn", seen, context, size.heads, None)
+        seen = layer_norm(tokens) * (1 + scale2) + shift2
+        inner = gelu_tanh(seen @ b["ffn.0.weight"].T + b["ffn.0.bias"])
+        tokens = tokens + gate2 * (inner @ b["ffn.2.weight"].T + b["ffn.2.bias"])
+    shift, scale = (w["head.modulation"] + per_token[:, None]).unbind(1)
+    out = (layer_norm(tokens) * (1 + scale) + shift) @ w["head.head.weight"].T + w["head.head.bias"]
+    result = torch.zeros_like(x)
+    for token, (f, i, j) in zip(out, places, strict=True):
+        result[:, f, i * p : i * p + p, j * p : j * p + p] = token.reshape(p, p, channels).permute(2, 0, 1)
+    return result
+
+
+@pytest.mark.parametrize("patch", [1, 2])
+def test_the_transformer_computes_what_the_published_one_is_said_to(patch: int) -> None:
+    size = replace(NANO, patch=patch)
+    model = nano_transformer(size)
+    for parameter in model.parameters():  # so that norms and biases count
+        parameter.add_(0.05 * torch.randn(parameter.shape))
+    latents, actions = torch.randn(2, 16, 4, 4, 4), torch.randn(2, 13, 7)
+    times = torch.tensor([[0, 0, 952.381, 952.381], [0, 0, 555.5556, 555.5556]])
+    weights = {wan_transformer.to_published(name): value for name, value in model.state_dict().items()}
+    expected = [slow_transformer(weights, size, latents[i], times[i].tolist(), actions[i]) for i in range(2)]
+    torch.testing.assert_close(model(latents, times, actions), torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_published_checkpoints_see_bfloat16_times() -> None:
+    rounding = nano_transformer(replace(NANO, round_timestep=True))
+    exact = nano_transformer(NANO)
+    latents, actions = torch.randn(1, 16, 4, 4, 4), torch.randn(1, 13, 7)
+    times = 1000 * torch.tensor(sampling_sigmas(5)[:5])
+    seen = torch.tensor([1000.0, 952.0, 884.0, 768.0, 556.0])
+    for time, rounded in zip(times, seen, strict=True):
+        window = torch.tensor([0.0, 0.0, 1.0, 1.0])[None]
+        torch.testing.assert_close(
+            rounding(latents, time * window, actions), exact(latents, rounded * window, actions)
+        )
+
+
+def test_the_sinusoid_starts_with_cosines() -> None:
+    torch.testing.assert_close(
+        sinusoid(torch.tensor([1000.0]), 4)[0],
+        torch.tensor([math.cos(1000), math.cos(10), math.sin(1000), math.sin(10)], dtype=torch.float64),
+    )
+
+
+def key_hash(shapes: dict[str, torch.Size]) -> str:
+    """The fingerprint by which the published checkpoints are told apart."""
+    lines = [f"{name}:{'_'.join(map(str, shape))}" for name, shape in shapes.items()] + list(shapes)
+    return hashlib.md5(",".join(sorted(lines)).encode()).hexdigest()
+
+
+def test_the_full_transformer_has_the_published_tensors() -> None:
+    with torch.device("meta"):
+        model = ActionWanTransformer(TransformerConfig.full())
+    shapes = {wan_transformer.to_published(name): t.shape for name, t in model.state_dict().items()}
+    assert (len(shapes), sum(p.numel() for p in model.parameters())) == (829, 5_025_334_464)
+    assert key_hash(shapes) == "bc4824aef7c3f23d3378cec6e2b1316c"
+    assert [wan_transformer.from_published(name) for name in shapes] == list(model.state_dict())
+
+
+def test_the_full_autoencoder_has_the_published_tensors() -> None:
+    with torch.device("meta"):
+        vae = WanVae(VaeConfig.full())
+    shapes = {wan_vae.to_published(name): t.shape for name, t in vae.state_dict().items()}
+    assert (len(shapes), sum(p.numel() for p in vae.parameters())) == (196, 704_688_668)
+    assert key_hash(shapes) == "e1de6c02cdac79f8b739f4d3698cd216"
+    assert [wan_vae.from_published(name) for name in shapes] == list(vae.state_dict())
+    assert len(vae.size.latents_mean) == len(vae.size.latents_std) == 48
+    assert (vae.size.latents_mean[47], vae.size.latents_std[37]) == (-0.0667, 1.2042)
+
+
+# ---- autoencoder ---------------------------------------------------------------------------------
+
+
+def test_streams_equal_the_autoencoder_on_whole_videos() -> None:
+    vae = nano_vae()
+    video = torch.rand(2, 3, 17, 32, 32) * 2 - 1
+    raw = vae.encode(video).latent_dist.mode()
+    mean, std = torch.tensor(vae.size.latents_mean), torch.tensor(vae.size.latents_std)
+    normalised = (raw - mean[:, None, None, None]) / std[:, None, None, None]
+    torch.testing.assert_close(encode_stream(vae, video), normalised, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(encode_stream(vae, video, frames_per_step=4), normalised, atol=1e-5, rtol=1e-5)
+    decoded = vae.decode(raw).sample
+    assert decoded.shape == (2, 3, 17, 32, 32)
+    for at_once in (1, 2, 4):
+        streamed = decode_stream(vae, normalised, latents_per_step=at_once)
+        torch.testing.assert_close(streamed, decoded, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_continues_its_cache_and_leaves_it_alone() -> None:
+    vae = nano_vae()
+    latents = torch.randn(1, 16, 3, 2, 2)
+    _, cache = decode_step(vae, latents[:, :, :1], None)
+    before = [tensor.clone() for tensor in cache]
+    once, _ = decode_step(vae, latents[:, :, 1:2], cache)
+    again, _ = decode_step(vae, latents[:, :, 1:2], cache)
+    assert torch.equal(once, again)
+    assert all(torch.equal(a, b) for a, b in zip(cache, before, strict=True))
+
+
+def test_a_row_of_the_cache_can_be_replaced_at_any_age() -> None:
+    vae = nano_vae()
+    old, young = torch.randn(2, 16, 4, 2, 2), torch.randn(1, 16, 2, 2, 2)
+    _, cache = decode_step(vae, old[:, :, :1], None)
+    _, cache = decode_step(vae, old[:, :, 1:3], cache)
+    _, fresh = decode_step(vae, young[:, :, :1], None)
+    for mine, theirs in zip(cache, fresh, strict=True):
+        mine[1:] = theirs
+    mixed, _ = decode_step(vae, torch.cat([old[:1, :, 3:], young[:, :, 1:]]), cache)
+    torch.testing.assert_close(mixed[:1], decode_stream(vae, old[:1])[:, :, -4:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mixed[1:], decode_stream(vae, young)[:, :, -4:], atol=1e-5, rtol=1e-5)
+
+
+def test_an_encoder_continues_after_a_group_of_four_frames() -> None:
+    vae = nano_vae()
+    video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
+    first, cache = encode_step(vae, video[:, :, :1], None)
+    second, cache = encode_step(vae, video[:, :, 1:5], cache)
+    third, _ = encode_step(vae, video[:, :, 5:], cache)
+    whole = encode_stream(vae, video)
+    torch.testing.assert_close(torch.cat([first, second, third], dim=2), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_frames_that_do_not_fit_the_rhythm_of_the_autoencoder_are_refused() -> None:
+    vae = nano_vae()
+    with pytest.raises(ValueError, match=r"1 \+ 4 k frames, got 6"):
+        encode_stream(vae, torch.zeros(1, 3, 6, 32, 32))
+    with pytest.raises(ValueError, match="got 2 frames"):
+        encode_step(vae, torch.zeros(1, 3, 2, 32, 32), None)
+    with pytest.raises(ValueError, match="single latent frame, got 2"):
+        decode_step(vae, torch.zeros(1, 16, 2, 2, 2), None)
+
+
+# ---- world ---------------------------------------------------------------------------------------
+
+
+def test_imagined_frames_follow_the_written_recipe(world: WanWorld) -> None:
+    """The same two decisions by hand: whole-video encode and decode, plain Euler steps."""
+    start = start_state(5, context=4)
+    actions = torch.stack([some_actions(1, 1)[0], some_actions(1, 2)[0]])
+    pixels = np.concatenate([start.frame[None], start.context_frames]).transpose(3, 0, 1, 2)[None]
+    latents = encode_stream(world.vae, torch.tensor(pixels) / 127.5 - 1)
+    history = torch.tensor(start.context_actions)
+    for decision in range(2):
+        noise = torch.randn(16, 4, 4, 4, generator=torch.Generator().manual_seed(70 + decision))[:, 2:]
+        x = noise[None]
+        all_actions = torch.cat([torch.tensor([[0, 0, 0, 0, 0, 0, -1.0]]), history, actions[decision]])[None]
+        for time, following in ((1000.0, 5 / 6 * 1000), (5 / 6 * 1000, 0.0)):
+            window = torch.cat([latents[:, :, :1], latents[:, :, -1:], x], dim=2)
+            velocity = world.transformer(window, torch.tensor([[0, 0, time, time]]), all_actions)[:, :, 2:]
+            x = x + velocity * (following - time) / 1000
+        latents = torch.cat([latents, x], dim=2)
+        history = actions[decision][4:]
+    video = decode_stream(world.vae, latents, latents_per_step=1)
+    expected = ((video[0, :, 5:] + 1) * 127.5).round().permute(1, 2, 3, 0)
+
+    state = world.start([start])
+    first, state = world.imagine(state, actions[:1], [70])
+    second, state = world.imagine(state, actions[1:].numpy(), [71])
+    frames = torch.cat([first, second], dim=1)[0].float()
+    assert (frames - expected).abs().max() <= 1  # a level may flip where rounding is close to a half
+    assert (frames - expected).abs().mean() < 1e-3
+    torch.testing.assert_close(state.memory, latents[:, :, -1:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state.anchor, latents[:, :, :1], atol=1e-5, rtol=1e-5)
+
+
+def test_without_context_the_episode_begins_with_a_still_image_and_null_actions(world: WanWorld) -> None:
+    plain = start_state(6)
+    null = np.tile(np.float32([0, 0, 0, 0, 0, 0, -1]), (4, 1))
+    spelled_out = replace(plain, context_frames=np.stack([plain.frame] * 4), context_actions=null)
+    a, b = world.start([plain]), world.start([spelled_out])
+    assert torch.equal(a.memory, b.memory)
+    assert torch.equal(a.last_actions, b.last_actions)
+
+
+def test_slots_do_not_see_their_neighbours(world: WanWorld) -> None:
+    starts, actions = [start_state(1), start_state(2, context=4)], some_actions(2)
+    together = world.start(starts)
+    frames, after = world.imagine(together, actions, [11, 12])
+    latents = world.denoise(together, actions, [11, 12])
+    for i in range(2):
+        alone = world.start([starts[i]])
+        mine, mine_after = world.imagine(alone, actions[i : i + 1], [11 + i])
+        torch.testing.assert_close(
+            world.denoise(alone, actions[i : i + 1], [11 + i]), latents[i : i + 1], atol=1e-5, rtol=1e-5
+        )
+        assert (mine[0].int() - frames[i].int()).abs().max() <= 1
+        torch.testing.assert_close(mine_after.memory, after.memory[i : i + 1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_refilled_slot_starts_afresh_and_the_other_goes_on(world: WanWorld) -> None:
+    first, state = world.imagine(world.start([start_state(1), start_state(2)]), some_actions(2), [1, 2])
+    kept = state.select([0])
+    state.put([1], world.start([start_state(3)]))
+    actions = some_actions(2, seed=9)
+    mixed, _ = world.imagine(state, actions, [3, 4])
+    goes_on, _ = world.imagine(kept, actions[:1], [3])
+    afresh, _ = world.imagine(world.start([start_state(3)]), actions[1:], [4])
+    assert (mixed[0].int() - goes_on[0].int()).abs().max() <= 1
+    assert (mixed[1].int() - afresh[0].int()).abs().max() <= 1
+    assert (mixed[1].int() - first[1].int()).abs().max() > 1
+
+
+def test_put_changes_neither_the_source_nor_older_states(world: WanWorld) -> None:
+    before = world.start([start_state(1), start_state(2)])
+    anchor = before.anchor.clone()
+    _, after = world.imagine(before, some_actions(2), [1, 2])
+    other = world.start([start_state(3)])
+    assert after.put([0], other) is after
+    assert torch.equal(before.anchor, anchor)
+    assert torch.equal(after.anchor[:1], other.anchor)
+    assert torch.equal(after.select([1, 0]).anchor, after.anchor.flip(0))
+    assert len(after.to("cpu")) == 2
+
+
+def test_a_seed_fixes_the_frames_bit_for_bit_and_another_seed_changes_them(world: WanWorld) -> None:
+    state, actions = world.start([start_state(1)]), some_actions(1)
+    frames, _ = world.imagine(state, actions, [5])
+    again, _ = world.imagine(state, actions, [5])
+    other, _ = world.imagine(state, actions, [6])
+    assert frames.shape == (1, 8, 64, 64, 3)
+    assert frames.dtype == torch.uint8
+    assert torch.equal(frames, again)
+    assert not torch.equal(frames, other)
+
+
+def test_noise_depends_on_the_seed_of_its_row_only() -> None:
+    noise = draw_noise([4, 5, 4], (2, 3))
+    assert torch.equal(noise[0], noise[2])
+    assert torch.equal(noise[1], draw_noise([5], (2, 3))[0])
+    assert not torch.equal(noise[0], noise[1])
+
+
+def test_pixels_are_rounded_to_the_nearest_level() -> None:
+    values = torch.tensor([-1.0, 1.0, 0.0, -0.9961])
+    assert to_uint8(values.view(1, 1, 1, 1, 4)).flatten().tolist() == [0, 255, 128, 0]
+
+
+def test_actions_of_another_shape_are_refused(world: WanWorld) -> None:
+    with pytest.raises(ValueError, match=r"need actions \[1, 8, 7\]"):
+        world.imagine(world.start([start_state(1)]), torch.zeros(1, 7, 7), [0])
+
+
+def test_start_states_of_another_size_are_refused(world: WanWorld) -> None:
+    with pytest.raises(ConfigError, match="64x64 pixels"):
+        world.start([start_state(1, size=32)])
+    with pytest.raises(ConfigError, match="has 2 context frames"):
+        world.start([start_state(1, context=2)])
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def test_the_window_loss_is_the_weighted_error_of_the_new_latents() -> None:
+    model = nano_transformer()
+    latents, actions = torch.randn(3, 16, 4, 4, 4), torch.randn(3, 13, 7)
+    result = window_loss(model, latents, actions, torch.Generator().manual_seed(8))
+    g = torch.Generator().manual_seed(8)
+    ids = torch.randint(0, 1000, (3,), generator=g)
+    noise, memory_noise = torch.randn(3, 16, 2, 4, 4, generator=g), torch.randn(3, 16, 1, 4, 4, generator=g)
+    expected = []
+    for i, n in enumerate(ids.tolist()):
+        sigma = 5 * (1 - n / 1000) / (1 + 4 * (1 - n / 1000))
+        window = latents[i].clone()
+        window[:, 1:2] = (1 - 0.2083333) * window[:, 1:2] + 0.2083333 * memory_noise[i]
+        window[:, 2:] = (1 - sigma) * window[:, 2:] + sigma * noise[i]
+        times = torch.tensor([[0, 0, 1000 * sigma, 1000 * sigma]])
+        velocity = model(window[None], times, actions[i : i + 1])[0, :, 2:]
+        error = (velocity - (noise[i] - latents[i, :, 2:])).pow(2).mean()
+        expected.append(error * training_weights()[n])
+    torch.testing.assert_close(result.per_sample, torch.stack(expected), atol=1e-4, rtol=1e-4)
+    assert result.loss.item() == pytest.approx(sum(e.item() for e in expected) / 3, rel=1e-4)
+
+
+def test_the_velocity_of_the_conditions_is_never_judged() -> None:
+    model = nano_transformer()
+    seen: list[Tensor] = []
+
+    def watched(*inputs: Tensor) -> Tensor:
+        velocity = model(*inputs).requires_grad_()
+        velocity.retain_grad()
+        seen.append(velocity)
+        return velocity
+
+    window_loss(
+        watched, torch.randn(2, 16, 4, 4, 4), torch.randn(2, 13, 7), torch.Generator().manual_seed(1)
+    ).loss.backward()  # type: ignore[arg-type]
+    assert seen[0].grad is not None
+    assert (seen[0].grad[:, :, :2] == 0).all()
+    assert (seen[0].grad[:, :, 2:] != 0).any()
+
+
+def test_context_noise_touches_the_memory_and_nothing_else() -> None:
+    windows: list[Tensor] = []
+
+    def recording(window: Tensor, times: Tensor, actions: Tensor) -> Tensor:
+        windows.append(window)
+        return torch.zeros_like(window)
+
+    latents = torch.randn(1, 16, 4, 4, 4)
+    for noisy in (True, False):
+        window_loss(
+            recording, latents, torch.zeros(1, 13, 7), torch.Generator().manual_seed(3), context_noise=noisy
+        )  # type: ignore[arg-type]
+    noised, clean = windows
+    assert torch.equal(clean[:, :, :2], latents[:, :, :2])
+    assert torch.equal(noised[:, :, :1], latents[:, :, :1])
+    assert torch.equal(noised[:, :, 2:], clean[:, :, 2:])
+    assert (noised[:, :, 1] - latents[:, :, 1]).std() > 0.1
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for enabled in (False, True):
+        model = nano_transformer().train().requires_grad_(True)
+        if enabled:
+            model.enable_gradient_checkpointing()
+        generator = torch.Generator().manual_seed(0)
+        latents = torch.randn(1, 16, 4, 4, 4, generator=generator)
+        window_loss(model, latents, torch.ones(1, 13, 7), generator).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(list(model.parameters()))
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_a_saved_world_imagines_the_same_frames(world: WanWorld, tmp_path: Path) -> None:
+    save_world(tmp_path / "world", world)
+    loaded = load_world(tmp_path / "world")
+    assert (loaded.version, loaded.image_size, loaded.schedule_steps) == (3, 64, 2)
+    assert loaded.vae.size == world.vae.size
+    frames, _ = world.imagine(world.start([start_state(1)]), some_actions(1), [5])
+    again, _ = loaded.imagine(loaded.start([start_state(1)]), some_actions(1), [5])
+    assert torch.equal(frames, again)
+    assert load_world(tmp_path / "world", schedule_steps=1).schedule_steps == 1
+
+
+def test_a_world_can_be_loaded_in_bfloat16(world: WanWorld, tmp_path: Path) -> None:
+    save_world(tmp_path, world)
+    half = load_world(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.transformer.parameters()} == {torch.bfloat16}
+    frames, _ = half.imagine(half.start([start_state(1)]), some_actions(1), [5])
+    exact, _ = world.imagine(world.start([start_state(1)]), some_actions(1), [5])
+    assert (frames.float() - exact.float()).abs().mean() < 4
+
+
+def test_a_broken_world_names_file_tensor_and_shapes(world: WanWorld, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"world\.json does not exist"):
+        load_world(tmp_path)
+    save_world(tmp_path, world)
+    file = tmp_path / "transformer.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "proj_out.bias": torch.zeros(3)}, file)
+    with pytest.raises(
+        CheckpointError,
+        match=r"transformer.safetensors: tensor proj_out.bias has shape \[3\], the model needs \[64\]",
+    ):
+        load_world(tmp_path)
+    del tensors["proj_out.bias"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"lacks tensor proj_out.bias of shape \[64\]"):
+        load_world(tmp_path)
+    file.write_bytes(b"not a tensor file")  # truncated downloads look like this
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_world(tmp_path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_world(tmp_path)
+    (tmp_path / "world.json").write_text(json.dumps({"format": "asyncrl-world-1", "kind": "wan"}))
+    with pytest.raises(CheckpointError, match="incomplete"):
+        load_world(tmp_path)
+
+
+def test_published_names_load_and_unknown_tensors_are_reported(
+    world: WanWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {
+        f"pipe.dit.{wan_transformer.to_published(n)}": t for n, t in world.transformer.state_dict().items()
+    }
+    save_file({**state, "pipe.dit.action_scale": torch.zeros(())}, tmp_path / "model-00001.safetensors")
+    loaded = load_transformer(tmp_path / "model-00001.safetensors", NANO, published=True)
+    assert "action_scale" in caplog.text
+    latents, times, actions = (
+        torch.randn(1, 16, 4, 4, 4),
+        torch.tensor([[0, 0, 500.0, 500.0]]),
+        torch.randn(1, 13, 7),
+    )
+    assert torch.equal(loaded(latents, times, actions), world.transformer(latents, times, actions))
+
+    names = {wan_vae.to_published(n, res_blocks=1): t for n, t in world.vae.state_dict().items()}
+    torch.save({"model_state": names}, tmp_path / "Wan2.2_VAE.pth")
+    vae = load_vae(tmp_path / "Wan2.2_VAE.pth", world.vae.size, published=True)
+    assert all(torch.equal(t, world.vae.state_dict()[n]) for n, t in vae.state_dict().items())
+
+
+def test_a_pth_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    torch.save({"model_state": Path("x")}, tmp_path / "Wan2.2_VAE.pth")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_vae(tmp_path / "Wan2.2_VAE.pth", VaeConfig.tiny(), published=True)
+    torch.save([1, 2], tmp_path / "Wan2.2_VAE.pth")
+    with pytest.raises(CheckpointError, match="not a state dict"):
+        load_vae(tmp_path / "Wan2.2_VAE.pth", VaeConfig.tiny(), published=True)
+
+
+# ---- start states --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("contexts", [(0, 0), (0, 4), (4, 4)])
+def test_start_states_survive_the_file(tmp_path: Path, contexts: tuple[int, int]) -> None:
+    states = [start_state(i, context=k, size=8) for i, k in enumerate(contexts)]
+    states[0] = replace(states[0], task="open the tür")
+    save_start_states(tmp_path / "starts.h5", states)
+    for loaded, original in zip(load_start_states(tmp_path / "starts.h5"), states, strict=True):
+        assert (loaded.name, loaded.task) == (original.name, original.task)
+        for field in ("frame", "context_frames", "context_actions"):
+            np.testing.assert_array_equal(getattr(loaded, field), getattr(original, field))
+            assert getattr(loaded, field).dtype == getattr(original, field).dtype
+    assert len(load_start_states(tmp_path)) == 2
+
+
+def test_what_is_not_a_file_of_start_states_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssetError, match="holds no start states"):
+        load_start_states(tmp_path)
+    with pytest.raises(AssetError, match="do not exist"):
+        load_start_states(tmp_path / "absent.h5")
+    np.save(tmp_path / "traj0.npy", np.zeros(3))
+    for path in (tmp_path, tmp_path / "traj0.npy"):
+        with pytest.raises(AssetError, match="pickled objects"):
+            load_start_states(path)
+    (tmp_path / "noise.h5").write_bytes(b"noise")
+    with pytest.raises(AssetError, match="cannot be read"):
+        load_start_states(tmp_path / "noise.h5")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file.attrs["format"] = "something else"
+    with pytest.raises(AssetError, match="something else"):
+        load_start_states(tmp_path / "other.h5")
+
+
+def test_start_states_that_do_not_belong_together_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(AssetError, match="no start states"):
+        save_start_states(tmp_path / "a.h5", [])
+    with pytest.raises(AssetError, match="share a name"):
+        save_start_states(tmp_path / "a.h5", [start_state(1, size=8), start_state(1, size=8)])
+    with pytest.raises(AssetError, match="differ in image shape"):
+        save_start_states(tmp_path / "a.h5", [start_state(1, size=8), start_state(2, size=16)])
+
+
+def test_a_stream_visits_every_start_state_once_per_turn_and_can_be_continued() -> None:
+    states = [start_state(i, size=8) for i in range(5)]
+    stream = StartStateStream(states, seed=3)
+    names = [next(stream).name for _ in range(15)]
+    for turn in range(3):
+        assert sorted(names[5 * turn : 5 * turn + 5]) == [f"start-{i}" for i in range(5)]
+    assert len({tuple(names[5 * turn : 5 * turn + 5]) for turn in range(3)}) > 1
+    later = StartStateStream(states, seed=3, offset=7)
+    assert [next(later).name for _ in range(8)] == names[7:]
+    assert (stream.position, later.position) == (15, 15)
+    assert [pick(states, 3, n).name for n in range(15)] == names
+    assert [pick(states, 4, n).name for n in range(15)] != names
+
+
+def test_a_stream_of_nothing_is_refused() -> None:
+    with pytest.raises(AssetError, match="at least one"):
+        StartStateStream([], seed=0)
