@@ -18,6 +18,7 @@ from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.worlds.protocol import World, WorldState
 
 ROWS, COLUMNS = 4, 4
+BATCH = 32
 FRAMES_PER_SECOND = 10
 ENLARGE = 2
 _EDGE = {True: (60, 190, 90), False: (200, 70, 60)}
@@ -33,23 +34,36 @@ def imagine_again(world: World[WorldState], episodes: Sequence[SimulatedEpisode]
     Returns:
         One ``[F, H, W, 3]`` uint8 array per episode, frame 0 being the true one.
     """
-    drawn = []
-    for episode in episodes:
-        start = StartState(
-            name=f"seed-{episode.seed}",
-            task=episode.task,
-            frame=episode.frames[0],
-            context_frames=episode.frames[:0],
-            context_actions=episode.actions[:0],
-        )
-        state = world.start([start])
-        parts = [episode.frames[:1]]
-        for decision in range((len(episode.actions) - 1) // CHUNK):
-            actions = episode.actions[None, 1 + CHUNK * decision : 1 + CHUNK * (decision + 1)]
-            frames, state = world.imagine(state, actions, [episode.seed + decision])
-            parts.append(frames[0].cpu().numpy())
-        drawn.append(np.concatenate(parts))
-    return drawn
+    lengths = [len(episode.frames) for episode in episodes]
+    drawn: dict[int, NDArray[np.uint8]] = {}
+    for length in sorted(set(lengths)):
+        rows = [i for i, own in enumerate(lengths) if own == length]
+        for start in range(0, len(rows), BATCH):
+            part = rows[start : start + BATCH]
+            drawn |= dict(zip(part, _imagine_alike(world, [episodes[i] for i in part]), strict=True))
+    return [drawn[i] for i in range(len(episodes))]
+
+
+def _imagine_alike(world: World[WorldState], episodes: Sequence[SimulatedEpisode]) -> NDArray[np.uint8]:
+    """``[B, F, H, W, 3]`` for episodes of one length."""
+    actions_BFA = np.stack([episode.actions for episode in episodes])
+    parts = [np.stack([episode.frames[:1] for episode in episodes])]
+    state = world.start([_start_of(episode) for episode in episodes])
+    for decision in range((actions_BFA.shape[1] - 1) // CHUNK):
+        actions = actions_BFA[:, 1 + CHUNK * decision : 1 + CHUNK * (decision + 1)]
+        frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
+        parts.append(frames.cpu().numpy())
+    return np.concatenate(parts, axis=1)
+
+
+def _start_of(episode: SimulatedEpisode) -> StartState:
+    return StartState(
+        name=f"seed-{episode.seed}",
+        task=episode.task,
+        frame=episode.frames[0],
+        context_frames=episode.frames[:0],
+        context_actions=episode.actions[:0],
+    )
 
 
 def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world: str) -> None:

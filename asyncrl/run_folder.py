@@ -1,10 +1,10 @@
 """The folder of a run: a configuration in, a folder with its sub-folders and config.json out.
 
-    runs/2025-01-31_12-00-00/
-      config.json       what the run was started with; `asyncrl train .../config.json` repeats it
-      metrics.jsonl     one row per update          logs/          output of every process
-      tensorboard/      the same as curves          checkpoints/   resumable states
-      replay/           episodes (HDF5)             videos/        imagined and evaluated episodes
+runs/2025-01-31_12-00-00/
+  config.json       what the run was started with; `asyncrl train .../config.json` repeats it
+  metrics.jsonl     one row per update          logs/          output of every process
+  tensorboard/      the same as curves          checkpoints/   resumable states
+  replay/           episodes (HDF5)             videos/        imagined and evaluated episodes
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def newest(run_root: Path) -> Path:
     runs = sorted(run_root.glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
     if not runs:
         raise ConfigError(
-            f"--resume was given, but there is no run in {run_root}. Leave it out, or name a run with --run-dir."
+            f"--resume was given, but there is no run in {run_root}. Leave it out, or name a run "
+            "with --run-dir."
         )
     return runs[-1].parent
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Whether a run wrote a checkpoint; hidden and unfinished (.tmp) ones do not count."""
-    entries = (run_dir / "checkpoints").glob("*")
-    return any(not path.name.startswith(".") and path.suffix != ".tmp" for path in entries)
+    """Whether a run wrote a checkpoint (checkpoints/update_000040); unfinished ones (.tmp) do not count."""
+    return any(path.suffix != ".tmp" for path in (run_dir / "checkpoints").glob("update_*"))
 
 
 def _fresh(template: str) -> Path:
@@ -85,8 +85,8 @@ def _to_resume(config: TrainConfig) -> Path:
     if TIME in config.run_dir:
         if TIME in str(folder.parent):
             raise ConfigError(
-                f"--run-dir {config.run_dir} has {TIME} in the name of an upper folder, so --resume cannot tell "
-                "which run is meant. Name the run's folder with --run-dir."
+                f"--run-dir {config.run_dir} has {TIME} in the name of an upper folder, so --resume cannot "
+                "tell which run is meant. Name the run's folder with --run-dir."
             )
         folder = newest(folder.parent)
     elif not (folder / "config.json").is_file():

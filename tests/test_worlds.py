@@ -19,8 +19,9 @@ from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.records import StartState
 from asyncrl.worlds import wan_transformer, wan_vae
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
+from asyncrl.worlds.pixels import to_uint8
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, pick, save_start_states
-from asyncrl.worlds.wan import WanWorld, draw_noise, load_world, save_world, to_uint8, window_loss
+from asyncrl.worlds.wan import WanWorld, draw_noise, load_world, save_world, window_loss
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer, sinusoid
 from asyncrl.worlds.wan_vae import (
     VaeConfig,
@@ -410,6 +411,23 @@ def test_put_changes_neither_the_source_nor_older_states(world: WanWorld) -> Non
     assert len(after.to("cpu")) == 2
 
 
+def test_a_slot_can_be_refilled_whether_or_not_it_was_filled_in_inference_mode(world: WanWorld) -> None:
+    with torch.inference_mode():
+        _, state = world.imagine(world.start([start_state(1)]), some_actions(1), [1])
+    fresh = world.start([start_state(2)])
+    assert torch.equal(state.put([0], fresh).anchor, fresh.anchor)
+    with torch.inference_mode():
+        assert torch.equal(fresh.put([0], world.start([start_state(3)])).anchor, fresh.anchor)
+
+
+def test_actions_may_come_as_read_only_arrays(world: WanWorld) -> None:
+    actions = some_actions(1).numpy()
+    actions.flags.writeable = False
+    state = world.start([start_state(1)])
+    frames, _ = world.imagine(state, actions, [1])
+    assert torch.equal(frames, world.imagine(state, some_actions(1), [1])[0])
+
+
 def test_a_seed_fixes_the_frames_bit_for_bit_and_another_seed_changes_them(world: WanWorld) -> None:
     state, actions = world.start([start_state(1)]), some_actions(1)
     frames, _ = world.imagine(state, actions, [5])
@@ -430,7 +448,7 @@ def test_noise_depends_on_the_seed_of_its_row_only() -> None:
 
 def test_pixels_are_rounded_to_the_nearest_level() -> None:
     values = torch.tensor([-1.0, 1.0, 0.0, -0.9961])
-    assert to_uint8(values.view(1, 1, 1, 1, 4)).flatten().tolist() == [0, 255, 128, 0]
+    assert to_uint8(values).tolist() == [0, 255, 128, 0]
 
 
 def test_actions_of_another_shape_are_refused(world: WanWorld) -> None:
@@ -481,7 +499,7 @@ def test_the_velocity_of_the_conditions_is_never_judged() -> None:
 
     window_loss(
         watched, torch.randn(2, 16, 4, 4, 4), torch.randn(2, 13, 7), torch.Generator().manual_seed(1)
-    ).loss.backward()  # type: ignore[arg-type]
+    ).loss.backward()
     assert seen[0].grad is not None
     assert (seen[0].grad[:, :, :2] == 0).all()
     assert (seen[0].grad[:, :, 2:] != 0).any()
@@ -498,7 +516,7 @@ def test_context_noise_touches_the_memory_and_nothing_else() -> None:
     for noisy in (True, False):
         window_loss(
             recording, latents, torch.zeros(1, 13, 7), torch.Generator().manual_seed(3), context_noise=noisy
-        )  # type: ignore[arg-type]
+        )
     noised, clean = windows
     assert torch.equal(clean[:, :, :2], latents[:, :, :2])
     assert torch.equal(noised[:, :, :1], latents[:, :, :1])

@@ -1,4 +1,4 @@
-"""Which rank is what: the text of `--placement` and the number of ranks in, a `Placement` out. Pure, no torch."""
+"""Which rank is what: the text of `--placement` and the number of ranks in, a `Placement` out. Pure."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def parse_placement(text: str, world_size: int, devices: int) -> Placement:
         devices: GPUs of this host; only the advice in an error depends on it.
 
     Raises:
-        ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, that is
-            named twice or that has no role, more than one learner, or a learner that is not rank 0.
+        ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, is
+            named twice or has no role, more than one learner, or a learner that is not rank 0.
     """
     if text == "auto":
         return Placement(learners=(0,), actors=tuple(range(1, world_size)) or (0,))
@@ -62,8 +62,8 @@ def parse_placement(text: str, world_size: int, devices: int) -> Placement:
         )
     if ranks["learner"] != [0]:
         raise ConfigError(
-            f"--placement puts the learner on rank {ranks['learner'][0]}, but rank 0 opens the run folder, the "
-            "replay and the weight channel, and these belong to the learner. Use learner=0."
+            f"--placement puts the learner on rank {ranks['learner'][0]}, but rank 0 opens the run folder, "
+            "the replay and the weight channel, and these belong to the learner. Use learner=0."
         )
     return Placement(learners=tuple(ranks["learner"]), actors=tuple(ranks["actor"]))
 

@@ -3,8 +3,9 @@
     rank 0        decides the run folder and opens the endpoints, then `share`s them
     other ranks   `receive` them         waits for: rank 0's share     ended by: rank 0, or the deadline
 
-The facts travel as JSON through the store that torchrun's agent keeps anyway. Where there is none (ranks started
-by something else, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), rank 0 hosts one until all have read.
+The facts travel as JSON through the store that torchrun's agent keeps anyway. Where there is none (something
+else started the ranks and set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), rank 0 hosts one until all have
+read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from asyncrl.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 DEADLINE = 120.0
 """Seconds that all ranks of a job have to meet."""
@@ -78,13 +79,14 @@ def share(facts: RunFacts, deadline: float = DEADLINE, environ: Mapping[str, str
         store = _store(deadline, environ)
         store.set(_KEY, json.dumps(dataclasses.asdict(facts)))
         if not _agent_has_store(environ):
-            for reader in range(1, ranks):  # noqa: B007
+            for reader in range(1, ranks):
                 store.wait([f"{_KEY}/read/{reader}"], _left(until))
     except dist.DistError as error:
         who = f"rank {reader} did not come to read" if reader else "the job's store cannot be used"
         raise RunError(
-            f"Rank 0 could not tell the other ranks about the run within {deadline:g} s at {_place(environ)}: {who} "
-            f"({_first_line(error)}). Look at the output of the other ranks for the cause."
+            f"Rank 0 could not tell the other ranks about the run within {deadline:g} s at "
+            f"{_place(environ)}: {who} ({_first_line(error)}). "
+            "Look at the output of the other ranks for the cause."
         ) from None
 
 
@@ -106,15 +108,15 @@ def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ)
         store.set(f"{_KEY}/read/{me}", "yes")
     except dist.DistError as error:
         raise RunError(
-            f"Rank {me} waited {deadline:g} s at {_place(environ)} for rank 0 to say where the run is, in vain "
-            f"({_first_line(error)}). Rank 0 has failed or cannot be reached: see its output, and on several "
-            "hosts check that this address is open between them."
+            f"Rank {me} waited {deadline:g} s at {_place(environ)} for rank 0 to say where the run is, in "
+            f"vain ({_first_line(error)}). Rank 0 has failed or cannot be reached: see its output, and on "
+            "several hosts check that this address is open between them."
         ) from None
     return RunFacts(**json.loads(text))
 
 
 def _store(deadline: float, environ: Mapping[str, str]) -> Store:
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     host, port = _address(environ)
     listener: int | None = None
@@ -134,15 +136,15 @@ def _store(deadline: float, environ: Mapping[str, str]) -> Store:
 
 def _listen(host: str, port: int, environ: Mapping[str, str]) -> int:
     """Open the store's port. A store left to itself would listen on every interface, even for one host."""
-    one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE") or host in ("127.0.0.1", "localhost")
+    one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE") or host in (
+        "127.0.0.1",
+        "localhost",
+    )
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host if one_host else None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
+        listener = socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         raise RunError(
             f"Rank 0 cannot listen on {host}:{port} ({error.strerror}). "
@@ -158,8 +160,8 @@ def _agent_has_store(environ: Mapping[str, str]) -> bool:
 def _address(environ: Mapping[str, str]) -> tuple[str, int]:
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT"):
         raise ConfigError(
-            f"WORLD_SIZE is {world_size(environ)}, but MASTER_ADDR or MASTER_PORT is not set, so the ranks cannot "
-            "meet. Start them with torchrun, or unset WORLD_SIZE for a single process."
+            f"WORLD_SIZE is {world_size(environ)}, but MASTER_ADDR or MASTER_PORT is not set, so the ranks "
+            "cannot meet. Start them with torchrun, or unset WORLD_SIZE for a single process."
         )
     return environ["MASTER_ADDR"], _number("MASTER_PORT", 0, environ)
 
@@ -172,8 +174,8 @@ def _number(name: str, absent: int, environ: Mapping[str, str]) -> int:
     text = environ.get(name) or str(absent)
     if not text.isdecimal():
         raise ConfigError(
-            f"The environment variable {name} is {text!r}, expected a whole number. torchrun sets it; unset it "
-            "for a single process."
+            f"The environment variable {name} is {text!r}, expected a whole number. torchrun sets it; unset "
+            "it for a single process."
         )
     return int(text)
 

@@ -1,8 +1,8 @@
-"""Keeps one child process alive: a function's name and text arguments in, a process that is respawned when it dies.
+"""Keeps one child process alive: a function's name and text arguments in, its `State` out.
 
 States of a child, as `Supervisor.poll` sees them:
 
-    RUNNING ── exit code 0 ──► FINISHED
+    RUNNING ── exit code 0, or `stop` ──► FINISHED
        │  ▲
       dies └── back-off over ── BACKING_OFF ── died too often ──► RunError
 
@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable
 from enum import Enum
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from asyncrl.errors import RunError
@@ -31,7 +32,7 @@ KILL_DEADLINE = 5.0
 _BLOCK = r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+\S.*(?:\n[ \t]+\S.*)*"
 _CHAIN = r"\n\n(?:The above exception was|During handling of).*\n\n"
 _TRACEBACK = re.compile(
-    rf"^(?:{_BLOCK}(?:{_CHAIN}{_BLOCK})*|Fatal Python error: .*(?:\n.+|\n(?=\S)){{0,20}})", re.M
+    rf"^(?:{_BLOCK}(?:{_CHAIN}{_BLOCK})*|Fatal Python error: .*(?:\n.+|\n(?=\n\S)){{0,20}})", re.M
 )
 
 
@@ -79,6 +80,7 @@ class Supervisor:
         self._back_off = back_off
         self._clock = clock
         self._due: float | None = None
+        self._stopped = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
         self._child = self._spawn()
@@ -95,6 +97,8 @@ class Supervisor:
         Raises:
             RunError: it died more than `max_respawns` times.
         """
+        if self._stopped:
+            return State.FINISHED
         if self._due is not None:
             if self._clock() < self._due:
                 return State.BACKING_OFF
@@ -117,7 +121,7 @@ class Supervisor:
         return self._child.exitcode is not None
 
     def stop(self, deadline: float) -> int:
-        """End the child: ask with SIGTERM, and after `deadline` seconds end it with SIGKILL.
+        """End the child for good: ask with SIGTERM, and after `deadline` seconds end it with SIGKILL.
 
         Returns:
             Its exit code; ``-signal`` when a signal ended it.
@@ -125,7 +129,7 @@ class Supervisor:
         Raises:
             RunError: the operating system could not end it.
         """
-        self._due = None
+        self._due, self._stopped = None, True
         for end, seconds in ((self._child.terminate, deadline), (self._child.kill, KILL_DEADLINE)):
             if self._child.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -133,17 +137,15 @@ class Supervisor:
                 self._child.join(seconds)
         if self._child.exitcode is None:
             raise RunError(
-                f"{self.name} (process {self.pid}) outlived SIGKILL by {KILL_DEADLINE:g} s; it hangs inside the "
-                "operating system, often in a GPU driver or a network file system. End it by hand."
+                f"{self.name} (process {self.pid}) outlived SIGKILL by {KILL_DEADLINE:g} s; it hangs inside "
+                "the operating system, often in a GPU driver or a network file system. End it by hand."
             )
         return self._child.exitcode
 
-    def _spawn(self) -> multiprocessing.process.BaseProcess:
-        # Daemonic: a parent that ends by an error takes its children along instead of waiting for them for ever.
+    def _spawn(self) -> BaseProcess:
+        # Daemonic: a parent that ends by an error takes its children along instead of waiting for them.
         context = multiprocessing.get_context("spawn")
-        child = context.Process(
-            target=run_child, args=(self.name, *self._call), name=self.name, daemon=True
-        )
+        child = context.Process(target=run_child, args=(self.name, *self._call), name=self.name, daemon=True)
         child.start()
         return child
 
@@ -154,7 +156,8 @@ class Supervisor:
                 log.seek(self._log_start)
                 text = log.read().decode(errors="replace")
         times = "1 time" if self.respawns == 0 else f"{self.respawns + 1} times"
-        head = f"{self.name} died {times}, {self._max_respawns} respawns are allowed; last {_ending(exit_code)}."
+        allowed = f"(allowed respawns: {self._max_respawns})"
+        head = f"{self.name} died {times} {allowed}, last {_ending(exit_code)}."
         cause = first_traceback(text)
         told = f" Its first error:\n\n{cause}\n" if cause else " It left no traceback."
         return f"{head}{told}\nSee {self._log_path} for everything it printed."

@@ -64,7 +64,7 @@ class ActorPort(Protocol):
         ...
 
     def push(self, episode: Episode) -> None:
-        """Take over an episode: keep it until it is durable, resend it when needed. Never drops, never blocks."""
+        """Take over an episode: keep and resend it until it is durable. Never drops, never blocks."""
         ...
 
     def serve(self) -> None:
@@ -96,7 +96,7 @@ class LearnerPort(Protocol):
         """Wait for a batch: `groups` complete groups, no decision older than the lag bound at `version`.
 
         Raises:
-            ReplayError: No batch within `timeout` seconds; says what the replay holds.
+            SampleTimeout: No batch within `timeout` seconds; says what the replay holds.
         """
         ...
 

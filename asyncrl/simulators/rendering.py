@@ -1,13 +1,16 @@
 """OpenGL without a screen: a MuJoCo model and its state in, a picture out.
 
-Order of choice: the environment variable ``MUJOCO_GL`` if it is set, else EGL, else OSMesa. Whether a library is
-usable is found out with ctypes, before mujoco is asked, because mujoco's own failures are long tracebacks.
+Order of choice: the environment variable ``MUJOCO_GL`` if it is set, else EGL, else OSMesa. Whether a
+library is usable is found out with ctypes, before mujoco is asked, because mujoco's own failures are long
+tracebacks.
 """
 
 import atexit
 import ctypes
+import importlib
 import os
 import platform
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +38,7 @@ def find_backend() -> str | None:
         return None
     if wanted in LIBRARIES:
         return wanted if _usable(wanted) else None
-    if wanted:
+    if wanted not in ("", "enable", "enabled", "on", "true", "1"):
         return wanted
     if platform.system() != "Linux":
         return "cgl" if platform.system() == "Darwin" else "wgl"
@@ -53,9 +56,26 @@ def require_backend() -> str:
         return backend
     wanted = os.environ.get("MUJOCO_GL", "")
     if wanted.lower().strip() in _OFF:
-        raise AssetError(f"MUJOCO_GL is {wanted!r}, which turns rendering off, but pictures are needed. Unset it.")
-    seen = f"MUJOCO_GL is {wanted!r}, but that library" if wanted else "Neither EGL nor OSMesa"
-    raise AssetError(f"{seen} can be used here, and the simulator needs OpenGL to draw. {_REMEDY}")
+        raise AssetError(
+            f"MUJOCO_GL is {wanted!r}, which turns rendering off, but pictures are needed. Unset it."
+        )
+    seen = f"MUJOCO_GL is {wanted!r}, but no such library works" if wanted else "Neither EGL nor OSMesa works"
+    raise AssetError(f"{seen} here, and the simulator needs OpenGL to draw. {_REMEDY}")
+
+
+def load_mujoco() -> Any:
+    """Import mujoco, also without OpenGL: its import fails when ``MUJOCO_GL`` names what is not there."""
+    if "mujoco" in sys.modules:
+        return sys.modules["mujoco"]
+    before = os.environ.get("MUJOCO_GL")
+    os.environ["MUJOCO_GL"] = find_backend() or "disable"
+    try:
+        return importlib.import_module("mujoco")
+    finally:
+        if before is None:
+            del os.environ["MUJOCO_GL"]
+        else:
+            os.environ["MUJOCO_GL"] = before
 
 
 def _usable(backend: str) -> bool:
@@ -72,12 +92,16 @@ def _usable(backend: str) -> bool:
 
 def _egl_devices(library: ctypes.CDLL) -> int:
     """Count the devices EGL can draw with; a loader without a driver has none."""
+    if not hasattr(library, "eglGetProcAddress"):
+        return 0
     library.eglGetProcAddress.restype = ctypes.c_void_p
     library.eglGetProcAddress.argtypes = [ctypes.c_char_p]
     address = library.eglGetProcAddress(b"eglQueryDevicesEXT")
     if not address:
         return 0
-    query = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(address)
+    query = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(
+        address
+    )
     count = ctypes.c_int(0)
     return count.value if query(0, None, ctypes.byref(count)) else 0
 
@@ -85,13 +109,8 @@ def _egl_devices(library: ctypes.CDLL) -> int:
 def _open_context(backend: str, size: int) -> Any:
     """Create the off-screen context of this backend, whatever ``MUJOCO_GL`` was when mujoco was imported."""
     try:
-        if backend == "egl":
-            from mujoco.egl import GLContext
-        elif backend == "osmesa":
-            from mujoco.osmesa import GLContext
-        else:
-            from mujoco import GLContext  # pyright: ignore[reportAttributeAccessIssue]
-        return GLContext(size, size)
+        module = backend if backend in ("egl", "osmesa", "cgl") else "glfw"
+        return importlib.import_module(f"mujoco.{module}").GLContext(size, size)
     except (ImportError, RuntimeError, AttributeError) as error:
         raise AssetError(f"The OpenGL backend {backend!r} did not start: {error}. {_REMEDY}") from error
 
@@ -103,18 +122,17 @@ class Renderer:
     soft edges carry position information that hard edges lose. Bound to the thread that made it.
 
     Args:
-        model: A ``mujoco.MjModel`` whose off-screen buffer is at least ``size * supersample`` wide. Other models
-            compiled from the same text may be drawn too.
+        model: A ``mujoco.MjModel`` whose off-screen buffer is at least ``size * supersample`` wide. Other
+            models compiled from the same text may be drawn too.
         size: Side of the picture in pixels.
         supersample: Rays per pixel and axis.
     """
 
     def __init__(self, model: Any, *, size: int, supersample: int) -> None:
-        import mujoco
-
+        mujoco = load_mujoco()
         side = size * supersample
         self._size, self._supersample = size, supersample
-        self._context = _open_context(require_backend(), side)
+        self._context: Any = _open_context(require_backend(), side)
         self._context.make_current()
         self._scene = mujoco.MjvScene(model, maxgeom=100)
         self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
@@ -140,8 +158,7 @@ class Renderer:
         Returns:
             ``[size, size, 3]`` uint8, a new array, first row on top.
         """
-        import mujoco
-
+        mujoco = load_mujoco()
         self._context.make_current()
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self._camera.fixedcamid = model.camera(camera).id

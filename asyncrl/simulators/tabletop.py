@@ -1,7 +1,8 @@
-"""The embedded simulator `tabletop`: a seed, then 7-D actions in; pictures, an instruction and true success out.
+"""The embedded simulator `tabletop`: a seed and 7-D actions in; pictures, instruction, true success out.
 
-A robot arm, a table, two cubes and two plates of different colours, and the instruction to put one cube on one
-plate. MuJoCo physics, drawn from primitives, no files. One step is 0.1 s. Lengths in metres, angles in radians.
+A robot arm, a table, two cubes and two plates of different colours, and the instruction to put one cube on
+one plate. MuJoCo physics, drawn from primitives, no files. One step is 0.1 s. Lengths in metres, angles in
+radians.
 """
 
 import functools
@@ -14,12 +15,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM
 from asyncrl.simulators import tabletop_scene as scene
 from asyncrl.simulators.protocol import Observation
-from asyncrl.simulators.rendering import Renderer, require_backend
+from asyncrl.simulators.rendering import Renderer, load_mujoco, require_backend
 from asyncrl.simulators.tabletop_scene import TASKS
 
 MAX_STEPS: Final = 48
 """An episode is truncated after 6 decisions of 8 steps."""
-TRANSLATION: Final = 0.065
+TRANSLATION: Final = 0.06
 """Metres per step at action 1."""
 ROTATION: Final = 0.25
 """Radians per step at action 1."""
@@ -52,9 +53,7 @@ def _shared_renderer(size: int, supersample: int) -> Renderer:
 
 
 def _compile(render_size: int) -> Any:
-    import mujoco
-
-    return mujoco.MjModel.from_xml_string(scene.build_xml(render_size))
+    return load_mujoco().MjModel.from_xml_string(scene.build_xml(render_size))
 
 
 class Tabletop:
@@ -73,15 +72,16 @@ class Tabletop:
     name = "tabletop"
     max_steps = MAX_STEPS
 
-    def __init__(self, image_size: int = 64, *, render: bool = True, supersample: int = 2) -> None:
+    def __init__(self, image_size: int = 64, *, render: bool = True, supersample: int = 3) -> None:
         if not 16 <= image_size <= 512:
-            raise ConfigError(f"image_size is {image_size}, but tabletop draws pictures of 16 to 512 pixels. Use 64.")
+            raise ConfigError(
+                f"image_size is {image_size}, but tabletop draws pictures of 16 to 512 pixels. Use 64."
+            )
         self._renderer = _shared_renderer(image_size, supersample) if render else None
-        import mujoco
-
+        self._mujoco = load_mujoco()
         self.image_size = image_size
         self.model = _compile(image_size * supersample)
-        self.data = mujoco.MjData(self.model)
+        self.data = self._mujoco.MjData(self.model)
         self.task = ""
         self.success = False
         self.cube = self.plate = 0
@@ -93,15 +93,13 @@ class Tabletop:
 
     def reset(self, seed: int) -> Observation:
         """Lay out the scene of this seed and return its first observation."""
-        import mujoco
-
         rng = np.random.default_rng(seed)
-        mujoco.mj_resetData(self.model, self.data)
+        self._mujoco.mj_resetData(self.model, self.data)
         self.data.qpos[:7] = self.data.ctrl[:7] = scene.HOME
         self.data.qpos[7:9] = self.data.ctrl[7:9] = scene.FINGER_TRAVEL
         self._choose_task(rng)
         self._place_objects(rng)
-        mujoco.mj_forward(self.model, self.data)
+        self._mujoco.mj_forward(self.model, self.data)
         self.success = self._is_success()
         return self._observe()
 
@@ -109,9 +107,9 @@ class Tabletop:
         """Carry out one action of 0.1 s.
 
         Args:
-            action: ``[7]`` (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to [-1, 1]. Translations scale with
-                `TRANSLATION` and rotations, a rotation vector about the world axes, with `ROTATION`, both from
-                the present tool pose; gripper > 0 closes the fingers, else they open.
+            action: ``[7]`` (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to [-1, 1]. Translations scale
+                with `TRANSLATION` and rotations, a rotation vector about the world axes, with `ROTATION`,
+                both from the present tool pose; gripper > 0 closes the fingers, else they open.
 
         Raises:
             ValueError: The action does not have 7 finite numbers.
@@ -146,7 +144,7 @@ class Tabletop:
         return self.data.qpos[9 + 7 * index : 12 + 7 * index].copy()
 
     def cube_yaw(self, index: int) -> float:
-        """Direction of a cube's sides about the vertical, in [-pi/4, pi/4): a cube looks the same every quarter."""
+        """Direction of a cube's sides about the vertical, in [-pi/4, pi/4); it repeats every quarter."""
         matrix = self.data.body(f"cube{index}").xmat
         return float((np.arctan2(matrix[3], matrix[0]) + np.pi / 4) % (np.pi / 2) - np.pi / 4)
 
@@ -188,23 +186,19 @@ class Tabletop:
 
     def _advance(self) -> None:
         """Run the physics for one step, renewing the joint goals by inverse kinematics every `_IK_EVERY`."""
-        import mujoco
-
         for _ in range(PHYSICS_STEPS // _IK_EVERY):
             self.data.ctrl[:7] = self._joint_goal()
-            mujoco.mj_step(self.model, self.data, _IK_EVERY)
+            self._mujoco.mj_step(self.model, self.data, _IK_EVERY)
 
     def _joint_goal(self) -> NDArray[np.float64]:
         """``[7]`` joint angles one damped-least-squares step towards the goal pose.
 
         The redundant joint is drawn home; damping keeps the step finite near singular postures.
         """
-        import mujoco
-
         angles = self.data.qpos[:7]
         turn = self._goal_rotation @ self.data.site_xmat[self._tool].reshape(3, 3).T
         error = np.concatenate([self._goal_position - self.data.site_xpos[self._tool], skew_part(turn)])
-        mujoco.mj_jacSite(self.model, self.data, self._jacobian[:3], self._jacobian[3:], self._tool)
+        self._mujoco.mj_jacSite(self.model, self.data, self._jacobian[:3], self._jacobian[3:], self._tool)
         jacobian = self._jacobian[:, :7]
         damped_inverse = jacobian.T @ np.linalg.inv(jacobian @ jacobian.T + 1e-3 * np.eye(6))
         home = 0.05 * (np.asarray(scene.HOME) - angles)

@@ -18,7 +18,7 @@ HOVER: Final = 0.07
 """Height above the grasp at which the hand travels to the cube."""
 LIFT: Final = 0.06
 """Height above the plate at which the cube travels."""
-GAIN: Final = 0.5
+GAIN: Final = 0.42
 """Share of the remaining way that one action asks for: calm motion that a policy can copy."""
 CLOSE: Final = 1.0
 OPEN: Final = -1.0
@@ -42,7 +42,7 @@ class Expert:
     """Acts on privileged state. One object serves one episode at a time; call `start` at each reset.
 
     Args:
-        noise: Standard deviation of the Gaussian noise on the six motion numbers of an action, before clipping.
+        noise: Standard deviation of the Gaussian noise on an action's six motion numbers, before clipping.
         grasp_offset: ``(x, y)`` metres by which every grasp misses the cube's centre.
         rng: Source of the noise and of the grasp error.
         grasp_error: Standard deviation in metres of a further ``(x, y)`` miss, drawn by `start`.
@@ -90,9 +90,8 @@ class Expert:
         """Move on when the present phase has reached its end, or has run out of patience."""
         if self._phase is _Phase.REACH:
             error = simulator.tool_position - self._grasp_point(simulator)
-            if (np.hypot(*error[:2]) < 0.014 and abs(error[2]) < 0.012) or self._steps >= _PATIENCE:
+            if (np.hypot(*error[:2]) < 0.012 and abs(error[2]) < 0.012) or self._steps >= _PATIENCE:
                 self._enter(_Phase.GRASP)
-                self._held_at = simulator.tool_position
         elif self._phase is _Phase.GRASP and self._steps >= _CLOSING_STEPS:
             self._enter(_Phase.CARRY)
         elif self._phase is _Phase.CARRY:
@@ -110,6 +109,8 @@ class Expert:
         """``[3]`` where the tool should be. Far from the goal it keeps its height; near it, it sinks."""
         if self._phase is _Phase.REACH:
             return _funnel(simulator.tool_position, self._grasp_point(simulator), HOVER, slope=2.5)
+        if self._phase is _Phase.GRASP:
+            return self._grasp_point(simulator)
         if self._phase is _Phase.CARRY:
             cargo = self._cargo(simulator)
             way = _funnel(cargo, self._put_point(simulator), LIFT, slope=2.0) - cargo
@@ -120,7 +121,7 @@ class Expert:
         return self._held_at
 
     def _turn(self, simulator: Tabletop) -> NDArray[np.float64]:
-        """``[3]`` rotation vector that brings the hand upright and, before the grasp, in line with the cube."""
+        """``[3]`` rotation that brings the hand upright and, before the grasp, in line with the cube."""
         yaw = simulator.cube_yaw(simulator.cube)
         if self._phase is not _Phase.REACH:
             axes = simulator.tool_rotation
@@ -146,14 +147,16 @@ class Expert:
         return bool(near and simulator.finger_opening > 1.5 * CUBE_HALF)
 
 
-def _funnel(now: NDArray[np.float64], goal: NDArray[np.float64], height: float, *, slope: float) -> NDArray[np.float64]:
+def _funnel(
+    now: NDArray[np.float64], goal: NDArray[np.float64], height: float, *, slope: float
+) -> NDArray[np.float64]:
     """``[3]`` the goal, raised by up to `height` while `now` is sideways of it by more than 12 mm."""
     sideways = float(np.hypot(*(goal - now)[:2]))
     return goal + np.array([0.0, 0.0, np.clip(slope * (sideways - 0.012), 0.0, height)])
 
 
 def _share_sideways(cargo: NDArray[np.float64], goal: NDArray[np.float64]) -> float:
-    """How much of the sideways way to ask for: little while the cargo is low, or it would sweep others along."""
+    """How much of the sideways way to ask for: little while the cargo is low, or it would sweep others."""
     if np.hypot(*(goal - cargo)[:2]) < PLATE_RADIUS:
         return 1.0
     return float(np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0))

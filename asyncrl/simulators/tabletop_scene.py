@@ -3,14 +3,18 @@
 Lengths are metres, angles radians, colours red-green-blue in [0, 1]. World axes: x points away from the robot
 and towards the camera, y to the right in the picture, z up; the table top is z = 0.
 
-The arm has the joint frames of a Franka Panda, drawn with capsules. Its wrist and hand are slimmer than the real
-ones, so that a grasp can be seen in a picture of 64 x 64 pixels.
+The arm has the joint frames of a Franka Panda, drawn with capsules. Its wrist and hand are slimmer than the
+real ones, so that a grasp can be seen in a picture of 64 x 64 pixels.
 """
 
 from typing import Final
 
 CUBE_COLOURS: Final[dict[str, str]] = {"red": ".88 .10 .08", "green": ".10 .62 .14", "blue": ".10 .26 .90"}
-PLATE_COLOURS: Final[dict[str, str]] = {"yellow": ".95 .80 .08", "purple": ".58 .20 .70", "white": ".95 .95 .95"}
+PLATE_COLOURS: Final[dict[str, str]] = {
+    "yellow": ".95 .80 .08",
+    "purple": ".58 .20 .70",
+    "white": ".95 .95 .95",
+}
 TASKS: Final[tuple[str, ...]] = tuple(
     f"put the {cube} cube on the {plate} plate" for cube in CUBE_COLOURS for plate in PLATE_COLOURS
 )
@@ -28,10 +32,10 @@ HOME: Final = (0.0, 0.1743, 0.0, -2.3999, 0.0, 2.5742, 0.7854)
 CAMERA: Final = "front"
 
 _PLATE_CORE = 0.045
-"""Half side of the invisible square that carries the cube: a box on a box rests steadily, on a cylinder it trembles."""
+"""Half side of the invisible square that carries the cube: on a cylinder, a box would tremble."""
 _SHELL = ".80 .81 .84 1"
 _DARK = ".20 .21 .23 1"
-_FINGER = ".05 .85 .85 1"
+_FINGER = ".15 1 1 1"
 
 
 def build_xml(render_size: int) -> str:
@@ -41,12 +45,12 @@ def build_xml(render_size: int) -> str:
         render_size: Side of the off-screen buffer in pixels; the picture cannot be larger.
 
     Returns:
-        One `<mujoco>` element with bodies ``cube0..``, ``plate0..``, joints ``j1..j7 f1 f2`` and the site ``tool``.
+        One `<mujoco>` element: bodies ``cube0..``, ``plate0..``, joints ``j1..j7 f1 f2``, the site ``tool``.
         The cubes and plates get their colours and places at reset.
     """
     cubes = "".join(
         f'<body name="cube{i}" pos="0 0 1"><freejoint name="cube{i}"/>'
-        f'<geom name="cube{i}" class="cube" type="box" size="{CUBE_HALF} {CUBE_HALF} {CUBE_HALF}" mass=".15"/></body>'
+        f'<geom name="cube{i}" class="cube" type="box" size="{CUBE_HALF} {CUBE_HALF} {CUBE_HALF}"/></body>'
         for i in range(CUBES_IN_SCENE)
     )
     plates = "".join(
@@ -62,9 +66,10 @@ def build_xml(render_size: int) -> str:
 <headlight ambient=".5 .5 .5" diffuse=".35 .35 .35" specular="0 0 0"/>
 <map znear=".05" zfar="10"/><global offwidth="{render_size}" offheight="{render_size}"/></visual>
 <default>
+<geom solref=".01 1" solimp=".95 .99 .001" condim="4"/>
+<default class="pad"><geom type="box" friction="1.5 .01 .0001"/></default>
 <default class="shell"><geom contype="0" conaffinity="0" mass="0"/></default>
-<default class="pad"><geom friction="1.5 .01 .0001" solref=".01 1" solimp=".95 .99 .001" condim="4"/></default>
-<default class="cube"><geom friction="1 .01 .0001" solref=".01 1" solimp=".95 .99 .001" condim="4"/></default>
+<default class="cube"><geom mass=".15" friction="1 .01 .0001"/></default>
 </default>
 <worldbody>
 <light pos=".4 .3 1.5" dir="0 -.2 -1" castshadow="false" diffuse=".35 .35 .35" specular="0 0 0"/>
@@ -98,19 +103,19 @@ def _arm() -> str:
         )
         inner = (
             f'<body name="link{name}" gravcomp="1" pos="{pos}" quat="{quat}">'
-            f'<joint name="j{name}" axis="0 0 1" range="{joint_range}" damping="8" armature="0.1"/>'
+            f'<joint name="j{name}" axis="0 0 1" range="{joint_range}" damping="1" armature="0.1"/>'
             f'<inertial pos="0 0 0" mass="2" diaginertia=".02 .02 .02"/>{shells}{inner}</body>'
         )
     return inner
 
 
 def _hand() -> str:
-    """A flat palm and two fingers that slide along the tool's y axis; the tool point lies between their tips."""
+    """A flat palm and two fingers that slide along the tool's y axis, the tool point between their tips."""
     fingers = "".join(
         f'<body name="finger{name}" gravcomp="1" pos="0 0 .0584">'
         f'<joint name="f{name}" type="slide" axis="0 {side} 0" range="0 {FINGER_TRAVEL}" damping="20"/>'
         '<inertial pos="0 0 0" mass=".05" diaginertia="1e-4 1e-4 1e-4"/>'
-        f'<geom class="pad" type="box" size=".008 .006 .028" pos="0 {side * 0.006} .027" rgba="{_FINGER}"/></body>'
+        f'<geom class="pad" size=".004 .007 .028" pos="0 {side * 0.007} .027" rgba="{_FINGER}"/></body>'
         for name, side in (("1", 1), ("2", -1))
     )
     return (
@@ -126,10 +131,11 @@ def _actuators() -> str:
     stiffness = (600, 600, 450, 450, 240, 240, 150)
     limits = (15, 15, 15, 15, 6, 6, 6)
     arm = "".join(
-        f'<position joint="j{i}" kp="{kp}" kv="{kp / 10}" forcerange="-{limit} {limit}"/>'
+        f'<position joint="j{i}" kp="{kp}" kv="{kp / 12}" forcerange="-{limit} {limit}"/>'
         for i, kp, limit in zip(range(1, 8), stiffness, limits, strict=True)
     )
     fingers = "".join(
-        f'<position joint="f{i}" kp="600" kv="20" ctrlrange="0 {FINGER_TRAVEL}" forcerange="-30 30"/>' for i in (1, 2)
+        f'<position joint="f{i}" kp="600" kv="20" ctrlrange="0 {FINGER_TRAVEL}" forcerange="-30 30"/>'
+        for i in (1, 2)
     )
     return arm + fingers

@@ -11,7 +11,7 @@ Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.worlds import wan_transformer, wan_vae
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
+from asyncrl.worlds.pixels import to_signed, to_uint8
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer
 from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_stream, load_vae
 from asyncrl.worlds.weight_files import read_json, write_json, write_tensors
@@ -69,6 +70,7 @@ class WanState:
         rows = torch.tensor(list(indices), dtype=torch.long, device=self.anchor.device)
         return self._from([tensor.index_select(0, rows) for tensor in self._tensors()])
 
+    @torch.inference_mode()  # in place on tensors that may or may not have been made in inference mode
     def put(self, indices: Sequence[int], other: WanState) -> WanState:
         """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
         rows = torch.tensor(list(indices), dtype=torch.long, device=self.anchor.device)
@@ -123,7 +125,7 @@ class WanWorld:
         """
         clips = np.stack([_opening_frames(state, self.image_size) for state in states])
         actions = np.stack([_opening_actions(state) for state in states])
-        video = torch.from_numpy(clips).to(self.device).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+        video = to_signed(torch.from_numpy(clips).to(self.device)).permute(0, 4, 1, 2, 3)
         latents = encode_stream(self.vae, video).float()
         anchor, memory = latents[:, :, :1].clone(), latents[:, :, 1:].clone()
         _, cache = decode_step(self.vae, anchor, None)
@@ -137,7 +139,9 @@ class WanWorld:
         self, state: WanState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, WanState]:
         """Draw the 8 frames that 8 actions lead to; see `asyncrl.worlds.protocol.World.imagine`."""
-        actions_B8A = torch.as_tensor(actions, dtype=torch.float32, device=self.device)
+        if not isinstance(actions, Tensor):
+            actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
+        actions_B8A = actions.to(self.device, torch.float32)
         if actions_B8A.shape != (len(state), CHUNK, ACTION_DIM) or len(noise_seeds) != len(state):
             raise ValueError(
                 f"{len(state)} slots need actions [{len(state)}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
@@ -151,7 +155,7 @@ class WanWorld:
             last_actions=actions_B8A[:, -CONTEXT:].clone(),
             cache=cache,
         )
-        return to_uint8(frames), after
+        return to_uint8(frames).permute(0, 2, 3, 4, 1).contiguous(), after
 
     @torch.no_grad()
     def denoise(self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]) -> Tensor:
@@ -174,12 +178,6 @@ def draw_noise(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:
     """Draw ``[B, *shape]`` float32 standard normal noise on the CPU, row i from ``seeds[i]`` alone."""
     rows = [torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]
     return torch.stack(rows)
-
-
-def to_uint8(frames_B3THW: Tensor) -> Tensor:
-    """Turn ``[B, 3, T, H, W]`` pixels in [-1, 1] into ``[B, T, H, W, 3]`` uint8, rounding to the nearest."""
-    pixels = ((frames_B3THW.float() + 1) * 127.5).round().to(torch.uint8)
-    return pixels.permute(0, 2, 3, 4, 1).contiguous()
 
 
 def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
@@ -214,7 +212,7 @@ class WindowLoss(NamedTuple):
 
 
 def window_loss(
-    transformer: ActionWanTransformer,
+    transformer: Callable[[Tensor, Tensor, Tensor], Tensor],
     latents_BZ4hw: Tensor,
     actions_BTA: Tensor,
     generator: torch.Generator,
@@ -228,7 +226,7 @@ def window_loss(
     imperfect memories of a long imagined episode do not make it drift (WoVR, arXiv 2602.13977).
 
     Args:
-        transformer: In the mode the caller wants.
+        transformer: An `ActionWanTransformer`, in the mode the caller wants.
         latents_BZ4hw: ``[B, Z, 4, h, w]`` clean normalised latents: anchor, memory, two new.
         actions_BTA: ``[B, 13, 7]`` raw actions, the first of them the dummy.
         generator: On the CPU; draws the noise levels, the noise and the memory's noise, in this order.

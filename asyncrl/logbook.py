@@ -1,0 +1,205 @@
+"""Where a run's numbers go: readings of one update in, metrics.jsonl, TensorBoard and a console row out.
+
+The console shows one row per update, with a header that comes again every 20 rows:
+
+    update  success  lag avg/max       kl    clip     grad  groups/min  waiting learner/actors       eta
+        41    62.5%      1.2 / 2   0.0031    4.1%     0.84        11.3                 3% / 0%   1:52:10
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from asyncrl import metrics as m
+from asyncrl.metrics import Metric, Readings
+
+HEADER_EVERY = 20
+"""Console rows between two headers."""
+_WINDOW = 20
+"""Updates whose pace the remaining time is estimated from."""
+_BOLD, _RED, _END = "\033[1m", "\033[31m", "\033[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of the console row, right-aligned."""
+
+    title: str
+    width: int
+    text: Callable[[Readings], str]
+
+
+def _cell(pattern: str, *needed: Metric) -> Callable[[Readings], str]:
+    """Fill `pattern` with the needed readings; '-' when one is absent."""
+    return lambda row: pattern.format(*(row[x] for x in needed)) if all(x in row for x in needed) else "-"
+
+
+def _grad(row: Readings) -> str:
+    value = row.get(m.GRAD_NORM)
+    return "-" if value is None else f"{value:.2f}" if value < 10_000 else f"{value:.1e}"
+
+
+COLUMNS = (
+    Column(title="success", width=7, text=_cell("{:.1%}", m.SUCCESS_ONCE)),
+    Column(title="lag avg/max", width=11, text=_cell("{:.1f} / {:.0f}", m.LAG_MEAN, m.LAG_MAX)),
+    Column(title="kl", width=7, text=_cell("{:.4f}", m.APPROX_KL)),
+    Column(title="clip", width=6, text=_cell("{:.1%}", m.CLIP_FRACTION)),
+    Column(title="grad", width=7, text=_grad),
+    Column(title="groups/min", width=10, text=_cell("{:.1f}", m.GROUPS_PER_MINUTE)),
+    Column(
+        title="waiting learner/actors",
+        width=22,
+        text=_cell("{:.0%} / {:.0%}", m.LEARNER_WAITING, m.ACTORS_WAITING),
+    ),
+)
+"""The columns between 'update' and 'eta'."""
+
+
+def header() -> str:
+    """The console's header line."""
+    titles = [f"{'update':>6}", *(f"{column.title:>{column.width}}" for column in COLUMNS), f"{'eta':>8}"]
+    return "  ".join(titles)
+
+
+def render(step: int, values: Readings, eta: float) -> str:
+    """One console row.
+
+    Args:
+        step: Update it is about.
+        values: Its readings; an absent one shows as '-'.
+        eta: Seconds until the run ends; NaN when nobody can know.
+    """
+    cells = [f"{step:>6}", *(f"{column.text(values):>{column.width}}" for column in COLUMNS)]
+    return "  ".join([*cells, f"{duration(eta):>8}"])
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss, '-' for NaN.
+
+    >>> duration(6730)
+    '1:52:10'
+    """
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+class Logbook:
+    """Writes what a run measured. Opened by the learner only; every row is on disk when `write` returns."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        updates: int,
+        resume_step: int = 0,
+        log_every: int = 1,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open the run's files; what an interrupted run wrote after `resume_step` is cut off.
+
+        Args:
+            run_dir: Folder of the run.
+            updates: Update after which the run ends.
+            resume_step: Update that the run continues from; 0 for a new run.
+            log_every: Updates folded into one console row.
+            stream: Console; standard output when None.
+            clock: Seconds since 1970.
+        """
+        from tensorboardX import SummaryWriter
+
+        self._updates = updates
+        self._log_every = log_every
+        self._stream = sys.stdout if stream is None else stream
+        self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
+        self._clock = clock
+        self._pace: deque[tuple[int, float]] = deque([(resume_step, clock())], maxlen=_WINDOW + 1)
+        self._unshown: list[Readings] = []
+        self._rows_shown = 0
+        path = run_dir / "metrics.jsonl"
+        cut_rows_after(path, resume_step)
+        self._rows = path.open("a", encoding="utf-8")
+        self._curves = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1, flush_secs=10)
+
+    def write(self, step: int, values: dict[Metric, float]) -> None:
+        """Record one update everywhere; the console shows every `log_every`-th and the last one.
+
+        Args:
+            step: The update, counted from 1 over all resumes.
+            values: What was measured.
+        """
+        now = self._clock()
+        # JSON has no NaN and no infinity; null is what every reader understands.
+        readings = {x.name: value if math.isfinite(value) else None for x, value in values.items()}
+        self._rows.write(json.dumps({"step": step, "time": round(now, 3)} | readings) + "\n")
+        self._rows.flush()
+        for metric, value in values.items():
+            self._curves.add_scalar(metric.name, value, step, walltime=now)
+        self._pace.append((step, now))
+        self._unshown.append(values)
+        if step % self._log_every == 0 or step >= self._updates:
+            self._show(step, m.reduce(self._unshown))
+            self._unshown.clear()
+
+    def banner(self, text: str) -> None:
+        """Print something that is not a row, such as what the run consists of or that an actor came back."""
+        self._print(text, _BOLD)
+
+    def close(self) -> None:
+        """Finish the files. Safe to call twice."""
+        self._rows.close()
+        self._curves.close()
+
+    def __enter__(self) -> Logbook:
+        """Close at the end of a `with` block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close, whatever happened."""
+        self.close()
+
+    def _show(self, step: int, values: Readings) -> None:
+        if self._rows_shown % HEADER_EVERY == 0:
+            self._print(header(), _BOLD)
+        self._rows_shown += 1
+        sound = math.isfinite(values.get(m.GRAD_NORM, 0.0))
+        self._print(render(step, values, self._eta()), "" if sound else _RED)
+
+    def _eta(self) -> float:
+        (first, began), (last, now) = self._pace[0], self._pace[-1]
+        return (self._updates - last) * (now - began) / (last - first) if last > first else math.nan
+
+    def _print(self, text: str, colour: str) -> None:
+        print(f"{colour}{text}{_END}" if self._colour and colour else text, file=self._stream, flush=True)
+
+
+def cut_rows_after(path: Path, step: int) -> None:
+    """Remove the rows of updates after `step` from a metrics.jsonl, and a row that a crash cut short."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines(True) if _step_of(line) <= step]
+    part = path.with_name(path.name + ".tmp")
+    part.write_text("".join(kept), encoding="utf-8")
+    os.replace(part, path)  # noqa: PTH105
+
+
+def _step_of(line: str) -> float:
+    """The row's step; infinite for one that is not whole."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -1,0 +1,392 @@
+"""Policies as files: our own folder, and the published OpenVLA layout in both directions.
+
+Our folder: `config.json` + `model.safetensors` + `tokenizer.json`; names are the module's (`stable_name`).
+Published: Hugging Face shards with timm names. What the policy never computes (the last block, final norm
+and pooling head of the vision towers) is dropped on reading and written as zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError
+from asyncrl.policies.action_tokens import NormStats
+from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.tokenizer import PromptTokenizer
+from asyncrl.policies.vision import TowerConfig, stable_name
+
+FORMAT: Final = "asyncrl-openvla-oft"
+SHARD_BYTES: Final = 5_000_000_000
+Dtype = torch.dtype | Literal["config"]
+_NAMES_SHOWN = 5
+
+
+# --- our own folder -----------------------------------------------------------
+
+
+def save_policy(policy: OpenVLAOFT, folder: str | Path, *, dtype: Dtype = "config") -> None:
+    """Write a policy; each file appears whole or not at all.
+
+    Args:
+        policy: Any device.
+        folder: Created when missing; the three files in it are replaced.
+        dtype: Of the numbers in the file (the policy computes in `config.dtype` all the same).
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = policy.config.torch_dtype if dtype == "config" else dtype
+    tensors = {stable_name(n): p.detach().to("cpu", kept).contiguous() for n, p in policy.named_parameters()}
+    _write(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    _write(folder / "tokenizer.json", policy.tokenizer.save)
+    _write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **policy.config.to_json()})
+
+
+def load_policy(
+    folder: str | Path, *, device: str | torch.device = "cpu", dtype: Dtype = "config"
+) -> OpenVLAOFT:
+    """Read what `save_policy` wrote; in evaluation mode, everything trainable.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, or does not fit the configuration.
+    """
+    folder = Path(folder)
+    fields = _read_json(folder / "config.json")
+    if fields.pop("format", None) != FORMAT:
+        published = fields.get("model_type") == "openvla"
+        remedy = "Convert it first: asyncrl convert." if published else "Give a folder written by asyncrl."
+        raise CheckpointError(f"{folder / 'config.json'} is not of an asyncrl policy. {remedy}")
+    if fields.pop("format_version", None) != 1:
+        raise CheckpointError(f"{folder} was written by another version of asyncrl. Update asyncrl.")
+    config = OpenVLAOFTConfig.from_json(fields)
+    tokenizer = PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
+    policy = _on_meta(config, tokenizer)
+    file = folder / "model.safetensors"
+    return _fill(policy, dict(_read_tensors(file)), file, device, dtype)
+
+
+# --- the published OpenVLA layout ---------------------------------------------
+
+
+def load_openvla(
+    folder: str | Path,
+    config: OpenVLAOFTConfig,
+    *,
+    norm_key: str,
+    device: str | torch.device = "cpu",
+    dtype: Dtype = "config",
+) -> OpenVLAOFT:
+    """Read a published OpenVLA or OpenVLA-OFT checkpoint.
+
+    Args:
+        folder: Shards with `model.safetensors.index.json`, or one `model.safetensors`; `config.json`,
+            `tokenizer.json`, and `dataset_statistics.json` if there is one.
+        config: Sizes and conventions, usually ``OpenVLAOFTConfig.full(gripper="libero")``; its statistics are
+            replaced by those of the folder.
+        norm_key: Statistics to scale actions with; `norm_key` + "_no_noops" is tried as well.
+        device: Where the weights go.
+        dtype: What they become.
+
+    A critic that `config` asks for and the folder does not hold begins with random weights.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, unknown, truncated or misshapen, or no `norm_key`.
+    """
+    folder = Path(folder)
+    stats = _published_stats(folder)
+    key = norm_key if norm_key in stats else f"{norm_key}_no_noops"
+    if key not in stats:
+        raise CheckpointError(
+            f"{folder} has no action statistics for {norm_key!r}, so tokens cannot become actions. "
+            f"Choose one of: {', '.join(sorted(stats)) or 'none found (dataset_statistics.json is missing)'}."
+        )
+    config = dataclasses.replace(config, norm_key=key, norm_stats=stats)
+    policy = _on_meta(config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count))
+    index = folder / "model.safetensors.index.json"
+    shards = _read_json(index).get("weight_map", {}) if index.exists() else {"": "model.safetensors"}
+    published: dict[str, Tensor] = {}
+    for name in sorted(set(shards.values())):
+        published |= {_modern(key): tensor for key, tensor in _read_tensors(folder / name)}
+    return _fill(policy, _to_native(policy, published, folder), folder, device, dtype)
+
+
+def export_openvla(policy: OpenVLAOFT, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the published layout, all its tensors included, in `config.dtype`.
+
+    Other stacks also want the files that are theirs (`preprocessor_config.json`, `*.py`, `tokenizer.model`):
+    copy them from the checkpoint the policy came from.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, config = _to_published(policy), policy.config
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards, room = [*shards, {}], shard_bytes
+        shards[-1][name] = tensor.contiguous()
+        room -= tensor.nbytes
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = files if len(shards) > 1 else ["model.safetensors"]
+    for name, shard in zip(files, shards, strict=True):
+        _write(folder / name, lambda path, shard=shard: save_file(shard, path, metadata={"format": "pt"}))
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(t.nbytes for t in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+    stats = {key: {"action": dataclasses.asdict(value)} for key, value in config.norm_stats.items()}
+    _write_json(folder / "dataset_statistics.json", stats)
+    _write_json(folder / "config.json", _published_config(config) | {"norm_stats": stats})
+    _write(folder / "tokenizer.json", policy.tokenizer.save)
+
+
+def _published_config(config: OpenVLAOFTConfig) -> dict[str, Any]:
+    text = {"model_type": "llama", "vocab_size": config.vocab_size, "pad_token_id": config.token_count}
+    return {
+        "model_type": "openvla",
+        "architectures": ["OpenVLAForActionPrediction"],
+        "vision_backbone_id": "dinosiglip-vit-so-224px",
+        "llm_backbone_id": "llama2-7b-pure",
+        "arch_specifier": "no-align+fused-gelu-mlp",
+        "use_fused_vision_backbone": True,
+        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+        "timm_override_act_layers": [None, None],
+        "image_sizes": [config.image_size, config.image_size],
+        "image_resize_strategy": "resize-naive",
+        "hf_llm_id": "meta-llama/Llama-2-7b-hf",
+        "llm_max_length": 2048,
+        "pad_token_id": config.token_count,
+        "pad_to_multiple_of": 64,
+        "output_projector_states": False,
+        "n_action_bins": 256,
+        "text_config": text | {"torch_dtype": config.dtype},
+        "torch_dtype": config.dtype,
+    }
+
+
+def _published_stats(folder: Path) -> dict[str, NormStats]:
+    stats: dict[str, Any] = dict(_read_json(folder / "config.json").get("norm_stats") or {})
+    overlay = folder / "dataset_statistics.json"
+    if overlay.exists():
+        stats |= _read_json(overlay)
+    try:
+        return {
+            key: NormStats.from_json(value["action"]) for key, value in stats.items() if "action" in value
+        }
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"The action statistics in {folder} lack {error}: tokens cannot become actions. "
+            "Copy config.json and dataset_statistics.json again."
+        ) from error
+
+
+# --- names: one table of (our name, published name, part of the published tensor)
+
+_BLOCK_COMMON: Final = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+_DINO_BLOCK: Final = {**_BLOCK_COMMON, "norm1": "norm1", "norm2": "norm2", "attention.o_proj": "attn.proj"}
+_SIGLIP_BLOCK: Final = {
+    **_BLOCK_COMMON,
+    "layer_norm1": "norm1",
+    "layer_norm2": "norm2",
+    "self_attn.out_proj": "attn.proj",
+}
+_WHOLE, _DINO_PLACES, _SIGLIP_PLACES = "whole", "dino places", "siglip places"
+_QKV: Final = ("q", "k", "v")
+Row = tuple[str, str, str]
+
+
+def _tower_rows(config: OpenVLAOFTConfig) -> Iterator[Row]:
+    dino, timm = "vision.dino.", "vision_backbone.featurizer."
+    yield dino + "embeddings.cls_token", timm + "cls_token", _WHOLE
+    yield dino + "embeddings.register_tokens", timm + "reg_token", _WHOLE
+    yield dino + "embeddings.position_embeddings", timm + "pos_embed", _DINO_PLACES
+    for kind in ("weight", "bias"):
+        yield f"{dino}embeddings.patch_embeddings.projection.{kind}", f"{timm}patch_embed.proj.{kind}", _WHOLE
+    for i in range(config.dino.depth - 1):
+        ours, theirs = f"{dino}encoder.layer.{i}.", f"{timm}blocks.{i}."
+        yield from _block_rows(ours, theirs, _DINO_BLOCK, "attention")
+        for n in (1, 2):
+            yield f"{ours}layer_scale{n}.lambda1", f"{theirs}ls{n}.scale_factor", _WHOLE
+    siglip, timm = "vision.siglip.", "vision_backbone.fused_featurizer."
+    yield siglip + "embeddings.position_embedding.weight", timm + "pos_embed", _SIGLIP_PLACES
+    for kind in ("weight", "bias"):
+        yield f"{siglip}embeddings.patch_embedding.{kind}", f"{timm}patch_embed.proj.{kind}", _WHOLE
+    for i in range(config.siglip.depth - 1):
+        yield from _block_rows(
+            f"{siglip}encoder.layers.{i}.", f"{timm}blocks.{i}.", _SIGLIP_BLOCK, "self_attn"
+        )
+
+
+def _block_rows(ours: str, theirs: str, names: Mapping[str, str], attention: str) -> Iterator[Row]:
+    for kind in ("weight", "bias"):
+        for mine, published in names.items():
+            yield f"{ours}{mine}.{kind}", f"{theirs}{published}.{kind}", _WHOLE
+        for part in _QKV:
+            yield f"{ours}{attention}.{part}_proj.{kind}", f"{theirs}attn.qkv.{kind}", part
+
+
+def _rows(policy: OpenVLAOFT) -> list[Row]:
+    rows = list(_tower_rows(policy.config))
+    for name, _ in policy.named_parameters():
+        if name.startswith("llm."):
+            rows.append((name, name.replace("llm.", "language_model.model.", 1), _WHOLE))
+        elif name.startswith("lm_head."):
+            rows.append((name, f"language_model.{name}", _WHOLE))
+        elif name.startswith(("projector.", "value_head.")):
+            rows.append((name, name, _WHOLE))
+    return rows
+
+
+def _dropped(config: OpenVLAOFTConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every published tensor that never affects the output."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for timm, size in (("featurizer.", config.dino), ("fused_featurizer.", config.siglip)):
+        d, block = size.width, f"blocks.{size.depth - 1}."
+        parts = _linears(size, block) | {f"{block}norm1": (d,), f"{block}norm2": (d,), "norm": (d,)}
+        if timm == "featurizer.":
+            extra = {f"{block}ls{n}.scale_factor": (d,) for n in (1, 2)}
+        else:
+            pool = {"q": (d, d), "kv": (2 * d, d), "proj": (d, d), "norm": (d,)}
+            pool |= {"mlp.fc1": (size.mlp, d), "mlp.fc2": (d, size.mlp)}
+            parts |= {f"attn_pool.{name}": shape for name, shape in pool.items()}
+            extra = {"attn_pool.latent": (1, 1, d)}
+        for name, shape in parts.items():
+            extra |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+        shapes |= {f"vision_backbone.{timm}{name}": shape for name, shape in extra.items()}
+    return shapes
+
+
+def _linears(size: TowerConfig, block: str) -> dict[str, tuple[int, ...]]:
+    d, m = size.width, size.mlp
+    shapes = {"attn.qkv": (3 * d, d), "attn.proj": (d, d), "mlp.fc1": (m, d), "mlp.fc2": (d, m)}
+    return {block + name: shape for name, shape in shapes.items()}
+
+
+def _modern(name: str) -> str:
+    """Raw timm weights call the layer scale gamma."""
+    return name.replace(".ls1.gamma", ".ls1.scale_factor").replace(".ls2.gamma", ".ls2.scale_factor")
+
+
+def _to_native(policy: OpenVLAOFT, published: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    rows = _rows(policy)
+    wanted = {theirs for _, theirs, _ in rows}
+    optional = {name for name in wanted if name.startswith("value_head.")}
+    _compare_names(
+        folder, published.keys(), wanted - optional, allowed=wanted | _dropped(policy.config).keys()
+    )
+    return {ours: _part(published[theirs], part) for ours, theirs, part in rows if theirs in published}
+
+
+def _part(tensor: Tensor, part: str) -> Tensor:
+    if part in _QKV:
+        return tensor.chunk(3, dim=0)[_QKV.index(part)]
+    if part == _DINO_PLACES:  # the class token has no place in the published model
+        return torch.cat([torch.zeros_like(tensor[:, :1]), tensor], dim=1)
+    return tensor[0] if part == _SIGLIP_PLACES else tensor
+
+
+def _to_published(policy: OpenVLAOFT) -> dict[str, Tensor]:
+    dtype = policy.config.torch_dtype
+    native = {stable_name(n): p.detach().to("cpu", dtype) for n, p in policy.named_parameters()}
+    first = "vision.dino.embeddings.cls_token"
+    places = native["vision.dino.embeddings.position_embeddings"]
+    native[first] = native[first] + places[:, :1]  # fine-tuning may have given it a place
+    grouped: dict[str, list[Tensor]] = {}
+    for ours, theirs, part in _rows(policy):
+        tensor = native[ours]
+        if part == _DINO_PLACES:
+            tensor = tensor[:, 1:]
+        grouped.setdefault(theirs, []).append(tensor[None] if part == _SIGLIP_PLACES else tensor)
+    tensors = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in grouped.items()}
+    unused = {name: torch.zeros(shape, dtype=dtype) for name, shape in _dropped(policy.config).items()}
+    return tensors | unused
+
+
+# --- reading and checking -----------------------------------------------------
+
+
+def _on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenVLAOFT:
+    with torch.device("meta"):
+        return OpenVLAOFT(config, tokenizer)
+
+
+def _fill(
+    policy: OpenVLAOFT, tensors: Mapping[str, Tensor], source: Path, device: str | torch.device, dtype: Dtype
+) -> OpenVLAOFT:
+    wanted = policy.config.torch_dtype if dtype == "config" else dtype
+    expected = {stable_name(name): (name, p.shape) for name, p in policy.named_parameters()}
+    fresh_critic: set[str] = set()
+    if not any(name.startswith("value_head.") for name in tensors):
+        fresh_critic = {name for name in expected if name.startswith("value_head.")}
+    _compare_names(source, tensors.keys(), expected.keys() - fresh_critic, allowed=expected.keys())
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own_name, shape = expected[name]
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{source}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}. The "
+                "weights belong to another size of policy: use the config.json they were saved with."
+            )
+        state[own_name] = tensor.to(device=device, dtype=wanted, copy=True)
+    if fresh_critic:
+        policy.value_head = None
+    policy.load_state_dict(state, strict=True, assign=True)
+    policy.restore_buffers()
+    if fresh_critic:
+        policy.add_value_head()
+    return policy.requires_grad_(True).eval()
+
+
+def _compare_names(source: Path, found: Any, required: Any, *, allowed: Any) -> None:
+    missing, unknown = sorted(required - found), sorted(found - allowed)
+    for problem, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+            raise CheckpointError(
+                f"{source} {problem} {len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}. It is "
+                "not a complete checkpoint of this policy: copy it again, or use its own config.json."
+            )
+
+
+def _read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing. Download or copy the checkpoint again.")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{file} is truncated or not a safetensors file ({error}). Download or copy it again."
+        ) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing. Give the folder of a policy, with all of its files.")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON ({error}). Copy it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is not a JSON object. Copy it again.")
+    return content
+
+
+def _write(path: Path, writer: Callable[[Path], object]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    writer(partial)
+    partial.replace(path)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    _write(path, lambda p: p.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))

@@ -1,0 +1,392 @@
+"""OpenVLA-OFT with discrete actions, on transformers: frames and prompts in, 8 x 7 action tokens out.
+
+The language model reads ``[<s>][patches][rest of the prompt][56 empty slots]`` once and attends in both
+directions. The output at a place speaks for the slot after it: token 0 is read at the last prompt token, and
+the last slot is not read.
+
+Dimension letters:
+    B  rows      H, W  frame size in pixels      L  prompt tokens      P  patches
+    D  width of the language model
+    C = 8 steps per decision      A = 7 action dimensions      K = C * A slots      N = 256 action bins
+    S = L + P + K (+ 1 with a stop token) places
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from asyncrl.errors import ConfigError
+from asyncrl.policies import action_tokens
+from asyncrl.policies.action_tokens import BINS, NormStats
+from asyncrl.policies.protocol import ActResult, EvaluateResult, PolicyInputs, SamplingParams
+from asyncrl.policies.sampling import action_distribution, choose_tokens, entropy_of, logprob_of
+from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.value_head import ValueHead
+from asyncrl.policies.vision import FusedVision, Projector, TowerConfig, stable_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVLAOFTConfig:
+    """Everything that shapes the policy and gives its tokens a meaning. Stored as `config.json`."""
+
+    image_size: int
+    """Side of the picture the towers see, in pixels."""
+    patch_size: int
+    """Side of a patch, in pixels."""
+    dino: TowerConfig
+    """DINOv2 with registers."""
+    siglip: TowerConfig
+    """SigLIP."""
+    llm_width: int
+    """Width of the Llama model."""
+    llm_layers: int
+    """Its layers."""
+    llm_heads: int
+    """Its attention heads."""
+    llm_mlp: int
+    """Hidden features of its MLPs."""
+    vocab_size: int
+    """Rows of the embedding, padding included."""
+    token_count: int
+    """Tokens without padding. The last 256 of them are the action bins; `token_count` is the padding id."""
+    value_hidden: tuple[int, int]
+    """Hidden features of the value head."""
+    value_head: Literal["none", "chunk"] = "none"
+    """chunk: a critic gives one value per decision."""
+    chunk: int = 8
+    """Steps per decision."""
+    action_dim: int = 7
+    """Numbers per step; the last one is the gripper."""
+    stop_token: bool = False
+    """Append `</s>` behind the slots, as supervised OFT training does and RLinf does not."""
+    gripper: Literal["none", "libero"] = "none"
+    """libero: the gripper leaves as ``-sign(2 g - 1)``, from the data's 0 = closed to LIBERO's -1 = open."""
+    norm_key: str = ""
+    """Entry of `norm_stats` that actions are scaled with; empty: actions stay in [-1, 1]."""
+    norm_stats: Mapping[str, NormStats] = field(default_factory=dict)
+    """Action ranges by data set."""
+    rms_eps: float = 1e-6
+    """Epsilon of the Llama norms."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the policy computes in. Logits, log-probs and values are float32 always."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> OpenVLAOFTConfig:
+        """About two million parameters: the same path on a laptop."""
+        tower = TowerConfig(width=96, depth=5, heads=3, mlp=192)
+        sizes: dict[str, Any] = {"image_size": 64, "patch_size": 8, "dino": tower, "siglip": tower}
+        sizes |= {"llm_width": 128, "llm_layers": 4, "llm_heads": 4, "llm_mlp": 384}
+        sizes |= {"vocab_size": 512, "token_count": 448, "value_hidden": (64, 32)}
+        return cls(**(sizes | changes))
+
+    @classmethod
+    def full(cls, **changes: Any) -> OpenVLAOFTConfig:
+        """The published 7B model."""
+        dino = TowerConfig(width=1024, depth=24, heads=16, mlp=4096)
+        siglip = TowerConfig(width=1152, depth=27, heads=16, mlp=4304)
+        sizes: dict[str, Any] = {"image_size": 224, "patch_size": 14, "dino": dino, "siglip": siglip}
+        sizes |= {"llm_width": 4096, "llm_layers": 32, "llm_heads": 32, "llm_mlp": 11008}
+        sizes |= {"vocab_size": 32064, "token_count": 32000, "value_hidden": (512, 128), "dtype": "bfloat16"}
+        return cls(**(sizes | changes))
+
+    @property
+    def first_action_id(self) -> int:
+        """Vocabulary id of bin 0."""
+        return self.token_count - BINS
+
+    @property
+    def patches(self) -> int:
+        """Patches of one picture."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def slots(self) -> int:
+        """Action tokens of one decision."""
+        return self.chunk * self.action_dim
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as PyTorch names it."""
+        return getattr(torch, self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and numbers."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> OpenVLAOFTConfig:
+        """Inverse of `to_json`.
+
+        Raises:
+            ConfigError: a field is missing, unknown or of the wrong kind.
+        """
+        values = dict(fields)
+        try:
+            values["dino"], values["siglip"] = TowerConfig(**values["dino"]), TowerConfig(**values["siglip"])
+            values["value_hidden"] = tuple(values["value_hidden"])
+            values["norm_stats"] = {k: NormStats.from_json(v) for k, v in values["norm_stats"].items()}
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"The policy's config.json does not describe an OpenVLA-OFT policy ({error}). "
+                "Copy it again, or save the policy with this version of asyncrl."
+            ) from error
+
+
+def _check(config: OpenVLAOFTConfig) -> None:
+    problem = ""
+    if config.image_size % config.patch_size:
+        problem = f"patches of {config.patch_size} pixels do not tile a picture of {config.image_size}"
+    elif config.llm_width % config.llm_heads:
+        problem = f"{config.llm_heads} attention heads do not divide the width {config.llm_width}"
+    elif not BINS < config.token_count < config.vocab_size:
+        problem = f"{config.token_count} tokens need {BINS} action bins below and a padding row above them, "
+        problem += f"but the embedding has {config.vocab_size} rows"
+    elif config.norm_key and config.norm_key not in config.norm_stats:
+        problem = f"norm_key {config.norm_key!r} is not among its statistics: {sorted(config.norm_stats)}"
+    elif config.norm_key and len(config.norm_stats[config.norm_key].q01) != config.action_dim:
+        problem = f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
+    elif config.value_head not in ("none", "chunk") or config.gripper not in ("none", "libero"):
+        problem = (
+            f"value_head is {config.value_head!r} (none, chunk), gripper is {config.gripper!r} (none, libero)"
+        )
+    elif config.dtype not in ("float32", "bfloat16"):
+        problem = f"dtype is {config.dtype!r} (float32, bfloat16)"
+    if problem:
+        raise ConfigError(f"The policy's configuration cannot work: {problem}. Correct config.json.")
+
+
+class ActionHead(nn.Linear):
+    """The vocabulary's output layer, of which only the action rows are ever multiplied."""
+
+    def __init__(self, config: OpenVLAOFTConfig) -> None:
+        super().__init__(config.llm_width, config.vocab_size, bias=False)
+        self.first = config.first_action_id
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[B, K, D]`` hidden states to ``[B, K, N]`` float32 logits of the action bins."""
+        return nn.functional.linear(input.float(), self.weight[self.first : self.first + BINS].float())
+
+
+def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
+    """A Llama model that attends in both directions: otherwise OFT checkpoints lose half their successes."""
+    return LlamaModel(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.llm_width,
+            intermediate_size=config.llm_mlp,
+            num_hidden_layers=config.llm_layers,
+            num_attention_heads=config.llm_heads,
+            rms_norm_eps=config.rms_eps,
+            pad_token_id=config.token_count,
+            is_causal=False,  # type: ignore[call-arg]  # an extra field that the mask builder reads
+            use_cache=False,
+        )
+    )
+
+
+def trim_padding(ids_BL: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Drop the columns that are padding in every row.
+
+    Returns:
+        The remaining ids, and their mask, or None when nothing is padded (attention is faster without).
+    """
+    mask_cpu = mask_BL.to("cpu", dtype=torch.bool)
+    used_L = mask_cpu.any(dim=0)
+    if not used_L.all():
+        columns = used_L.nonzero().flatten().to(ids_BL.device)
+        ids_BL, mask_BL = ids_BL[:, columns], mask_BL[:, columns]
+    return ids_BL, None if mask_cpu[:, used_L].all() else mask_BL
+
+
+class OpenVLAOFT(nn.Module):
+    """The policy. Implements `protocol.Policy`; files are read and written by `checkpoints`."""
+
+    def __init__(self, config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> None:
+        """Build with random weights, in `config.dtype`.
+
+        Args:
+            config: Sizes and conventions.
+            tokenizer: None: the built-in word tokenizer, which only policies trained with it understand.
+        """
+        super().__init__()
+        self.config = config
+        self.tokenizer = tokenizer or PromptTokenizer(build_word_tokenizer(), pad_id=config.token_count)
+        self.vision = FusedVision(
+            config.dino, config.siglip, image_size=config.image_size, patch_size=config.patch_size
+        )
+        self.projector = Projector(config.dino.width + config.siglip.width, config.llm_width)
+        self.llm = build_llm(config)
+        self.lm_head = ActionHead(config)
+        self.value_head: ValueHead | None = None
+        self.to(config.torch_dtype)
+        if config.value_head == "chunk":
+            self.add_value_head()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> OpenVLAOFT:
+        super()._apply(fn, recurse)
+        self.restore_buffers()
+        return self
+
+    def restore_buffers(self) -> None:
+        """Compute what no checkpoint holds: rotary frequencies (always float32) and indices."""
+        device = self.device
+        with device:
+            self.llm.rotary_emb = LlamaRotaryEmbedding(self.llm.config)
+            indices = torch.arange(self.config.patches)[None]
+            self.vision.siglip.embeddings.register_buffer("position_ids", indices, persistent=False)
+
+    def add_value_head(self) -> None:
+        """Give the policy a critic with fresh random weights (for PPO on a policy that never had one)."""
+        self.config = dataclasses.replace(self.config, value_head="chunk")
+        head = ValueHead(self.config.llm_width, self.config.value_hidden)
+        self.value_head = head.to(self.device, self.lm_head.weight.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm_head.weight.device
+
+    def preprocess(self, frames: NDArray[np.uint8], tasks: Sequence[str]) -> PolicyInputs:
+        """Move frames and prompts to the device.
+
+        Args:
+            frames: ``[B, H, W, 3]`` uint8.
+            tasks: B instructions.
+
+        Raises:
+            ConfigError: the frames are not uint8 pictures, or do not match the tasks in number.
+        """
+        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or len(frames) != len(tasks):
+            raise ConfigError(
+                f"The policy got frames {frames.dtype}{list(frames.shape)} for {len(tasks)} tasks, but it "
+                "reads one uint8 picture [H, W, 3] per task. Check the world's or simulator's observation."
+            )
+        ids, mask = self.tokenizer.batch(tasks)
+        pixels = torch.tensor(frames).to(self.device)
+        return PolicyInputs(pixels=pixels, input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
+
+    def embed(self, inputs: PolicyInputs) -> tuple[Tensor, Tensor | None, int]:
+        """Lay out the sequence.
+
+        Returns:
+            Embeddings ``[B, S, D]``, mask ``[B, S]`` (None: no padding), place of the last prompt token.
+        """
+        ids_BL, mask_BL = trim_padding(inputs.input_ids, inputs.attention_mask)
+        text_BLD = self.llm.embed_tokens(ids_BL)
+        patches_BPD = self.projector(self.vision(inputs.pixels))
+        rows, width = ids_BL.shape[0], self.config.llm_width
+        slots_BKD = text_BLD.new_zeros(rows, self.config.slots, width)
+        parts = [text_BLD[:, :1], patches_BPD.to(text_BLD.dtype), text_BLD[:, 1:], slots_BKD]
+        if self.config.stop_token:
+            stop_B1 = ids_BL.new_full((rows, 1), self.tokenizer.end_id)
+            parts.append(self.llm.embed_tokens(stop_B1))
+        embeddings_BSD = torch.cat(parts, dim=1)
+        last_prompt = patches_BPD.shape[1] + ids_BL.shape[1] - 1
+        if mask_BL is None:
+            return embeddings_BSD, None, last_prompt
+        mask_BS = mask_BL.new_ones(embeddings_BSD.shape[:2])
+        mask_BS[:, 1 + patches_BPD.shape[1] : last_prompt + 1] = mask_BL[:, 1:]
+        return embeddings_BSD, mask_BS, last_prompt
+
+    def readout(self, inputs: PolicyInputs) -> Tensor:
+        """Final hidden states ``[B, K, D]`` of the action tokens; the first is at the last prompt token."""
+        embeddings_BSD, mask_BS, last_prompt = self.embed(inputs)
+        places: dict[str, Tensor] = {}
+        if (
+            mask_BS is not None
+        ):  # padding takes no place: a padded prompt gets the positions of an unpadded one
+            places = {"attention_mask": mask_BS, "position_ids": (mask_BS.cumsum(dim=1) - 1).clamp(min=0)}
+        hidden_BSD = self.llm(inputs_embeds=embeddings_BSD, **places).last_hidden_state
+        return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]
+
+    def value_of(self, hidden_BKD: Tensor) -> Tensor | None:
+        """Critic's value ``[B]`` float32, read at the last prompt token."""
+        return None if self.value_head is None else self.value_head(hidden_BKD[:, 0])
+
+    def as_chunk(self, per_token_BK: Tensor) -> Tensor:
+        """``[B, K]`` to ``[B, C, A]``."""
+        return per_token_BK.unflatten(1, (self.config.chunk, self.config.action_dim))
+
+    @torch.no_grad()
+    def act(self, inputs: PolicyInputs, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
+        """Decide; see `protocol.Policy.act`.
+
+        Raises:
+            ConfigError: there is not one seed per row.
+        """
+        if len(seeds) != len(inputs.pixels):
+            raise ConfigError(
+                f"{len(seeds)} seeds for {len(inputs.pixels)} rows: every row samples from its own stream. "
+                "Pass one seed per row."
+            )
+        hidden_BKD = self.readout(inputs)
+        logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
+        tokens_BK = choose_tokens(logprobs_BKN, sampling, seeds)
+        tokens = self.as_chunk(tokens_BK).int()
+        return ActResult(
+            actions=self.decode(tokens),
+            tokens=tokens,
+            logprob=self.as_chunk(logprob_of(logprobs_BKN, tokens_BK)),
+            value=self.value_of(hidden_BKD),
+            entropy=self.as_chunk(entropy_of(logprobs_BKN)),
+        )
+
+    def evaluate(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> EvaluateResult:
+        """Log-probs of given tokens with gradient; see `protocol.Policy.evaluate`."""
+        tokens_BK = tokens.flatten(1)
+        hidden_BKD = self.readout(inputs)
+        logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling, tokens_BK)
+        return EvaluateResult(
+            logprob=self.as_chunk(logprob_of(logprobs_BKN, tokens_BK)),
+            entropy=self.as_chunk(entropy_of(logprobs_BKN)),
+            value=self.value_of(hidden_BKD),
+        )
+
+    def forward(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> EvaluateResult:
+        """Same as `evaluate`: sharding hooks onto `forward`."""
+        return self.evaluate(inputs, tokens, sampling)
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Bins ``[..., A]`` to float32 actions in the environment's units and gripper convention."""
+        actions = action_tokens.decode(tokens)
+        if self.config.norm_key:
+            actions = action_tokens.unnormalise(actions, self.config.norm_stats[self.config.norm_key])
+        if self.config.gripper == "libero":
+            gripper = -torch.sign(2 * actions[..., -1:] - 1)
+            actions = torch.cat([actions[..., :-1], gripper], dim=-1)
+        return actions
+
+    def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
+        """Optimizer groups of everything trainable: `policy` at `lr`, the critic (`value`) at `value_lr`."""
+        trainable = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        value = [p for name, p in trainable.items() if name.startswith("value_head.")]
+        policy = [p for name, p in trainable.items() if not name.startswith("value_head.")]
+        groups = [
+            {"name": "policy", "params": policy, "lr": lr},
+            {"name": "value", "params": value, "lr": value_lr},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def trainable_tensors(self) -> dict[str, Tensor]:
+        """What is broadcast after an update, by stable name; the tensors share memory with the parameters."""
+        return {stable_name(n): p.detach() for n, p in self.named_parameters() if p.requires_grad}
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Numbers in all parameters of a module."""
+    return sum(math.prod(p.shape) for p in module.parameters())

@@ -1,0 +1,91 @@
+"""From logits to tokens and log-probs: the one distribution that acting and learning share. Pure functions.
+
+Dimension letters:
+    B  rows      K  tokens of one decision (56)      N  action bins (256)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asyncrl.policies.protocol import SamplingParams
+
+
+def action_distribution(
+    logits_BKN: Tensor, sampling: SamplingParams, taken_BK: Tensor | None = None
+) -> Tensor:
+    """Log-probs of the distribution that is really sampled: after temperature and top-k, in float32.
+
+    Args:
+        logits_BKN: ``[B, K, N]`` of the action bins, any float type.
+        sampling: Temperature 0 gives the distribution at temperature 1 without top-k.
+        taken_BK: ``[B, K]`` tokens that stay possible even when they are not (or no longer) among the `top_k`
+            most likely: other weights or another kernel may rank them lower, and a ratio needs a number.
+
+    Returns:
+        ``[B, K, N]`` float32, at most 0; -inf where top-k forbids a bin.
+    """
+    logits_BKN = logits_BKN.float()
+    if sampling.temperature == 0:
+        return logits_BKN.log_softmax(dim=-1)
+    logits_BKN = logits_BKN / sampling.temperature
+    if 0 < sampling.top_k < logits_BKN.shape[-1]:
+        allowed_BKN = torch.zeros_like(logits_BKN, dtype=torch.bool)
+        allowed_BKN.scatter_(-1, logits_BKN.topk(sampling.top_k, dim=-1).indices, True)
+        if taken_BK is not None:
+            allowed_BKN.scatter_(-1, taken_BK.long().unsqueeze(-1), True)
+        logits_BKN = logits_BKN.masked_fill(~allowed_BKN, float("-inf"))
+    return logits_BKN.log_softmax(dim=-1)
+
+
+def row_uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """Draw `count` uniform numbers per row, each row from its own stream on the CPU.
+
+    Returns:
+        ``[B, count]`` float64 in [0, 1), on the CPU. Row b depends on ``seeds[b]`` alone.
+    """
+    return torch.stack(
+        [
+            torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            for seed in seeds
+        ]
+    )
+
+
+def pick_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution: the first bin whose cumulated probability exceeds the uniform.
+
+    Args:
+        logprobs_BKN: ``[B, K, N]`` float32; a bin at -inf is never picked.
+        uniforms_BK: ``[B, K]`` float64 in [0, 1), same device.
+
+    Returns:
+        ``[B, K]`` int64, 0..N-1.
+    """
+    cumulated_BKN = logprobs_BKN.double().exp().cumsum(dim=-1)
+    total_BK1 = cumulated_BKN[..., -1:]
+    picked_BK = (cumulated_BKN <= uniforms_BK.unsqueeze(-1) * total_BK1).sum(dim=-1)
+    last_possible_BK = (cumulated_BKN < total_BK1).sum(dim=-1)
+    return torch.minimum(picked_BK, last_possible_BK)  # rounding must not reach behind the last possible bin
+
+
+def choose_tokens(logprobs_BKN: Tensor, sampling: SamplingParams, seeds: Sequence[int]) -> Tensor:
+    """Sample (or, at temperature 0, take the most likely) tokens: ``[B, K]`` int64."""
+    if sampling.temperature == 0:
+        return logprobs_BKN.argmax(dim=-1)
+    uniforms_BK = row_uniforms(seeds, logprobs_BKN.shape[1]).to(logprobs_BKN.device)
+    return pick_tokens(logprobs_BKN, uniforms_BK)
+
+
+def logprob_of(logprobs_BKN: Tensor, tokens_BK: Tensor) -> Tensor:
+    """``[B, K]`` log-probs of the given tokens."""
+    return logprobs_BKN.gather(-1, tokens_BK.long().unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_of(logprobs_BKN: Tensor) -> Tensor:
+    """``[B, K]`` entropy in nats, ``-sum p log p``; impossible bins count nothing and pass no gradient."""
+    finite_BKN = logprobs_BKN.masked_fill(logprobs_BKN == float("-inf"), 0.0)
+    return -(logprobs_BKN.exp() * finite_BKN).sum(dim=-1)

@@ -1,0 +1,177 @@
+"""Instructions to prompt tokens: B tasks in, left-padded ids and their mask out.
+
+The prompt is OpenVLA's. Its last token announces the action: the policy's first output is read there, so
+padding goes to the left; the beginning-of-sequence token stays in column 0, where the picture follows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError
+
+PROMPT: Final = "In: What action should the robot take to {task}?\nOut: "
+UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
+WORDS: Final[tuple[str, ...]] = (
+    *(
+        "a",
+        "the",
+        "it",
+        "and",
+        "of",
+        "to",
+        "in",
+        "into",
+        "on",
+        "onto",
+        "from",
+        "at",
+        "next",
+        "between",
+        "under",
+    ),
+    *(
+        "put",
+        "pick",
+        "place",
+        "move",
+        "push",
+        "pull",
+        "lift",
+        "open",
+        "close",
+        "turn",
+        "stack",
+        "up",
+        "down",
+        "off",
+    ),
+    *("left", "right", "front", "back", "top", "bottom", "middle", "first", "second", "small", "large"),
+    *(
+        "red",
+        "green",
+        "blue",
+        "yellow",
+        "purple",
+        "white",
+        "black",
+        "orange",
+        "pink",
+        "brown",
+        "grey",
+        "cyan",
+    ),
+    *(
+        "cube",
+        "block",
+        "ball",
+        "plate",
+        "bowl",
+        "mug",
+        "cup",
+        "box",
+        "basket",
+        "tray",
+        "table",
+        "drawer",
+        "cabinet",
+    ),
+    *("stove", "bottle", "rack", "shelf", "door", "button", "handle", "side"),
+)
+"""The words the small policies know besides the prompt's own; every other word is `<unk>`."""
+
+_PIECE = r"\w+|[^\w\s]|\n"
+
+
+def build_word_tokenizer(words: Iterable[str] = WORDS) -> Tokenizer:
+    """One token per word, punctuation mark or line break: ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`."""
+    pieces = [UNKNOWN, BEGIN, END, *re.findall(_PIECE, PROMPT.replace("{task}", "")), *words]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [pre_tokenizers.Split(Regex(r"[^\S\n]+"), "removed"), pre_tokenizers.Split(Regex(_PIECE), "isolated")]
+    )
+    return tokenizer
+
+
+class PromptTokenizer:
+    """A `tokenizers` tokenizer that makes whole prompts and remembers them by task."""
+
+    def __init__(self, tokenizer: Tokenizer, *, pad_id: int) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            tokenizer: Must know `<s>` and `</s>`.
+            pad_id: Fills the gap of shorter prompts; every other id is below it.
+        """
+        begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
+        if begin is None or end is None:
+            raise CheckpointError(
+                f"The tokenizer has no {BEGIN} or no {END}: it is not a Llama tokenizer. "
+                "Put the tokenizer.json of the checkpoint next to its weights."
+            )
+        self.tokenizer = tokenizer
+        self.begin_id: int = begin
+        self.end_id: int = end
+        self.pad_id = pad_id
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    @classmethod
+    def from_file(cls, path: Path, *, pad_id: int) -> PromptTokenizer:
+        """Read a `tokenizer.json`.
+
+        Raises:
+            CheckpointError: the file is missing or is not a tokenizer.
+        """
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing: instructions cannot become tokens. "
+                "Copy tokenizer.json from the checkpoint the weights came from."
+            )
+        try:
+            tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(
+                f"{path} is not a tokenizer ({error}). Copy it again from the checkpoint."
+            ) from error
+        return cls(tokenizer, pad_id=pad_id)
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer as `tokenizer.json`."""
+        path.write_text(self.tokenizer.to_str(pretty=False), encoding="utf-8")
+
+    def ids(self, task: str) -> tuple[int, ...]:
+        """Prompt of one task, beginning with `<s>`; the task is put into lower case."""
+        known = self._known.get(task)
+        if known is None:
+            ids = self.tokenizer.encode(PROMPT.format(task=task.lower())).ids
+            known = tuple(ids) if ids[:1] == [self.begin_id] else (self.begin_id, *ids)
+            if max(known) >= self.pad_id:
+                raise CheckpointError(
+                    f"The tokenizer gives id {max(known)} for the task {task!r}, but the policy knows ids "
+                    f"below {self.pad_id}: tokenizer.json belongs to another checkpoint. Copy the right one."
+                )
+            self._known[task] = known
+        return known
+
+    def batch(self, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Prompts of equal length: `<s>`, padding, the rest.
+
+        Returns:
+            ids ``[B, L]`` int64 and mask ``[B, L]`` int64 (1 = token), L the longest prompt, on the CPU.
+        """
+        prompts = [self.ids(task) for task in tasks]
+        length = max(map(len, prompts))
+        ids, mask = [], []
+        for prompt in prompts:
+            gap = length - len(prompt)
+            ids.append([prompt[0], *[self.pad_id] * gap, *prompt[1:]])
+            mask.append([1, *[0] * gap, *[1] * (len(prompt) - 1)])
+        return torch.tensor(ids), torch.tensor(mask)

@@ -1,0 +1,291 @@
+"""The ports over ZeroMQ, for actors and learner in their own processes: calls in, messages out and back.
+
+What was not answered for good is repeated, at once when the replay was restarted. Episodes are recognised by
+id, acquisitions by turn, samples by request, so repeating is harmless. The ports of one process are in
+`inline.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from asyncrl import metrics as m
+from asyncrl.errors import ReplayError, SampleTimeout
+from asyncrl.messaging.wire import Buffer, Message, encode
+from asyncrl.metrics import Metric
+from asyncrl.records import Episode
+from asyncrl.replay.connection import PING_EVERY, Connection
+from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.ports import GroupGrant, RunStopped
+
+__all__ = ["InlineActorPort", "InlineLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
+
+RESEND_AFTER: Final = 10.0
+"""Seconds until an episode or a request for a batch that was not answered at all is sent again."""
+WINDOW: Final = 32
+"""Groups with unacknowledged episodes from which on an actor gets no further grant."""
+
+
+@dataclass(kw_only=True)
+class _Unacknowledged:
+    """An episode that is not known to be durable."""
+
+    group_id: str
+    frames: list[Buffer]
+    boot: str = ""
+    """Replay process it was sent to."""
+    sent_at: float = -float("inf")
+    held: bool = False
+    """That process said it has it; only its restart makes resending necessary."""
+
+
+class ZmqActorPort:
+    """`ActorPort` of an actor process."""
+
+    def __init__(
+        self, endpoint: str, actor_name: str, *, window: int = WINDOW, warn: Callable[[str], None] = print
+    ) -> None:
+        """Connect.
+
+        Args:
+            endpoint: Of the replay.
+            actor_name: Unique in the run; a respawned actor keeps the name of its predecessor.
+            window: Groups with unacknowledged episodes from which on no further group is acquired.
+            warn: Receives one line for each episode that the replay dropped.
+        """
+        self._link = Connection(endpoint, "actor", actor_name, 0)
+        self._window, self._warn = window, warn
+        self._unacknowledged: dict[str, _Unacknowledged] = {}
+        self._turn, self._asked_at, self._asked_boot = 0, -float("inf"), ""
+        self._grant: GroupGrant | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the learner ended the run."""
+        return self._link.stopped
+
+    @property
+    def unacknowledged(self) -> int:
+        """Episodes that are not known to be durable."""
+        return len(self._unacknowledged)
+
+    def acquire_group(self, timeout: float) -> GroupGrant | None:
+        """See `ActorPort.acquire_group`. A request without credit stays at the replay for the next call."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._exchange(0)
+            if self.stopped:
+                raise RunStopped("the learner ended the run.")
+            if self._grant is not None:
+                grant, self._grant = self._grant, None
+                self._turn, self._asked_at = self._turn + 1, -float("inf")
+                return grant
+            self._ask()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._exchange(left)
+
+    def push(self, episode: Episode) -> None:
+        """See `ActorPort.push`."""
+        if self.stopped:
+            return
+        frames = encode("episode", episode)
+        self._unacknowledged[episode.episode_id] = _Unacknowledged(group_id=episode.group_id, frames=frames)
+        self._exchange(0)
+
+    def serve(self) -> None:
+        """See `ActorPort.serve`."""
+        self._exchange(0)
+
+    def report_waiting(self, share: float) -> None:
+        """See `ActorPort.report_waiting`."""
+        self._link.send_now("waiting", share=float(share))
+
+    def close(self, deadline: float) -> None:
+        """See `ActorPort.close`."""
+        end = time.monotonic() + deadline
+        try:
+            while self._unacknowledged and not self.stopped:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise ReplayError(
+                        f"{len(self._unacknowledged)} episodes of actor {self._link.name!r} were not "
+                        f"acknowledged by the replay at {self._link.endpoint} within {deadline:g} s. Look at "
+                        "the replay's log; members of incomplete groups are never acknowledged."
+                    )
+                self._exchange(min(left, 0.1))
+            self._link.send_now("bye")
+        finally:
+            self._link.close()
+
+    def _exchange(self, wait: float) -> None:
+        self._send_due()
+        for message in self._link.exchange(wait):
+            if message.kind == "receipt":
+                self._settle(message)
+            elif message.kind == "grant" and message["turn"] == self._turn:
+                self._grant = GroupGrant(
+                    number=message["number"],
+                    min_version=message["min_version"],
+                    keep_video=message["keep_video"],
+                )
+        self._send_due()
+
+    def _settle(self, message: Message) -> None:
+        status, waiting = message["status"], self._unacknowledged.get(message["episode_id"])
+        if waiting is None:
+            return
+        if status == "held":
+            waiting.held = True
+            return
+        del self._unacknowledged[message["episode_id"]]
+        if status == "dropped_invalid":
+            self._warn(f"replay: episode {message['episode_id']} was dropped: {message['reason']}")
+
+    def _send_due(self) -> None:
+        boot, now = self._link.boot, time.monotonic()
+        if not boot or self.stopped:
+            return
+        for episode in self._unacknowledged.values():
+            if episode.boot == boot and (episode.held or now - episode.sent_at < RESEND_AFTER):
+                continue
+            if not self._link.send_frames(episode.frames):
+                return
+            episode.boot, episode.sent_at, episode.held = boot, now, False
+
+    def _ask(self) -> None:
+        boot, now = self._link.boot, time.monotonic()
+        full = len({episode.group_id for episode in self._unacknowledged.values()}) >= self._window
+        if not boot or full or (self._asked_boot == boot and now - self._asked_at < PING_EVERY):
+            return
+        if self._link.send_now("acquire", turn=self._turn):
+            self._asked_at, self._asked_boot = now, boot
+
+
+@dataclass(kw_only=True)
+class _Wish:
+    """A batch that was asked for. It outlives a timeout, so that a batch that comes late is not lost."""
+
+    groups: int
+    version: int
+    request: str
+    asked_at: float = -float("inf")
+    asked_boot: str = ""
+    found: dict[int, dict[int, Episode]] = field(default_factory=dict)
+    """Place in the batch -> member -> episode."""
+    complete: bool = False
+
+    def take(self, message: Message, episode: Episode) -> None:
+        """Add one episode of the batch."""
+        self.asked_at = time.monotonic()
+        self.found.setdefault(message["group"], {})[episode.member] = episode
+        self.complete = len(self.found) == message["groups"] and all(
+            len(members) == message["size"] for members in self.found.values()
+        )
+
+    def batch(self) -> list[list[Episode]]:
+        """Return the groups in the replay's order, each in the order of its members."""
+        return [[x for _, x in sorted(members.items())] for _, members in sorted(self.found.items())]
+
+
+class ZmqLearnerPort:
+    """`LearnerPort` of the learner process."""
+
+    def __init__(self, endpoint: str, *, version: int = 0) -> None:
+        """Connect.
+
+        Args:
+            endpoint: Of the replay.
+            version: Policy version the run begins or resumes at.
+        """
+        self._link = Connection(endpoint, "learner", "learner", version)
+        self._requests = 0
+        self._wish: _Wish | None = None
+        self._reply: Message | None = None
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        """See `LearnerPort.sample`. After a timeout the same question goes on waiting."""
+        self._link.version = max(self._link.version, version)
+        wish = self._wish
+        if wish is None or (wish.groups, wish.version) != (groups, version):
+            self._requests += 1
+            request = f"{self._link.session}-{self._requests}"
+            wish = self._wish = _Wish(groups=groups, version=version, request=request)
+        deadline = time.monotonic() + timeout
+        while not wish.complete and (left := deadline - time.monotonic()) > 0:
+            self._ask(wish)
+            self._exchange(left if self._link.boot else min(left, 0.05))
+        if not wish.complete:
+            contents = self._contents()
+            if not wish.complete:
+                raise SampleTimeout(
+                    f"No batch of {groups} groups at version {version} within {timeout:g} s: "
+                    f"the replay at {self._link.endpoint} {contents}."
+                )
+        self._wish = None
+        return wish.batch()
+
+    def report_version(self, version: int) -> None:
+        """See `LearnerPort.report_version`."""
+        self._link.version = max(self._link.version, version)
+        self._exchange(0)
+        if self._link.boot:  # Otherwise the hello says it.
+            self._link.send_now("version", version=version)
+
+    def status(self) -> dict[Metric, float]:
+        """See `LearnerPort.status`.
+
+        Raises:
+            ReplayError: No answer within 10 seconds.
+        """
+        reply = self._ask_status(10.0)
+        if reply is None:
+            raise ReplayError(f"the replay at {self._link.endpoint} does not answer. Look at its log.")
+        return {m.REGISTRY[name]: value for name, value in reply["readings"].items() if name in m.REGISTRY}
+
+    def stop(self) -> None:
+        """See `LearnerPort.stop`. Waits up to 5 s for the answer; a replay that is gone needs no stop."""
+        deadline, asked_at = time.monotonic() + 5.0, -float("inf")
+        while not self._link.stopped and (left := deadline - time.monotonic()) > 0:
+            now = time.monotonic()
+            if self._link.boot and now - asked_at >= PING_EVERY and self._link.send_now("stop"):
+                asked_at = now
+            self._exchange(min(left, 0.05))
+
+    def close(self) -> None:
+        """See `LearnerPort.close`."""
+        self._link.close()
+
+    def _exchange(self, wait: float) -> None:
+        for message in self._link.exchange(wait):
+            if message.kind == "status_reply":
+                self._reply = message
+            elif message.kind == "batch" and self._wish and message["request"] == self._wish.request:
+                assert message.episode is not None
+                self._wish.take(message, message.episode)
+
+    def _ask(self, wish: _Wish) -> None:
+        boot, now = self._link.boot, time.monotonic()
+        if not boot or (boot == wish.asked_boot and now - wish.asked_at < RESEND_AFTER):
+            return
+        about = {"request": wish.request, "groups": wish.groups, "version": wish.version}
+        if self._link.send_now("sample", **about):
+            wish.asked_at, wish.asked_boot = now, boot
+
+    def _contents(self) -> str:
+        reply = self._ask_status(1.0)
+        return "does not answer" if reply is None else f"holds {reply['contents']}"
+
+    def _ask_status(self, timeout: float) -> Message | None:
+        deadline, asked_at = time.monotonic() + timeout, -float("inf")
+        self._reply = None
+        while self._reply is None and (left := deadline - time.monotonic()) > 0:
+            now = time.monotonic()
+            if self._link.boot and now - asked_at >= PING_EVERY and self._link.send_now("status"):
+                asked_at = now
+            self._exchange(min(left, 0.05))
+        return self._reply

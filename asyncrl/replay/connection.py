@@ -1,0 +1,95 @@
+"""One socket to the replay that keeps itself introduced: messages out, messages in.
+
+It says `hello` and pings once a second. A replay that was restarted answers that it does not know the peer;
+then the connection introduces itself again, and `Connection.boot` names the new process, so that its owner
+repeats what was not answered for good.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Final
+
+import zmq
+
+from asyncrl.errors import ReplayError
+from asyncrl.messaging.sockets import LINGER_MS, connect_dealer
+from asyncrl.messaging.wire import Buffer, Message, decode, encode
+
+PING_EVERY: Final = 1.0
+"""Seconds; also how often an unanswered question is repeated."""
+
+
+class Connection:
+    """One DEALER socket that keeps itself introduced."""
+
+    def __init__(self, endpoint: str, role: str, name: str, version: int) -> None:
+        """Connect; the replay need not be there yet."""
+        self.endpoint, self.role, self.name, self.version = endpoint, role, name, version
+        self.session = os.urandom(8).hex()
+        self.boot = ""
+        """Which process of the replay knows this port; empty: none."""
+        self.stopped = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._socket = connect_dealer(self._context, endpoint, f"{role}-{self.session}".encode())
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._spoke = -float("inf")
+
+    def exchange(self, wait: float) -> list[Message]:
+        """Keep in touch and return what came; waits up to `wait` seconds when nothing is there.
+
+        Raises:
+            ReplayError: The replay refused a message.
+            WireError: It speaks another schema version, or garbage.
+        """
+        now = time.monotonic()
+        if now - self._spoke >= PING_EVERY:
+            self._spoke = now
+            self.send_now("ping") if self.boot else self._introduce()
+        found: list[Message] = []
+        if wait > 0:
+            self._socket.poll(max(1, int(1000 * min(wait, PING_EVERY))))
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return found
+            message = decode([frame.buffer for frame in frames])
+            if message.kind == "welcome":
+                self._welcome(message)
+            elif message.kind == "stopped":
+                self.stopped = True
+            elif message.kind == "refused":
+                raise ReplayError(f"the replay refused a message: {message['reason']}")
+            else:
+                found.append(message)
+
+    def send_now(self, kind: str, **fields: Any) -> bool:
+        """Send a message without waiting; False when the queue is full."""
+        return self.send_frames(encode(kind, **fields))
+
+    def send_frames(self, frames: list[Buffer]) -> bool:
+        """Send an encoded message without waiting; False when the queue is full."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Disconnect; what was sent is still delivered for a second."""
+        self._context.destroy(linger=LINGER_MS)
+
+    def _introduce(self) -> None:
+        self.send_now("hello", role=self.role, name=self.name, session=self.session, version=self.version)
+
+    def _welcome(self, message: Message) -> None:
+        if message["known"]:
+            self.boot = message["boot"]
+        else:
+            self.boot = ""
+            self._introduce()

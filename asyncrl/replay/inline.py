@@ -1,0 +1,99 @@
+"""The ports without processes: calls in, the replay's core in the same thread. For `--inline` and tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from asyncrl import metrics as m
+from asyncrl.errors import SampleTimeout
+from asyncrl.metrics import Metric
+from asyncrl.records import Episode
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.ports import GroupGrant, RunStopped
+
+
+class InlineActorPort:
+    """`ActorPort` onto a core in the same thread."""
+
+    def __init__(
+        self, core: ReplayCore, actor_name: str = "inline", *, warn: Callable[[str], None] = print
+    ) -> None:
+        """Introduce the actor; `warn` receives one line for each invalid episode."""
+        self._core, self._name, self._warn = core, actor_name, warn
+        core.hello(actor_name, os.urandom(8).hex())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the learner ended the run."""
+        return self._core.stopped
+
+    def acquire_group(self, timeout: float) -> GroupGrant | None:
+        """See `ActorPort.acquire_group`. Returns at once: credit cannot come while this thread waits."""
+        if self.stopped:
+            raise RunStopped("the learner ended the run.")
+        return self._core.grant(self._name)
+
+    def push(self, episode: Episode) -> None:
+        """See `ActorPort.push`. The core holds it until its group is complete."""
+        receipt = self._core.admit(episode)
+        if receipt.status == "dropped_invalid":
+            self._warn(f"replay: episode {receipt.episode_id} was dropped: {receipt.reason}")
+
+    def serve(self) -> None:
+        """See `ActorPort.serve`."""
+        self._core.limiter.hear(self._name)
+        self._core.take_receipts()
+
+    def report_waiting(self, share: float) -> None:
+        """See `ActorPort.report_waiting`."""
+        self._core.report_waiting(self._name, share)
+
+    def close(self, deadline: float) -> None:
+        """See `ActorPort.close`. Nothing is in flight."""
+
+
+class InlineLearnerPort:
+    """`LearnerPort` onto a core in the same thread."""
+
+    def __init__(
+        self, core: ReplayCore, *, version: int = 0, imagine: Callable[[], object] | None = None
+    ) -> None:
+        """Begin or resume the run.
+
+        Args:
+            core: Closed by `close`.
+            version: Policy version the run begins or resumes at.
+            imagine: One round of the actor, called while `sample` waits.
+        """
+        self._core, self._imagine = core, imagine
+        core.begin(os.urandom(8).hex(), version)
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        """See `LearnerPort.sample`. Waiting means to let the actor imagine."""
+        deadline = time.monotonic() + timeout
+        while (batch := self._core.sample(groups, version)) is None:
+            if self._imagine is None or time.monotonic() >= deadline:
+                raise SampleTimeout(
+                    f"No batch of {groups} groups at version {version} within {timeout:g} s: "
+                    f"the replay holds {self._core.contents()}."
+                )
+            self._imagine()
+        return batch
+
+    def report_version(self, version: int) -> None:
+        """See `LearnerPort.report_version`."""
+        self._core.set_version(version)
+
+    def status(self) -> dict[Metric, float]:
+        """See `LearnerPort.status`. Nothing passes a wire."""
+        return self._core.status() | {m.WIRE_BYTES: 0.0, m.WIRE_ERRORS: 0.0}
+
+    def stop(self) -> None:
+        """See `LearnerPort.stop`."""
+        self._core.stop()
+
+    def close(self) -> None:
+        """See `LearnerPort.close`."""
+        self._core.close()

@@ -1,0 +1,56 @@
+"""The replay's memory of decisions: one line of JSON each, appended and synced before it takes effect.
+
+    {"learner": session, "version": v}                         a learner began or resumed at version v
+    {"actor": name, "session": s}                              an actor (re)started
+    {"grant": n, "actor": name, "turn": t, "min_version": m}   group n was granted
+    {"used": [n, ...], "request": r, "version": v}             a batch was given away
+    {"dropped": n, "status": why, "episodes": k, "stored": b}  group n will never be used
+    {"refused": why}                                           one episode was not admitted
+
+A crash can tear only the last line, which never took effect; opening removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Ledger:
+    """An append-only file of JSON lines."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self.close = weakref.finalize(self, os.close, self._file)
+        whole = path.read_bytes()
+        sound = whole.rfind(b"\n") + 1
+        if sound < len(whole):
+            os.ftruncate(self._file, sound)
+        self.entries = read_entries(path, warn)
+        """What was found when it was opened."""
+
+    def append(self, **entry: Any) -> None:
+        """Add one line; when this returns it is durable."""
+        os.write(self._file, json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        os.fdatasync(self._file)
+
+
+def read_entries(path: Path, warn: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Read the whole lines of a ledger, also while it is written; a damaged one is reported and left out."""
+    found: list[dict[str, Any]] = []
+    whole = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(whole[: whole.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            found.append(entry)
+        else:
+            warn(f"{path}: line {number} is damaged and was skipped.")
+    return found

@@ -1,0 +1,259 @@
+"""The replay process: messages of actors and the learner in, grants, receipts and batches out. One thread.
+
+consumes   episodes          waits for: messages, at most 100 ms     ended by: any peer
+produces   grants, batches   parks acquire and sample until          ended by: the learner's next version, the
+                             they can be answered                    actors' next complete group
+ends when the learner said stop and the actors left (or 5 s later), on its stop event, or with its parent
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import zmq
+
+from asyncrl import metrics as m
+from asyncrl.errors import WireError
+from asyncrl.messaging.sockets import LINGER_MS, bind_router
+from asyncrl.messaging.wire import WITH_EPISODE, Buffer, Message, decode, encode
+from asyncrl.replay.core import ReplayCore
+
+POLL_MS: Final = 100
+"""Longest sleep of the loop."""
+FAREWELL: Final = 5.0
+"""Seconds the actors have to leave after the stop."""
+_AT_ONCE: Final = 64
+"""Messages handled before parked requests are looked at again."""
+
+
+def serve_replay(
+    core: ReplayCore,
+    endpoint: str,
+    *,
+    stop_event: threading.Event | None = None,
+    ready: Callable[[], None] | None = None,
+) -> None:
+    """Run the replay until it is over.
+
+    Args:
+        core: Closed at the end.
+        endpoint: To bind; see `sockets.check_endpoint`.
+        stop_event: Ends the loop from another thread.
+        ready: Called once peers can connect.
+
+    Raises:
+        ConfigError: The endpoint cannot be used.
+        ReplayError: The disk no longer takes episodes.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = bind_router(context, endpoint)
+        if ready is not None:
+            ready()
+        Service(core, socket).run(stop_event or threading.Event())
+    finally:
+        context.destroy(linger=LINGER_MS)
+        core.close()
+
+
+class Service:
+    """The loop around one ROUTER socket."""
+
+    def __init__(self, core: ReplayCore, socket: zmq.Socket[bytes]) -> None:
+        """Begin without peers; those of an earlier process introduce themselves again."""
+        self.core, self.socket = core, socket
+        self.boot = os.urandom(8).hex()
+        self.actors: dict[bytes, str] = {}
+        """Routing id -> name of each actor that is there."""
+        self.learner = b""
+        """The learner's routing id; empty until it is there."""
+        self._acquires: dict[bytes, int] = {}
+        self._sample: Message | None = None
+        self._batch: deque[list[Buffer]] = deque()
+        self._batch_of = ""
+        """The request that `_batch` answers."""
+        self._bytes, self._errors = 0, 0
+        self._handlers: dict[str, Callable[[bytes, Message], None]] = {
+            "hello": self._hello,
+            "ping": self._ping,
+            "bye": self._bye,
+            "acquire": self._acquire,
+            "episode": self._episode,
+            "waiting": self._report_waiting,
+            "sample": self._want,
+            "version": self._version,
+            "status": self._status,
+            "stop": self._stop,
+        }
+
+    def run(self, stop_event: threading.Event) -> None:
+        """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
+        parent, farewell = os.getppid(), float("inf")
+        while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < farewell:
+            if self.socket.poll(5 if self._batch else POLL_MS):
+                self._receive()
+            self.core.tend()
+            self._answer()
+            if self.core.stopped:
+                farewell = min(farewell, time.monotonic() + FAREWELL)
+                if not self.actors:
+                    return
+
+    def _receive(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._handle(peer.bytes, [frame.buffer for frame in frames])
+
+    def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
+        try:
+            message = decode(frames)
+            if message.kind not in self._handlers:
+                raise WireError(f"the replay does not take {message.kind!r}.")
+        except WireError as error:
+            self._errors += 1
+            self._send(peer, "refused", reason=str(error)[:1000])
+            return
+        if message.kind in WITH_EPISODE:
+            self._bytes += sum(len(frame) for frame in frames)
+        if self.core.stopped and message.kind not in ("bye", "status", "stop"):
+            self._send(peer, "stopped")
+        elif message.kind == "hello" or peer in self.actors or peer == self.learner:
+            self._handlers[message.kind](peer, message)
+        elif message.kind != "bye":
+            # Sent to an earlier process of this service. The peer introduces itself and says it again.
+            self._send(peer, "welcome", boot=self.boot, known=False)
+
+    def _answer(self) -> None:
+        """Send what is due: receipts, grants, the batch."""
+        routes = {name: peer for peer, name in self.actors.items()}
+        for actor, receipt in self.core.take_receipts():
+            if actor in routes:
+                self._receipt(routes[actor], receipt.episode_id, receipt.status, receipt.reason)
+        if self.core.stopped:
+            return
+        if self.learner:  # Before it, nobody knows which version the run begins at.
+            for peer, turn in list(self._acquires.items()):
+                grant = self.core.grant(self.actors[peer], turn)
+                if grant is None:
+                    break
+                del self._acquires[peer]
+                self._send(
+                    peer,
+                    "grant",
+                    turn=turn,
+                    number=grant.number,
+                    min_version=grant.min_version,
+                    keep_video=grant.keep_video,
+                )
+        self._try_sample()
+        while self._batch and self._send_frames(self.learner, self._batch[0]):
+            self._batch.popleft()
+
+    def _try_sample(self) -> None:
+        wish = self._sample
+        if wish is None or self._batch:
+            return
+        groups = self.core.sample(wish["groups"], wish["version"], wish["request"])
+        if groups is None:
+            return
+        self._sample, self._batch_of = None, wish["request"]
+        for place, group in enumerate(groups):
+            about = {"request": self._batch_of, "group": place, "groups": len(groups), "size": len(group)}
+            self._batch.extend(encode("batch", episode, **about) for episode in group)
+
+    def _hello(self, peer: bytes, message: Message) -> None:
+        if message["role"] == "learner":
+            if peer != self.learner:
+                self.learner, self._sample = peer, None
+                self._batch.clear()
+            self.core.begin(message["session"], message["version"])
+        elif message["role"] == "actor":
+            for other in [other for other, name in self.actors.items() if name == message["name"]]:
+                del self.actors[other]
+                self._acquires.pop(other, None)
+            self.actors[peer] = message["name"]
+            self.core.hello(message["name"], message["session"])
+        else:
+            self._errors += 1
+            self._send(peer, "refused", reason=f"role {message['role'][:40]!r} is not 'actor' or 'learner'.")
+            return
+        self._ping(peer, message)
+
+    def _ping(self, peer: bytes, message: Message) -> None:
+        if peer in self.actors:
+            self.core.limiter.hear(self.actors[peer])
+        self._send(peer, "welcome", boot=self.boot, known=True)
+
+    def _bye(self, peer: bytes, message: Message) -> None:
+        self._acquires.pop(peer, None)
+        self.actors.pop(peer, None)
+
+    def _acquire(self, peer: bytes, message: Message) -> None:
+        if peer in self.actors:
+            self._acquires[peer] = message["turn"]
+
+    def _episode(self, peer: bytes, message: Message) -> None:
+        assert message.episode is not None
+        receipt = self.core.admit(message.episode)
+        self._receipt(peer, receipt.episode_id, receipt.status, receipt.reason)
+
+    def _report_waiting(self, peer: bytes, message: Message) -> None:
+        if peer in self.actors:
+            self.core.report_waiting(self.actors[peer], message["share"])
+
+    def _want(self, peer: bytes, message: Message) -> None:
+        if (
+            peer != self.learner
+            or message["groups"] < 1
+            or (self._batch and message["request"] == self._batch_of)
+        ):
+            return
+        self._batch.clear()
+        self._sample = message
+
+    def _version(self, peer: bytes, message: Message) -> None:
+        if peer == self.learner:
+            self.core.set_version(message["version"])
+
+    def _status(self, peer: bytes, message: Message) -> None:
+        readings = self.core.status()
+        readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self._errors)}
+        named = {metric.name: value for metric, value in readings.items()}
+        self._send(peer, "status_reply", readings=named, contents=self.core.contents()[:4000])
+
+    def _stop(self, peer: bytes, message: Message) -> None:
+        if peer != self.learner:
+            return
+        self.core.stop()
+        self._send(peer, "stopped")
+        for actor in list(self.actors):
+            if not self._send(actor, "stopped"):
+                self._bye(actor, message)
+
+    def _receipt(self, peer: bytes, episode_id: str, status: str, reason: str) -> None:
+        self._send(peer, "receipt", episode_id=episode_id, status=status, reason=reason[:1000])
+
+    def _send(self, peer: bytes, kind: str, **fields: Any) -> bool:
+        return self._send_frames(peer, encode(kind, **fields))
+
+    def _send_frames(self, peer: bytes, frames: list[Buffer]) -> bool:
+        """Send without waiting; False when the peer takes nothing now: it will ask again."""
+        try:
+            self.socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            if peer == self.learner:
+                self._batch.clear()
+            return False
+        return True

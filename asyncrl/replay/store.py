@@ -1,0 +1,192 @@
+"""The folder of HDF5 files: complete groups in, the same groups out, whatever crash lies between.
+
+    replay.json                format, versions and group size
+    ledger.log                 see `ledger.py`
+    lock                       held by the one process that writes
+    group-00000012.h5          a sealed group; `.h5.tmp` while it is written
+    quarantine/                files that could not be read
+
+A file counts once it is complete: written as `.tmp`, closed, synced, renamed, and the folder synced. Only
+after that an episode is acknowledged: what was acknowledged is readable, and what is readable is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ReplayError
+from asyncrl.records import SCHEMA_VERSION, Episode
+from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, describe, read_group, read_shard, write_group
+
+PATTERN = "group-*.h5"
+
+
+class EpisodeStore:
+    """One folder of sealed groups with its index in memory. One writer; readers need only h5py."""
+
+    def __init__(
+        self, folder: Path, *, group_size: int, max_bytes: int, warn: Callable[[str], None] = print
+    ) -> None:
+        """Open or create the folder and recover what is in it.
+
+        Args:
+            folder: The run's replay folder.
+            group_size: Episodes per group; must be the one the folder was made with.
+            max_bytes: Beyond this, groups that are no longer needed are deleted, oldest first.
+            warn: Receives one line per damaged file.
+
+        Raises:
+            ReplayError: The folder belongs to another writer, format, version or group size.
+        """
+        self.folder, self.group_size, self.max_bytes, self._warn = folder, group_size, max_bytes, warn
+        folder.mkdir(parents=True, exist_ok=True)
+        self._unlock = weakref.finalize(self, os.close, _lock(folder))
+        _check_meta(folder / "replay.json", group_size)
+        for torn in folder.glob("*.tmp"):
+            torn.unlink()
+        self.shards: dict[int, Shard] = {}
+        """Group number -> sealed file."""
+        self.episode_ids: set[str] = set()
+        """Every episode that was ever stored and seen by this object; recognises duplicates."""
+        for path in sorted(folder.glob(PATTERN)):
+            try:
+                self._index(read_shard(path))
+            except ReplayError as error:
+                self._quarantine(path, str(error))
+        self.ledger = Ledger(folder / "ledger.log", warn)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all sealed files."""
+        return sum(shard.size for shard in self.shards.values())
+
+    def seal(self, number: int, episodes: Sequence[Episode]) -> Shard:
+        """Write a complete group durably; when this returns it survives a crash.
+
+        Args:
+            number: Of its grant; not stored yet.
+            episodes: All members.
+
+        Raises:
+            ReplayError: The disk does not take it. Nothing is left behind.
+        """
+        path = self.folder / f"group-{number:08d}.h5"
+        temporary = path.with_suffix(".h5.tmp")
+        try:
+            members = sorted(episodes, key=lambda episode: episode.member)
+            attributes = write_group(temporary, number, members)
+            sync(temporary)
+            temporary.rename(path)
+            sync(self.folder)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise ReplayError(
+                f"group {number} could not be written to {self.folder}: {error}. "
+                "Free disk space, or lower --replay.max-gigabytes."
+            ) from None
+        shard = describe(path, attributes, [episode.episode_id for episode in members])
+        self._index(shard)
+        return shard
+
+    def load(self, number: int) -> list[Episode] | None:
+        """Read a group; None when its file is damaged, which is then in quarantine."""
+        shard = self.shards[number]
+        try:
+            return read_group(shard.path)
+        except ReplayError as error:
+            del self.shards[number]
+            self._quarantine(shard.path, str(error))
+            return None
+
+    def trim(self, expendable: Iterable[int]) -> list[int]:
+        """Delete groups, lowest number first, until the size is within the limit; return what was deleted."""
+        deleted: list[int] = []
+        total = self.total_bytes
+        for number in sorted(set(expendable) & self.shards.keys()):
+            if total <= self.max_bytes:
+                break
+            shard = self.shards.pop(number)
+            shard.path.unlink(missing_ok=True)
+            total -= shard.size
+            deleted.append(number)
+        return deleted
+
+    def close(self) -> None:
+        """Let another process write to the folder."""
+        self.ledger.close()
+        self._unlock()
+
+    def _index(self, shard: Shard) -> None:
+        self.shards[shard.number] = shard
+        self.episode_ids.update(shard.episode_ids)
+
+    def _quarantine(self, path: Path, why: str) -> None:
+        away = self.folder / "quarantine"
+        away.mkdir(exist_ok=True)
+        path.rename(away / path.name)
+        self._warn(f"replay: moved {path.name} to {away}: {why}")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content or a folder's entries are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Read a replay folder's replay.json.
+
+    Raises:
+        ReplayError: It is not there or cannot be read.
+    """
+    try:
+        meta = json.loads((folder / "replay.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ReplayError(f"{folder} is no replay folder: replay.json cannot be read ({error}).") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ReplayError(f"{folder} is no replay folder: replay.json does not say {FORMAT!r}.")
+    return meta
+
+
+def _check_meta(path: Path, group_size: int) -> None:
+    expected = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "schema_version": SCHEMA_VERSION,
+        "group_size": group_size,
+    }
+    if not path.exists():
+        temporary = path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(expected, indent=2) + "\n")
+        sync(temporary)
+        temporary.rename(path)
+        sync(path.parent)
+    found = read_meta(path.parent)
+    for key, value in expected.items():
+        if found.get(key) != value:
+            raise ReplayError(
+                f"{path.parent} was made with {key} {found.get(key)}, this run has {value}. "
+                "Keep --algorithm.group-size and the version of asyncrl, or choose a new --run-dir."
+            )
+
+
+def _lock(folder: Path) -> int:
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise ReplayError(
+            f"{folder} is written by another process. Wait until it ended, or choose another --run-dir."
+        ) from None
+    return handle

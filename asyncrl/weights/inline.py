@@ -1,0 +1,100 @@
+"""The weight channel inside one process: what the publisher packs, the receiver unpacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from asyncrl import metrics as m
+from asyncrl.errors import WeightSyncError
+from asyncrl.metrics import Metric
+from asyncrl.weights import layout
+
+
+class _Box:
+    """The newest version, copied once."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.manifest: layout.Manifest | None = None
+        self.buffers: layout.Buffers = []
+        self.seconds = 0.0
+
+
+class InlinePublisher:
+    """The learner's end of the box."""
+
+    def __init__(self, box: _Box) -> None:
+        self._box = box
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy the tensors into the box. See `interface.Publisher`."""
+        begun = time.monotonic()
+        box, manifest = self._box, layout.build_manifest(tensors)
+        if version <= box.version:
+            raise stale_version(version, box.version)
+        if box.manifest is None:
+            box.manifest = manifest
+            box.buffers = layout.allocate(manifest, next(iter(tensors.values())).device)
+        layout.require_same(manifest, box.manifest, "the first publish")
+        layout.pack(manifest, tensors, box.buffers)
+        box.version, box.seconds = version, time.monotonic() - begun
+
+    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+        """Check that `version` is in the box; nothing can be late here."""
+        if self._box.version < version:
+            raise WeightSyncError(f"Version {version} was never published: publish before waiting for it.")
+
+    def status(self) -> dict[Metric, float]:
+        """Return the newest readings of `weights/*`."""
+        return {
+            m.WEIGHTS_VERSION: self._box.version,
+            m.WEIGHTS_BYTES: layout.total_bytes(self._box.buffers),
+            m.WEIGHTS_SECONDS: self._box.seconds,
+            m.WEIGHTS_MEMBERS: 1,
+        }
+
+    def close(self) -> None:
+        """Do nothing: there is nobody to tell."""
+
+
+class InlineReceiver:
+    """The actor's end of the box."""
+
+    def __init__(self, box: _Box) -> None:
+        self._box = box
+        self._held = -1
+
+    def wait_for_first(self, deadline: float) -> int:
+        """Return the version in the box. See `interface.Receiver`."""
+        if self._box.version < 0:
+            raise WeightSyncError("No version was published yet: with --inline the learner publishes first.")
+        return self._box.version
+
+    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+        """Copy the box's version into the tensors when it is newer. See `interface.Receiver`."""
+        box = self._box
+        if box.manifest is not None and box.version > self._held:
+            layout.require_same(box.manifest, layout.build_manifest(tensors), "the actor")
+            layout.unpack(box.manifest, box.buffers, tensors)
+            self._held = box.version
+        return self._held
+
+    def close(self) -> None:
+        """Do nothing: the box ends with its holders."""
+
+
+def build_inline() -> tuple[InlinePublisher, InlineReceiver]:
+    """Return the two ends of one channel within this process."""
+    box = _Box()
+    return InlinePublisher(box), InlineReceiver(box)
+
+
+def stale_version(version: int, newest: int) -> WeightSyncError:
+    """Return the error for a version that does not come after the newest one."""
+    return WeightSyncError(
+        f"Version {version} was published after version {newest}, but actors only ever take a newer one. "
+        "Publish once per update, with the update's number."
+    )

@@ -1,0 +1,73 @@
+"""What the learner and the actors see of the weight channel, whatever carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from asyncrl.metrics import Metric
+
+
+class Publisher(Protocol):
+    """The learner's end. Used by one thread of learner rank 0."""
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy the tensors and return at once; a version that was not sent yet is replaced.
+
+        Raises:
+            WeightSyncError: `version` is not newer than the last one, the tensors changed their shape, or the
+                channel itself broke down.
+        """
+        ...
+
+    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+        """Wait until `actors` actors hold `version` or a newer one.
+
+        Args:
+            version: The version that was published first.
+            deadline: Longest wait, in seconds.
+            actors: How many actors must take it.
+
+        Raises:
+            WeightSyncError: names who took it and who did not.
+        """
+        ...
+
+    def status(self) -> dict[Metric, float]:
+        """Return the newest readings of `weights/*`."""
+        ...
+
+    def close(self) -> None:
+        """Tell the actors that no version will follow, and stop. May be called twice."""
+        ...
+
+
+class Receiver(Protocol):
+    """An actor's end. Used by one thread of the actor."""
+
+    def wait_for_first(self, deadline: float) -> int:
+        """Wait for the first complete version and return it, without copying it anywhere.
+
+        Raises:
+            WeightSyncError: none arrived within `deadline` seconds, or the policies differ.
+        """
+        ...
+
+    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+        """Copy the newest complete version into the tensors, in place, when it is newer.
+
+        Never waits for the network.
+
+        Returns:
+            The version that `tensors` now hold; -1 before the first.
+
+        Raises:
+            WeightSyncError: the policies differ, or the learner has been gone for longer than the deadline.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the group and stop. May be called twice."""
+        ...

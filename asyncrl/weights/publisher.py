@@ -1,0 +1,320 @@
+"""The learner's end of the weight channel: named tensors in, broadcasts to the live actors out.
+
+publish (learner's thread)   packs a spare buffer set and returns; waits for nobody
+the publisher's thread       consumes   the newest packed version, registrations
+                             produces   epochs, broadcasts
+                             waits for  answers (READY_SECONDS), forming, broadcast (deadline each)
+                             ended by   the members, a member's complaint, its name registering again, close
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from asyncrl import metrics as m
+from asyncrl.errors import WeightSyncError
+from asyncrl.metrics import Metric
+from asyncrl.weights import layout, transports
+from asyncrl.weights.inline import stale_version
+from asyncrl.weights.membership import POLL_SECONDS, READY_SECONDS, Header, Member, Roster
+from asyncrl.weights.store import epoch_store, open_store
+
+CLOSE_SECONDS = 2.0
+"""How long `close` waits for the members to read the goodbye."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Snapshot:
+    """One packed version."""
+
+    version: int
+    slot: int
+    packed: torch.cuda.Event | None
+    """Reached once the copies into the buffers are done; absent on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """What is known of the last broadcast."""
+
+    seconds: float = 0.0
+    members: int = 0
+
+
+class StorePublisher:
+    """Publishes over a store and a transport. See `interface.Publisher`; build it with `build_publisher`."""
+
+    def __init__(self, transport: transports.Transport, store: Store, endpoint: str, deadline: float) -> None:
+        self.endpoint = endpoint
+        """'host:port' that the actors' `build_receiver` needs."""
+        self._transport, self._store, self._deadline = transport, store, deadline
+        self._roster = Roster(store)
+        self._link: transports.Link | None = None
+        self._k = 0
+        self._sent_in_epoch = -1
+        self._failed_in_a_row = 0
+        # Everything below is shared between the two threads and guarded by this condition.
+        self._changed = threading.Condition()
+        self._manifest: layout.Manifest | None = None
+        self._slots: transports.Slots = ([], [])
+        self._pending: _Snapshot | None = None
+        self._current: _Snapshot | None = None
+        self._newest = -1
+        self._sent = _Sent()
+        self._took: dict[str, int] = {}
+        self._waiting_for = "no actor has registered"
+        self._failure: Exception | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="weights publisher", daemon=True)
+        self._thread.start()
+
+    # --- the learner's thread ---
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy the tensors and return at once. See `interface.Publisher`."""
+        manifest = layout.build_manifest(tensors)
+        with self._changed:
+            self._require_alive()
+            if version <= self._newest:
+                raise stale_version(version, self._newest)
+            if self._manifest is None:
+                device = self._transport.device
+                self._slots = (layout.allocate(manifest, device), layout.allocate(manifest, device))
+                self._manifest = manifest
+            layout.require_same(manifest, self._manifest, "the first publish")
+            slot = 0 if self._current is None else 1 - self._current.slot
+            self._pending = None  # not valid while its buffers are overwritten
+            layout.pack(manifest, tensors, self._slots[slot])
+            self._pending = _Snapshot(version=version, slot=slot, packed=_record(self._transport.device))
+            self._newest = version
+            self._changed.notify_all()
+
+    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+        """Wait until `actors` actors hold `version`. See `interface.Publisher`."""
+        until = time.monotonic() + deadline
+        with self._changed:
+            while True:
+                self._require_alive()
+                took = sorted(name for name, held in self._took.items() if held >= version)
+                if len(took) >= actors:
+                    return
+                refused, left = dict(self._roster.refused), until - time.monotonic()
+                if refused or left <= 0:
+                    raise self._first_missing(version, deadline, actors, took, refused)
+                self._changed.wait(min(left, POLL_SECONDS))
+
+    def status(self) -> dict[Metric, float]:
+        """Return the newest readings of `weights/*`."""
+        with self._changed:
+            return {
+                m.WEIGHTS_VERSION: self._newest,
+                m.WEIGHTS_BYTES: layout.total_bytes(self._slots[0]),
+                m.WEIGHTS_SECONDS: self._sent.seconds,
+                m.WEIGHTS_MEMBERS: self._sent.members,
+            }
+
+    def close(self) -> None:
+        """Tell the actors that no version will follow, and stop. See `interface.Publisher`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + transports.ABORT_SECONDS)
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise WeightSyncError(
+                f"The weight publisher broke down ({self._failure}): the actors get no new versions. "
+                "Restart the run with --resume."
+            ) from self._failure
+        if self._closing:
+            raise WeightSyncError("The weight publisher was closed. Publish before closing it.")
+
+    def _first_missing(
+        self, version: int, deadline: float, actors: int, took: list[str], refused: dict[str, str]
+    ) -> WeightSyncError:
+        known = {member.name for member in self._roster.members} | set(self._took)
+        late = sorted(known - set(took))
+        parts = [f"took it: {', '.join(took) or 'nobody'}", f"did not: {', '.join(late) or 'nobody'}"]
+        parts += [f"never registered: {n}"] if (n := actors - len(known) - len(refused)) > 0 else []
+        parts += [f"{name} refused it: {why}" for name, why in sorted(refused.items())]
+        when = "at once" if refused else f"within {deadline:g} s"
+        return WeightSyncError(
+            f"Policy version {version} must reach {actors} actors at {self.endpoint}, but {len(took)} "
+            f"have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). See the logs of the "
+            "actors that did not, or raise --weights.deadline."
+        )
+
+    # --- the publisher's thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                if not self._step():
+                    with self._changed:
+                        self._changed.wait(min(1.0, POLL_SECONDS * 2**self._failed_in_a_row))
+            self._roster.say_goodbye(CLOSE_SECONDS)
+        except Exception as error:  # the thread's boundary: the next publish raises it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+        finally:
+            self._drop_link()
+
+    def _step(self) -> bool:
+        """Look for new members and versions. Returns whether one was sent."""
+        manifest = self._manifest
+        if manifest is None:
+            return False
+        if self._roster.epoch == 0:
+            self._store.set("manifest", manifest.to_json())
+        self._roster.admit()
+        if self._roster.changed or self._roster.epoch == 0:
+            self._attempt("forming the weight group", self._form)
+        # Only now: an offer must have ended the epoch of a failed broadcast before its buffers are reused.
+        current = self._promote()
+        if self._link is None or self._roster.changed or current.version == self._sent_in_epoch:
+            return False
+        return self._attempt(f"sending version {current.version}", lambda: self._send(current))
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
+        """Do something that dead or slow members can spoil; then the next step forms a new epoch.
+
+        Returns:
+            Whether it went well.
+        """
+        names = _names(self._roster.members)
+        self._waiting_for = f"{what} (to: {names})"
+        try:
+            action()
+        except WeightSyncError as error:
+            _log.warning("Epoch %d of the weight group (%s) ended: %s", self._roster.epoch, names, error)
+            self._roster.changed = True
+            self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
+            self._drop_link()
+            return False
+        self._waiting_for = "waiting for more actors"
+        return True
+
+    def _form(self) -> None:
+        """Form a new epoch of all members that are ready."""
+        self._drop_link()
+        roster, epoch = self._roster, self._roster.offer()
+        self._sent_in_epoch = -1
+        if not roster.members:
+            return
+        if late := self._await_members("ready", min(READY_SECONDS, self._deadline)):
+            roster.leave_behind(late)
+            raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
+        roster.confirm()
+        size, store = 1 + len(roster.offered), epoch_store(self.endpoint, epoch, self._deadline)
+        self._link = transports.run_bounded(
+            lambda: self._transport.lead(store, size, self._slots),
+            seconds=self._deadline,
+            what="forming the weight group",
+            given_up=self._given_up,
+        )
+        self._k = 0
+
+    def _send(self, snapshot: _Snapshot) -> None:
+        """Send one version to all members and wait until they have it."""
+        link, roster = self._link, self._roster
+        assert link is not None
+        if snapshot.packed is not None:
+            snapshot.packed.synchronize()
+        with self._transport.aside():
+            checksum = layout.checksum(self._slots[snapshot.slot])
+        begun = time.monotonic()
+        roster.announce(self._k, Header(version=snapshot.version, slot=snapshot.slot, checksum=checksum))
+        transports.run_bounded(
+            lambda: link.send(snapshot.slot),
+            seconds=self._deadline,
+            what=f"broadcasting version {snapshot.version}",
+            given_up=self._given_up,
+        )
+        if late := self._await_members(f"took/{self._k}", self._deadline):
+            raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
+        roster.clean_up(self._k)
+        self._k += 1
+        self._sent_in_epoch, self._failed_in_a_row = snapshot.version, 0
+        with self._changed:
+            self._sent = _Sent(seconds=time.monotonic() - begun, members=len(roster.offered))
+            self._took |= {member.name: snapshot.version for member in roster.offered}
+            self._changed.notify_all()
+
+    def _await_members(self, what: str, seconds: float) -> list[Member]:
+        """Wait for all members' answer. Returns those that are late.
+
+        Raises:
+            WeightSyncError: the epoch has no future.
+        """
+        until = time.monotonic() + seconds
+        while late := self._roster.missing(what):
+            if reason := self._given_up():
+                raise WeightSyncError(f"the wait for {_names(late)} was given up: {reason}.")
+            if time.monotonic() > until:
+                break
+            time.sleep(POLL_SECONDS / 4)
+        return late
+
+    def _given_up(self) -> str:
+        """Return why the current epoch has no future; empty while it has one."""
+        if self._closing:
+            return "the publisher is closing"
+        self._roster.admit()
+        return "a member left or registered again" if self._roster.replaced else self._roster.broken()
+
+    def _promote(self) -> _Snapshot:
+        """Make the newest packed version the one to send."""
+        with self._changed:
+            if self._pending is not None:
+                self._current, self._pending = self._pending, None
+            assert self._current is not None
+            return self._current
+
+    def _drop_link(self) -> None:
+        link, self._link = self._link, None
+        transports.abort(link)
+
+
+def build_publisher(
+    transport: transports.TransportName,
+    store_listen: str = "127.0.0.1:0",
+    device: torch.device | str = "cpu",
+    deadline: float = 60.0,
+) -> StorePublisher:
+    """Open the weight channel on learner rank 0.
+
+    Args:
+        transport: What carries the weights.
+        store_listen: Loopback address of the store; port 0 lets the system choose.
+        device: The learner's device, with its index when it is a GPU.
+        deadline: Seconds after which an actor that does not take part is left behind.
+
+    Raises:
+        ConfigError: the address is not loopback or taken, or the transport needs a GPU.
+    """
+    carrier = transports.build_transport(transport, torch.device(device), deadline)
+    store, endpoint = open_store(store_listen)
+    return StorePublisher(carrier, store, endpoint, deadline)
+
+
+def _names(members: Iterable[Member]) -> str:
+    return ", ".join(member.name for member in members) or "nobody"
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record()
+    return event

@@ -1,0 +1,266 @@
+"""An actor's end of the weight channel: broadcasts in, the policy's tensors swapped between two decisions.
+
+swap_into (actor's thread)   copies the newest complete version; waits for nobody
+the receiver's thread        consumes   the learner's manifest, offers and broadcasts
+                             produces   complete versions, in the spare buffers
+                             waits for  forming and broadcast (deadline each); otherwise it looks every 20 ms
+                             ended by   the learner, a newer offer, close
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.weights import layout, transports
+from asyncrl.weights.membership import POLL_SECONDS, Header, Seat
+from asyncrl.weights.store import LOST, connect, epoch_store, first_line
+
+MAX_DAMAGED = 3
+"""Broadcasts in a row with a wrong checksum after which the receiver gives up."""
+_log = logging.getLogger(__name__)
+
+
+class StoreReceiver:
+    """Receives over a store and a transport. See `interface.Receiver`; build it with `build_receiver`."""
+
+    def __init__(
+        self,
+        transport: transports.Transport,
+        store: Store,
+        endpoint: str,
+        name: str,
+        manifest: layout.Manifest,
+        deadline: float,
+    ) -> None:
+        self._transport, self._endpoint, self._deadline = transport, endpoint, deadline
+        self._name, self._manifest = name, manifest
+        self._seat = Seat(store, name)
+        self._link: transports.Link | None = None
+        self._epoch, self._k, self._damaged = 0, 0, 0
+        self._epoch_failed = False
+        self._spare = layout.allocate(manifest, transport.device)
+        # Everything below is shared between the two threads and guarded by this condition.
+        self._changed = threading.Condition()
+        self._complete = layout.allocate(manifest, transport.device)
+        self._version, self._held = -1, -1
+        self._state = f"waiting for the learner at {endpoint} to publish its first version"
+        self._failure: Exception | None = None
+        self._lost_since: float | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
+        self._thread.start()
+
+    # --- the actor's thread ---
+
+    def wait_for_first(self, deadline: float) -> int:
+        """Wait for the first complete version. See `interface.Receiver`."""
+        until = time.monotonic() + deadline
+        with self._changed:
+            while self._version < 0:
+                self._require_alive()
+                left = until - time.monotonic()
+                if left <= 0 or self._lost_since is not None:
+                    raise WeightSyncError(
+                        f"{self._name} waited for its first weights, at most {deadline:g} s, and has none: "
+                        f"{self._state}. See the learner's log."
+                    )
+                self._changed.wait(left)
+            return self._version
+
+    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+        """Copy the newest complete version into the tensors when it is newer. See `interface.Receiver`."""
+        if self._failure is not None or self._lost_since is not None:
+            self._require_alive()
+        if self._version == self._held:
+            return self._held
+        layout.require_same(self._manifest, layout.build_manifest(tensors), f"{self._name}'s swap")
+        with self._changed:
+            layout.unpack(self._manifest, self._complete, tensors)
+            if self._transport.device.type == "cuda":
+                # The copies must be over before the next version may be received into these buffers.
+                torch.cuda.current_stream(self._transport.device).synchronize()
+            self._held = self._version
+        return self._held
+
+    def close(self) -> None:
+        """Leave the group and stop. See `interface.Receiver`."""
+        self._closing.set()
+        self._thread.join(2 * transports.ABORT_SECONDS)
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise WeightSyncError(str(self._failure)) from self._failure
+        lost = self._lost_since
+        if lost is not None and time.monotonic() - lost > self._deadline:
+            raise WeightSyncError(
+                f"{self._name} lost the learner at {self._endpoint} {time.monotonic() - lost:.0f} s ago and "
+                f"still acts with version {self._version}. The learner ended or was restarted: see its log."
+            )
+
+    # --- the receiver's thread ---
+
+    def _run(self) -> None:
+        try:
+            if not self._await_manifest():
+                return
+            self._seat.register()
+            while not self._seat.dismissed():
+                if self._closing.wait(POLL_SECONDS):
+                    self._seat.leave()
+                    return
+                self._step()
+        except LOST as error:
+            with self._changed:
+                self._lost_since = time.monotonic()
+                self._state = f"the connection to {self._endpoint} is gone ({first_line(error)})"
+                self._changed.notify_all()
+        except Exception as error:  # the thread's boundary: the next swap raises it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+        finally:
+            self._drop_link()
+
+    def _await_manifest(self) -> bool:
+        """Wait for the learner's manifest and compare it with ours. Returns False when closed before."""
+        while not (theirs := self._seat.manifest()):
+            if self._closing.wait(POLL_SECONDS) or self._seat.dismissed():
+                return False
+        try:
+            layout.require_same(layout.Manifest.from_json(theirs), self._manifest, self._name)
+        except WeightSyncError as error:
+            self._seat.register(refused=str(error))
+            raise
+        self._state = "registered, waiting for a place in the weight group"
+        return True
+
+    def _step(self) -> None:
+        """Look at the store once and do what it asks for."""
+        offer = self._seat.offer()
+        if self._seat.left_behind(offer):
+            _log.warning("%s was left behind in epoch %d and registers again", self._name, offer.epoch)
+            self._drop_link()
+            self._seat.register()
+        elif offer.epoch != self._epoch and self._seat.rank(offer):
+            self._drop_link()
+            self._epoch, self._k, self._epoch_failed = offer.epoch, 0, False
+            self._seat.ready(offer.epoch)
+        elif self._seat.rank(offer) and not self._epoch_failed:
+            try:
+                self._advance()
+            except WeightSyncError as error:
+                self._drop_link()
+                if self._damaged >= MAX_DAMAGED:
+                    raise
+                self._give_up_epoch(error)
+
+    def _advance(self) -> None:
+        """Form the link of this epoch, or take its next version."""
+        if self._link is None:
+            if self._seat.confirmed(self._epoch):
+                self._form()
+        elif header := self._seat.header(self._epoch, self._k):
+            self._receive(header)
+            self._seat.took(self._epoch, self._k)
+            self._k += 1
+
+    def _form(self) -> None:
+        self._state = f"forming epoch {self._epoch} of the weight group"
+        offer = self._seat.offer()
+        rank, size = self._seat.rank(offer), 1 + len(offer.members)
+        store = epoch_store(self._endpoint, self._epoch, self._deadline)
+        self._link = transports.run_bounded(
+            lambda: self._transport.follow(store, rank, size),
+            seconds=self._deadline,
+            what=f"forming epoch {self._epoch} of the weight group",
+            given_up=self._given_up,
+        )
+        self._state = f"member of epoch {self._epoch}, waiting for a version"
+
+    def _receive(self, header: Header) -> None:
+        """Take one version into the spare buffers and, when it is whole, make them the complete ones."""
+        link, spare = self._link, self._spare
+        assert link is not None
+        try:
+            transports.run_bounded(
+                lambda: link.receive(header.slot, spare),
+                seconds=self._deadline,
+                what=f"receiving version {header.version}",
+                given_up=self._given_up,
+            )
+        except WeightSyncError:
+            # An abandoned broadcast may still write into these buffers.
+            self._spare = layout.allocate(self._manifest, self._transport.device)
+            raise
+        # The learner reuses its buffers only after our receipt or after a newer offer.
+        if reason := self._given_up():
+            raise WeightSyncError(f"Version {header.version} came too late: {reason}.")
+        self._require_whole(header, spare)
+        if header.version > self._version:
+            with self._changed:
+                self._spare, self._complete = self._complete, spare
+                self._version = header.version
+                self._changed.notify_all()
+
+    def _require_whole(self, header: Header, buffers: layout.Buffers) -> None:
+        with self._transport.aside():
+            found = layout.checksum(buffers)
+        if found == header.checksum:
+            self._damaged = 0
+            return
+        self._damaged += 1
+        raise WeightSyncError(
+            f"{self._name} received version {header.version} with checksum {found:x}, expected "
+            f"{header.checksum:x}. The transport damages weights: choose another --weights.transport."
+        )
+
+    def _given_up(self) -> str:
+        if self._closing.is_set():
+            return f"{self._name} is closing"
+        return self._seat.superseded(self._epoch)
+
+    def _give_up_epoch(self, error: WeightSyncError) -> None:
+        """Tell the learner, unless it knows, and sit still until its next offer."""
+        self._epoch_failed = True
+        if not self._given_up():
+            _log.warning("%s gives up epoch %d of the weight group: %s", self._name, self._epoch, error)
+            self._seat.complain(self._epoch, str(error))
+
+    def _drop_link(self) -> None:
+        link, self._link = self._link, None
+        transports.abort(link)
+
+
+def build_receiver(
+    transport: transports.TransportName,
+    endpoint: str,
+    name: str,
+    manifest_tensors: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+    deadline: float = 60.0,
+) -> StoreReceiver:
+    """Join the weight channel from an actor.
+
+    Args:
+        transport: What carries the weights; the same as the learner's.
+        endpoint: The publisher's `endpoint`.
+        name: The actor's name. An actor that registers under a known name replaces the earlier one.
+        manifest_tensors: The tensors that will be swapped; only their shapes and dtypes are read.
+        device: The actor's device, with its index when it is a GPU.
+        deadline: Seconds to reach the store, and after which a broadcast has failed.
+
+    Raises:
+        WeightSyncError: nobody serves the store.
+        ConfigError: the endpoint is not an address, or the transport needs a GPU.
+    """
+    carrier = transports.build_transport(transport, torch.device(device), deadline)
+    manifest = layout.build_manifest(manifest_tensors)
+    return StoreReceiver(carrier, connect(endpoint, deadline), endpoint, name, manifest, deadline)

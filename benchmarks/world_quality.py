@@ -1,0 +1,180 @@
+"""How good is the world model, and how good its reward model? Held-out simulator episodes in, two tables out.
+
+    python benchmarks/world_quality.py --episodes 128
+
+Each episode is recorded in the true simulator from seeds that no fit has used, with a demonstrator of mixed quality;
+the world model gets its first frame and its 64 actions. PSNR is against the true frames, next to two baselines: the
+first frame repeated, and the autoencoder's own reconstruction (the best a latent world model can do). The feature
+distance is the Fréchet distance between the reward network's trunk features of true and of drawn frames.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+from asyncrl.assets import world_folder
+from asyncrl.contact_sheet import imagine_again
+from asyncrl.fitting.collect import Demonstrator, record_expert
+from asyncrl.fitting.recordings import Recordings, load_recordings
+from asyncrl.fitting.reward import redraw
+from asyncrl.fitting.vae import encode_recordings
+from asyncrl.rewards.resnet import RewardModel, load_reward
+from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.worlds.pixels import to_signed
+from asyncrl.worlds.wan import load_world
+
+HORIZONS = (8, 32, 64)
+FIRST_SEED = 900_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Measure a world model against the true simulator."""
+
+    world: str = "tabletop"
+    """World model and reward model."""
+    episodes: int = 128
+    """Held-out episodes of 64 steps."""
+    threshold: float = 0.9
+    """Success threshold of the reward model."""
+    workers: int = os.cpu_count() or 1
+    """Simulator processes."""
+    device: str = "cpu"
+    """Where the models run."""
+    json: str = ""
+    """Also write the numbers here."""
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    """Peak signal-to-noise ratio in dB of uint8 pictures, mean over frames."""
+    error = (a.astype(np.float32) - b.astype(np.float32)).reshape(len(a), -1)
+    return float((10 * np.log10(255**2 / np.maximum(np.square(error).mean(1), 1e-3))).mean())
+
+
+def frechet(a: np.ndarray, b: np.ndarray) -> float:
+    """Fréchet distance between Gaussians fitted to two sets of features ``[n, d]``."""
+    mean = np.square(a.mean(0) - b.mean(0)).sum()
+    cov_a, cov_b = np.cov(a.T), np.cov(b.T)
+    product = np.linalg.eigvals(cov_a @ cov_b).real.clip(0)
+    return float(mean + np.trace(cov_a) + np.trace(cov_b) - 2 * np.sqrt(product).sum())
+
+
+@torch.no_grad()
+def features(reward: RewardModel, frames: np.ndarray) -> np.ndarray:
+    """Trunk features ``[n, d]`` of uint8 frames ``[n, H, W, 3]``."""
+    parts = torch.from_numpy(frames).split(512)
+    trunk = reward.network.visual_encoder
+    outputs = [trunk(to_signed(x.to(reward.device)).permute(0, 3, 1, 2)) for x in parts]
+    return torch.cat([o.mean((2, 3)) if o.ndim == 4 else o for o in outputs]).cpu().double().numpy()
+
+
+def episodes_of(recordings: Recordings) -> list[SimulatedEpisode]:
+    """Recordings as episodes."""
+    return [
+        SimulatedEpisode(
+            seed=int(recordings.seeds[e]),
+            task=recordings.tasks[e],
+            frames=recordings.frames[recordings.span(e)],
+            actions=recordings.actions[recordings.span(e)],
+            success=recordings.success[recordings.span(e)],
+        )
+        for e in range(len(recordings))
+    ]
+
+
+def scores(reward: RewardModel, episodes: list[SimulatedEpisode], frames: list[np.ndarray]) -> list[np.ndarray]:
+    """Success probability of every frame but the first, per episode."""
+    return [
+        reward.score(torch.from_numpy(f[None, 1:]), [e.task])[0].cpu().numpy()
+        for e, f in zip(episodes, frames, strict=True)
+    ]
+
+
+def precision_recall(predicted: np.ndarray, true: np.ndarray) -> tuple[float, float]:
+    """Share of predicted successes that are true, and of true ones that were predicted."""
+    hits = float((predicted & true).sum())
+    return hits / max(1.0, float(predicted.sum())), hits / max(1.0, float(true.sum()))
+
+
+def main() -> None:
+    """Record, imagine, compare, print."""
+    settings = tyro.cli(Settings, description=__doc__)
+    with tempfile.TemporaryDirectory() as folder:
+        mixed = Demonstrator(noise=(0.0, 0.5), spread=0.012, retry=True, extra_decisions=8)
+        record_expert(
+            Path(folder),
+            mixed,
+            episodes=settings.episodes,
+            first_seed=FIRST_SEED,
+            max_decisions=8,
+            workers=settings.workers,
+            image_size=64,
+        )
+        recordings = load_recordings([Path(folder)])
+    world = load_world(world_folder(settings.world), device=settings.device)
+    reward = load_reward(world_folder(settings.world), device=settings.device)
+    episodes = episodes_of(recordings)
+    imagined = imagine_again(world, episodes)
+    offsets = recordings.offsets[1:-1]
+    redrawn = np.split(redraw(world.vae, encode_recordings(world.vae, recordings)), offsets)
+    still = [np.repeat(e.frames[:1], len(e.frames), 0) for e in episodes]
+    result = {"picture": pictures(reward, episodes, imagined, redrawn, still)}
+    result["reward"] = verdicts(reward, episodes, imagined, settings.threshold)
+    if settings.json:
+        Path(settings.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def pictures(reward: RewardModel, episodes: list[SimulatedEpisode], *drawn: list[np.ndarray]) -> list[dict[str, float]]:
+    """Print and return PSNR and feature distance up to each horizon."""
+    print(f"{'steps':>7} {'PSNR':>8} {'VAE alone':>10} {'still':>7} {'feature distance':>17} {'VAE alone':>10} {'still':>7}")
+    rows = []
+    before = 0
+    for horizon in HORIZONS:
+        window = slice(before + 1, horizon + 1)
+        true = np.concatenate([e.frames[window] for e in episodes])
+        others = [np.concatenate([f[window] for f in kind]) for kind in drawn]
+        decibels = [psnr(true, other) for other in others]
+        real = features(reward, true)
+        distances = [frechet(real, features(reward, other)) for other in others]
+        print(
+            f"{before + 1:>3}-{horizon:<3} {decibels[0]:>8.2f} {decibels[1]:>10.2f} {decibels[2]:>7.2f} "
+            f"{distances[0]:>17.3f} {distances[1]:>10.3f} {distances[2]:>7.3f}"
+        )
+        rows.append({"horizon": horizon, "psnr": decibels[0], "psnr_vae": decibels[1], "psnr_still": decibels[2],
+                     "distance": distances[0], "distance_vae": distances[1], "distance_still": distances[2]})  # fmt: skip
+        before = horizon
+    return rows
+
+
+def verdicts(
+    reward: RewardModel, episodes: list[SimulatedEpisode], imagined: list[np.ndarray], threshold: float
+) -> dict[str, float]:
+    """Print and return precision and recall on true frames, and of imagined episodes against the truth."""
+    horizon = slice(0, 48)
+    truth = [e.success[1:] for e in episodes]
+    on_true = scores(reward, episodes, [e.frames for e in episodes])
+    frames = precision_recall(np.concatenate(on_true) >= threshold, np.concatenate(truth))
+    solved = np.array([t[horizon].any() for t in truth])
+    real = precision_recall(np.array([(s[horizon] >= threshold).any() for s in on_true]), solved)
+    dreamt = np.array([(s[horizon] >= threshold).any() for s in scores(reward, episodes, imagined)])
+    episode = precision_recall(dreamt, solved)
+    print(f"\nreward model, threshold {threshold}          precision  recall")
+    print(f"true frames                            {frames[0]:>9.3f} {frames[1]:>7.3f}")
+    print(f"true episodes (48 steps)               {real[0]:>9.3f} {real[1]:>7.3f}")
+    print(f"imagined episodes against the truth    {episode[0]:>9.3f} {episode[1]:>7.3f}")
+    print(f"solved: {solved.mean():.3f} in truth, {dreamt.mean():.3f} in imagination")
+    return {"frame_precision": frames[0], "frame_recall": frames[1], "episode_precision": real[0],
+            "episode_recall": real[1], "imagined_precision": episode[0], "imagined_recall": episode[1],
+            "solved_true": float(solved.mean()), "solved_imagined": float(dreamt.mean())}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

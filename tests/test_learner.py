@@ -1,0 +1,316 @@
+"""The learner's loop among in-memory ports: its order, what it waits for, how it ends and how it goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_fixtures import TablePolicy, groups_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl import checkpoint
+from asyncrl import metrics as m
+from asyncrl.checkpoint import Checkpoints
+from asyncrl.config import AlgorithmSettings
+from asyncrl.errors import RunError, SampleTimeout, WeightSyncError
+from asyncrl.learner.learner import Learner, LearnerSettings, peak_memory
+from asyncrl.learner.update import Update
+from asyncrl.metrics import Metric
+from asyncrl.records import Episode
+
+
+class Clock:
+    """Time that passes only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class MemoryReplay:
+    """Group batches decided by the version alone; `seconds_to_fill` of waiting for each of them."""
+
+    def __init__(self, events: list[str], clock: Clock, *, seconds_to_fill: float = 0.0) -> None:
+        self.events, self.clock, self.seconds_to_fill = events, clock, seconds_to_fill
+        self.timeouts: list[float] = []
+        self.still = seconds_to_fill
+        self.interrupt = False
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        self.timeouts.append(timeout)
+        if self.interrupt:
+            raise KeyboardInterrupt
+        if self.still > timeout:
+            self.clock.now += timeout
+            self.still -= timeout
+            raise SampleTimeout("The replay holds 1 complete group; 7 were dropped for their lag.")
+        self.clock.now += self.still
+        self.still = self.seconds_to_fill
+        self.events.append(f"sample at {version}")
+        return groups_of([[3, -1], [-1, 12]][:groups], seed=version, versions=(version, version))
+
+    def report_version(self, version: int) -> None:
+        self.events.append(f"report {version}")
+
+    def status(self) -> dict[Metric, float]:
+        return {m.GROUPS_READY: 5.0}
+
+    def stop(self) -> None:
+        self.events.append("stop")
+
+    def close(self) -> None:
+        raise AssertionError("whoever opened the port closes it")
+
+
+class MemoryPublisher:
+    """Keeps a copy of every version."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.published: dict[int, Tensor] = {}
+        self.broken = False
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self.events.append(f"publish {version}")
+        self.published[version] = tensors["logits"].clone()
+
+    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+        self.events.append(f"first {version} within {deadline:g} s")
+        if self.broken:
+            raise WeightSyncError("actor-1 did not take version 0")
+
+    def status(self) -> dict[Metric, float]:
+        return {m.WEIGHTS_VERSION: float(max(self.published))}
+
+    def close(self) -> None:
+        raise AssertionError("whoever opened the publisher closes it")
+
+
+class MemoryLog:
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.rows: dict[int, dict[Metric, float]] = {}
+
+    def write(self, step: int, values: Mapping[Metric, float]) -> None:
+        self.events.append(f"log {step}")
+        self.rows[step] = dict(values)
+
+
+class SlowPolicy(TablePolicy):
+    """Every call takes a second of the clock, and may do something on the way."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.on_evaluate: Callable[[], None] = lambda: None
+
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any) -> Any:
+        self.clock.now += 1
+        self.on_evaluate()
+        return super().evaluate(inputs, tokens, sampling)
+
+
+class Run:
+    """A learner with everything around it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        updates: int = 3,
+        every: int = 100,
+        max_wait: float = 60.0,
+        seconds_to_fill: float = 0.0,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.events: list[str] = []
+        self.clock = Clock()
+        self.policy = SlowPolicy(self.clock)
+        self.replay = MemoryReplay(self.events, self.clock, seconds_to_fill=seconds_to_fill)
+        self.publisher = MemoryPublisher(self.events)
+        self.log = MemoryLog(self.events)
+        self.learner = Learner(
+            Update(self.policy, AlgorithmSettings(group_size=2, learning_rate=0.05)),
+            self.replay,
+            self.publisher,
+            self.log,
+            Checkpoints(folder, keep=10),
+            LearnerSettings(
+                updates=updates,
+                groups_per_update=2,
+                normalize_by_std=True,
+                checkpoint_every=every,
+                max_wait=max_wait,
+                first_weights_deadline=30.0,
+                config_hash="abc",
+            ),
+            save_policy=self.save_policy,
+            stop_requested=stop,
+            clock=self.clock,
+        )
+
+    def save_policy(self, folder: Path) -> None:
+        self.events.append(f"save {folder.name.removesuffix('.tmp')}")
+        save_file(self.policy.state_dict(), folder / "model.safetensors")
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("*"))
+
+
+def test_the_first_version_is_taken_before_a_batch_is_asked_for_and_each_new_one_is_published_at_once(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, updates=2)
+    run.learner.run()
+    assert run.events == [
+        "publish 0",
+        "report 0",
+        "first 0 within 30 s",
+        "sample at 0",
+        "publish 1",
+        "report 1",
+        "log 1",
+        "sample at 1",
+        "publish 2",
+        "report 2",
+        "log 2",
+        "save update_000002",
+        "stop",
+    ]
+
+
+def test_every_published_version_differs_from_the_one_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=3)
+    run.learner.run()
+    published = run.publisher.published
+    assert list(published) == [0, 1, 2, 3]
+    assert not any(torch.equal(published[v], published[v + 1]) for v in range(3))
+    assert torch.equal(published[3], run.policy.logits)
+
+
+def test_a_broken_weight_link_ends_the_run_before_the_first_batch(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.publisher.broken = True
+    with pytest.raises(WeightSyncError):
+        run.learner.run()
+    assert run.replay.timeouts == []
+
+
+def test_checkpoints_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=5, every=2)
+    run.learner.run()
+    assert saved(tmp_path) == ["update_000002", "update_000004", "update_000005"]
+    assert run.events.count("save update_000004") == 1
+
+
+def test_a_run_that_ends_on_its_interval_saves_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=4, every=2)
+    run.learner.run()
+    assert [event for event in run.events if event.startswith("save")] == [
+        "save update_000002",
+        "save update_000004",
+    ]
+
+
+def test_a_stop_request_is_seen_within_a_second_of_waiting(tmp_path: Path) -> None:
+    asked = iter([False, False, False, True])
+    run = Run(tmp_path, seconds_to_fill=1000.0, stop=lambda: next(asked))
+    run.learner.run()
+    assert run.replay.timeouts == [1.0, 1.0, 1.0]
+    assert run.events[-2:] == ["save update_000000", "stop"]
+
+
+def test_waiting_too_long_ends_the_run_with_what_the_replay_holds(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_wait=2.5, seconds_to_fill=1000.0)
+    message = r"waited 2\.5 s \(--max-wait\) for 2 groups at version 0.*7 were dropped for their lag"
+    with pytest.raises(RunError, match=message):
+        run.learner.run()
+    assert run.replay.timeouts == [1.0, 1.0, 0.5]
+
+
+def test_each_batch_has_the_whole_waiting_time(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=3, max_wait=5.0, seconds_to_fill=4.5)
+    run.learner.run()
+    assert run.learner.version == 3
+
+
+def test_ctrl_c_while_waiting_saves_and_ends_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.replay.interrupt = True
+    run.learner.run()
+    assert run.events[-2:] == ["save update_000000", "stop"]
+
+
+def test_ctrl_c_during_an_update_waits_for_its_end(tmp_path: Path) -> None:
+    run, undisturbed = Run(tmp_path / "a"), Run(tmp_path / "b", updates=1)
+    run.policy.on_evaluate = lambda: signal.raise_signal(signal.SIGINT) if not run.policy.evaluated else None
+    run.learner.run()
+    undisturbed.learner.run()
+    assert saved(tmp_path / "a") == ["update_000001"]
+    assert torch.equal(run.policy.logits, undisturbed.policy.logits)
+    assert run.events[-1] == "stop"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_cuts_the_update_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=9, every=2)
+
+    def at_every_call_from_the_fourth_update_on() -> None:
+        if run.learner.version == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    run.policy.on_evaluate = at_every_call_from_the_fourth_update_on
+    run.learner.run()
+    assert saved(tmp_path) == ["update_000002"]
+    assert run.events[-1] == "stop"
+
+
+def test_times_and_rates_cover_the_whole_row(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=2, seconds_to_fill=6.0)
+    run.learner.run()
+    for row in run.log.rows.values():  # 6 s of waiting, then two calls of the policy (gradient, movement)
+        assert row[m.UPDATE_SECONDS] == 2.0
+        assert row[m.LEARNER_WAITING] == pytest.approx(6 / 8)
+        assert row[m.GROUPS_PER_MINUTE] == pytest.approx(60 * 2 / 8)
+
+
+def test_a_row_has_the_readings_of_every_part(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=1)
+    run.learner.run()
+    row = run.log.rows[1]
+    assert row[m.GROUPS_READY] == 5.0
+    assert row[m.WEIGHTS_VERSION] == 1.0
+    assert row[m.SUCCESS_ONCE] == 0.5
+    assert row[m.LAG_MAX] == 0.0
+    assert row[m.LEARNING_RATE] == 0.05
+    assert row[m.PEAK_MEMORY] == pytest.approx(peak_memory(), rel=0.2)
+    assert row[m.PEAK_MEMORY] > 1e7
+    critic = {m.VALUE_LOSS, m.VALUE_CLIP_RATIO, m.EXPLAINED_VARIANCE}
+    train = {metric for name, metric in m.REGISTRY.items() if name.startswith(("train/", "env/", "rollout/"))}
+    assert train - critic <= row.keys()
+
+
+def test_a_resumed_run_ends_with_the_very_same_weights_as_one_that_never_stopped(tmp_path: Path) -> None:
+    through = Run(tmp_path / "a", updates=6)
+    through.learner.run()
+    Run(tmp_path / "b", updates=3).learner.run()
+    folder = checkpoint.latest(tmp_path / "b")
+    assert folder is not None
+
+    again = Run(tmp_path / "b", updates=6)
+    again.policy.load_state_dict(load_file(folder / "model.safetensors"))
+    again.learner.restore(folder)
+    assert (again.learner.version, again.learner.groups_used) == (3, 6)
+    again.learner.run()
+    assert again.events[:4] == ["publish 3", "report 3", "first 3 within 30 s", "sample at 3"]
+    for name, tensor in through.policy.trainable_tensors().items():
+        assert torch.equal(again.policy.trainable_tensors()[name], tensor)
+    assert again.log.rows[6][m.LOSS] == through.log.rows[6][m.LOSS]

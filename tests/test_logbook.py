@@ -1,0 +1,159 @@
+"""The numbers of a run: console rows as they are printed, metrics.jsonl as it is read back."""
+
+import io
+import json
+import math
+
+import pytest
+
+from asyncrl import metrics as m
+from asyncrl.logbook import Logbook, cut_rows_after, duration, header, render
+
+VALUES = {
+    m.SUCCESS_ONCE: 0.625,
+    m.LAG_MEAN: 1.23,
+    m.LAG_MAX: 2.0,
+    m.APPROX_KL: 0.00312,
+    m.CLIP_FRACTION: 0.0413,
+    m.GRAD_NORM: 0.842,
+    m.GROUPS_PER_MINUTE: 11.26,
+    m.LEARNER_WAITING: 0.031,
+    m.ACTORS_WAITING: 0.0,
+}
+
+HEADER = (
+    "update  success  lag avg/max       kl    clip     grad  groups/min  waiting learner/actors       eta"
+)
+ROW_41 = (
+    "    41    62.5%      1.2 / 2   0.0031    4.1%     0.84        11.3                 3% / 0%   1:52:10"
+)
+ROW_NONE = (
+    "     7        -            -        -       -        -           -                       -         -"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    """Says 1000, 1010, 1020, ..."""
+
+    def __init__(self):
+        self.now = 990.0
+
+    def __call__(self):
+        self.now += 10.0
+        return self.now
+
+
+def console(logbook_rows, tmp_path, stream=None, **settings):
+    stream = stream or io.StringIO()
+    with Logbook(tmp_path, stream=stream, clock=Clock(), **settings) as logbook:
+        for step, values in logbook_rows:
+            logbook.write(step, values)
+    return stream.getvalue().splitlines()
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_header_and_row_stand_under_each_other():
+    assert header() == HEADER
+    assert render(41, VALUES, eta=6730) == ROW_41
+
+
+def test_an_absent_reading_is_a_dash():
+    assert render(7, {}, math.nan) == ROW_NONE
+
+
+def test_large_and_broken_numbers_keep_the_columns():
+    wild = VALUES | {m.GRAD_NORM: 123456.0, m.APPROX_KL: math.nan, m.SUCCESS_ONCE: 1.0, m.CLIP_FRACTION: 1.0}
+    wild |= {m.LEARNER_WAITING: 1.0, m.ACTORS_WAITING: 1.0}
+    assert render(123456, wild, 359999) == (
+        "123456   100.0%      1.2 / 2      nan  100.0%  1.2e+05        11.3             100% / 100%  99:59:59"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (6730, "1:52:10"), (math.nan, "-")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_console_is_plain_when_piped_and_estimates_the_end(tmp_path):
+    # Opened at 1000 s, updates at 1010 s and 1020 s: ten seconds each, so 38 more take 380 s.
+    lines = console([(1, VALUES), (2, VALUES)], tmp_path, updates=40)
+    rest = ROW_41.removesuffix("1:52:10").removeprefix("    41")
+    assert lines == [HEADER, f"     1{rest}0:06:30", f"     2{rest}0:06:20"]
+
+
+def test_the_header_comes_again_every_20_rows(tmp_path):
+    lines = console([(step, VALUES) for step in range(1, 42)], tmp_path, updates=100)
+    assert [number for number, line in enumerate(lines) if line == HEADER] == [0, 21, 42]
+
+
+def test_a_terminal_gets_colour_unless_it_is_declined(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    bad = VALUES | {m.GRAD_NORM: math.inf}
+    lines = console([(1, VALUES), (2, bad)], tmp_path, Terminal(), updates=2)
+    assert lines[0] == f"\033[1m{HEADER}\033[0m"
+    assert lines[1].startswith("     1")
+    assert lines[2].startswith("\033[31m     2")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert console([(1, VALUES)], tmp_path, Terminal(), updates=2)[0] == HEADER
+
+
+def test_log_every_folds_updates_into_one_row_and_always_shows_the_last(tmp_path):
+    success = [0.0, 1.0, 0.5, 0.5, 0.25]
+    rows = [(step, VALUES | {m.SUCCESS_ONCE: value}) for step, value in enumerate(success, start=1)]
+    lines = console(rows, tmp_path, updates=5, log_every=2)
+    assert [line.split()[:2] for line in lines[1:]] == [["2", "50.0%"], ["4", "50.0%"], ["5", "25.0%"]]
+    assert len(rows_of(tmp_path / "metrics.jsonl")) == 5
+
+
+def test_a_banner_is_printed_as_it_is(tmp_path):
+    stream = io.StringIO()
+    with Logbook(tmp_path, updates=1, stream=stream) as logbook:
+        logbook.banner("asyncrl 0.1.0  run runs/a  1 learner + 3 actors")
+    assert stream.getvalue() == "asyncrl 0.1.0  run runs/a  1 learner + 3 actors\n"
+
+
+def test_every_update_is_one_json_line_on_disk_at_once(tmp_path):
+    with Logbook(tmp_path, updates=9, stream=io.StringIO(), clock=Clock()) as logbook:
+        logbook.write(1, {m.GRAD_NORM: 0.5, m.APPROX_KL: math.nan, m.IMPORTANCE_MAX: math.inf})
+        expected = {
+            "step": 1,
+            "time": 1010.0,
+            "train/actor/grad_norm": 0.5,
+            "train/actor/approx_kl": None,
+            "train/actor/importance_max": None,
+        }
+        assert rows_of(tmp_path / "metrics.jsonl") == [expected]
+
+
+def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path):
+    console([(step, VALUES) for step in range(1, 6)], tmp_path, updates=9)
+    lines = console([(4, VALUES)], tmp_path, updates=9, resume_step=3)
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert lines[1].endswith("   0:00:50")  # One update in ten seconds, five to go.
+
+
+def test_a_row_that_a_crash_cut_short_is_removed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a"')
+    cut_rows_after(path, 5)
+    assert path.read_text() == '{"step": 1, "a": 2}\n'
+    path.write_text('{"step": 1}\n{"step": 2}')
+    cut_rows_after(path, 5)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_the_curves_are_written_for_tensorboard(tmp_path):
+    console([(1, VALUES)], tmp_path, updates=1)
+    written = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    assert b"train/actor/grad_norm" in written
+    assert b"replay/lag_max" in written

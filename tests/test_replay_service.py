@@ -1,0 +1,331 @@
+"""The replay over real sockets: nothing is lost, nothing is used twice, and a stop reaches everybody."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from test_wire import assert_same, make_episode
+
+from asyncrl import metrics as m
+from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
+from asyncrl.messaging.sockets import connect_dealer, ipc_endpoint, private_folder
+from asyncrl.messaging.wire import decode, encode
+from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.core import open_core
+from asyncrl.replay.ports import ActorPort, GroupGrant, RunStopped
+from asyncrl.replay.service import serve_replay
+
+CONFIG = TrainConfig(
+    algorithm=AlgorithmSettings(group_size=2, groups_per_update=2),
+    replay=ReplaySettings(max_lag=1, group_deadline=60.0),
+)
+SERVER = """
+import sys
+from pathlib import Path
+from test_replay_service import CONFIG, open_core, serve_replay
+serve_replay(open_core(Path(sys.argv[1]), CONFIG), sys.argv[2], ready=lambda: print("ready", flush=True))
+"""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    folder = private_folder()
+    yield ipc_endpoint(folder)
+    (folder / "replay").unlink(missing_ok=True)
+    folder.rmdir()
+
+
+class Served:
+    """A replay in a thread of this process."""
+
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        self.stop_event, ready = threading.Event(), threading.Event()
+        self.thread = threading.Thread(
+            target=serve_replay,
+            args=(open_core(folder, CONFIG), endpoint),
+            kwargs={"stop_event": self.stop_event, "ready": ready.set},
+        )
+        self.thread.start()
+        assert ready.wait(10)
+
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_event.set()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def start_server(folder: Path, endpoint: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", SERVER, str(folder), endpoint]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parent)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    return server
+
+
+def kill(server: subprocess.Popen[bytes]) -> None:
+    server.kill()
+    server.wait(10)
+    assert server.stdout is not None
+    server.stdout.close()
+
+
+def push_group(port: ActorPort, grant: GroupGrant, name: str, version: int) -> None:
+    for member in range(2):
+        port.push(make_episode(grant.number, member, versions=(version,), actor=name))
+
+
+def acquire(port: ActorPort) -> GroupGrant:
+    grant = port.acquire_group(10.0)
+    assert grant is not None
+    return grant
+
+
+def until(port: ZmqActorPort, unacknowledged: int) -> None:
+    """Serve until so many episodes are unacknowledged."""
+    deadline = time.monotonic() + 15
+    while port.unacknowledged != unacknowledged:
+        assert time.monotonic() < deadline, f"{port.unacknowledged} unacknowledged"
+        port.serve()
+
+
+def imagine_until_stopped(endpoint: str, name: str, version: list[int], pushed: dict[str, list[str]]) -> None:
+    port = ZmqActorPort(endpoint, name)
+    try:
+        while True:
+            grant = port.acquire_group(10.0)
+            if grant is not None:
+                push_group(port, grant, name, max(grant.min_version, version[0] - 1))
+                pushed[name].append(grant.group_id)
+    except RunStopped:
+        assert port.stopped
+        port.report_waiting(0.5)
+    finally:
+        port.close(10.0)
+
+
+def test_two_actors_and_a_learner_use_every_group_once(tmp_path: Path, endpoint: str) -> None:
+    pushed: dict[str, list[str]] = {"a": [], "b": []}
+    version, used, updates = [0], list[str](), 8
+    with Served(tmp_path, endpoint) as served:
+        learner = ZmqLearnerPort(endpoint)
+        actors = [
+            threading.Thread(target=imagine_until_stopped, args=(endpoint, name, version, pushed))
+            for name in pushed
+        ]
+        for actor in actors:
+            actor.start()
+        for v in range(updates):
+            for group in learner.sample(groups=2, version=v, timeout=20.0):
+                assert [episode.member for episode in group] == [0, 1]
+                assert all(0 <= v - episode.oldest_version <= 1 for episode in group)
+                for episode in group:
+                    number = int(episode.group_id)
+                    ids = make_episode(number, episode.member, versions=(episode.oldest_version,))
+                    assert episode.frames.tobytes() == ids.frames.tobytes()
+                used.append(group[0].group_id)
+            version[0] = v + 1
+            learner.report_version(v + 1)
+        status = learner.status()
+        learner.stop()
+        for actor in actors:
+            actor.join(15)
+            assert not actor.is_alive(), "the stop did not reach an actor"
+        served.thread.join(3)
+        assert not served.thread.is_alive(), "the replay waits for actors that left"
+        learner.close()
+    assert len(used) == len(set(used)) == 2 * updates
+    assert set(used) <= set(pushed["a"] + pushed["b"])
+    assert all(pushed.values()), "both actors took part"
+    assert status[m.WIRE_BYTES] > 0
+    assert status[m.WIRE_ERRORS] == status[m.DUPLICATES] == status[m.DROPPED_INVALID] == 0
+    assert status[m.EPISODES] >= 2 * len(used)
+
+
+def test_a_killed_replay_loses_nothing_and_uses_nothing_twice(tmp_path: Path, endpoint: str) -> None:
+    server = start_server(tmp_path, endpoint)
+    learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+    try:
+        with pytest.raises(SampleTimeout):  # Introduces the learner.
+            learner.sample(groups=1, version=0, timeout=0.5)
+        stored, half = acquire(actor), acquire(actor)
+        push_group(actor, stored, "actor-0", 0)
+        until(actor, 0)
+        first = make_episode(half.number, 0, versions=(0,))
+        actor.push(first)
+        until(actor, 1)
+        kill(server)
+        second = make_episode(half.number, 1, versions=(0,))
+        actor.push(second)  # While nobody listens.
+        server = start_server(tmp_path, endpoint)
+        until(actor, 0)
+        learner.status()  # The restarted replay grants nothing before it heard from the learner.
+        third = acquire(actor)
+        assert third.number == 2, "the restarted replay knows what was granted"
+        batch = learner.sample(groups=1, version=0, timeout=15.0)
+        kill(server)
+        server = start_server(tmp_path, endpoint)
+        batch += learner.sample(groups=1, version=0, timeout=15.0)
+        assert [group[0].group_id for group in batch] == ["00000000", "00000001"]
+        assert_same(batch[1][0], first)
+        assert_same(batch[1][1], second)
+        with pytest.raises(SampleTimeout, match=r"0 groups ready, 1 in flight"):
+            learner.sample(groups=1, version=0, timeout=0.2)
+    finally:
+        learner.stop()
+        learner.close()
+        actor.close(1.0)
+        server.wait(10)
+        kill(server)
+
+
+def test_an_episode_sent_twice_is_recognised(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        grant = acquire(actor)
+        push_group(actor, grant, "actor-0", 0)
+        until(actor, 0)
+        push_group(actor, grant, "actor-0", 0)
+        until(actor, 0)
+        status = learner.status()
+        assert status[m.DUPLICATES] == 2
+        assert status[m.EPISODES] == 2
+        assert status[m.GROUPS_READY] == 1
+        actor.close(1.0)
+        learner.close()
+
+
+def test_the_deadline_of_a_sample_says_what_the_replay_holds(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        push_group(actor, acquire(actor), "actor-0", 0)
+        actor.push(make_episode(acquire(actor).number, 0, versions=(0,)))
+        until(actor, 1)
+        expected = (
+            "holds 1 groups ready, 1 in flight with 1 episodes; episodes dropped: none; "
+            "actors seen: actor-0; version 0, credit for 2 more groups"
+        )
+        with pytest.raises(SampleTimeout, match=expected):
+            learner.sample(groups=2, version=0, timeout=0.3)
+        with pytest.raises(ReplayError, match="1 episodes of actor 'actor-0' were not acknowledged"):
+            actor.close(0.3)
+        learner.close()
+
+
+def test_a_batch_that_comes_after_the_timeout_is_not_lost(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        with pytest.raises(SampleTimeout):
+            learner.sample(groups=1, version=0, timeout=0.3)
+        push_group(actor, acquire(actor), "actor-0", 0)
+        until(actor, 0)  # Given away now, while the learner does not wait.
+        batch = learner.sample(groups=1, version=0, timeout=10.0)
+        assert [group[0].group_id for group in batch] == ["00000000"]
+        actor.close(1.0)
+        learner.close()
+
+
+def test_without_a_replay_the_learner_says_so(endpoint: str) -> None:
+    learner = ZmqLearnerPort(endpoint)
+    with pytest.raises(SampleTimeout, match="does not answer"):
+        learner.sample(groups=1, version=0, timeout=0.1)
+    learner.close()
+
+
+def test_an_actor_with_a_full_window_waits(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0", window=1)
+        learner.status()
+        grant = acquire(actor)
+        actor.push(make_episode(grant.number, 0, versions=(0,)))
+        assert actor.acquire_group(0.2) is None
+        actor.push(make_episode(grant.number, 1, versions=(0,)))
+        assert acquire(actor).number == 1
+        actor.close(1.0)
+        learner.close()
+
+
+def test_no_group_is_granted_before_the_learner_said_its_version(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        actor = ZmqActorPort(endpoint, "actor-0")
+        assert actor.acquire_group(0.3) is None
+        learner = ZmqLearnerPort(endpoint, version=5)
+        learner.status()
+        grant = acquire(actor)
+        assert (grant.number, grant.min_version) == (10, 4)
+        actor.close(1.0)
+        learner.close()
+
+
+def test_invalid_messages_are_answered_counted_and_survived(tmp_path: Path, endpoint: str) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with Served(tmp_path, endpoint):
+        stranger = connect_dealer(context, endpoint, b"stranger")
+        hello = encode("hello", role="king", name="x", session="y", version=0)
+        for frames in ([b"garbage!!"], [b""] * 40, [bytes(hello[0])[:-1] + b"x"], hello):
+            stranger.send_multipart(frames)
+            assert stranger.poll(5000)
+            assert decode(stranger.recv_multipart()).kind == "refused"
+        stranger.send_multipart(encode("stop"))  # Not introduced: not obeyed.
+        assert stranger.poll(5000)
+        assert decode(stranger.recv_multipart()).fields["known"] is False
+        learner = ZmqLearnerPort(endpoint)
+        assert learner.status()[m.WIRE_ERRORS] == 4
+        learner.close()
+        context.destroy(linger=0)
+
+
+def test_an_endpoint_in_use_elsewhere_is_named() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    taken = context.socket(zmq.REP)
+    port = taken.bind_to_random_port("tcp://127.0.0.1")
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+        serve_replay(InertCore(), f"tcp://127.0.0.1:{port}")  # type: ignore[arg-type]
+    context.destroy(linger=0)
+
+
+class InertCore:
+    """A core that is only closed."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
+    core = open_core(tmp_path, CONFIG)
+    actor = InlineActorPort(core)
+
+    def imagine() -> None:
+        actor.serve()
+        grant = actor.acquire_group(1.0)
+        if grant is not None:
+            push_group(actor, grant, "whoever", grant.min_version)
+
+    learner = InlineLearnerPort(core, imagine=imagine)
+    numbers = []
+    for version in range(3):
+        batch = learner.sample(groups=2, version=version, timeout=10.0)
+        numbers += [int(group[0].group_id) for group in batch]
+        learner.report_version(version + 1)
+    assert numbers == [0, 1, 2, 3, 4, 5]
+    actor.report_waiting(0.25)
+    status = learner.status()
+    assert status[m.EPISODES] == 12
+    assert status[m.ACTORS_WAITING] == 0.25
+    with pytest.raises(SampleTimeout, match="holds 0 groups ready"):
+        InlineLearnerPort(core, version=3).sample(groups=2, version=3, timeout=0.0)
+    learner.stop()
+    with pytest.raises(RunStopped):
+        actor.acquire_group(0.0)
+    actor.close(0.0)
+    learner.close()
