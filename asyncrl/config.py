@@ -123,7 +123,7 @@ class ActorSettings:
     threads: int = 1
     """CPU threads of an actor process."""
     max_respawns: int = 5
-    """End the run when one actor died this many times."""
+    """An actor that dies comes back this often; one death more ends the run."""
 
     def __post_init__(self) -> None:
         _at_least("actor.slots", self.slots, 1, "an actor imagines at least one episode.", "Use 16.")

@@ -12,19 +12,19 @@ asyncrl() { python3 -m asyncrl "$@"; }
 
 # 1. What the policy imitates: a noisy and miscalibrated demonstrator, so that the clone is mediocre on purpose.
 have "$WORK/demos" || asyncrl collect --out "$WORK/demos" --episodes "$(n "${DEMOS:-3000}")" --seed 0 \
-    --expert.noise ${DEMO_NOISE:-0.1 0.3} --expert.offset ${DEMO_OFFSET:-0.0 0.0} --expert.spread "${DEMO_SPREAD:-0.01}"
+    --expert.noise ${DEMO_NOISE:-0.02 0.1} --expert.offset ${DEMO_OFFSET:-0.012 0.0} --expert.spread "${DEMO_SPREAD:-0.01}"
 # 2. What the world model learns from: the whole range from careful to clumsy, successes and failures.
-have "$WORK/explore" || asyncrl collect --out "$WORK/explore" --episodes "$(n 6000)" --seed 100000 \
-    --expert.noise 0.0 0.6 --expert.spread 0.015 --expert.retry
-asyncrl fit policy --data "$WORK/demos" --out "$ASSETS/policy" --steps "$(n "${POLICY_STEPS:-8000}")" &
+have "$WORK/explore" || asyncrl collect --out "$WORK/explore" --episodes "$(n "${EXPLORE:-6000}")" --seed 100000 \
+    --expert.noise 0.0 0.3 --expert.spread 0.015 --expert.retry
+asyncrl fit policy --data "$WORK/demos" --out "$ASSETS/policy" --batch 128 --steps "$(n "${POLICY_STEPS:-8000}")" &
 policy=$!
-asyncrl fit world --data "$WORK/explore" --out "$WORK/world0" --vae-steps "$(n "${VAE_STEPS:-8000}")" --steps "$(n 200)"
+asyncrl fit world --data "$WORK/explore" --out "$WORK/world0" --vae-batch 16 --vae-steps "$(n "${VAE_STEPS:-8000}")" --steps "$(n 200)"
 wait $policy
 # 3. Roll-outs of the cloned policy itself, warm and hot: what imagination will have to know best.
-have "$WORK/rollouts" || asyncrl collect --out "$WORK/rollouts" --policy "$ASSETS/policy" --episodes "$(n 3000)" --seed 200000
-have "$WORK/hot" || asyncrl collect --out "$WORK/hot" --policy "$ASSETS/policy" --episodes "$(n 2000)" --seed 300000 --temperature 1.5
+have "$WORK/rollouts" || asyncrl collect --out "$WORK/rollouts" --policy "$ASSETS/policy" --episodes "$(n "${ROLLOUTS:-3000}")" --seed 200000
+have "$WORK/hot" || asyncrl collect --out "$WORK/hot" --policy "$ASSETS/policy" --episodes "$(n "${HOT:-2000}")" --seed 300000 --temperature 1.3
 all=("$WORK/demos" "$WORK/explore" "$WORK/rollouts" "$WORK/hot")
-asyncrl fit reward --data "${all[@]}" --world "$WORK/world0" --steps "$(n 6000)" &
+asyncrl fit reward --data "${all[@]}" --world "$WORK/world0" --batch 128 --steps "$(n "${REWARD_STEPS:-6000}")" &
 reward=$!
 asyncrl fit world --refine "$WORK/world0" --data "${all[@]}" --out "$ASSETS/world" --steps "$(n "${WORLD_STEPS:-30000}")"
 wait $reward

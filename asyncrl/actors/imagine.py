@@ -5,6 +5,8 @@ observations → policy.act → world model → reward model → decision record
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -12,20 +14,20 @@ from asyncrl.actors.seeds import sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Slots
 from asyncrl.policies.protocol import Policy, SamplingParams
 from asyncrl.rewards.resnet import RewardModel
-from asyncrl.worlds.protocol import World, WorldState
+from asyncrl.worlds.protocol import World
 
 
 class Imagination:
     """The models of an actor and the world's state of every slot."""
 
     def __init__(
-        self, policy: Policy, world: World[WorldState], reward: RewardModel, sampling: SamplingParams
+        self, policy: Policy, world: World[Any], reward: RewardModel, sampling: SamplingParams
     ) -> None:
         self.policy = policy
         self.world = world
         self.reward = reward
         self.sampling = sampling
-        self._state: WorldState | None = None
+        self._state: Any = None
 
     def begin(self, slots: Slots, places: list[int]) -> None:
         """Open the world for the episodes that were just put into `places`."""

@@ -1,4 +1,4 @@
-"""Every random number of an imagined episode follows from the run's seed, the group, the member and the decision.
+"""All random numbers of an imagined episode follow from the run's seed, the group, member and decision.
 
 So an episode does not depend on the slot, the actor or the neighbours it was imagined with.
 """

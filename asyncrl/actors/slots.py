@@ -1,7 +1,7 @@
 """Slots: the places of an actor's batch. Pending members of granted groups in, finished episodes out.
 
-A slot carries one episode with its own step counter, seeds, start state and group; when it ends, the next pending
-member takes its place, so the batch stays full whatever the neighbours do.
+A slot carries one episode with its own step counter, seeds, start state and group; when it ends, the next
+pending member takes its place, so the batch stays full whatever the neighbours do.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl.assets import policy_folder
+from asyncrl.commands.fit import pick_device
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import HELD_OUT, acting
 from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
@@ -74,7 +75,7 @@ def _record_policy(config: CollectConfig) -> int:
     from asyncrl.policies.protocol import SamplingParams
     from asyncrl.simulators.workers import SimulatorPool
 
-    policy = load_policy(policy_folder(config.policy))
+    policy = load_policy(policy_folder(config.policy), device=pick_device("auto"))
     sampling = SamplingParams(temperature=config.temperature, top_k=0)
     with SimulatorPool(
         config.simulator, workers=config.workers, envs_per_worker=8, image_size=config.image_size

@@ -108,6 +108,7 @@ def main(arguments: list[str]) -> int:
         prog="asyncrl fit",
     )
     began = time.monotonic()
+    _use_tensor_cores()
     print(f"reading {', '.join(map(str, config.data))}", flush=True)
     recordings = load_recordings(config.data)
     share = recordings.solved().mean()
@@ -123,6 +124,13 @@ def main(arguments: list[str]) -> int:
             write_starts(config, recordings)
     print(f"done in {time.monotonic() - began:.0f} s", flush=True)
     return 0
+
+
+def _use_tensor_cores() -> None:
+    """Let float32 matrix products round their inputs to TF32 where the GPU can: several times faster, enough here."""
+    import torch
+
+    torch.set_float32_matmul_precision("high")
 
 
 def pick_device(name: str) -> torch.device:

@@ -68,6 +68,19 @@ def parse_placement(text: str, world_size: int, devices: int) -> Placement:
     return Placement(learners=tuple(ranks["learner"]), actors=tuple(ranks["actor"]))
 
 
+def ranks_named(text: str) -> int:
+    """Number of ranks that `--placement` needs; 1 for 'auto'.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    return (
+        1
+        if text == "auto"
+        else 1 + max((rank for named in _read(text).values() for rank in named), default=0)
+    )
+
+
 def _read(text: str) -> dict[str, list[int]]:
     ranks: dict[str, list[int]] = {role: [] for role in ROLES}
     role = ""

@@ -82,6 +82,9 @@ class InlineReceiver:
             self._held = box.version
         return self._held
 
+    def wait_newer(self, version: int, wait: float) -> None:
+        """Return at once: nothing can come while this thread waits."""
+
     def close(self) -> None:
         """Do nothing: the box ends with its holders."""
 

@@ -68,6 +68,10 @@ class Receiver(Protocol):
         """
         ...
 
+    def wait_newer(self, version: int, wait: float) -> None:
+        """Wait until a version newer than `version` can be swapped in, at most `wait` seconds."""
+        ...
+
     def close(self) -> None:
         """Leave the group and stop. May be called twice."""
         ...

@@ -90,6 +90,12 @@ class StoreReceiver:
             self._held = self._version
         return self._held
 
+    def wait_newer(self, version: int, wait: float) -> None:
+        """Wait a little for news. See `interface.Receiver`."""
+        with self._changed:
+            if self._version <= version:
+                self._changed.wait(wait)
+
     def close(self) -> None:
         """Leave the group and stop. See `interface.Receiver`."""
         self._closing.set()

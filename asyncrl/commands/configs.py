@@ -1,0 +1,38 @@
+"""`asyncrl configs`: the shipped configuration files and what each is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import asyncrl
+
+
+def main(arguments: list[str]) -> int:
+    """Print each file with its first comment line."""
+    import tyro
+
+    tyro.cli(_nothing, args=arguments, prog="asyncrl configs")
+    folder = Path(asyncrl.__file__).parents[1] / "configs"
+    files = sorted(folder.glob("*.toml"))
+    if not files:
+        print(f"There are no configuration files in {folder}: they come with the repository, not with the")
+        print("installed package. `asyncrl train` without a file uses the defaults of tabletop.toml.")
+        return 0
+    width = max(len(_shown(file)) for file in files)
+    for file in files:
+        print(f"{_shown(file):<{width}}  {_about(file)}")
+    print("\nUse one with `asyncrl train FILE`; flags after it win.")
+    return 0
+
+
+def _nothing() -> None:
+    """List the shipped configuration files."""
+
+
+def _about(file: Path) -> str:
+    return file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
+
+
+def _shown(file: Path) -> str:
+    here = Path.cwd()
+    return str(file.relative_to(here)) if file.is_relative_to(here) else str(file)

@@ -1,0 +1,44 @@
+"""`asyncrl train [CONFIG.toml] [--flags]`: improve a policy inside a world model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl import run_folder
+from asyncrl.config import TrainConfig, parse
+from asyncrl.launch.placement import parse_placement, ranks_named
+
+
+def main(arguments: list[str]) -> int:
+    """Run this process's part of a run, or start torchrun when the placement needs more ranks."""
+    config = parse(arguments)
+    if config.resume:
+        config = _with_settings_of_run(config, arguments)
+    ranks = ranks_named(config.placement)
+    if ranks > 1 and "RANK" not in os.environ and not config.inline:
+        parse_placement(config.placement, ranks, 0)  # What cannot work is said before torchrun starts.
+        _become_torchrun(ranks, arguments)
+    from asyncrl.launch.run import run
+
+    return run(config)
+
+
+def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainConfig:
+    """A resumed run keeps its own settings where no flag says otherwise."""
+    path = Path(config.run_dir).expanduser()
+    if run_folder.TIME in config.run_dir and run_folder.TIME not in str(path.parent):
+        path = run_folder.newest(path.parent)
+    settings = path / "config.json"
+    named = bool(arguments) and arguments[0].endswith((".toml", ".json"))
+    if settings.is_file() and not named:
+        config = parse([str(settings), *arguments])
+    return replace(config, run_dir=str(path))
+
+
+def _become_torchrun(ranks: int, arguments: list[str]) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "asyncrl", "train", *arguments])  # noqa: S606

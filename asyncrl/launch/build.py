@@ -1,0 +1,216 @@
+"""A `TrainConfig` in, the parts of a run out: device, models, start states, settings. All is checked here.
+
+Whatever cannot work raises before a process is started or a folder is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from asyncrl import assets, checkpoint, run_folder
+from asyncrl.actors.actor import ActorSettings
+from asyncrl.actors.imagine import Imagination
+from asyncrl.config import TrainConfig, to_json
+from asyncrl.errors import AssetError, CheckpointError, ConfigError
+from asyncrl.launch.placement import Placement
+from asyncrl.learner.learner import Learner, LearnerSettings, Log
+from asyncrl.learner.update import Update
+from asyncrl.policies.checkpoints import load_policy, save_policy
+from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.protocol import SamplingParams
+from asyncrl.records import StartState
+from asyncrl.replay.ports import LearnerPort
+from asyncrl.rewards.resnet import RewardModel, load_reward
+from asyncrl.weights.interface import Publisher
+from asyncrl.weights.transports import TransportName
+from asyncrl.worlds.start_states import load_start_states
+from asyncrl.worlds.wan import WanWorld, load_world
+
+FIRST_WEIGHTS_DEADLINE = 300.0
+"""Seconds the first actor has to load its models and take the first version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What the learner begins with."""
+
+    policy: OpenVLAOFT
+    run_dir: Path
+    version: int
+    """0, or that of the checkpoint."""
+    checkpoint: Path | None
+    """Where a resumed run goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dreams:
+    """What an actor imagines with, besides the policy."""
+
+    world: WanWorld
+    reward: RewardModel
+    starts: list[StartState]
+
+
+def device_of(config: TrainConfig, local_rank: int) -> torch.device:
+    """Choose the device of a rank and of its actor.
+
+    Raises:
+        ConfigError: cuda was asked for and there is none.
+    """
+    count = torch.cuda.device_count() if config.device != "cpu" else 0
+    if config.device == "cuda" and not count:
+        raise ConfigError(
+            "--device is cuda, but PyTorch sees no CUDA device. Use --device cpu, or run `asyncrl doctor`."
+        )
+    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+
+
+def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
+    """Choose what carries the weights; every rank of a host comes to the same answer."""
+    if config.weights.transport != "auto":
+        return config.weights.transport
+    learner = device_of(config, placement.learners[0])
+    actors = [device_of(config, rank) for rank in placement.actors]
+    if learner.type == "cpu":
+        return "gloo"
+    if set(actors) == {learner}:
+        return "cuda_ipc"
+    # NCCL takes one process per GPU; where GPUs are shared in another way, weights go through host memory.
+    return "nccl" if len({learner, *actors}) == 1 + len(actors) else "gloo"
+
+
+def build_policy(folder: Path, device: torch.device) -> OpenVLAOFT:
+    """Load a policy that samples and learns without dropout."""
+    policy = load_policy(folder, device=device)
+    policy.eval()
+    return policy
+
+
+def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
+    """Load world, reward and start states and check that they fit each other.
+
+    Raises:
+        CheckpointError: A file is missing, cannot be read, or does not fit the others.
+    """
+    folder = assets.world_folder(config.world)
+    world, reward = load_world(folder, device=device), load_reward(folder, device=device)
+    file = assets.start_states_file(config.start_states)
+    try:
+        starts = load_start_states(file)
+    except AssetError as error:
+        raise CheckpointError(f"--start-states {config.start_states}: {error}") from error
+    size = world.image_size
+    if reward.config.image_size != size:
+        raise CheckpointError(
+            f"The world in {folder} draws {size}-pixel frames, but its reward model looks at "
+            f"{reward.config.image_size}. Fit the reward model again: asyncrl fit reward --world {folder}."
+        )
+    wrong = next((state for state in starts if state.frame.shape[:2] != (size, size)), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"Start state {wrong.name!r} of {file} has the shape {wrong.frame.shape}, "
+            f"but --world {config.world} imagines {size} x {size}. Choose files that belong together."
+        )
+    reward.task_ids(sorted({state.task for state in starts}))
+    return Dreams(world=world, reward=reward, starts=starts)
+
+
+def check_tasks(policy: OpenVLAOFT, starts: Sequence[StartState]) -> None:
+    """Let the policy read every instruction once, so that one it cannot read fails at the start."""
+    first = {state.task: state for state in starts}
+    for task, state in first.items():
+        policy.preprocess(state.frame[None], [task])
+
+
+def build_imagination(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Imagination:
+    """Join the models of an actor."""
+    sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
+    return Imagination(policy, dreams.world, dreams.reward, sampling)
+
+
+def actor_settings(config: TrainConfig, name: str) -> ActorSettings:
+    """Numbers of the actor `name`."""
+    return ActorSettings(
+        name=name,
+        slots=config.actor.slots,
+        group_size=config.algorithm.group_size,
+        max_decisions=config.actor.max_decisions,
+        success_threshold=config.actor.success_threshold,
+        run_seed=config.seed,
+    )
+
+
+def learner_settings(config: TrainConfig) -> LearnerSettings:
+    """Numbers of the learner."""
+    return LearnerSettings(
+        updates=config.updates,
+        groups_per_update=config.algorithm.groups_per_update,
+        normalize_by_std=config.algorithm.normalize_by_std,
+        checkpoint_every=config.checkpoint_every,
+        max_wait=config.max_wait,
+        first_weights_deadline=FIRST_WEIGHTS_DEADLINE,
+        config_hash=config_hash(config),
+    )
+
+
+def config_hash(config: TrainConfig) -> str:
+    """Identify the settings that decide what is learned: not where the run lies, nor how long it is."""
+    same = replace(config, run_dir="", updates=1, resume=False)
+    return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]
+
+
+def prepare(config: TrainConfig, device: torch.device) -> Start:
+    """Check that all models load and fit, then make or find the run's folder.
+
+    Raises:
+        ConfigError: Something is missing or does not fit. A new run's folder does not exist then.
+    """
+    dreams = build_dreams(config, torch.device("cpu"))
+    shipped = assets.policy_folder(config.policy)  # Actors load it, also when the learner goes on elsewhere.
+    if not config.resume:
+        policy = build_policy(shipped, device)
+        check_tasks(policy, dreams.starts)
+        return Start(policy=policy, run_dir=run_folder.create(config), version=0, checkpoint=None)
+    run_dir = run_folder.create(config)
+    folder = checkpoint.latest(run_dir)
+    assert folder is not None  # The run folder was found by its checkpoints.
+    checkpoint.verify(folder)
+    policy = build_policy(folder, device)
+    check_tasks(policy, dreams.starts)
+    version = int(folder.name.rpartition("_")[2])
+    return Start(policy=policy, run_dir=run_dir, version=version, checkpoint=folder)
+
+
+def build_learner(
+    config: TrainConfig,
+    start: Start,
+    port: LearnerPort,
+    publisher: Publisher,
+    log: Log,
+    *,
+    stop_requested: Callable[[], bool],
+) -> Learner:
+    """Build the learner and, when the run resumes, bring it to where the checkpoint stopped.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the policy.
+    """
+    learner = Learner(
+        Update(start.policy, config.algorithm),
+        port,
+        publisher,
+        log,
+        checkpoint.Checkpoints(start.run_dir, keep=config.keep_checkpoints),
+        learner_settings(config),
+        save_policy=partial(save_policy, start.policy),
+        stop_requested=stop_requested,
+    )
+    if start.checkpoint is not None:
+        learner.restore(start.checkpoint)
+    return learner

@@ -1,0 +1,164 @@
+"""The child processes of a rank and its wish to stop: supervisors in, one look after all of them out.
+
+Also the learner's ports with that look built in, wherever they wait longer than a slice.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from asyncrl import metrics as m
+from asyncrl.errors import AsyncRLError, ReplayError
+from asyncrl.launch.supervisor import State, Supervisor
+from asyncrl.metrics import Metric
+from asyncrl.records import Episode
+from asyncrl.replay.ports import LearnerPort
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from asyncrl.weights.interface import Publisher
+
+LOOK_EVERY = 0.05
+"""Seconds between two looks while nothing else is to do."""
+ANSWER_DEADLINE = 60.0
+"""Seconds a replay that died has to come back and answer."""
+
+
+class StopFlag:
+    """Whether SIGINT or SIGTERM came. Later ones change nothing: torchrun repeats the terminal's signal."""
+
+    def __init__(self) -> None:
+        self.set = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.set = True
+
+    @contextmanager
+    def listening(self) -> Iterator[StopFlag]:
+        """Take both signals over within the block; main thread only."""
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Crew:
+    """The supervised children of one rank."""
+
+    def __init__(self, stop: StopFlag, tell: Callable[[str], None] = print) -> None:
+        """Begin without children; `tell` receives a line when one came back."""
+        self.members: list[Supervisor] = []
+        self._stop, self._tell = stop, tell
+        self._told: dict[str, int] = {}
+
+    def look(self) -> bool:
+        """Respawn who died; returns whether the run shall stop. The learner's `stop_requested`.
+
+        Raises:
+            RunError: One died too often.
+        """
+        for member in self.members:
+            member.poll()
+            if member.respawns > self._told.get(member.name, 0):
+                self._told[member.name] = member.respawns
+                self._tell(f"{member.name} died and came back (respawn {member.respawns}); see its log")
+        return self._stop.set
+
+    def settle(self) -> None:
+        """Look until nobody waits for a respawn."""
+        while any(member.poll() is State.BACKING_OFF for member in self.members):
+            self.look()
+            time.sleep(LOOK_EVERY)
+        self.look()
+
+    def end(self, deadline: float) -> None:
+        """Let the children end by themselves for `deadline` seconds in all, then end those that are left."""
+        until = time.monotonic() + deadline
+        for member in reversed(self.members):
+            member.wait(max(0.0, until - time.monotonic()))
+            member.stop(1.0)
+
+
+class WatchedReplay:
+    """`LearnerPort` that survives a replay that died while its answer is awaited."""
+
+    def __init__(self, port: LearnerPort, crew: Crew) -> None:
+        self._port, self._crew = port, crew
+        self.stopped = False
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        """See `LearnerPort.sample`."""
+        return self._port.sample(groups=groups, version=version, timeout=timeout)
+
+    def report_version(self, version: int) -> None:
+        """See `LearnerPort.report_version`."""
+        self._port.report_version(version)
+
+    def status(self) -> dict[Metric, float]:
+        """See `LearnerPort.status`."""
+        until = time.monotonic() + ANSWER_DEADLINE
+        while True:
+            self._crew.settle()
+            try:
+                return self._port.status()
+            except ReplayError:
+                if time.monotonic() > until:
+                    raise
+
+    def stop(self) -> None:
+        """See `LearnerPort.stop`."""
+        if not self.stopped:
+            self.stopped = True
+            self._port.stop()
+
+    def close(self) -> None:
+        """See `LearnerPort.close`."""
+        self._port.close()
+
+
+class WatchedPublisher:
+    """`Publisher` that looks after the children while the first actor loads its models."""
+
+    def __init__(self, publisher: Publisher, crew: Crew) -> None:
+        self._publisher, self._crew = publisher, crew
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """See `Publisher.publish`."""
+        self._publisher.publish(tensors, version)
+
+    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+        """See `Publisher.wait_for_first`.
+
+        Raises:
+            KeyboardInterrupt: A stop was asked for; the learner then ends the run in order.
+        """
+        until = time.monotonic() + deadline
+        while self._publisher.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
+            if self._crew.look():
+                raise KeyboardInterrupt
+            time.sleep(LOOK_EVERY)
+        self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()), actors)
+
+    def status(self) -> dict[Metric, float]:
+        """See `Publisher.status`."""
+        return self._publisher.status()
+
+    def close(self) -> None:
+        """See `Publisher.close`."""
+        self._publisher.close()
+
+
+def quietly(action: Callable[[], object], tell: Callable[[str], None]) -> None:
+    """Carry out one step of the ending; its failure is told, but the other steps follow all the same."""
+    try:
+        action()
+    except AsyncRLError as error:
+        tell(f"while ending the run: {error}")

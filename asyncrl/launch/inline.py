@@ -1,0 +1,58 @@
+"""All roles in one process: the learner's wait for a batch is the actor's time to imagine."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.actors.actor import Actor
+from asyncrl.config import TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.launch import build, rendezvous, summary
+from asyncrl.launch.crew import StopFlag
+from asyncrl.logbook import Logbook
+from asyncrl.replay.core import open_core
+from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
+from asyncrl.weights.inline import build_inline
+from asyncrl.worlds.start_states import StartStateStream
+
+
+def run_inline(config: TrainConfig, stop: StopFlag) -> int:
+    """Train without a child process or a socket.
+
+    Raises:
+        ConfigError: It was started on several ranks, or something else that cannot work.
+    """
+    if (ranks := rendezvous.world_size()) > 1:
+        raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
+    torch.set_num_threads(config.learner_threads)
+    torch.manual_seed(config.seed)
+    device = build.device_of(config, 0)
+    start = build.prepare(config, device)
+    run_dir = start.run_dir
+    publisher, receiver = build_inline()
+    dreams = build.build_dreams(config, device)
+    source = start.checkpoint or build.assets.policy_folder(config.policy)
+    imagination = build.build_imagination(config, build.build_policy(source, device), dreams)
+    core = open_core(run_dir / "replay", config)
+    actor = Actor(
+        imagination,
+        StartStateStream(dreams.starts, config.seed),
+        InlineActorPort(core),
+        receiver,
+        build.actor_settings(config, "inline"),
+    )
+
+    def imagine() -> None:
+        actor.round(0.0)
+
+    with Logbook(
+        run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
+    ) as log:
+        log.banner(summary.banner(config, run_dir, "1 process (inline)", str(device)))
+        port = InlineLearnerPort(core, version=start.version, imagine=imagine)
+        try:
+            build.build_learner(config, start, port, publisher, log, stop_requested=lambda: stop.set).run()
+        finally:
+            port.close()
+        log.banner(summary.closing(config, run_dir))
+    return 0

@@ -1,0 +1,73 @@
+"""What the child processes of a run do: configuration and facts as JSON in, exit code 0 when the run is over.
+
+actor      policy, world and reward models; episodes to the replay, weights from the learner
+replay     the HDF5 store and its socket; no torch
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from asyncrl.config import TrainConfig, overlay
+from asyncrl.launch.rendezvous import RunFacts, local_rank, world_size
+
+FAREWELL = 5.0
+"""Seconds an actor has to hand over its last episodes."""
+
+
+def actor_main(config_json: str, facts_json: str, name: str) -> None:
+    """Imagine until the learner ends the run."""
+    import torch
+
+    from asyncrl import assets
+    from asyncrl.actors.actor import Actor
+    from asyncrl.launch import build
+    from asyncrl.launch.placement import parse_placement
+    from asyncrl.replay.client import ZmqActorPort
+    from asyncrl.weights.receiver import build_receiver
+    from asyncrl.worlds.start_states import StartStateStream
+
+    config, facts = _read(config_json, facts_json)
+    torch.set_num_threads(config.actor.threads)
+    device = build.device_of(config, local_rank())
+    placement = parse_placement(config.placement, world_size(), 0)
+    policy = build.build_policy(assets.policy_folder(config.policy), device)
+    dreams = build.build_dreams(config, device)
+    receiver = build_receiver(
+        build.transport_of(config, placement),
+        facts.weights_endpoint,
+        name,
+        policy.trainable_tensors(),
+        device,
+        config.weights.deadline,
+    )
+    try:
+        port = ZmqActorPort(facts.replay_endpoint, name)
+        actor = Actor(
+            build.build_imagination(config, policy, dreams),
+            StartStateStream(dreams.starts, config.seed),
+            port,
+            receiver,
+            build.actor_settings(config, name),
+        )
+        actor.run()
+        port.close(FAREWELL)
+    finally:
+        receiver.close()
+
+
+def replay_main(config_json: str, facts_json: str) -> None:
+    """Keep the run's episodes until the learner ends the run."""
+    from asyncrl.replay.core import open_core
+    from asyncrl.replay.service import serve_replay
+
+    config, facts = _read(config_json, facts_json)
+    serve_replay(open_core(Path(facts.run_dir) / "replay", config), facts.replay_endpoint)
+
+
+def _read(config_json: str, facts_json: str) -> tuple[TrainConfig, RunFacts]:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = overlay(TrainConfig(), json.loads(config_json), "the run's settings")
+    return config, RunFacts(**json.loads(facts_json))

@@ -1,0 +1,186 @@
+"""One rank of a run: its configuration in, an exit code out. Rank 0 learns; the others look after an actor.
+
+    rank 0 ──spawns──► replay, and actor-0 when it also imagines
+    rank k ──spawns──► actor-k
+
+The end, in order: the learner tells the replay, which tells the actors; they leave; publisher and replay
+close.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.config import TrainConfig, load_file, to_json
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.launch import rendezvous
+from asyncrl.launch.crew import LOOK_EVERY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
+from asyncrl.launch.placement import Placement, parse_placement
+from asyncrl.launch.rendezvous import RunFacts
+from asyncrl.launch.supervisor import State, Supervisor
+
+if TYPE_CHECKING:
+    from asyncrl.learner.learner import Learner
+    from asyncrl.weights.interface import Publisher
+
+ACTOR_FAREWELL = 8.0
+"""Seconds an actor rank that was asked to stop waits for the learner to end its actor in order."""
+FAREWELL = 4.0
+"""Seconds the children have to end by themselves once the run is over."""
+
+
+def run(config: TrainConfig) -> int:
+    """Do this rank's part of a run.
+
+    Raises:
+        ConfigError: Something that cannot work; nothing was started.
+        AsyncRLError: The run failed.
+    """
+    with StopFlag().listening() as stop:
+        if config.inline:
+            from asyncrl.launch.inline import run_inline
+
+            return run_inline(config, stop)
+        placement = _placement(config)
+        if placement.learns(rendezvous.rank()):
+            return _learn(config, placement, stop)
+        return _look_after_actor(stop)
+
+
+def _placement(config: TrainConfig) -> Placement:
+    ranks = rendezvous.world_size()
+    placement = parse_placement(config.placement, ranks, 0)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    if local != ranks:
+        raise ConfigError(
+            f"torchrun started {ranks} ranks, but only {local} on this host, and the replay and the weights "
+            "travel inside one host only. Use one host: torchrun --standalone --nproc-per-node N."
+        )
+    return placement
+
+
+def _look_after_actor(stop: StopFlag) -> int:
+    """An actor rank: keep its actor alive until it ends with the run."""
+    facts = rendezvous.receive()
+    run_dir = Path(facts.run_dir)
+    config = load_file(run_dir / "config.json")
+    crew = Crew(stop)
+    actor = _actor(config, facts, rendezvous.rank())
+    crew.members.append(actor)
+    try:
+        while not crew.look() and actor.poll() is not State.FINISHED:
+            time.sleep(LOOK_EVERY)
+        if stop.set:
+            actor.wait(ACTOR_FAREWELL)
+    finally:
+        actor.stop(1.0)
+    return 0
+
+
+def _actor(config: TrainConfig, facts: RunFacts, rank: int) -> Supervisor:
+    name = f"actor-{rank}"
+    return _child(name, "actor_main", config, facts, name)
+
+
+def _child(name: str, function: str, config: TrainConfig, facts: RunFacts, *more: str) -> Supervisor:
+    return Supervisor(
+        name,
+        f"asyncrl.launch.roles:{function}",
+        (to_json(config), json.dumps(dataclasses.asdict(facts)), *more),
+        Path(facts.run_dir) / "logs" / f"{name}.log",
+        config.actor.max_respawns,
+    )
+
+
+def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
+    """Rank 0: check everything, start the children, learn, end them."""
+    import torch
+
+    from asyncrl.launch import build, summary
+    from asyncrl.logbook import Logbook
+    from asyncrl.weights.publisher import build_publisher
+
+    torch.set_num_threads(config.learner_threads)
+    torch.manual_seed(config.seed)
+    device = build.device_of(config, rendezvous.local_rank())
+    transport = build.transport_of(config, placement)
+    start = build.prepare(config, device)
+    run_dir = start.run_dir
+    publisher = build_publisher(transport, device=device, deadline=config.weights.deadline)
+    with (
+        Logbook(
+            run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
+        ) as log,
+        _sockets() as endpoint,
+    ):
+        log.banner(summary.banner(config, run_dir, placement.summary, str(device)))
+        facts = RunFacts(run_dir=str(run_dir), replay_endpoint=endpoint, weights_endpoint=publisher.endpoint)
+        crew = Crew(stop, log.banner)
+        try:
+            port = _start(config, placement, facts, start.version, crew)
+            learner = build.build_learner(
+                config, start, port, WatchedPublisher(publisher, crew), log, stop_requested=crew.look
+            )
+            _train(learner, port, publisher, crew, run_dir)
+        finally:
+            crew.end(0.0)
+            publisher.close()
+        log.banner(summary.closing(config, run_dir))
+    return 0
+
+
+def _start(
+    config: TrainConfig, placement: Placement, facts: RunFacts, version: int, crew: Crew
+) -> WatchedReplay:
+    """Start this rank's children and tell the other ranks; returns the learner's port."""
+    from asyncrl.replay.client import ZmqLearnerPort
+
+    crew.members.append(_child("replay", "replay_main", config, facts))
+    rank = rendezvous.rank()
+    if placement.imagines(rank):
+        crew.members.append(_actor(config, facts, rank))
+    rendezvous.share(facts)
+    return WatchedReplay(ZmqLearnerPort(facts.replay_endpoint, version=version), crew)
+
+
+def _train(
+    learner: Learner,
+    port: WatchedReplay,
+    publisher: Publisher,
+    crew: Crew,
+    run_dir: Path,
+) -> None:
+    """Run the learner; at the end, good or bad, everybody is told."""
+    try:
+        learner.run()
+    except AsyncRLError:
+        print(f"the run failed; the logs of its processes are in {run_dir / 'logs'}", file=sys.stderr)
+        raise
+    finally:
+        complain = partial(print, file=sys.stderr)
+        quietly(port.stop, complain)
+        quietly(publisher.close, complain)
+        quietly(partial(crew.end, FAREWELL), complain)
+        quietly(port.close, complain)
+
+
+@contextmanager
+def _sockets() -> Iterator[str]:
+    """Make the private folder of the replay's socket and remove it afterwards; yields the endpoint."""
+    from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+
+    folder = private_folder()
+    try:
+        yield ipc_endpoint(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

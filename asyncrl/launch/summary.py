@@ -1,0 +1,70 @@
+"""What a run says at its start and end: configuration and run folder in, text for the console out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from asyncrl import __version__, checkpoint
+from asyncrl import metrics as m
+from asyncrl.config import TrainConfig
+
+ENDS = 5
+"""Updates at each end of the run whose success is averaged."""
+
+
+def banner(config: TrainConfig, run_dir: Path, processes: str, device: str) -> str:
+    """One line: what runs where.
+
+    Args:
+        config: Settings of the run.
+        run_dir: Its folder.
+        processes: For example '1 learner + 3 actors'.
+        device: For example 'cpu'.
+    """
+    parts = (
+        f"asyncrl {__version__}",
+        f"run {shown(run_dir)}",
+        processes,
+        f"world {config.world}",
+        f"policy {config.policy}",
+        f"seed {config.seed}",
+        f"lag <= {config.max_lag}",
+        device,
+    )
+    return "  ".join(parts)
+
+
+def closing(config: TrainConfig, run_dir: Path) -> str:
+    """What was reached, where the newest checkpoint is, and the command that comes next."""
+    rates = successes(run_dir / "metrics.jsonl")
+    newest = checkpoint.latest(run_dir)
+    run = shlex.quote(shown(run_dir))
+    lines = [f"stopped after {len(rates)} of {config.updates} updates"] if len(rates) < config.updates else []
+    if rates:
+        first, last = rates[:ENDS], rates[-ENDS:]
+        lines.append(
+            f"success in imagination: {sum(first) / len(first):.1%} (first {len(first)} updates) -> "
+            f"{sum(last) / len(last):.1%} (last {len(last)})"
+        )
+    if newest is not None:
+        lines.append(f"newest checkpoint:      {shown(newest)}")
+    lines.append(f"true success rate:      asyncrl evaluate {run} --episodes 256")
+    if len(rates) < config.updates:
+        lines.append(f"continue:               asyncrl train --run-dir {run} --resume")
+    return "\n".join(lines)
+
+
+def successes(path: Path) -> list[float]:
+    """Success rate of every update in a metrics.jsonl."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [float(row.get(m.SUCCESS_ONCE.name) or 0.0) for row in rows]
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

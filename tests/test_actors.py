@@ -1,0 +1,320 @@
+"""The actor: seeds, slots, and imagination that does not depend on its neighbours. Tiny real models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.actors.actor import Actor, ActorSettings
+from asyncrl.actors.imagine import Imagination
+from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
+from asyncrl.actors.slots import DecisionRecord, Member, Slot, Slots, finished_episode
+from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.vision import TowerConfig
+from asyncrl.records import Episode, StartState, problem_with
+from asyncrl.replay.core import ReplayCore, open_core
+from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.ports import GroupGrant
+from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.weights.inline import build_inline
+from asyncrl.worlds.start_states import StartStateStream
+from asyncrl.worlds.wan import WanWorld
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+
+TASKS = ("put the red cube on the white plate", "put the blue cube on the yellow plate")
+GROUP = 2
+
+
+def start(number: int) -> StartState:
+    rng = np.random.default_rng(number)
+    return StartState(
+        name=f"start-{number}",
+        task=TASKS[number % 2],
+        frame=rng.integers(0, 256, (64, 64, 3), dtype=np.uint8),
+        context_frames=np.zeros((0, 64, 64, 3), np.uint8),
+        context_actions=np.zeros((0, 7), np.float32),
+    )
+
+
+def grant(number: int, *, min_version: int = 0, keep_video: bool = False) -> GroupGrant:
+    return GroupGrant(number=number, min_version=min_version, keep_video=keep_video)
+
+
+@pytest.fixture(scope="module")
+def imagination() -> Imagination:
+    torch.manual_seed(0)
+    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2)).eval()
+    size = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=16, patch=2, freq_dim=32)
+    vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)).eval()
+    world: Any = WanWorld(ActionWanTransformer(size).eval(), vae, image_size=64, schedule_steps=2, version=5)
+    config = RewardConfig.tiny(TASKS)
+    sampling = SamplingParams(temperature=1.3, top_k=20)
+    return Imagination(policy, world, RewardModel(build_network(config), config), sampling)
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+
+
+def test_seeds_follow_from_their_arguments_alone() -> None:
+    assert [episode_seed(0, 1, 2), noise_seed(3, 4), sampling_seed(5)] == [
+        episode_seed(0, 1, 2),
+        noise_seed(3, 4),
+        sampling_seed(5),
+    ]
+
+
+def test_no_two_decisions_of_a_run_share_a_seed() -> None:
+    episodes = [episode_seed(run, group, i) for run in (0, 1) for group in range(20) for i in range(8)]
+    noises = [noise_seed(seed, n) for seed in episodes for n in range(6)]
+    everything = [*episodes, *noises, *map(sampling_seed, noises)]
+    assert len(set(everything)) == 2 * 20 * 8 * (1 + 6 + 6)
+    assert all(0 <= seed < 2**62 for seed in everything)
+
+
+# ---- slots ---------------------------------------------------------------------------------------
+
+
+def members(slots: Slots) -> list[tuple[int, int] | None]:
+    return [(s.member.grant.number, s.member.member) if s else None for s in slots.places]
+
+
+def test_places_are_filled_in_the_order_of_the_grants() -> None:
+    slots = Slots(3, run_seed=0)
+    assert slots.wanted == 3
+    slots.add_group(grant(4), start(4), 2)
+    assert slots.wanted == 1
+    slots.add_group(grant(5), start(5), 2)
+    assert slots.wanted == 0
+    assert slots.fill(0) == [0, 1, 2]
+    assert members(slots) == [(4, 0), (4, 1), (5, 0)]
+    assert slots.slot(1).seed == episode_seed(0, 4, 1)
+    np.testing.assert_array_equal(slots.slot(2).frame, start(5).frame)
+
+
+def test_a_free_place_is_refilled_while_the_neighbours_go_on() -> None:
+    slots = Slots(2, run_seed=0)
+    slots.add_group(grant(0), start(0), 3)
+    slots.fill(0)
+    cleared = slots.clear(0)
+    assert (cleared.member.member, slots.live) == (0, [1])
+    assert slots.fill(0) == [0]
+    assert members(slots) == [(0, 2), (0, 1)]
+    slots.clear(1)
+    assert slots.fill(0) == []
+    assert slots.wanted == 1
+
+
+def test_members_wait_for_the_version_their_grant_asks_for() -> None:
+    slots = Slots(4, run_seed=0)
+    slots.add_group(grant(0, min_version=1), start(0), 2)
+    slots.add_group(grant(1, min_version=2), start(1), 2)
+    assert slots.fill(0) == []
+    assert slots.fill(1) == [0, 1]
+    assert slots.fill(1) == []
+    assert slots.fill(2) == [2, 3]
+
+
+def test_an_episode_begins_at_the_last_context_frame() -> None:
+    context = np.stack([np.full((64, 64, 3), i, np.uint8) for i in (1, 2, 3, 4)])
+    slots = Slots(1, run_seed=0)
+    slots.add_group(grant(0), replace(start(0), context_frames=context), 1)
+    slots.fill(0)
+    assert (slots.slot(0).frame == 4).all()
+
+
+# ---- the record ----------------------------------------------------------------------------------
+
+
+def slot_with(scores: list[list[float]], *, keep_video: bool = False) -> Slot:
+    """A slot whose decision n saw a frame of value 8 n, and whose step i drew one of value i + 1."""
+    slot = Slot(
+        member=Member(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
+        seed=9,
+        frame=start(3).frame,
+    )
+    for n, row in enumerate(scores):
+        drawn = np.stack([np.full((2, 2, 3), 8 * n + i + 1, np.uint8) for i in range(8)])
+        slot.add(
+            DecisionRecord(
+                frame=np.full((2, 2, 3), 8 * n, np.uint8),
+                tokens=np.full((8, 7), n, np.int32),
+                logprobs=np.full((8, 7), -1.0 - n, np.float32),
+                value=float("nan"),
+                actions=np.full((8, 7), 0.1 * n, np.float32),
+                scores=np.array(row, np.float32),
+                new_frames=drawn,
+                policy_version=10 + n,
+                noise_seed=slot.next_noise_seed(),
+            )
+        )
+    return slot
+
+
+def finish(slot: Slot, max_decisions: int = 3) -> Episode | None:
+    return finished_episode(
+        slot,
+        threshold=0.9,
+        max_decisions=max_decisions,
+        group_size=GROUP,
+        actor="actor-0",
+        world_version=5,
+        temperature=1.3,
+        top_k=20,
+    )
+
+
+LOW, HIGH = [0.1] * 8, [0.2, 0.3, 0.9, 0.5, 0.95, 0.1, 0.1, 0.1]
+
+
+def test_an_episode_goes_on_until_success_or_the_last_decision() -> None:
+    assert finish(slot_with([LOW])) is None
+    assert finish(slot_with([LOW, LOW])) is None
+    ended = finish(slot_with([LOW, LOW, LOW]))
+    assert ended is not None
+    assert (ended.end_reason, ended.rewards.sum()) == ("truncated", 0)
+    assert problem_with(ended) is None
+
+
+def test_the_first_step_that_reaches_the_threshold_is_rewarded_and_no_other() -> None:
+    ended = finish(slot_with([LOW, HIGH]))
+    assert ended is not None
+    assert ended.rewards.tolist() == [[0] * 8, [0, 0, 1, 0, 0, 0, 0, 0]]
+    assert (ended.end_reason, ended.first_success_step) == ("success", 10)
+    assert problem_with(ended) is None
+
+
+def test_an_episode_carries_all_it_was_made_of() -> None:
+    ended = finish(slot_with([LOW, HIGH], keep_video=True))
+    assert ended is not None
+    assert (ended.group_id, ended.member, ended.group_size) == ("00000003", 1, GROUP)
+    assert (ended.task, ended.start_state, ended.actor) == (TASKS[1], "start-3", "actor-0")
+    assert (ended.world_version, ended.temperature, ended.top_k, ended.seed) == (5, 1.3, 20, 9)
+    assert ended.policy_versions.tolist() == [10, 11]
+    assert ended.noise_seeds.tolist() == [noise_seed(9, 0), noise_seed(9, 1)]
+    assert ended.frames[:, 0, 0, 0].tolist() == [0, 8]
+    assert ended.final_frame[0, 0, 0] == 16
+    assert ended.video[:, 0, 0, 0].tolist() == list(range(1, 17))
+    assert problem_with(ended) is None
+
+
+def test_frames_are_kept_only_when_the_grant_asks_for_them() -> None:
+    ended = finish(slot_with([HIGH]))
+    assert ended is not None
+    assert ended.video.shape == (0, 2, 2, 3)
+
+
+# ---- imagination ---------------------------------------------------------------------------------
+
+
+def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[DecisionRecord]:
+    """One decision of the given (group, member) pairs, in this order of places."""
+    fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
+    slots = Slots(len(wanted), run_seed=0)
+    slots.pending.extend(Member(grant=grant(g), member=i, start=start(g)) for g, i in wanted)
+    fresh.begin(slots, slots.fill(0))
+    fresh.step(slots, 7)
+    return [slots.slot(place).decisions[0] for place in range(len(wanted))]
+
+
+def test_an_episode_does_not_depend_on_its_neighbours(imagination: Imagination) -> None:
+    (alone,) = imagine(imagination, [(1, 1)])
+    together = imagine(imagination, [(0, 0), (2, 1), (1, 1), (1, 0)])[2]
+    np.testing.assert_array_equal(alone.tokens, together.tokens)
+    np.testing.assert_allclose(alone.logprobs, together.logprobs, atol=1e-4)
+    np.testing.assert_allclose(alone.scores, together.scores, atol=1e-3)
+    difference = alone.new_frames.astype(int) - together.new_frames.astype(int)
+    assert np.abs(difference).max() <= 1
+    assert (alone.noise_seed, alone.policy_version) == (together.noise_seed, 7)
+
+
+def test_siblings_share_their_start_and_nothing_else(imagination: Imagination) -> None:
+    one, other = imagine(imagination, [(1, 0), (1, 1)])
+    np.testing.assert_array_equal(one.frame, other.frame)
+    assert (one.tokens != other.tokens).any()
+    assert (one.new_frames != other.new_frames).any()
+
+
+def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination) -> None:
+    (decision,) = imagine(imagination, [(0, 0)])
+    policy = imagination.policy
+    with torch.no_grad():
+        seen = policy.evaluate(
+            policy.preprocess(decision.frame[None], [TASKS[0]]),
+            torch.from_numpy(decision.tokens)[None],
+            imagination.sampling,
+        )
+    np.testing.assert_allclose(seen.logprob[0].numpy(), decision.logprobs, atol=1e-4)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+def actor_with(
+    models: Imagination, folder: Path, *, slots: int
+) -> tuple[Actor, ReplayCore, InlineLearnerPort]:
+    config = TrainConfig(
+        algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=1),
+        replay=ReplaySettings(max_lag=0, keep_video_every=1),
+    )
+    core = open_core(folder, config)
+    learner = InlineLearnerPort(core)
+    publisher, receiver = build_inline()
+    publisher.publish(models.policy.trainable_tensors(), 0)
+    settings = ActorSettings(
+        name="inline", slots=slots, group_size=GROUP, max_decisions=1, success_threshold=1.0, run_seed=0
+    )
+    fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
+    starts = StartStateStream([start(0), start(1)], seed=0)
+    return Actor(fresh, starts, InlineActorPort(core), receiver, settings), core, learner
+
+
+def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path: Path) -> None:
+    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    actor.round(wait=0.0)
+    assert (list(core.limiter.ready), actor.slots.live) == ([0], [])
+    ((first, second),) = learner.sample(groups=1, version=0, timeout=0.0)
+    assert (first.member, second.member) == (0, 1)
+    assert first.start_state == second.start_state == actor.starts[0].name
+    for episode in (first, second):
+        assert problem_with(episode) is None
+        assert episode.policy_versions.tolist() == [0]
+        assert (episode.world_version, episode.video.shape) == (5, (8, 64, 64, 3))
+    core.close()
+
+
+def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagination, tmp_path: Path) -> None:
+    actor, core, _ = actor_with(imagination, tmp_path, slots=1)
+    actor.round(wait=0.0)
+    assert (len(core.limiter.ready), len(core.limiter.open[0].members)) == (0, 1)
+    actor.round(wait=0.0)
+    assert list(core.limiter.ready) == [0]
+    core.close()
+
+
+def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:
+    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    actor.round(wait=0.0)
+    actor.round(wait=0.0)
+    assert (core.limiter.credit, list(core.limiter.ready), actor.slots.live) == (0, [0], [])
+    learner.sample(groups=1, version=0, timeout=0.0)
+    learner.report_version(1)  # Credit for the next group, which asks for version 1.
+    actor.round(wait=0.0)
+    assert (len(actor.slots.pending), actor.slots.live) == (GROUP, [])
+    core.close()
+
+
+def test_a_run_that_is_over_ends_the_actor(imagination: Imagination, tmp_path: Path) -> None:
+    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    learner.stop()
+    actor.run()
+    assert (actor.version, core.limiter.next_number) == (0, 0)
+    core.close()

@@ -1,0 +1,83 @@
+"""The command line: fast, and helpful to those who mistype."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from asyncrl import __version__, cli
+from asyncrl.errors import AssetError
+from asyncrl.metrics import as_markdown
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    done = python(
+        "import sys; from asyncrl import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit as left: print('code', left.code)\n"
+        "heavy = {'torch', 'transformers', 'diffusers', 'mujoco', 'tyro', 'numpy'}\n"
+        "print('heavy', sorted(heavy & sys.modules.keys()))"
+    )
+    *text, code, heavy = done.stdout.splitlines()
+    assert (code, heavy, done.stderr) == ("code 0", "heavy []", "")
+    for command in cli.COMMANDS:
+        assert any(line.startswith(f"  {command} ") for line in text)
+
+
+def test_the_program_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "metrics"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == as_markdown()
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["-h"], 0), (["help"], 0), (["--version"], 0)])
+def test_what_is_no_command_is_answered(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == code
+    assert capsys.readouterr().out.startswith(f"asyncrl {__version__}")
+
+
+def test_an_unknown_command_is_answered_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("evalute", []) == 2
+    assert "Perhaps you meant `asyncrl evaluate`" in capsys.readouterr().err
+
+
+def test_a_command_unlike_any_other_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("qqqq", []) == 2
+    assert "There are: train, evaluate, collect" in capsys.readouterr().err
+
+
+def test_main_exits_with_the_code_of_the_command() -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["qqqq"])
+    assert left.value.code == 2
+
+
+def fails(arguments: list[str]) -> int:
+    """Stand for a command whose files are missing."""
+    raise AssetError(f"nothing there for {arguments[0]}")
+
+
+def test_an_error_of_ours_is_one_line_and_code_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "fails", (f"{__name__}:fails", ""))
+    assert cli.run("fails", ["x"]) == 1
+    assert capsys.readouterr().err == "asyncrl fails: nothing there for x\n"
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_every_command_of_the_table_exists(command: str) -> None:
+    module, function = cli.COMMANDS[command][0].split(":")
+    assert callable(getattr(import_module(module), function))

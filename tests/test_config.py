@@ -1,0 +1,141 @@
+"""Settings: flags and files in, one configuration out, or an answer that helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import (
+    ActorSettings,
+    AlgorithmSettings,
+    ReplaySettings,
+    TrainConfig,
+    WeightSettings,
+    load_file,
+    overlay,
+    parse,
+    to_json,
+)
+from asyncrl.errors import ConfigError
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "some.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_arguments_the_defaults_hold() -> None:
+    assert parse([]) == TrainConfig()
+
+
+def test_flags_reach_nested_settings() -> None:
+    config = parse(
+        [
+            "--updates",
+            "3",
+            "--inline",
+            "--algorithm.group-size",
+            "4",
+            "--replay.max-lag",
+            "0",
+            "--run-dir",
+            "a",
+        ]
+    )
+    assert config == TrainConfig(
+        updates=3,
+        inline=True,
+        run_dir="a",
+        algorithm=AlgorithmSettings(group_size=4),
+        replay=ReplaySettings(max_lag=0),
+    )
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    path = toml(tmp_path, "updates = 7\nseed = 5\n[actor]\nslots = 3\nmax-decisions = 2\n")
+    config = parse([str(path), "--updates", "9"])
+    assert config == TrainConfig(updates=9, seed=5, actor=ActorSettings(slots=3, max_decisions=2))
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    config = TrainConfig(
+        updates=11,
+        synchronous=True,
+        algorithm=AlgorithmSettings(learning_rate=3e-5, correction="none"),
+        weights=WeightSettings(transport="gloo", deadline=9.5),
+    )
+    path = tmp_path / "config.json"
+    path.write_text(to_json(config))
+    assert load_file(path) == config
+
+
+def test_synchronous_means_a_lag_of_zero() -> None:
+    settings = ReplaySettings(max_lag=3)
+    assert TrainConfig(replay=settings).max_lag == 3
+    assert TrainConfig(replay=settings, synchronous=True).max_lag == 0
+
+
+def test_overlay_leaves_the_original_alone() -> None:
+    config = TrainConfig()
+    changed = overlay(config, {"replay": {"max_lag": 5}}, "here")
+    assert (config.replay.max_lag, changed.replay.max_lag, changed.replay.group_deadline) == (2, 5, 300.0)
+
+
+def test_a_whole_number_may_stand_for_a_real_one() -> None:
+    assert overlay(TrainConfig(), {"max_wait": 30}, "here").max_wait == 30.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("update = 3", "sets 'update', which does not exist. Perhaps you meant 'updates'"),
+        (
+            "[replay]\nmax-lags = 3",
+            r"\[replay\] sets 'max-lags', which does not exist. Perhaps you meant 'max_lag'",
+        ),
+        ("zzz = 3", "which does not exist. Known: actor, algorithm"),
+        ("updates = 'three'", "updates is 'three', expected int like 40"),
+        ("updates = true", "updates is True, expected int"),
+        ("max_wait = true", "max_wait is True, expected float"),
+        ("replay = 3", "must be a table of settings, found int"),
+        ("updates = ", "is not valid toml"),
+    ],
+)
+def test_a_wrong_file_is_answered_with_what_is_wrong(tmp_path: Path, text: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        load_file(toml(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read"):
+        load_file(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong", "flag"),
+    [
+        (AlgorithmSettings, {"group_size": 1}, "--algorithm.group-size is 1"),
+        (AlgorithmSettings, {"temperature": 0.0}, "--algorithm.temperature is 0.0"),
+        (AlgorithmSettings, {"temperature": float("nan")}, "--algorithm.temperature is nan"),
+        (AlgorithmSettings, {"top_k": 257}, "--algorithm.top-k is 257"),
+        (AlgorithmSettings, {"correction_cap": 0.5}, "--algorithm.correction-cap is 0.5"),
+        (ReplaySettings, {"max_lag": -1}, "--replay.max-lag is -1"),
+        (ActorSettings, {"success_threshold": 0.0}, "--actor.success-threshold is 0.0"),
+        (WeightSettings, {"deadline": 0.0}, "--weights.deadline is 0.0"),
+        (TrainConfig, {"updates": 0}, "--updates is 0"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_its_flag(settings: Any, wrong: Any, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        settings(**wrong)
+
+
+def test_a_bad_flag_exits_with_two_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(["--algorithm.group-size", "1"])
+    assert left.value.code == 2
+    said = " ".join((capsys.readouterr().err).replace("│", " ").split())
+    assert "advantage is always zero" in said

@@ -1,0 +1,116 @@
+"""True and imagined episodes side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from asyncrl.contact_sheet import imagine_again, tile, write_contact_sheet
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.records import StartState
+from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.worlds.wan import WanWorld, save_world
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+
+
+def episode(seed: int, decisions: int, *, solved: bool = False, size: int = 2) -> SimulatedEpisode:
+    """Frame i is all 10 seed + i; action i is all i."""
+    count = 1 + 8 * decisions
+    numbers = np.arange(count)
+    success = np.zeros(count, bool)
+    success[-1] = solved
+    return SimulatedEpisode(
+        seed=seed,
+        task="put the red cube on the white plate",
+        frames=np.broadcast_to((10 * seed + numbers)[:, None, None, None], (count, size, size, 3)).astype(
+            np.uint8
+        ),
+        actions=np.broadcast_to(numbers[:, None], (count, 7)).astype(np.float32),
+        success=success,
+    )
+
+
+@dataclass
+class Sum:
+    """State of the world below: one number per slot."""
+
+    total: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.total)
+
+
+class AddingWorld:
+    """Frame after an action: the start frame plus all actions so far."""
+
+    version, image_size = 0, 2
+
+    def start(self, states: Sequence[StartState]) -> Any:
+        assert all(len(state.context_frames) == 0 for state in states)
+        return Sum(np.array([int(state.frame[0, 0, 0]) for state in states]))
+
+    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[torch.Tensor, Any]:
+        assert len(noise_seeds) == len(state)
+        values = state.total[:, None] + np.cumsum(actions[:, :, 0], axis=1)
+        frames = torch.from_numpy(values.astype(np.uint8))[:, :, None, None, None].expand(-1, -1, 2, 2, 3)
+        return frames, Sum(values[:, -1])
+
+
+def test_only_the_first_frame_and_the_actions_are_used() -> None:
+    long, short = episode(1, 2), episode(2, 1)
+    drawn = imagine_again(AddingWorld(), [long, short, episode(3, 2)])
+    triangular = [i * (i + 1) // 2 for i in range(17)]
+    assert drawn[0][:, 0, 0, 0].tolist() == [10 + t for t in triangular]
+    assert drawn[1][:, 1, 1, 2].tolist() == [20 + t for t in triangular[:9]]
+    assert drawn[2][:, 0, 0, 0].tolist() == [30 + t for t in triangular]
+
+
+def test_clips_lie_in_rows_and_a_short_one_keeps_its_last_frame() -> None:
+    clips = [np.full((2, 1, 1, 3), value, np.uint8) for value in (1, 2, 3, 4)]
+    last = np.array([5, 6, 7], np.uint8)[:, None, None, None].repeat(3, axis=3)
+    movie = tile([*clips, last])
+    assert movie.shape == (3, 4, 8, 3)  # two rows of four, twice as large
+    small = movie[:, ::2, ::2, 0]
+    np.testing.assert_array_equal(movie[..., 0], small.repeat(2, axis=1).repeat(2, axis=2))
+    rest = [0, 0, 0]
+    assert small.tolist() == [[[1, 2, 3, 4], [shown, *rest]] for shown in (5, 6, 7)]
+
+
+def test_another_suffix_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must end in \.gif or \.mp4"):
+        write_contact_sheet(tmp_path / "sheet.png", [episode(0, 1)], "tabletop")
+
+
+def test_a_world_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--world nowhere"):
+        write_contact_sheet(tmp_path / "sheet.gif", [episode(0, 1)], "nowhere")
+
+
+def test_a_sheet_has_a_frame_per_step_and_an_edge_per_outcome(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    size = TransformerConfig(heads=2, head_dim=24, layers=1, ffn_dim=40, channels=16, patch=2, freq_dim=32)
+    vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4))
+    save_world(tmp_path / "world", WanWorld(ActionWanTransformer(size), vae, image_size=64, schedule_steps=1))
+    episodes = [episode(0, 1, solved=True, size=64), episode(1, 1, size=64)]
+    path = tmp_path / "videos" / "sheet.gif"
+    write_contact_sheet(path, episodes, str(tmp_path / "world"))
+    with Image.open(path) as sheet:
+        assert sheet.size == (4 * 2 * (2 * 64 + 4), 2 * (64 + 4))
+        first = np.asarray(sheet.convert("RGB")).astype(int)
+        durations = 0
+        for index in range(getattr(sheet, "n_frames", 0)):
+            sheet.seek(index)
+            durations += sheet.info["duration"]
+    assert durations == 9 * 100  # frames that do not change are joined
+    width = 2 * (2 * 64 + 4)
+    (r, g, _), (r2, g2, _) = first[0, 0], first[0, width]
+    assert g > r + 50, "solved: green"
+    assert r2 > g2 + 50, "not solved: red"

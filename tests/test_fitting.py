@@ -1,0 +1,247 @@
+"""Recordings to models: files, windows, the training loop, cloning, the demonstrator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncrl.errors import AssetError, ConfigError, RunError
+from asyncrl.fitting.collect import Demonstrator, _decisions_since, _demonstrate, record_expert
+from asyncrl.fitting.loop import learning_rate_at, minimise
+from asyncrl.fitting.policy import examples, fit_policy
+from asyncrl.fitting.recordings import Recordings, load_recordings, write_part
+from asyncrl.fitting.vae import stream_of
+from asyncrl.fitting.world import windows
+from asyncrl.policies.action_tokens import encode
+from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.vision import TowerConfig
+from asyncrl.simulators.rendering import find_backend
+from asyncrl.simulators.rollout import DUMMY_ACTION, SimulatedEpisode
+
+
+def episode(seed: int, decisions: int, *, solved_at: int = -1, task: str = "put a on b") -> SimulatedEpisode:
+    """Action i is all i + 100 seed; row 0 is the dummy."""
+    count = 1 + 8 * decisions
+    actions = np.broadcast_to(np.arange(count)[:, None] + 100.0 * seed, (count, 7)).astype(np.float32)
+    actions[0] = DUMMY_ACTION
+    success = np.zeros(count, bool)
+    if solved_at >= 0:
+        success[solved_at] = True
+    return SimulatedEpisode(
+        seed=seed,
+        task=task,
+        frames=np.random.default_rng(seed).integers(0, 256, (count, 4, 4, 3), dtype=np.uint8),
+        actions=actions,
+        success=success,
+    )
+
+
+def recordings_of(*episodes: SimulatedEpisode) -> Recordings:
+    return Recordings(
+        frames=np.concatenate([e.frames for e in episodes]),
+        actions=np.concatenate([e.actions for e in episodes]),
+        success=np.concatenate([e.success for e in episodes]),
+        offsets=np.cumsum([0, *(len(e.frames) for e in episodes)]).astype(np.int64),
+        tasks=[e.task for e in episodes],
+        seeds=np.array([e.seed for e in episodes], np.int64),
+    )
+
+
+# ---- recordings ----------------------------------------------------------------------------------
+
+
+def test_recordings_come_back_as_they_were(tmp_path: Path) -> None:
+    parts = [[episode(1, 2, solved_at=12), episode(2, 1, task="a longer task")], [episode(3, 3)]]
+    for number, part in enumerate(parts):
+        assert write_part(tmp_path / f"part-{number:05d}.h5", part, {"policy": "x"}) == len(part)
+    read, expected = load_recordings([tmp_path]), recordings_of(*parts[0], *parts[1])
+    for name in ("frames", "actions", "success", "offsets", "seeds"):
+        found, wanted = getattr(read, name), getattr(expected, name)
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+    assert read.tasks == ["put a on b", "a longer task", "put a on b"]
+    assert read.offsets.tolist() == [0, 17, 26, 51]
+    assert read.solved().tolist() == [True, False, False]
+    assert (len(read), read.span(1)) == (3, slice(17, 26))
+    with h5py.File(tmp_path / "part-00000.h5") as file:
+        assert json.loads(str(file.attrs["about"])) == {"policy": "x"}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_folder_without_recordings_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AssetError, match="asyncrl collect --out"):
+        load_recordings([tmp_path])
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "part-00000.h5", "w") as file:
+        file.attrs["format"] = "other"
+    with pytest.raises(ConfigError, match="'other'"):
+        load_recordings([tmp_path])
+
+
+def test_recordings_are_never_overwritten(tmp_path: Path) -> None:
+    write_part(tmp_path / "part-00000.h5", [episode(1, 1)], {})
+    with pytest.raises(ConfigError, match="already holds recordings"):
+        record_expert(
+            tmp_path, Demonstrator(), episodes=1, first_seed=0, max_decisions=1, workers=1, image_size=64
+        )
+
+
+# ---- what a world model learns from --------------------------------------------------------------
+
+
+def test_a_stream_repeats_the_first_frame_four_more_times() -> None:
+    frames = torch.arange(9)[:, None, None, None].expand(9, 2, 2, 3)
+    assert stream_of(frames)[:, 0, 0, 0].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_windows_are_cut_where_decisions_are_made() -> None:
+    recordings = recordings_of(episode(0, 2), episode(1, 1))
+    encoded = [
+        torch.arange(first, first + count).float()[:, None, None, None].expand(count, 16, 2, 2)
+        for first, count in ((0, 6), (50, 4))
+    ]
+    latents, actions = windows(recordings, encoded)
+    assert latents.shape == (3, 16, 4, 2, 2)
+    assert latents[:, 5, :, 1, 0].tolist() == [[0, 1, 2, 3], [0, 3, 4, 5], [50, 51, 52, 53]]
+    assert actions.shape == (3, 13, 7)
+    assert (actions[:, 0] == torch.tensor(DUMMY_ACTION)).all()
+    assert (actions[0, 1:5] == torch.tensor(DUMMY_ACTION)).all()
+    assert actions[0, 5:, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert actions[1, 1:, 3].tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    assert actions[2, 5:, 6].tolist() == [101, 102, 103, 104, 105, 106, 107, 108]
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 0.2), (4, 1.0), (9, 2.0), (10, 2.0), (40, 1.5), (55, 1.0), (70, 0.5), (100, 0.0)]
+)
+def test_the_learning_rate_rises_and_then_follows_a_cosine(step: int, rate: float) -> None:
+    assert learning_rate_at(step, 100, 2.0, 10) == pytest.approx(rate, abs=1e-12)
+
+
+class Point(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.zeros(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def distance(self, step: int) -> Tensor:
+        return (self.at - torch.tensor([3.0, -1.0])).square().sum()
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+def test_minimising_finds_the_bottom_of_a_bowl(average: float) -> None:
+    point = Point()
+    loss = minimise("bowl", point, point.distance, steps=200, learning_rate=0.1, warmup=10, average=average)
+    torch.testing.assert_close(point.at.detach(), torch.tensor([3.0, -1.0]), atol=0.01, rtol=0)
+    assert loss < 1e-3
+    assert point.frozen.tolist() == [1, 1]
+
+
+def test_averaging_follows_the_slow_formula() -> None:
+    plain, averaged = Point(), Point()
+    path: list[Tensor] = []
+
+    def remembering(step: int) -> Tensor:
+        path.append(plain.at.detach().clone())
+        return plain.distance(step)
+
+    minimise("plain", plain, remembering, steps=30, learning_rate=0.1, warmup=5)
+    minimise("averaged", averaged, averaged.distance, steps=30, learning_rate=0.1, warmup=5, average=0.8)
+    mean = torch.zeros(2)
+    for step, at in enumerate([*path[1:], plain.at.detach()]):
+        decay = min(0.8, (1 + step) / (10 + step))
+        mean = decay * mean + (1 - decay) * at
+    torch.testing.assert_close(averaged.at.detach(), mean, atol=1e-5, rtol=0)
+
+
+def test_a_loss_that_is_not_finite_stops_the_fit() -> None:
+    point = Point()
+    with pytest.raises(RunError, match="`bowl` is nan"):
+        minimise("bowl", point, lambda step: point.distance(step) * float("nan"), steps=3, learning_rate=0.1)
+
+
+# ---- cloning -------------------------------------------------------------------------------------
+
+
+def test_an_example_is_a_frame_with_a_whole_chunk_of_actions_after_it() -> None:
+    recordings = recordings_of(episode(0, 1), episode(1, 2))
+    assert examples(recordings).tolist() == [0, 9, 10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def test_recordings_too_short_to_imitate_are_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing to imitate"):
+        examples(recordings_of(episode(0, 0)))
+
+
+def test_cloning_makes_the_demonstrated_actions_likely() -> None:
+    rng = np.random.default_rng(0)
+    recordings = Recordings(
+        frames=rng.integers(0, 256, (16, 64, 64, 3), dtype=np.uint8),
+        actions=rng.uniform(-1, 1, (16, 7)).astype(np.float32),
+        success=np.zeros(16, bool),
+        offsets=np.array([0, 16]),
+        tasks=["put the red cube on the white plate"],
+        seeds=np.array([0]),
+    )
+    torch.manual_seed(0)
+    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2))
+
+    def surprise() -> float:
+        """Nats per token of the eight whole chunks there are."""
+        chunks = np.stack([recordings.actions[row + 1 : row + 9] for row in range(8)])
+        inputs = policy.preprocess(recordings.frames[:8], recordings.tasks * 8)
+        with torch.no_grad():
+            seen = policy.evaluate(inputs, torch.from_numpy(encode(chunks)), SamplingParams(temperature=1.0))
+        return -float(seen.logprob.mean())
+
+    assert surprise() > 5.0, "a policy that knows nothing has about log(256) = 5.5 nats per token"
+    fit_policy(policy, recordings, steps=60, batch=8, learning_rate=1e-2, seed=0, jitter=0.0)
+    assert surprise() < 4.0
+    assert not policy.training
+
+
+# ---- the demonstrator ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("solved_at", "frames", "decisions"), [(1, 9, 0), (8, 9, 0), (8, 17, 1), (9, 17, 0), (1, 25, 2)]
+)
+def test_decisions_are_counted_from_the_one_that_solved_the_task(
+    solved_at: int, frames: int, decisions: int
+) -> None:
+    assert _decisions_since([i >= solved_at for i in range(frames)]) == decisions
+
+
+@pytest.mark.render
+@pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
+def test_a_demonstration_follows_from_its_seed_and_ends_with_a_decision() -> None:
+    from asyncrl.simulators.tabletop import Tabletop
+
+    simulator = Tabletop(image_size=64)
+    careful = Demonstrator(extra_decisions=1)
+    clumsy = Demonstrator(noise=(0.2, 0.4), offset=(0.01, 0.0), spread=0.01)
+    first = _demonstrate(simulator, careful, 3, 6)
+    other = _demonstrate(simulator, clumsy, 3, 2)
+    again = _demonstrate(simulator, careful, 3, 6)
+    np.testing.assert_array_equal(first.frames, again.frames)
+    np.testing.assert_array_equal(first.actions, again.actions)
+    assert (len(first.frames) - 1) % 8 == (len(other.frames) - 1) % 8 == 0
+    assert len(other.frames) <= 17
+    assert (first.actions[1:9] != other.actions[1:9]).any()
+    np.testing.assert_array_equal(first.actions[0], DUMMY_ACTION)
+    assert first.success.any()
+    solving = (int(first.success.argmax()) - 1) // 8
+    assert len(first.frames) == 1 + 8 * min(6, solving + 2)

@@ -1,0 +1,57 @@
+"""Random tiny models and start states, and the flags of a run that takes seconds with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asyncrl.policies.checkpoints import save_policy
+from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.records import StartState
+from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network, save_reward
+from asyncrl.simulators.tabletop_scene import TASKS
+from asyncrl.worlds.start_states import save_start_states
+from asyncrl.worlds.wan import WanWorld, save_world
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+
+GROUP_SIZE = 2
+SIZE = 64
+
+
+def write_models(folder: Path) -> list[str]:
+    """Write policy, world, reward and start states; returns the flags of a small run with them."""
+    torch.manual_seed(0)
+    save_policy(OpenVLAOFT(OpenVLAOFTConfig.tiny()), folder / "policy")
+    vae = WanVae(VaeConfig.tiny())
+    save_world(
+        folder / "world", WanWorld(ActionWanTransformer(TransformerConfig.tiny()), vae, image_size=SIZE)
+    )
+    reward = RewardConfig.tiny(tasks=tuple(TASKS))
+    save_reward(folder / "world", RewardModel(build_network(reward), reward))
+    save_start_states(folder / "starts.h5", [start_state(number, SIZE) for number in range(8)])
+    flags = {
+        "policy": folder / "policy",
+        "world": folder / "world",
+        "start-states": folder / "starts.h5",
+        "device": "cpu",
+        "actor.slots": 4,
+        "actor.max-decisions": 1,
+        "algorithm.group-size": GROUP_SIZE,
+        "algorithm.groups-per-update": 1,
+    }
+    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+
+def start_state(number: int, size: int) -> StartState:
+    """A start state of noise."""
+    frame = np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    return StartState(
+        name=f"noise-{number}",
+        task=TASKS[number % len(TASKS)],
+        frame=frame,
+        context_frames=np.empty((0, size, size, 3), np.uint8),
+        context_actions=np.empty((0, 7), np.float32),
+    )
