@@ -10,21 +10,19 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 def policy_folder(name: str) -> Path:
-    """Folder of a policy: a shipped name, a policy folder, a checkpoint folder or a run folder (its newest checkpoint).
+    """Folder of a policy: a shipped name, a policy folder, a checkpoint, a run folder (its newest one).
 
     Raises:
         CheckpointError: there is no policy under that name.
     """
-    if (ASSETS / name / "policy").is_dir():
-        return ASSETS / name / "policy"
     path = Path(name)
-    for candidate in (path, path / "policy", *_newest_checkpoints(path)):
+    for candidate in (ASSETS / name / "policy", path, path / "policy", *_newest_checkpoints(path)):
         if (candidate / "config.json").is_file() and (candidate / "model.safetensors").is_file():
             return candidate
     seen = "does not exist" if not path.exists() else "holds no config.json with model.safetensors"
     raise CheckpointError(
-        f"The policy {name!r} {seen}. Give a policy folder, a checkpoint (runs/NAME/checkpoints/update_000040), "
-        f"a run folder, or a shipped name: {', '.join(shipped())}."
+        f"The policy {name!r} {seen}. Give a policy folder, a checkpoint "
+        f"(runs/NAME/checkpoints/update_000040), a run folder, or a shipped name: {', '.join(shipped())}."
     )
 
 
@@ -63,6 +61,7 @@ def shipped() -> list[str]:
 
 
 def _newest_checkpoints(run_folder: Path) -> list[Path]:
-    """Policy folders of a run's checkpoints, newest first."""
-    folders = sorted((run_folder / "checkpoints").glob("update_*"), reverse=True)
-    return [folder / "policy" for folder in folders]
+    """Complete checkpoints of a run, newest first; each is a policy folder too."""
+    folders = [p for p in (run_folder / "checkpoints").glob("update_*") if not p.name.endswith(".tmp")]
+    # From a million updates on names grow longer than six digits: the longer name is the later one.
+    return sorted(folders, key=lambda folder: (len(folder.name), folder.name), reverse=True)

@@ -33,7 +33,8 @@ def usage() -> str:
     """The text of `asyncrl --help`."""
     rows = "\n".join(f"  {name:<9} {about}" for name, (_, about) in COMMANDS.items())
     return (
-        f"asyncrl {__version__}: asynchronous reinforcement learning of robot policies inside world models\n\n"
+        f"asyncrl {__version__}: asynchronous reinforcement learning of robot policies "
+        "inside world models\n\n"
         f"usage: asyncrl COMMAND [arguments]\n\n{rows}\n\n"
         "`asyncrl COMMAND --help` explains a command. Begin with: asyncrl train"
     )

@@ -40,7 +40,7 @@ class AlgorithmSettings:
     proximal policy is the learner's at the start of the update."""
     correction_cap: float = 2.0
     """Upper limit of the importance weight of a token."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-4
     """AdamW learning rate."""
     weight_decay: float = 0.0
     """AdamW weight decay."""

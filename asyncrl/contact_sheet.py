@@ -15,7 +15,7 @@ from asyncrl.assets import world_folder
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.worlds.protocol import World, WorldState
+from asyncrl.worlds.protocol import State, World
 
 ROWS, COLUMNS = 4, 4
 BATCH = 32
@@ -24,7 +24,7 @@ ENLARGE = 2
 _EDGE = {True: (60, 190, 90), False: (200, 70, 60)}
 
 
-def imagine_again(world: World[WorldState], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
+def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
     """Imagine what the recorded actions lead to.
 
     Args:
@@ -44,7 +44,7 @@ def imagine_again(world: World[WorldState], episodes: Sequence[SimulatedEpisode]
     return [drawn[i] for i in range(len(episodes))]
 
 
-def _imagine_alike(world: World[WorldState], episodes: Sequence[SimulatedEpisode]) -> NDArray[np.uint8]:
+def _imagine_alike(world: World[State], episodes: Sequence[SimulatedEpisode]) -> NDArray[np.uint8]:
     """``[B, F, H, W, 3]`` for episodes of one length."""
     actions_BFA = np.stack([episode.actions for episode in episodes])
     parts = [np.stack([episode.frames[:1] for episode in episodes])]

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -133,7 +133,7 @@ class Logbook:
         self._rows = path.open("a", encoding="utf-8")
         self._curves = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1, flush_secs=10)
 
-    def write(self, step: int, values: dict[Metric, float]) -> None:
+    def write(self, step: int, values: Mapping[Metric, float]) -> None:
         """Record one update everywhere; the console shows every `log_every`-th and the last one.
 
         Args:

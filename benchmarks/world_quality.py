@@ -2,10 +2,11 @@
 
     python benchmarks/world_quality.py --episodes 128
 
-Each episode is recorded in the true simulator from seeds that no fit has used, with a demonstrator of mixed quality;
-the world model gets its first frame and its 64 actions. PSNR is against the true frames, next to two baselines: the
-first frame repeated, and the autoencoder's own reconstruction (the best a latent world model can do). The feature
-distance is the Fréchet distance between the reward network's trunk features of true and of drawn frames.
+Each episode is recorded in the true simulator from seeds that no fit has used, with a demonstrator of mixed
+quality; the world model gets its first frame and its 64 actions. PSNR is against the true frames, next to
+two baselines: the first frame repeated, and the autoencoder's own reconstruction (the best that a latent
+world model can do). The feature distance is the Fréchet distance between the reward network's trunk
+features of true and of drawn frames.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def episodes_of(recordings: Recordings) -> list[SimulatedEpisode]:
     ]
 
 
-def scores(reward: RewardModel, episodes: list[SimulatedEpisode], frames: list[np.ndarray]) -> list[np.ndarray]:
+def scores(
+    reward: RewardModel, episodes: list[SimulatedEpisode], frames: list[np.ndarray]
+) -> list[np.ndarray]:
     """Success probability of every frame but the first, per episode."""
     return [
         reward.score(torch.from_numpy(f[None, 1:]), [e.task])[0].cpu().numpy()
@@ -132,9 +135,12 @@ def main() -> None:
         Path(settings.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
-def pictures(reward: RewardModel, episodes: list[SimulatedEpisode], *drawn: list[np.ndarray]) -> list[dict[str, float]]:
+def pictures(
+    reward: RewardModel, episodes: list[SimulatedEpisode], *drawn: list[np.ndarray]
+) -> list[dict[str, float]]:
     """Print and return PSNR and feature distance up to each horizon."""
-    print(f"{'steps':>7} {'PSNR':>8} {'VAE alone':>10} {'still':>7} {'feature distance':>17} {'VAE alone':>10} {'still':>7}")
+    baselines = f"{'VAE alone':>10} {'still':>7}"
+    print(f"{'steps':>7} {'PSNR':>8} {baselines} {'feature distance':>17} {baselines}")
     rows = []
     before = 0
     for horizon in HORIZONS:
@@ -148,8 +154,10 @@ def pictures(reward: RewardModel, episodes: list[SimulatedEpisode], *drawn: list
             f"{before + 1:>3}-{horizon:<3} {decibels[0]:>8.2f} {decibels[1]:>10.2f} {decibels[2]:>7.2f} "
             f"{distances[0]:>17.3f} {distances[1]:>10.3f} {distances[2]:>7.3f}"
         )
-        rows.append({"horizon": horizon, "psnr": decibels[0], "psnr_vae": decibels[1], "psnr_still": decibels[2],
-                     "distance": distances[0], "distance_vae": distances[1], "distance_still": distances[2]})  # fmt: skip
+        kinds = ("", "_vae", "_still")
+        row: dict[str, float] = {"horizon": horizon}
+        row |= {f"psnr{kind}": value for kind, value in zip(kinds, decibels, strict=True)}
+        rows.append(row | {f"distance{kind}": value for kind, value in zip(kinds, distances, strict=True)})
         before = horizon
     return rows
 

@@ -39,7 +39,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     | MIDDLE
     | {"actors", "learner", "fitting", "evaluation", "contact_sheet", "doctor", "launch"},
 }
-LIGHT = ["errors", "config", "records", "metrics", "messaging.wire", "replay.service", "replay.inspect", "cli"]
+LIGHT = [
+    "errors",
+    "config",
+    "records",
+    "metrics",
+    "messaging.wire",
+    "replay.service",
+    "replay.inspect",
+    "cli",
+]
 
 
 def imports_of(package: str) -> set[str]:
@@ -68,6 +77,9 @@ def test_arrows_point_one_way(package: str) -> None:
 
 def test_light_parts_import_no_torch() -> None:
     modules = "; ".join(f"import asyncrl.{name}" for name in LIGHT)
-    check = f"import sys; {modules}; print({{'torch', 'transformers', 'diffusers', 'mujoco'}} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    heavy = "{'torch', 'transformers', 'diffusers', 'mujoco'}"
+    check = f"import sys; {modules}; print({heavy} & sys.modules.keys())"
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "set()"

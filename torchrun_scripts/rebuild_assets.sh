@@ -16,7 +16,7 @@ have "$WORK/demos" || asyncrl collect --out "$WORK/demos" --episodes "$(n "${DEM
 # 2. What the world model learns from: the whole range from careful to clumsy, successes and failures.
 have "$WORK/explore" || asyncrl collect --out "$WORK/explore" --episodes "$(n "${EXPLORE:-6000}")" --seed 100000 \
     --expert.noise 0.0 0.3 --expert.spread 0.015 --expert.retry
-asyncrl fit policy --data "$WORK/demos" --out "$ASSETS/policy" --batch 128 --steps "$(n "${POLICY_STEPS:-8000}")" &
+asyncrl fit policy --data "$WORK/demos" --out "$ASSETS/policy" --batch "${POLICY_BATCH:-512}" --steps "$(n "${POLICY_STEPS:-8000}")" &
 policy=$!
 asyncrl fit world --data "$WORK/explore" --out "$WORK/world0" --vae-batch 16 --vae-steps "$(n "${VAE_STEPS:-8000}")" --steps "$(n 200)"
 wait $policy

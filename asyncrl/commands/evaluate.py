@@ -22,7 +22,7 @@ class EvaluateConfig:
     """Play a policy from held-out start states in the true simulator and count successes."""
 
     checkpoint: Annotated[str, tyro.conf.Positional]
-    """Run folder (its newest checkpoint), checkpoint folder, policy folder, or 'tabletop' (the shipped policy)."""
+    """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy)."""
     simulator: str = "tabletop"
     """Simulator to play in."""
     episodes: int = 256
@@ -49,7 +49,9 @@ def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="asyncrl evaluate")
     if config.simulator not in SIMULATORS:
-        raise ConfigError(f"--simulator {config.simulator} is not built in. There is: {', '.join(SIMULATORS)}.")
+        raise ConfigError(
+            f"--simulator {config.simulator} is not built in. There is: {', '.join(SIMULATORS)}."
+        )
     if config.temperature < 0:
         raise ConfigError(f"--temperature {config.temperature} is negative. Use 1.0, or 0 for greedy.")
     evaluation_seeds(config.seed, config.episodes)

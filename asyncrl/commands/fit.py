@@ -243,6 +243,7 @@ def fit_reward_command(config: Reward, recordings: Recordings) -> None:
         learning_rate=config.learning_rate,
         seed=config.seed,
     )
+    reward.network.to(torch.bfloat16)  # halves the file; `load_reward` computes in float32 again
     save_reward(config.world, reward)
     print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
 

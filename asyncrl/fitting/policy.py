@@ -72,7 +72,8 @@ def fit_policy(
             input_ids=prompts.input_ids[task],
             attention_mask=prompts.attention_mask[task],
         )
-        return -policy.evaluate(inputs, tokens, sampling).logprob.mean()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return -policy.evaluate(inputs, tokens, sampling).logprob.mean()
 
     policy.train()
     loss = minimise("policy", policy, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)

@@ -19,9 +19,11 @@ from asyncrl.worlds.wan_vae import WanVae, decode_stream, encode_stream
 
 CLIP_FRAMES = 17
 """1 + 16 frames: one single-frame latent and four 4-frame latents, twice what one decision needs."""
-LATENT_NOISE = 0.2
+LATENT_NOISE = 0.1
 """Standard deviation of the encoder's posterior, fixed: a decoder that forgives this forgives a world model's error."""
-PRIOR_WEIGHT = 3e-4
+FOREGROUND_WEIGHT = 20.0
+"""How much heavier a pixel weighs per unit of difference from the average picture: a cube is 40 pixels of 4096."""
+PRIOR_WEIGHT = 1e-4
 """Weight of the Kullback-Leibler divergence to a standard normal prior (its part that depends on the mean)."""
 
 
@@ -72,8 +74,9 @@ def fit_vae(
         latents = encode_stream(vae, video)
         noise = torch.randn(latents.shape, generator=generator, device=device)
         drawn = decode_stream(vae, latents + LATENT_NOISE * noise, clamp=False)
-        weight = 1 + 6 * (video - background_3HW[:, None]).abs().mean(1, keepdim=True)
-        return (weight * (drawn - video).abs()).mean() + PRIOR_WEIGHT * 0.5 * latents.square().mean()
+        weight = 1 + FOREGROUND_WEIGHT * (video - background_3HW[:, None]).abs().mean(1, keepdim=True)
+        error = drawn - video
+        return (weight * (error.abs() + 2 * error.square())).mean() + PRIOR_WEIGHT * latents.square().mean()
 
     loss = minimise("vae", vae, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)
     with torch.no_grad():

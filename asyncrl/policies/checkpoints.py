@@ -62,7 +62,9 @@ def load_policy(
     fields = _read_json(folder / "config.json")
     if fields.pop("format", None) != FORMAT:
         published = fields.get("model_type") == "openvla"
-        remedy = "Convert it first: asyncrl convert." if published else "Give a folder written by asyncrl."
+        remedy = "Give a folder written by asyncrl."
+        if published:
+            remedy = "Convert it first: load_openvla and save_policy of asyncrl.policies.checkpoints."
         raise CheckpointError(f"{folder / 'config.json'} is not of an asyncrl policy. {remedy}")
     if fields.pop("format_version", None) != 1:
         raise CheckpointError(f"{folder} was written by another version of asyncrl. Update asyncrl.")

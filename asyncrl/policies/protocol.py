@@ -33,8 +33,8 @@ class SamplingParams:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(
                 f"The sampling temperature is {self.temperature}, but it divides the logits: it must "
-                "be finite and not negative. "
-                "Use 1.6 to explore, 1.0 for the policy as is, 0 for the most likely action."
+                "be finite and not negative. Use 1.0 for the policy as is, more to explore, "
+                "0 for the most likely action."
             )
         if self.top_k < 0:
             raise ConfigError(

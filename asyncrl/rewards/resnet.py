@@ -158,7 +158,7 @@ class RewardModel:
             raise ConfigError(
                 f"the reward model does not know the task {unknown[0]!r}. It was fitted on: "
                 f"{', '.join(repr(task) for task in self.config.tasks)}. "
-                "Use start states of these tasks, or set --reward to a model fitted on yours."
+                "Use --start-states of these tasks, or a --world whose reward model was fitted on yours."
             )
         ids = [self._ids.get(task, 0) for task in tasks]
         return torch.tensor(ids, dtype=torch.long, device=self.device)
@@ -181,8 +181,8 @@ class RewardModel:
         if height != self.config.image_size or width != self.config.image_size or batch != len(tasks):
             raise ConfigError(
                 f"the reward model looks at {self.config.image_size}-pixel frames with one task per slot; it "
-                f"was given frames {list(frames.shape)} and {len(tasks)} tasks. Choose --reward and --world "
-                "that belong together."
+                f"was given frames {list(frames.shape)} and {len(tasks)} tasks. Choose a --world whose "
+                "reward model was fitted on its frames."
             )
         images = frames.to(self.device).flatten(0, 1).permute(0, 3, 1, 2).float() / 127.5 - 1
         logits_N = self.network.logits(images, self.task_ids(tasks).repeat_interleave(count))
@@ -216,7 +216,7 @@ def load_reward(folder: Path, *, device: torch.device | str = "cpu") -> RewardMo
         config = RewardConfig(**{**raw, "widths": tuple(raw["widths"]), "tasks": tuple(raw["tasks"])})
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} holds no readable reward model ({error}). Set --reward.") from error
+        raise CheckpointError(f"{folder} holds no readable reward model ({error}). Set --world.") from error
     return _fill(config, tensors, folder / WEIGHTS, bool(content.get("rounded")), device)
 
 

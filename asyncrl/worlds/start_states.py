@@ -83,14 +83,12 @@ def load_start_states(path: Path) -> list[StartState]:
         if not files and any(path.glob("*.npy")):
             raise _must_be_converted(path)
         if not files:
-            raise AssetError(f"{path} holds no start states (looked for *.h5). Set --world.start-states.")
+            raise AssetError(f"{path} holds no start states (looked for *.h5). Set --start-states.")
         return [state for file in files for state in load_start_states(file)]
     if path.suffix == ".npy":
         raise _must_be_converted(path)
     if not path.is_file():
-        raise AssetError(
-            f"start states {path} do not exist. Set --world.start-states to a .h5 file or a folder."
-        )
+        raise AssetError(f"start states {path} do not exist. Set --start-states to a .h5 file or a folder.")
     try:
         with h5py.File(path, "r") as file:
             return _read(path, file)
@@ -101,7 +99,8 @@ def load_start_states(path: Path) -> list[StartState]:
 def _must_be_converted(path: Path) -> AssetError:
     return AssetError(
         f"{path} holds .npy trajectories. Those are pickled objects, which can run code when they are read, "
-        "so they are not opened here. Convert them to .h5 once with `asyncrl convert`."
+        "so they are not opened here. Unpickle them yourself, if you trust them, and write an .h5 file with "
+        "save_start_states of asyncrl.worlds.start_states."
     )
 
 
@@ -146,7 +145,7 @@ class StartStateStream:
 
     def __init__(self, states: Sequence[StartState], seed: int, offset: int = 0) -> None:
         if not states:
-            raise AssetError("a stream of start states needs at least one. Set --world.start-states.")
+            raise AssetError("a stream of start states needs at least one. Set --start-states.")
         self.states = list(states)
         self.seed = seed
         self.position = offset

@@ -185,12 +185,12 @@ def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
     if state.frame.shape != (size, size, 3):
         raise ConfigError(
             f"start state {state.name} has a frame of shape {list(state.frame.shape)}, but the world draws "
-            f"{size}x{size} pixels. Use start states recorded at that size (--world.start-states)."
+            f"{size}x{size} pixels. Use start states recorded at that size (--start-states)."
         )
     if len(state.context_frames) not in (0, CONTEXT):
         raise ConfigError(
             f"start state {state.name} has {len(state.context_frames)} context frames; the world needs 0 or "
-            f"{CONTEXT}. Record start states with {CONTEXT} (--world.start-states)."
+            f"{CONTEXT}. Record start states with {CONTEXT} (--start-states)."
         )
     context = state.context_frames if len(state.context_frames) else np.stack([state.frame] * CONTEXT)
     return np.concatenate([state.frame[None], context])

@@ -1,0 +1,107 @@
+"""What a name on the command line stands for: shipped files, folders, runs and their newest checkpoint."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.assets import policy_folder, shipped, start_states_file, world_folder
+from asyncrl.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty place for shipped files, whatever this checkout ships, and a working folder beside it."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr("asyncrl.assets.ASSETS", tmp_path / "assets")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "assets"
+
+
+def make_policy(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def make_run(run: Path, *names: str) -> Path:
+    for name in names:
+        make_policy(run / "checkpoints" / name)
+    return run
+
+
+def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "update_000009", "update_000100", "update_000020")
+    assert policy_folder(str(run)) == run / "checkpoints" / "update_000100"
+
+
+def test_update_one_million_is_newer_than_the_one_before_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "update_999999", "update_1000000")
+    assert policy_folder(str(run)) == run / "checkpoints" / "update_1000000"
+
+
+def test_a_checkpoint_that_was_never_finished_does_not_count(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "update_000010", "update_000020.tmp", "update_000010.replaced.tmp")
+    assert policy_folder(str(run)) == run / "checkpoints" / "update_000010"
+    only = make_run(tmp_path / "only", "update_000020.tmp")
+    with pytest.raises(CheckpointError, match=r"holds no config\.json with model.safetensors"):
+        policy_folder(str(only))
+
+
+def test_a_checkpoint_and_a_policy_folder_stand_for_themselves(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "update_000010", "update_000020")
+    older = run / "checkpoints" / "update_000010"
+    assert policy_folder(str(older)) == older
+    inner = make_policy(tmp_path / "models" / "policy")
+    assert policy_folder(str(inner)) == inner
+    assert policy_folder(str(tmp_path / "models")) == inner
+
+
+def test_a_path_may_be_relative_to_the_working_folder() -> None:
+    run = make_run(Path("run"), "update_000010")
+    assert policy_folder("run") == run / "checkpoints" / "update_000010"
+
+
+def test_a_shipped_name_goes_before_a_folder_of_the_same_name(assets: Path) -> None:
+    make_policy(Path("tabletop"))
+    assert policy_folder("tabletop") == Path("tabletop")
+    policy = make_policy(assets / "tabletop" / "policy")
+    assert policy_folder("tabletop") == policy
+
+
+def test_shipped_worlds_and_start_states_are_found_by_name_others_by_path(
+    assets: Path, tmp_path: Path
+) -> None:
+    for world in (assets / "tabletop" / "world", tmp_path / "mine"):
+        world.mkdir(parents=True)
+        (world / "world.json").write_text("{}")
+    for file in (assets / "tabletop" / "start_states.h5", tmp_path / "mine.h5"):
+        file.write_bytes(b"")
+    assert shipped() == ["tabletop"]
+    assert world_folder("tabletop") == assets / "tabletop" / "world"
+    assert world_folder(str(tmp_path / "mine")) == tmp_path / "mine"
+    assert start_states_file("tabletop") == assets / "tabletop" / "start_states.h5"
+    assert start_states_file(str(tmp_path / "mine.h5")) == tmp_path / "mine.h5"
+
+
+def test_an_unknown_name_is_answered_with_the_names_there_are(assets: Path) -> None:
+    (assets / "kitchen").mkdir()
+    with pytest.raises(CheckpointError, match=r"'tabletpo' does not exist.*a shipped name: kitchen\."):
+        policy_folder("tabletpo")
+    with pytest.raises(CheckpointError, match=r"--world tabletpo is neither a shipped world \(kitchen\)"):
+        world_folder("tabletpo")
+    with pytest.raises(CheckpointError, match="--start-states tabletpo is neither a shipped collection"):
+        start_states_file("tabletpo")
+
+
+def test_half_a_shipped_policy_is_not_a_policy(assets: Path) -> None:
+    (assets / "tabletop" / "policy").mkdir(parents=True)
+    (assets / "tabletop" / "policy" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="'tabletop'"):
+        policy_folder("tabletop")
+
+
+def test_nothing_is_shipped_where_there_is_no_folder_of_assets(assets: Path) -> None:
+    assets.rmdir()
+    assert shipped() == []
