@@ -43,7 +43,7 @@ class CollectConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= self.seed + self.episodes <= HELD_OUT:
             raise ConfigError(
-                f"--seed {self.seed} with --episodes {self.episodes} reaches the held-out seeds, which begin at "
+                f"--seed {self.seed} with --episodes {self.episodes} reaches the held-out seeds from "
                 f"{HELD_OUT}. Use smaller ones."
             )
 

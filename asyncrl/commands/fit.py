@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _use_tensor_cores() -> None:
-    """Let float32 matrix products round their inputs to TF32 where the GPU can: several times faster, enough here."""
+    """Let float32 matrix products round their inputs to TF32 where the GPU can: several times faster."""
     import torch
 
     torch.set_float32_matmul_precision("high")

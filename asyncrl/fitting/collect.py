@@ -44,7 +44,7 @@ def record_expert(
     workers: int,
     image_size: int,
 ) -> int:
-    """Record the expert on the seeds ``first_seed ... first_seed + episodes - 1`` and return the episodes written.
+    """Record the expert on ``episodes`` seeds from ``first_seed`` on and return the episodes written.
 
     Raises:
         ConfigError: the folder already holds recordings.
@@ -78,7 +78,7 @@ def record_policy(
     max_decisions: int,
     about: dict[str, object],
 ) -> int:
-    """Record a policy playing ``first_seed ...``; each episode is followed by one decision after success at most."""
+    """Record a policy playing ``episodes`` seeds from ``first_seed`` on; an episode ends with success."""
     from tqdm import tqdm
 
     _must_be_new(folder)

@@ -61,11 +61,12 @@ def minimise(
         losses.append(loss.detach())
         if average:
             decay = min(average, (1 + step) / (10 + step))
-            torch._foreach_lerp_(averaged, [p.detach() for p in parameters], 1 - decay)
+            for mean, parameter in zip(averaged, parameters, strict=True):
+                mean.lerp_(parameter.detach(), 1 - decay)
         if (step + 1) % 100 == 0:
             bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:]):.4f}")
     with torch.no_grad():
-        for parameter, mean in zip(parameters, averaged, strict=False):
+        for parameter, mean in zip(parameters, averaged, strict=bool(averaged)):
             parameter.copy_(mean)
     return _finite_mean(name, losses[-max(1, steps // 10) :])
 

@@ -135,7 +135,7 @@ def _read(path: Path) -> Recordings:
     with h5py.File(path, "r") as file:
         if file.attrs.get("format") != FORMAT:
             raise ConfigError(
-                f"{path} has format {file.attrs.get('format')!r}, this version reads {FORMAT!r}. Collect it again."
+                f"{path} has format {file.attrs.get('format')!r}, expected {FORMAT!r}. Collect it again."
             )
         return Recordings(
             frames=file["frames"][:],  # type: ignore[index]

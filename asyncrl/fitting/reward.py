@@ -44,7 +44,7 @@ def fit_reward(
     learning_rate: float,
     seed: int,
 ) -> float:
-    """Train on frames with the simulator's verdict, solved and unsolved in equal parts; a wrong task is unsolved.
+    """Train on frames with the simulator's verdict, half of them solved; a wrong task is unsolved.
 
     Args:
         reward: Its network is trained in place.
@@ -76,9 +76,7 @@ def fit_reward(
         )
         tasks, labels = tasks_F[rows].copy(), recordings.success[rows].copy()
         wrong = rng.random(len(rows)) < 0.1
-        tasks[wrong] = (
-            tasks[wrong] + rng.integers(1, num_tasks, size=int(wrong.sum()))
-        ) % num_tasks
+        tasks[wrong] = (tasks[wrong] + rng.integers(1, num_tasks, size=int(wrong.sum()))) % num_tasks
         labels &= ~wrong
         source = sources[step % 2]
         pictures = to_signed(source[torch.from_numpy(rows).to(device)]).permute(0, 3, 1, 2)

@@ -20,15 +20,15 @@ from asyncrl.worlds.wan_vae import WanVae, decode_stream, encode_stream
 CLIP_FRAMES = 17
 """1 + 16 frames: one single-frame latent and four 4-frame latents, twice what one decision needs."""
 LATENT_NOISE = 0.1
-"""Standard deviation of the encoder's posterior, fixed: a decoder that forgives this forgives a world model's error."""
+"""Standard deviation of the encoder's posterior, fixed: makes the decoder forgive a world model's error."""
 FOREGROUND_WEIGHT = 20.0
-"""How much heavier a pixel weighs per unit of difference from the average picture: a cube is 40 pixels of 4096."""
+"""How much heavier a pixel weighs per unit of difference from the average picture; a cube is 40 of 4096."""
 PRIOR_WEIGHT = 1e-4
-"""Weight of the Kullback-Leibler divergence to a standard normal prior (its part that depends on the mean)."""
+"""Weight of the Kullback-Leibler divergence to a standard normal prior, as far as the mean matters."""
 
 
 def stream_of(frames: Tensor) -> Tensor:
-    """The episode as the one causal video that a rollout sees: the first frame, the same four more times, then the rest.
+    """The episode as the causal video that a rollout sees: the first frame five times, then the rest.
 
     Args:
         frames: ``[F, H, W, 3]``.
@@ -57,8 +57,8 @@ def fit_vae(
 ) -> float:
     """Train encoder and decoder in place; then set the latents' mean and standard deviation.
 
-    A variational autoencoder whose posterior has a fixed width. The reconstruction loss is the absolute error,
-    heavier where a pixel differs from the average picture: what matters is small and moves.
+    A variational autoencoder whose posterior has a fixed width. The reconstruction loss is the absolute plus
+    twice the squared error, heavier where a pixel differs from the average picture: what matters is small.
 
     Returns:
         Mean loss of the last tenth.
