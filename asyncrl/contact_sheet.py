@@ -111,7 +111,7 @@ def _write_gif(path: Path, movie: NDArray[np.uint8]) -> None:
 
 def _write_mp4(path: Path, movie: NDArray[np.uint8]) -> None:
     try:
-        import av
+        import av  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(
             f"--video {path} needs the package av. Install it with pip install 'asyncrl[video]', or use .gif."
