@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.loop import minimise
+from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.policies.action_tokens import encode
+from asyncrl.policies.action_tokens import BINS, encode
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import PolicyInputs, SamplingParams
 from asyncrl.records import CHUNK
@@ -35,7 +35,8 @@ def fit_policy(
     batch: int,
     learning_rate: float,
     seed: int,
-    jitter: float = 0.01,
+    jitter: float = 1.3,
+    compiled: bool = False,
 ) -> float:
     """Minimise the negative log-likelihood of the recorded actions, in nats per token.
 
@@ -46,34 +47,38 @@ def fit_policy(
         batch: Examples per step.
         learning_rate: Peak learning rate.
         seed: Of the choice of examples.
-        jitter: Standard deviation of noise on the actions before they become bins (a bin is 1/128 wide):
-            neighbouring bins then share what is learned.
+        jitter: Standard deviation in bins by which the imitated tokens are moved: neighbouring bins then
+            share what is learned.
+        compiled: Run the model through `torch.compile`.
 
     Returns:
         Mean loss of the last tenth.
     """
-    rng = np.random.default_rng(seed)
     device = next(policy.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     frames = torch.from_numpy(recordings.frames).to(device)
+    tokens = torch.from_numpy(encode(recordings.actions)).to(device)
+    rows_all = torch.from_numpy(examples(recordings)).to(device)
     names = sorted(set(recordings.tasks))
     prompts = policy.preprocess(recordings.frames[: len(names)], names)
     task_F = np.repeat([names.index(t) for t in recordings.tasks], np.diff(recordings.offsets))
-    rows_all = examples(recordings)
-    sampling = SamplingParams(temperature=1.0, top_k=0)
+    tasks = torch.from_numpy(task_F).to(device)
+    chunk = torch.arange(1, CHUNK + 1, device=device)
+
+    def logprob(pixels: Tensor, input_ids: Tensor, attention_mask: Tensor, tokens_BCA: Tensor) -> Tensor:
+        inputs = PolicyInputs(pixels=pixels, input_ids=input_ids, attention_mask=attention_mask)
+        return policy.evaluate(inputs, tokens_BCA, SamplingParams(temperature=1.0, top_k=0)).logprob
+
+    logprob = prepared(logprob, device, compiled=compiled)
 
     def loss_at(step: int) -> Tensor:
-        rows = rng.choice(rows_all, batch)
-        actions = recordings.actions[rows[:, None] + np.arange(1, CHUNK + 1)]
-        noisy = actions + jitter * rng.standard_normal(actions.shape).astype(np.float32)
-        tokens = torch.from_numpy(encode(np.clip(noisy, -1, 1))).to(device)
-        task = torch.from_numpy(task_F[rows]).to(device)
-        inputs = PolicyInputs(
-            pixels=frames[torch.from_numpy(rows).to(device)],
-            input_ids=prompts.input_ids[task],
-            attention_mask=prompts.attention_mask[task],
-        )
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return -policy.evaluate(inputs, tokens, sampling).logprob.mean()
+        rows = rows_all[torch.randint(len(rows_all), (batch,), generator=generator, device=device)]
+        imitated = tokens[rows[:, None] + chunk]
+        moved = jitter * torch.randn(imitated.shape, generator=generator, device=device)
+        imitated = (imitated + moved.round().int()).clamp(0, BINS - 1)
+        return -logprob(
+            frames[rows], *(x[tasks[rows]] for x in (prompts.input_ids, prompts.attention_mask)), imitated
+        ).mean()
 
     policy.train()
     loss = minimise("policy", policy, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)

@@ -9,15 +9,21 @@ Letters: E episodes, F frames of all episodes, H W image size.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.simulators.rollout import SimulatedEpisode
+
+if TYPE_CHECKING:
+    import h5py
 
 FORMAT = "asyncrl-recordings-1"
 
@@ -138,10 +144,26 @@ def _read(path: Path) -> Recordings:
                 f"{path} has format {file.attrs.get('format')!r}, expected {FORMAT!r}. Collect it again."
             )
         return Recordings(
-            frames=file["frames"][:],  # type: ignore[index]
+            frames=_inflate(file["frames"]),  # type: ignore[arg-type]
             actions=file["actions"][:],  # type: ignore[index]
             success=file["success"][:].astype(bool),  # type: ignore[index,union-attr]
             offsets=file["offsets"][:],  # type: ignore[index]
             tasks=[task.decode() for task in file["tasks"][:]],  # type: ignore[index,union-attr]
             seeds=file["seeds"][:],  # type: ignore[index]
         )
+
+
+def _inflate(dataset: h5py.Dataset) -> NDArray[np.uint8]:
+    """Read compressed frames on all cores: HDF5 itself decompresses on one."""
+    rows = np.empty(dataset.shape, dataset.dtype)
+
+    def place(offset: int, compressed: bytes) -> None:
+        chunk = np.frombuffer(zlib.decompress(compressed), dataset.dtype).reshape(dataset.chunks)
+        rows[offset : offset + len(chunk)] = chunk[: len(rows) - offset]
+
+    with ThreadPoolExecutor() as pool:
+        chunks = [dataset.id.get_chunk_info(i).chunk_offset for i in range(dataset.id.get_num_chunks())]
+        stored = ((offset[0], dataset.id.read_direct_chunk(offset)[1]) for offset in chunks)
+        for done in [pool.submit(place, *chunk) for chunk in stored]:
+            done.result()
+    return rows

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from asyncrl.fitting.loop import minimise
+from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.worlds.pixels import to_signed
-from asyncrl.worlds.wan_vae import WanVae, decode_stream, encode_stream
+from asyncrl.worlds.wan_vae import SPATIAL, WanVae, decode_stream, encode_stream
 
 CLIP_FRAMES = 17
 """1 + 16 frames: one single-frame latent and four 4-frame latents, twice what one decision needs."""
@@ -53,7 +53,14 @@ def _clips(recordings: Recordings, batch: int, rng: np.random.Generator) -> np.n
 
 
 def fit_vae(
-    vae: WanVae, recordings: Recordings, *, steps: int, batch: int, learning_rate: float, seed: int
+    vae: WanVae,
+    recordings: Recordings,
+    *,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+    compiled: bool = False,
 ) -> float:
     """Train encoder and decoder in place; then set the latents' mean and standard deviation.
 
@@ -69,11 +76,22 @@ def fit_vae(
     frames = torch.from_numpy(recordings.frames).to(device)
     background_3HW = to_signed(frames[:: max(1, len(frames) // 2000)]).mean(0).permute(2, 0, 1)
 
+    def redraw(video: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        latents = encode_stream(vae, video)
+        return latents.float(), decode_stream(vae, latents + LATENT_NOISE * noise, clamp=False).float()
+
+    redraw = prepared(redraw, device, compiled=compiled)
+    latents_of_clip = (
+        batch,
+        vae.size.z_dim,
+        1 + (CLIP_FRAMES - 1) // 4,
+        *(s // SPATIAL for s in frames.shape[1:3]),
+    )
+
     def loss_at(step: int) -> Tensor:
         video = _videos(frames, _clips(recordings, batch, rng))
-        latents = encode_stream(vae, video)
-        noise = torch.randn(latents.shape, generator=generator, device=device)
-        drawn = decode_stream(vae, latents + LATENT_NOISE * noise, clamp=False)
+        noise = torch.randn(latents_of_clip, generator=generator, device=device)
+        latents, drawn = redraw(video, noise)
         weight = 1 + FOREGROUND_WEIGHT * (video - background_3HW[:, None]).abs().mean(1, keepdim=True)
         error = drawn - video
         return (weight * (error.abs() + 2 * error.square())).mean() + PRIOR_WEIGHT * latents.square().mean()
@@ -92,13 +110,14 @@ def _videos(frames: Tensor, rows: np.ndarray) -> Tensor:
 
 
 @torch.no_grad()
-def encode_recordings(vae: WanVae, recordings: Recordings, batch: int = 64) -> list[Tensor]:
+def encode_recordings(vae: WanVae, recordings: Recordings) -> list[Tensor]:
     """Encode every episode as one stream.
 
     Returns:
         E tensors ``[L, z, h, w]`` (float32, on the VAE's device), L = 2 + 2 * decisions.
     """
     device = next(vae.parameters()).device
+    batch = 256 if device.type == "cuda" else 32
     latents: dict[int, Tensor] = {}
     for episodes in tqdm(list(_same_length(recordings, batch)), desc="encode", mininterval=2.0):
         video = torch.stack(

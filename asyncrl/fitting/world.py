@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.fitting.loop import minimise
+from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.simulators.rollout import DUMMY_ACTION
@@ -53,6 +53,7 @@ def fit_world(
     learning_rate: float,
     context_sigma: float,
     seed: int,
+    compiled: bool = False,
 ) -> float:
     """Train by flow matching on the two new latents; the memory latent is noised (see `window_loss`).
 
@@ -60,11 +61,12 @@ def fit_world(
         Mean loss of the last tenth.
     """
     generator = torch.Generator().manual_seed(seed)
+    velocity = prepared(transformer, latents_W.device, compiled=compiled)
 
     def loss_at(step: int) -> Tensor:
         rows = torch.randint(len(latents_W), (batch,), generator=generator).to(latents_W.device)
         return window_loss(
-            transformer, latents_W[rows], actions_W[rows], generator=generator, context_sigma=context_sigma
+            velocity, latents_W[rows], actions_W[rows], generator=generator, context_sigma=context_sigma
         )[0]
 
     return minimise("world", transformer, loss_at, steps=steps, learning_rate=learning_rate, average=0.9995)

@@ -51,7 +51,7 @@ class TransformerConfig:
     @classmethod
     def tiny(cls) -> TransformerConfig:
         """The embedded size: 64-pixel images with 4x4 latents."""
-        return cls(heads=4, head_dim=48, layers=4, ffn_dim=768, channels=16, patch=1)
+        return cls(heads=4, head_dim=48, layers=4, ffn_dim=768, channels=32, patch=1)
 
     @classmethod
     def full(cls) -> TransformerConfig:

@@ -69,9 +69,9 @@ class VaeConfig:
     @classmethod
     def tiny(cls) -> VaeConfig:
         """The embedded size, with statistics that leave latents as they are until they are measured."""
-        mean, std = (0.0,) * 16, (1.0,) * 16
+        mean, std = (0.0,) * 32, (1.0,) * 32
         return cls(
-            base_dim=8, decoder_base_dim=16, z_dim=16, res_blocks=1, latents_mean=mean, latents_std=std
+            base_dim=8, decoder_base_dim=16, z_dim=32, res_blocks=1, latents_mean=mean, latents_std=std
         )
 
     @classmethod
