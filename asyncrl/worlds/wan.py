@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds import wan_transformer, wan_vae
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
 from asyncrl.worlds.pixels import to_signed, to_uint8
@@ -35,8 +35,6 @@ CONTEXT: Final = 4
 """Frames that the memory latent stands for."""
 WINDOW: Final = 4
 """Latent frames the transformer sees: anchor, memory and two new ones."""
-NULL_ACTION: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
-"""No motion, gripper open: the action of a frame that nothing produced."""
 FORMAT: Final = "asyncrl-world-1"
 
 
@@ -162,8 +160,8 @@ class WanWorld:
         """Return the two new latents ``[B, Z, 2, h, w]`` float32 that `actions_B8A` lead to."""
         batch, channels, _, height, width = state.anchor.shape
         new_BZ2hw = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:].to(self.device)
-        null = torch.tensor(NULL_ACTION, device=self.device).expand(batch, 1, ACTION_DIM)
-        actions_BTA = torch.cat([null, state.last_actions, actions_B8A], dim=1)
+        dummy = torch.tensor(DUMMY_ACTION, device=self.device).expand(batch, 1, ACTION_DIM)
+        actions_BTA = torch.cat([dummy, state.last_actions, actions_B8A], dim=1)
         is_new = torch.tensor([0.0, 0.0, 1.0, 1.0], device=self.device).expand(batch, WINDOW)
         sigmas = sampling_sigmas(self.schedule_steps)
         for sigma, following in pairwise(sigmas):
@@ -199,7 +197,7 @@ def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
 def _opening_actions(state: StartState) -> NDArray[np.float32]:
     if len(state.context_actions):
         return state.context_actions.astype(np.float32)
-    return np.tile(np.asarray(NULL_ACTION, dtype=np.float32), (CONTEXT, 1))
+    return np.tile(DUMMY_ACTION, (CONTEXT, 1))
 
 
 class WindowLoss(NamedTuple):
