@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.pixels import to_signed, to_uint8
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds import wan_transformer, wan_vae
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
-from asyncrl.worlds.pixels import to_signed, to_uint8
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer
 from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_stream, load_vae
 from asyncrl.worlds.weight_files import read_json, write_json, write_tensors
