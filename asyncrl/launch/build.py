@@ -17,7 +17,8 @@ from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagine import Imagination
 from asyncrl.config import TrainConfig, to_json
-from asyncrl.errors import AssetError, CheckpointError, ConfigError
+from asyncrl.errors import AssetError, CheckpointError
+from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
 from asyncrl.learner.update import Update
@@ -57,26 +58,12 @@ class Dreams:
     starts: list[StartState]
 
 
-def device_of(config: TrainConfig, local_rank: int) -> torch.device:
-    """Choose the device of a rank and of its actor.
-
-    Raises:
-        ConfigError: cuda was asked for and there is none.
-    """
-    count = torch.cuda.device_count() if config.device != "cpu" else 0
-    if config.device == "cuda" and not count:
-        raise ConfigError(
-            "--device is cuda, but PyTorch sees no CUDA device. Use --device cpu, or run `asyncrl doctor`."
-        )
-    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
-
-
 def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
     """Choose what carries the weights; every rank of a host comes to the same answer."""
     if config.weights.transport != "auto":
         return config.weights.transport
-    learner = device_of(config, placement.learners[0])
-    actors = [device_of(config, rank) for rank in placement.actors]
+    learner = pick_device(config.device, placement.learners[0])
+    actors = [pick_device(config.device, rank) for rank in placement.actors]
     if learner.type == "cpu":
         return "gloo"
     if set(actors) == {learner}:

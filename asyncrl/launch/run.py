@@ -25,6 +25,7 @@ from asyncrl.config import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import rendezvous
 from asyncrl.launch.crew import LOOK_EVERY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
+from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement, parse_placement
 from asyncrl.launch.rendezvous import RunFacts
 from asyncrl.launch.supervisor import State, Supervisor
@@ -112,7 +113,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
 
     torch.set_num_threads(config.learner_threads)
     torch.manual_seed(config.seed)
-    device = build.device_of(config, rendezvous.local_rank())
+    device = pick_device(config.device, rendezvous.local_rank())
     transport = build.transport_of(config, placement)
     start = build.prepare(config, device)
     run_dir = start.run_dir
