@@ -16,12 +16,13 @@ from torch.distributed import Store
 from asyncrl import metrics as m
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.weights import layout
+from asyncrl.weights.bounded import run_bounded
 from asyncrl.weights.cuda_ipc import import_handle
 from asyncrl.weights.inline import build_inline
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 from asyncrl.weights.receiver import StoreReceiver, build_receiver
 from asyncrl.weights.store import connect
-from asyncrl.weights.transports import GlooTransport, Link, run_bounded
+from asyncrl.weights.transports import GlooTransport, Link
 
 ELEMENTS = 1_000_000
 PATIENCE = 30.0
