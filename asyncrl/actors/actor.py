@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.slots import Slots, finished_episode
@@ -41,7 +42,7 @@ class Actor:
 
     def __init__(
         self,
-        imagination: Imagination,
+        imagination: Imagination[Any],
         starts: StartStateStream,
         port: ActorPort,
         receiver: Receiver,

@@ -31,7 +31,7 @@ from asyncrl.rewards.resnet import RewardModel, load_reward
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.transports import TransportName
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan import WanWorld, load_world
+from asyncrl.worlds.wan import WanState, WanWorld, load_world
 
 FIRST_WEIGHTS_DEADLINE = 300.0
 """Seconds the first actor has to load its models and take the first version."""
@@ -115,7 +115,7 @@ def check_tasks(policy: OpenVLAOFT, starts: Sequence[StartState]) -> None:
         policy.preprocess(state.frame[None], [task])
 
 
-def build_imagination(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Imagination:
+def build_imagination(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Imagination[WanState]:
     """Join the models of an actor."""
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     return Imagination(policy, dreams.world, dreams.reward, sampling)
