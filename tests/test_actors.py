@@ -18,7 +18,7 @@ from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.vision import TowerConfig
-from asyncrl.records import Episode, StartState, problem_with
+from asyncrl.records import EPISODE_ARRAYS, Episode, StartState, problem_with
 from asyncrl.replay.core import ReplayCore, open_core
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.ports import GroupGrant
@@ -210,6 +210,15 @@ def test_frames_are_kept_only_when_the_grant_asks_for_them() -> None:
     ended = finish(slot_with([HIGH]))
     assert ended is not None
     assert ended.video.shape == (0, 2, 2, 3)
+
+
+def test_a_finished_episode_keeps_no_other_frames_alive() -> None:
+    """What a round draws is one array over all slots: too much to hold until a receipt comes."""
+    ended = finish(slot_with([LOW, HIGH]))
+    assert ended is not None
+    for name in EPISODE_ARRAYS:
+        array = getattr(ended, name)
+        assert array.base is None or array.base.nbytes == array.nbytes, name
 
 
 # ---- imagination ---------------------------------------------------------------------------------

@@ -144,7 +144,9 @@ def finished_episode(
     rewards = np.zeros((len(decisions), solved_8.size), np.float32)
     if solved_8.any():
         rewards[-1, int(solved_8.argmax())] = 1.0
-    drawn = np.concatenate([d.new_frames for d in decisions])
+    # Copies: a frame is a view of what was drawn for all slots, which an episode must not keep alive.
+    final = slot.frame.copy()
+    kept = [d.new_frames for d in decisions] if member.grant.keep_video else []
     return Episode(
         episode_id=os.urandom(16).hex(),
         group_id=member.grant.group_id,
@@ -167,6 +169,6 @@ def finished_episode(
         success_scores=np.stack([d.scores for d in decisions]),
         policy_versions=np.array([d.policy_version for d in decisions], np.int64),
         noise_seeds=np.array([d.noise_seed for d in decisions], np.int64),
-        final_frame=slot.frame,
-        video=drawn if member.grant.keep_video else drawn[:0],
+        final_frame=final,
+        video=np.concatenate(kept) if kept else np.empty((0, *final.shape), np.uint8),
     )
