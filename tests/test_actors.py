@@ -24,6 +24,7 @@ from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.ports import GroupGrant
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.weights.inline import build_inline
+from asyncrl.weights.interface import ChannelClosed
 from asyncrl.worlds.start_states import StartStateStream
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
@@ -318,6 +319,20 @@ def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_p
     learner.report_version(1)  # Credit for the next group, which asks for version 1.
     actor.round(wait=0.0)
     assert (len(actor.slots.pending), actor.slots.live) == (GROUP, [])
+    core.close()
+
+
+def test_a_learner_that_left_before_its_first_version_ends_the_actor(
+    imagination: Imagination, tmp_path: Path
+) -> None:
+    class Closed:
+        def wait_for_first(self, deadline: float) -> int:
+            raise ChannelClosed("over")
+
+    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    actor.receiver = Closed()
+    actor.run()
+    assert (actor.version, core.limiter.next_number) == (-1, 0)
     core.close()
 
 

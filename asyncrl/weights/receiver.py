@@ -21,6 +21,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import layout, transports
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
+from asyncrl.weights.interface import ChannelClosed
 from asyncrl.weights.membership import POLL_SECONDS, Header, Seat
 from asyncrl.weights.store import LOST, connect, epoch_store, first_line
 
@@ -55,6 +56,7 @@ class StoreReceiver:
         self._state = f"waiting for the learner at {endpoint} to publish its first version"
         self._failure: Exception | None = None
         self._lost_since: float | None = None
+        self._ended = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
         self._thread.start()
@@ -67,6 +69,8 @@ class StoreReceiver:
         with self._changed:
             while self._version < 0:
                 self._require_alive()
+                if self._ended:
+                    raise ChannelClosed(f"The learner ended the run before {self._name} had weights.")
                 left = until - time.monotonic()
                 if left <= 0 or self._lost_since is not None:
                     raise WeightSyncError(
@@ -116,14 +120,10 @@ class StoreReceiver:
 
     def _run(self) -> None:
         try:
-            if not self._await_manifest():
-                return
-            self._seat.register()
-            while not self._seat.dismissed():
-                if self._closing.wait(POLL_SECONDS):
-                    self._seat.leave()
-                    return
-                self._step()
+            self._take_part()
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
         except LOST as error:
             with self._changed:
                 self._lost_since = time.monotonic()
@@ -135,6 +135,17 @@ class StoreReceiver:
                 self._changed.notify_all()
         finally:
             self._link.drop()
+
+    def _take_part(self) -> None:
+        """Serve until the learner ends the channel, or close."""
+        if not self._await_manifest():
+            return
+        self._seat.register()
+        while not self._seat.dismissed():
+            if self._closing.wait(POLL_SECONDS):
+                self._seat.leave()
+                return
+            self._step()
 
     def _await_manifest(self) -> bool:
         """Wait for the learner's manifest and compare it with ours. Returns False when closed before."""
