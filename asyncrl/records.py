@@ -26,6 +26,10 @@ Uint8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
 
+DUMMY_ACTION: Final[Float32] = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
+"""``[7]`` the action of a frame that nothing produced: no motion, gripper open. Read-only."""
+DUMMY_ACTION.setflags(write=False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StartState:

@@ -27,9 +27,9 @@ from asyncrl.fitting.collect import Demonstrator, record_expert
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.fitting.reward import redraw
 from asyncrl.fitting.vae import encode_recordings
+from asyncrl.pixels import to_signed
 from asyncrl.rewards.resnet import RewardModel, load_reward
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.worlds.pixels import to_signed
 from asyncrl.worlds.wan import load_world
 
 HORIZONS = (8, 32, 64)

@@ -18,12 +18,13 @@ from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.vision import TowerConfig
-from asyncrl.records import Episode, StartState, problem_with
+from asyncrl.records import EPISODE_ARRAYS, Episode, StartState, problem_with
 from asyncrl.replay.core import ReplayCore, open_core
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.ports import GroupGrant
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.weights.inline import build_inline
+from asyncrl.weights.interface import ChannelClosed
 from asyncrl.worlds.start_states import StartStateStream
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
@@ -212,6 +213,15 @@ def test_frames_are_kept_only_when_the_grant_asks_for_them() -> None:
     assert ended.video.shape == (0, 2, 2, 3)
 
 
+def test_a_finished_episode_keeps_no_other_frames_alive() -> None:
+    """What a round draws is one array over all slots: too much to hold until a receipt comes."""
+    ended = finish(slot_with([LOW, HIGH]))
+    assert ended is not None
+    for name in EPISODE_ARRAYS:
+        array = getattr(ended, name)
+        assert array.base is None or array.base.nbytes == array.nbytes, name
+
+
 # ---- imagination ---------------------------------------------------------------------------------
 
 
@@ -309,6 +319,20 @@ def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_p
     learner.report_version(1)  # Credit for the next group, which asks for version 1.
     actor.round(wait=0.0)
     assert (len(actor.slots.pending), actor.slots.live) == (GROUP, [])
+    core.close()
+
+
+def test_a_learner_that_left_before_its_first_version_ends_the_actor(
+    imagination: Imagination, tmp_path: Path
+) -> None:
+    class Closed:
+        def wait_for_first(self, deadline: float) -> int:
+            raise ChannelClosed("over")
+
+    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    actor.receiver = Closed()
+    actor.run()
+    assert (actor.version, core.limiter.next_number) == (-1, 0)
     core.close()
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import HELD_OUT, SuccessRate, evaluate, evaluation_seeds, summarise
-from asyncrl.simulators.rollout import DUMMY_ACTION, SimulatedEpisode, rollout, sampling_seed
+from asyncrl.records import DUMMY_ACTION
+from asyncrl.simulators.rollout import SimulatedEpisode, rollout, sampling_seed
 
 TASKS = ["put a on b", "put c on d"]
 

@@ -22,8 +22,9 @@ from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.vision import TowerConfig
+from asyncrl.records import DUMMY_ACTION
 from asyncrl.simulators.rendering import find_backend
-from asyncrl.simulators.rollout import DUMMY_ACTION, SimulatedEpisode
+from asyncrl.simulators.rollout import SimulatedEpisode
 
 
 def episode(seed: int, decisions: int, *, solved_at: int = -1, task: str = "put a on b") -> SimulatedEpisode:

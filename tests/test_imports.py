@@ -9,7 +9,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 BASE = {"errors", "config", "records", "metrics", "assets"}
-MODELS = {"messaging", "worlds", "policies", "rewards", "simulators", "checkpoint", "logbook", "run_folder"}
+MODELS = {
+    "pixels",
+    "messaging",
+    "worlds",
+    "policies",
+    "rewards",
+    "simulators",
+    "checkpoint",
+    "logbook",
+    "run_folder",
+}
 MIDDLE = {"replay", "weights"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -17,10 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"errors"},
     "config": {"errors"},
     "metrics": {"errors"},
+    "pixels": set(),
     "messaging": BASE,
-    "worlds": BASE,
+    "worlds": BASE | {"pixels"},
     "policies": BASE,
-    "rewards": BASE,
+    "rewards": BASE | {"pixels"},
     "simulators": BASE,
     "checkpoint": BASE,
     "logbook": BASE,

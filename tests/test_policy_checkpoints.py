@@ -16,6 +16,7 @@ from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.checkpoints import export_openvla, load_openvla, load_policy, save_policy
 from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
 from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.published import dropped_tensors, rows_of
 from asyncrl.policies.vision import TowerConfig, stable_name
 
 STATS = NormStats(q01=(-0.5,) * 7, q99=(0.9,) * 7, mask=(True,) * 6 + (False,))
@@ -348,13 +349,11 @@ def test_an_export_has_every_published_tensor_in_its_published_shape(tmp_path: P
 
 
 def test_the_full_size_has_the_published_982_tensors() -> None:
-    from asyncrl.policies import checkpoints
-
     with torch.device("meta"):
         policy = OpenVLAOFT(OpenVLAOFTConfig.full())
-    table = checkpoints._rows(policy)
+    table = rows_of(policy)
     assert len({ours for ours, _, _ in table}) == len(list(policy.parameters())) == len(table)
-    unused = checkpoints._dropped(policy.config)
+    unused = dropped_tensors(policy.config)
     assert len(unused) == 43
     assert len({theirs for _, theirs, _ in table} | unused.keys()) == 982
 

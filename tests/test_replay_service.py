@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 import zmq
+from test_limiter import Clock, make_core, make_limiter
 from test_wire import assert_same, make_episode
 
 from asyncrl import metrics as m
 from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
-from asyncrl.messaging.sockets import connect_dealer, ipc_endpoint, private_folder
-from asyncrl.messaging.wire import decode, encode
+from asyncrl.messaging.sockets import bind_router, connect_dealer, ipc_endpoint, private_folder
+from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.core import open_core
 from asyncrl.replay.ports import ActorPort, GroupGrant, RunStopped
-from asyncrl.replay.service import serve_replay
+from asyncrl.replay.service import Service, serve_replay
 
 CONFIG = TrainConfig(
     algorithm=AlgorithmSettings(group_size=2, groups_per_update=2),
@@ -283,6 +284,114 @@ def test_invalid_messages_are_answered_counted_and_survived(tmp_path: Path, endp
         assert learner.status()[m.WIRE_ERRORS] == 4
         learner.close()
         context.destroy(linger=0)
+
+
+def answer(router: zmq.Socket[bytes], port: ZmqActorPort, kind: str, **fields: object) -> Message:
+    """Let the actor serve until it says `kind`, and answer that."""
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        port.serve()
+        if router.poll(20):
+            peer, *frames = router.recv_multipart()
+            message = decode(frames)
+            if message.kind == kind:
+                reply = fields.pop("reply")
+                router.send_multipart([peer, *encode(str(reply), **fields)])
+                return message
+    raise AssertionError(f"the actor never said {kind}")
+
+
+def test_an_episode_whose_last_receipt_was_lost_is_settled_later(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.replay.client.HELD_RESEND_AFTER", 0.2)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    replay, actor = bind_router(context, endpoint), ZmqActorPort(endpoint, "actor-0")
+    answer(replay, actor, "hello", reply="welcome", boot="b", known=True)
+    episode = make_episode(0, 0)
+    actor.push(episode)
+    receipt = {"reply": "receipt", "episode_id": episode.episode_id, "reason": ""}
+    answer(replay, actor, "episode", status="held", **receipt)
+    until(actor, 1)  # Its group becomes complete, but the receipt gets lost.
+    answer(replay, actor, "episode", status="duplicate", **receipt)
+    until(actor, 0)
+    actor.close(1.0)
+    context.destroy(linger=0)
+
+
+class ScriptedSocket:
+    """Delivers the messages the test puts in, and notes what is sent; the deaf take nothing."""
+
+    def __init__(self) -> None:
+        self.inbox: list[list[zmq.Frame]] = []
+        self.sent: list[tuple[bytes, Message]] = []
+        self.deaf: set[bytes] = set()
+
+    def say(self, peer: bytes, kind: str, **fields: object) -> None:
+        self.inbox.append([zmq.Frame(frame) for frame in (peer, *encode(kind, **fields))])
+
+    def poll(self, wait_ms: int) -> bool:
+        return bool(self.inbox)
+
+    def recv_multipart(self, flags: int, copy: bool) -> list[zmq.Frame]:
+        if not self.inbox:
+            raise zmq.Again
+        return self.inbox.pop(0)
+
+    def send_multipart(self, frames: list[bytes], flags: int, copy: bool) -> None:
+        if frames[0] in self.deaf:
+            raise zmq.Again
+        self.sent.append((frames[0], decode(frames[1:])))
+
+    def grants(self, peer: bytes) -> list[int]:
+        return [message["number"] for to, message in self.sent if to == peer and message.kind == "grant"]
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[tuple[Service, ScriptedSocket, Clock]]:
+    """A service with credit for one group, a learner and the actors a and b, on a clock of its own."""
+    clock, socket = Clock(), ScriptedSocket()
+    core = make_core(tmp_path, make_limiter(per_update=1, max_lag=0, clock=clock))
+    service = Service(core, socket)  # type: ignore[arg-type]
+    socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0)
+    for name in ("a", "b"):
+        socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0)
+    service.turn(0)
+    yield service, socket, clock
+    core.close()
+
+
+def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
+    scripted: tuple[Service, ScriptedSocket, Clock],
+) -> None:
+    service, socket, _ = scripted
+    socket.deaf = {b"b"}
+    socket.say(b"b", "acquire", turn=0)
+    service.turn(0)  # Granted, but b did not hear of it.
+    socket.deaf = set()
+    socket.say(b"a", "acquire", turn=0)
+    service.turn(0)
+    socket.say(b"b", "acquire", turn=0)
+    service.turn(0)
+    assert (socket.grants(b"a"), socket.grants(b"b")) == ([], [0])
+
+
+def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[Service, ScriptedSocket, Clock]) -> None:
+    """An actor that hangs loses its group after the deadline, and another one gets the credit."""
+    service, socket, clock = scripted
+    for turn in (0, 1):
+        socket.say(b"a", "acquire", turn=turn)
+        service.turn(0)
+    assert socket.grants(b"a") == [0]
+    for _ in range(5):
+        clock.now += 7.0  # In all 35 s; the deadline is 30 s.
+        socket.say(b"b", "acquire", turn=0)
+        service.turn(0)
+    assert (socket.grants(b"a"), socket.grants(b"b")) == ([0], [1])
+    socket.say(b"a", "acquire", turn=1)
+    service.turn(0)
+    assert service.core.limiter.credit == 0
+    assert socket.grants(b"a") == [0], "it asks again, but somebody else has the credit now"
 
 
 def test_an_endpoint_in_use_elsewhere_is_named() -> None:

@@ -177,6 +177,41 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(
     store.close()
 
 
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+from test_replay_store import ReplayError, group_of, open_store
+store = open_store(Path(sys.argv[1]))
+store.ledger.append(used=[1, 2], request="", version=0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (70, 70))  # No file can become larger, as on a full disk.
+entry = {"used": [3, 4], "request": "", "version": 1}
+for write in (lambda: store.seal(0, group_of(0)), lambda: store.ledger.append(**entry)):
+    try:
+        write()
+    except ReplayError as error:
+        print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_disk_that_becomes_full_while_writing_is_said_in_the_same_way(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "group 0 could not be written" in done.stdout, done.stderr
+    assert f"{tmp_path / 'ledger.log'} could not be written" in done.stdout, done.stderr
+    assert done.stdout.count("--replay.max-gigabytes") == 2
+    assert not list(tmp_path.glob("group-*"))
+    warnings: list[str] = []
+    ledger = Ledger(tmp_path / "ledger.log", warnings.append)
+    assert (ledger.entries, warnings) == ([{"used": [1, 2], "request": "", "version": 0}], [])
+    ledger.close()
+
+
 def test_a_torn_last_line_of_the_ledger_is_forgotten(tmp_path: Path) -> None:
     warnings: list[str] = []
     ledger = Ledger(tmp_path / "ledger.log", warnings.append)

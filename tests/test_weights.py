@@ -16,12 +16,14 @@ from torch.distributed import Store
 from asyncrl import metrics as m
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.weights import layout
+from asyncrl.weights.bounded import run_bounded
 from asyncrl.weights.cuda_ipc import import_handle
 from asyncrl.weights.inline import build_inline
+from asyncrl.weights.interface import ChannelClosed
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 from asyncrl.weights.receiver import StoreReceiver, build_receiver
 from asyncrl.weights.store import connect
-from asyncrl.weights.transports import GlooTransport, Link, run_bounded
+from asyncrl.weights.transports import GlooTransport, Link
 
 ELEMENTS = 1_000_000
 PATIENCE = 30.0
@@ -325,6 +327,26 @@ def test_a_receiver_without_a_publish_says_what_it_waits_for(publisher: StorePub
     receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
     with pytest.raises(WeightSyncError, match=r"actor-0 waited .* 0\.1 s.*to publish its first version"):
         receiver.wait_for_first(0.1)
+    receiver.close()
+
+
+def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
+    publisher: StorePublisher,
+) -> None:
+    receiver = build_receiver("gloo", publisher.endpoint, "late", policy(0, elements=10))
+    ended: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            receiver.wait_for_first(10 * PATIENCE)
+        except ChannelClosed as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    publisher.close()
+    waiting.join(PATIENCE)
+    assert [str(error) for error in ended] == ["The learner ended the run before late had weights."]
     receiver.close()
 
 

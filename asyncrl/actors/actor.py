@@ -1,6 +1,6 @@
 """The actor: newest weights + start states in, imagined episodes out.
 
-consumes   weights      waits for: version 0           ended by: the learner publishes it, or the deadline
+consumes   weights      waits for: version 0           ended by: the learner publishes or leaves, deadline
 consumes   grants       waits for: credit              ended by: the learner uses a batch, or the run stops
 produces   episodes     never waits: the replay port keeps them until they are durable
 """
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.slots import Slots, finished_episode
 from asyncrl.replay.ports import ActorPort, RunStopped
-from asyncrl.weights.interface import Receiver
+from asyncrl.weights.interface import ChannelClosed, Receiver
 from asyncrl.worlds.start_states import StartStateStream
 
 CREDIT_WAIT = 0.2
@@ -41,7 +42,7 @@ class Actor:
 
     def __init__(
         self,
-        imagination: Imagination,
+        imagination: Imagination[Any],
         starts: StartStateStream,
         port: ActorPort,
         receiver: Receiver,
@@ -58,12 +59,12 @@ class Actor:
         self._reported = time.monotonic()
 
     def run(self) -> None:
-        """Imagine until the replay says that the run is over."""
-        self.version = self.receiver.wait_for_first(WEIGHTS_DEADLINE)
+        """Imagine until the replay (or, before there are weights, the learner) says that the run is over."""
         try:
+            self.version = self.receiver.wait_for_first(WEIGHTS_DEADLINE)
             while not self.port.stopped:
                 self.round()
-        except RunStopped:
+        except (ChannelClosed, RunStopped):
             return
 
     def round(self, wait: float = CREDIT_WAIT) -> None:

@@ -5,7 +5,7 @@ observations → policy.act → world model → reward model → decision record
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Generic
 
 import numpy as np
 import torch
@@ -14,28 +14,27 @@ from asyncrl.actors.seeds import sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Slots
 from asyncrl.policies.protocol import Policy, SamplingParams
 from asyncrl.rewards.resnet import RewardModel
-from asyncrl.worlds.protocol import World
+from asyncrl.worlds.protocol import State, World
 
 
-class Imagination:
+class Imagination(Generic[State]):
     """The models of an actor and the world's state of every slot."""
 
     def __init__(
-        self, policy: Policy, world: World[Any], reward: RewardModel, sampling: SamplingParams
+        self, policy: Policy, world: World[State], reward: RewardModel, sampling: SamplingParams
     ) -> None:
         self.policy = policy
         self.world = world
         self.reward = reward
         self.sampling = sampling
-        self._state: Any = None
+        self._state: State | None = None
+        """One row per place; absent until the first episode begins."""
 
     def begin(self, slots: Slots, places: list[int]) -> None:
         """Open the world for the episodes that were just put into `places`."""
         fresh = self.world.start([slots.slot(i).member.start for i in places])
-        if self._state is None:
-            size = len(slots.places)
-            self._state = fresh.select([0] * size)
-        self._state = self._state.put(places, fresh)
+        before = fresh.select([0] * len(slots.places)) if self._state is None else self._state
+        self._state = before.put(places, fresh)
 
     @torch.inference_mode()
     def step(self, slots: Slots, policy_version: int) -> None:

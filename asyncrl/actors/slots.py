@@ -144,7 +144,6 @@ def finished_episode(
     rewards = np.zeros((len(decisions), solved_8.size), np.float32)
     if solved_8.any():
         rewards[-1, int(solved_8.argmax())] = 1.0
-    drawn = np.concatenate([d.new_frames for d in decisions])
     return Episode(
         episode_id=os.urandom(16).hex(),
         group_id=member.grant.group_id,
@@ -167,6 +166,13 @@ def finished_episode(
         success_scores=np.stack([d.scores for d in decisions]),
         policy_versions=np.array([d.policy_version for d in decisions], np.int64),
         noise_seeds=np.array([d.noise_seed for d in decisions], np.int64),
-        final_frame=slot.frame,
-        video=drawn if member.grant.keep_video else drawn[:0],
+        final_frame=slot.frame.copy(),  # not a view, which would keep alive what was drawn for all slots
+        video=_video(slot),
     )
+
+
+def _video(slot: Slot) -> NDArray[np.uint8]:
+    """``[M, H, W, 3]`` every frame that was drawn, or none when the grant does not ask for them."""
+    if not slot.member.grant.keep_video:
+        return np.empty((0, *slot.frame.shape), np.uint8)
+    return np.concatenate([decision.new_frames for decision in slot.decisions])

@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _play(config: EvaluateConfig, folder: Path) -> Evaluation:
-    from asyncrl.commands.fit import pick_device
+    from asyncrl.launch.devices import pick_device
     from asyncrl.policies.checkpoints import load_policy
     from asyncrl.policies.protocol import SamplingParams
     from asyncrl.simulators.workers import SimulatorPool

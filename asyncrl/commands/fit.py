@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
 
-from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import Recordings, load_recordings
-
-if TYPE_CHECKING:
-    import torch
+from asyncrl.launch.devices import pick_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,21 +131,6 @@ def _use_tensor_cores() -> None:
     import torch
 
     torch.set_float32_matmul_precision("high")
-
-
-def pick_device(name: str) -> torch.device:
-    """Turn cpu | cuda | auto into a device.
-
-    Raises:
-        ConfigError: cuda was asked for and there is none.
-    """
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is cuda, but PyTorch sees no CUDA device. Use --device cpu.")
-    if name not in ("cpu", "cuda", "auto"):
-        raise ConfigError(f"--device is {name!r}. Use cpu, cuda or auto.")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def fit_policy_command(config: Policy, recordings: Recordings) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import write_part
-from asyncrl.records import CHUNK
-from asyncrl.simulators.rollout import DUMMY_ACTION, Act, Pool, SimulatedEpisode, rollout
+from asyncrl.records import CHUNK, DUMMY_ACTION
+from asyncrl.simulators.rollout import Act, Pool, SimulatedEpisode, rollout
 
 EPISODES_PER_PART = 32
 

@@ -12,8 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from asyncrl.fitting.loop import minimise
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.pixels import to_signed, to_uint8
 from asyncrl.rewards.resnet import RewardModel
-from asyncrl.worlds.pixels import to_signed, to_uint8
 from asyncrl.worlds.wan_vae import WanVae, decode_stream
 
 

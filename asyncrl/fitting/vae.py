@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.worlds.pixels import to_signed
+from asyncrl.pixels import to_signed
 from asyncrl.worlds.wan_vae import SPATIAL, WanVae, decode_stream, encode_stream
 
 CLIP_FRAMES = 17

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.records import ACTION_DIM, CHUNK
-from asyncrl.simulators.rollout import DUMMY_ACTION
-from asyncrl.worlds.wan import window_loss
+from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION
+from asyncrl.worlds.wan_loss import window_loss
 from asyncrl.worlds.wan_transformer import ActionWanTransformer
 
 MEMORY = 4

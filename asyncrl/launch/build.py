@@ -17,7 +17,8 @@ from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagine import Imagination
 from asyncrl.config import TrainConfig, to_json
-from asyncrl.errors import AssetError, CheckpointError, ConfigError
+from asyncrl.errors import AssetError, CheckpointError
+from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
 from asyncrl.learner.update import Update
@@ -30,7 +31,7 @@ from asyncrl.rewards.resnet import RewardModel, load_reward
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.transports import TransportName
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan import WanWorld, load_world
+from asyncrl.worlds.wan import WanState, WanWorld, load_world
 
 FIRST_WEIGHTS_DEADLINE = 300.0
 """Seconds the first actor has to load its models and take the first version."""
@@ -57,26 +58,12 @@ class Dreams:
     starts: list[StartState]
 
 
-def device_of(config: TrainConfig, local_rank: int) -> torch.device:
-    """Choose the device of a rank and of its actor.
-
-    Raises:
-        ConfigError: cuda was asked for and there is none.
-    """
-    count = torch.cuda.device_count() if config.device != "cpu" else 0
-    if config.device == "cuda" and not count:
-        raise ConfigError(
-            "--device is cuda, but PyTorch sees no CUDA device. Use --device cpu, or run `asyncrl doctor`."
-        )
-    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
-
-
 def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
     """Choose what carries the weights; every rank of a host comes to the same answer."""
     if config.weights.transport != "auto":
         return config.weights.transport
-    learner = device_of(config, placement.learners[0])
-    actors = [device_of(config, rank) for rank in placement.actors]
+    learner = pick_device(config.device, placement.learners[0])
+    actors = [pick_device(config.device, rank) for rank in placement.actors]
     if learner.type == "cpu":
         return "gloo"
     if set(actors) == {learner}:
@@ -128,7 +115,7 @@ def check_tasks(policy: OpenVLAOFT, starts: Sequence[StartState]) -> None:
         policy.preprocess(state.frame[None], [task])
 
 
-def build_imagination(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Imagination:
+def build_imagination(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Imagination[WanState]:
     """Join the models of an actor."""
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     return Imagination(policy, dreams.world, dreams.reward, sampling)

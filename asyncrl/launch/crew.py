@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 0.05
 """Seconds between two looks while nothing else is to do."""
+REPLAY = "replay"
+"""Name of the child that keeps the episodes."""
 ANSWER_DEADLINE = 60.0
 """Seconds a replay that died has to come back and answer."""
 
@@ -72,12 +74,22 @@ class Crew:
                 self._tell(f"{member.name} died and came back (respawn {member.respawns}); see its log")
         return self._stop.set
 
-    def settle(self) -> None:
-        """Look until nobody waits for a respawn."""
-        while any(member.poll() is State.BACKING_OFF for member in self.members):
-            self.look()
-            time.sleep(LOOK_EVERY)
+    def settle(self, name: str) -> None:
+        """Look until the child `name` does not wait for its respawn; nobody waits for the others."""
         self.look()
+        while any(member.name == name and member.poll() is State.BACKING_OFF for member in self.members):
+            time.sleep(LOOK_EVERY)
+            self.look()
+
+    def watch(self, over: Callable[[], bool]) -> None:
+        """Look until all children have finished, a stop is asked for, or the run is `over` without them.
+
+        A child that came too late to hear of the run's end would go on for ever, or die again and again.
+        """
+        while not (over() or self.look()):
+            if all(member.poll() is State.FINISHED for member in self.members):
+                return
+            time.sleep(LOOK_EVERY)
 
     def end(self, deadline: float) -> None:
         """Let the children end by themselves for `deadline` seconds in all, then end those that are left."""
@@ -106,7 +118,7 @@ class WatchedReplay:
         """See `LearnerPort.status`."""
         until = time.monotonic() + ANSWER_DEADLINE
         while True:
-            self._crew.settle()
+            self._crew.settle(REPLAY)
             try:
                 return self._port.status()
             except ReplayError:

@@ -9,6 +9,7 @@ from asyncrl.config import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous, summary
 from asyncrl.launch.crew import StopFlag
+from asyncrl.launch.devices import pick_device
 from asyncrl.logbook import Logbook
 from asyncrl.replay.core import open_core
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
@@ -26,7 +27,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
     torch.set_num_threads(config.learner_threads)
     torch.manual_seed(config.seed)
-    device = build.device_of(config, 0)
+    device = pick_device(config.device)
     start = build.prepare(config, device)
     run_dir = start.run_dir
     publisher, receiver = build_inline()

@@ -24,6 +24,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     from asyncrl import assets
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
+    from asyncrl.launch.devices import pick_device
     from asyncrl.launch.placement import parse_placement
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
@@ -31,7 +32,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 
     config, facts = _read(config_json, facts_json)
     torch.set_num_threads(config.actor.threads)
-    device = build.device_of(config, local_rank())
+    device = pick_device(config.device, local_rank())
     placement = parse_placement(config.placement, world_size(), 0)
     policy = build.build_policy(assets.policy_folder(config.policy), device)
     dreams = build.build_dreams(config, device)

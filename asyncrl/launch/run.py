@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,17 +23,18 @@ from typing import TYPE_CHECKING
 from asyncrl.config import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import rendezvous
-from asyncrl.launch.crew import LOOK_EVERY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
+from asyncrl.launch.crew import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
+from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement, parse_placement
 from asyncrl.launch.rendezvous import RunFacts
-from asyncrl.launch.supervisor import State, Supervisor
+from asyncrl.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from asyncrl.learner.learner import Learner
     from asyncrl.weights.interface import Publisher
 
 ACTOR_FAREWELL = 8.0
-"""Seconds an actor rank that was asked to stop waits for the learner to end its actor in order."""
+"""Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
 FAREWELL = 4.0
 """Seconds the children have to end by themselves once the run is over."""
 
@@ -70,20 +70,18 @@ def _placement(config: TrainConfig) -> Placement:
 
 
 def _look_after_actor(stop: StopFlag) -> int:
-    """An actor rank: keep its actor alive until it ends with the run."""
+    """An actor rank: keep its actor alive until the run ends, or the actor with it."""
     facts = rendezvous.receive()
     run_dir = Path(facts.run_dir)
     config = load_file(run_dir / "config.json")
     crew = Crew(stop)
-    actor = _actor(config, facts, rendezvous.rank())
-    crew.members.append(actor)
+    crew.members.append(_actor(config, facts, rendezvous.rank()))
+    socket = Path(facts.replay_endpoint.removeprefix("ipc://"))
     try:
-        while not crew.look() and actor.poll() is not State.FINISHED:
-            time.sleep(LOOK_EVERY)
-        if stop.set:
-            actor.wait(ACTOR_FAREWELL)
+        crew.watch(over=lambda: not socket.parent.exists())  # Rank 0 removes the folder as its last act.
+        crew.end(ACTOR_FAREWELL)
     finally:
-        actor.stop(1.0)
+        crew.end(0.0)
     return 0
 
 
@@ -112,7 +110,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
 
     torch.set_num_threads(config.learner_threads)
     torch.manual_seed(config.seed)
-    device = build.device_of(config, rendezvous.local_rank())
+    device = pick_device(config.device, rendezvous.local_rank())
     transport = build.transport_of(config, placement)
     start = build.prepare(config, device)
     run_dir = start.run_dir
@@ -145,7 +143,7 @@ def _start(
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     from asyncrl.replay.client import ZmqLearnerPort
 
-    crew.members.append(_child("replay", "replay_main", config, facts))
+    crew.members.append(_child(REPLAY, "replay_main", config, facts))
     rank = rendezvous.rank()
     if placement.imagines(rank):
         crew.members.append(_actor(config, facts, rank))

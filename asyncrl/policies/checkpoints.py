@@ -1,8 +1,7 @@
 """Policies as files: our own folder, and the published OpenVLA layout in both directions.
 
 Our folder: `config.json` + `model.safetensors` + `tokenizer.json`; names are the module's (`stable_name`).
-Published: Hugging Face shards with timm names. What the policy never computes (the last block, final norm
-and pooling head of the vision towers) is dropped on reading and written as zeros.
+Published: Hugging Face shards with timm names, see `published`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,16 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.published import (
+    dropped_tensors,
+    modern_name,
+    native_part,
+    published_config,
+    rows_of,
+    to_published,
+)
 from asyncrl.policies.tokenizer import PromptTokenizer
-from asyncrl.policies.vision import TowerConfig, stable_name
+from asyncrl.policies.vision import stable_name
 
 FORMAT: Final = "asyncrl-openvla-oft"
 SHARD_BYTES: Final = 5_000_000_000
@@ -116,7 +123,7 @@ def load_openvla(
     shards = _read_json(index).get("weight_map", {}) if index.exists() else {"": "model.safetensors"}
     published: dict[str, Tensor] = {}
     for name in sorted(set(shards.values())):
-        published |= {_modern(key): tensor for key, tensor in _read_tensors(folder / name)}
+        published |= {modern_name(key): tensor for key, tensor in _read_tensors(folder / name)}
     return _fill(policy, _to_native(policy, published, folder), folder, device, dtype)
 
 
@@ -128,7 +135,7 @@ def export_openvla(policy: OpenVLAOFT, folder: str | Path, *, shard_bytes: int =
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, config = _to_published(policy), policy.config
+    tensors, config = to_published(policy), policy.config
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():
@@ -147,32 +154,8 @@ def export_openvla(policy: OpenVLAOFT, folder: str | Path, *, shard_bytes: int =
         _write_json(folder / "model.safetensors.index.json", index)
     stats = {key: {"action": dataclasses.asdict(value)} for key, value in config.norm_stats.items()}
     _write_json(folder / "dataset_statistics.json", stats)
-    _write_json(folder / "config.json", _published_config(config) | {"norm_stats": stats})
+    _write_json(folder / "config.json", published_config(config) | {"norm_stats": stats})
     _write(folder / "tokenizer.json", policy.tokenizer.save)
-
-
-def _published_config(config: OpenVLAOFTConfig) -> dict[str, Any]:
-    text = {"model_type": "llama", "vocab_size": config.vocab_size, "pad_token_id": config.token_count}
-    return {
-        "model_type": "openvla",
-        "architectures": ["OpenVLAForActionPrediction"],
-        "vision_backbone_id": "dinosiglip-vit-so-224px",
-        "llm_backbone_id": "llama2-7b-pure",
-        "arch_specifier": "no-align+fused-gelu-mlp",
-        "use_fused_vision_backbone": True,
-        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
-        "timm_override_act_layers": [None, None],
-        "image_sizes": [config.image_size, config.image_size],
-        "image_resize_strategy": "resize-naive",
-        "hf_llm_id": "meta-llama/Llama-2-7b-hf",
-        "llm_max_length": 2048,
-        "pad_token_id": config.token_count,
-        "pad_to_multiple_of": 64,
-        "output_projector_states": False,
-        "n_action_bins": 256,
-        "text_config": text | {"torch_dtype": config.dtype},
-        "torch_dtype": config.dtype,
-    }
 
 
 def _published_stats(folder: Path) -> dict[str, NormStats]:
@@ -191,126 +174,14 @@ def _published_stats(folder: Path) -> dict[str, NormStats]:
         ) from error
 
 
-# --- names: one table of (our name, published name, part of the published tensor)
-
-_BLOCK_COMMON: Final = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
-_DINO_BLOCK: Final = {**_BLOCK_COMMON, "norm1": "norm1", "norm2": "norm2", "attention.o_proj": "attn.proj"}
-_SIGLIP_BLOCK: Final = {
-    **_BLOCK_COMMON,
-    "layer_norm1": "norm1",
-    "layer_norm2": "norm2",
-    "self_attn.out_proj": "attn.proj",
-}
-_WHOLE, _DINO_PLACES, _SIGLIP_PLACES = "whole", "dino places", "siglip places"
-_QKV: Final = ("q", "k", "v")
-Row = tuple[str, str, str]
-
-
-def _tower_rows(config: OpenVLAOFTConfig) -> Iterator[Row]:
-    dino, timm = "vision.dino.", "vision_backbone.featurizer."
-    yield dino + "embeddings.cls_token", timm + "cls_token", _WHOLE
-    yield dino + "embeddings.register_tokens", timm + "reg_token", _WHOLE
-    yield dino + "embeddings.position_embeddings", timm + "pos_embed", _DINO_PLACES
-    for kind in ("weight", "bias"):
-        yield f"{dino}embeddings.patch_embeddings.projection.{kind}", f"{timm}patch_embed.proj.{kind}", _WHOLE
-    for i in range(config.dino.depth - 1):
-        ours, theirs = f"{dino}encoder.layer.{i}.", f"{timm}blocks.{i}."
-        yield from _block_rows(ours, theirs, _DINO_BLOCK, "attention")
-        for n in (1, 2):
-            yield f"{ours}layer_scale{n}.lambda1", f"{theirs}ls{n}.scale_factor", _WHOLE
-    siglip, timm = "vision.siglip.", "vision_backbone.fused_featurizer."
-    yield siglip + "embeddings.position_embedding.weight", timm + "pos_embed", _SIGLIP_PLACES
-    for kind in ("weight", "bias"):
-        yield f"{siglip}embeddings.patch_embedding.{kind}", f"{timm}patch_embed.proj.{kind}", _WHOLE
-    for i in range(config.siglip.depth - 1):
-        yield from _block_rows(
-            f"{siglip}encoder.layers.{i}.", f"{timm}blocks.{i}.", _SIGLIP_BLOCK, "self_attn"
-        )
-
-
-def _block_rows(ours: str, theirs: str, names: Mapping[str, str], attention: str) -> Iterator[Row]:
-    for kind in ("weight", "bias"):
-        for mine, published in names.items():
-            yield f"{ours}{mine}.{kind}", f"{theirs}{published}.{kind}", _WHOLE
-        for part in _QKV:
-            yield f"{ours}{attention}.{part}_proj.{kind}", f"{theirs}attn.qkv.{kind}", part
-
-
-def _rows(policy: OpenVLAOFT) -> list[Row]:
-    rows = list(_tower_rows(policy.config))
-    for name, _ in policy.named_parameters():
-        if name.startswith("llm."):
-            rows.append((name, name.replace("llm.", "language_model.model.", 1), _WHOLE))
-        elif name.startswith("lm_head."):
-            rows.append((name, f"language_model.{name}", _WHOLE))
-        elif name.startswith(("projector.", "value_head.")):
-            rows.append((name, name, _WHOLE))
-    return rows
-
-
-def _dropped(config: OpenVLAOFTConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every published tensor that never affects the output."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for timm, size in (("featurizer.", config.dino), ("fused_featurizer.", config.siglip)):
-        d, block = size.width, f"blocks.{size.depth - 1}."
-        parts = _linears(size, block) | {f"{block}norm1": (d,), f"{block}norm2": (d,), "norm": (d,)}
-        if timm == "featurizer.":
-            extra = {f"{block}ls{n}.scale_factor": (d,) for n in (1, 2)}
-        else:
-            pool = {"q": (d, d), "kv": (2 * d, d), "proj": (d, d), "norm": (d,)}
-            pool |= {"mlp.fc1": (size.mlp, d), "mlp.fc2": (d, size.mlp)}
-            parts |= {f"attn_pool.{name}": shape for name, shape in pool.items()}
-            extra = {"attn_pool.latent": (1, 1, d)}
-        for name, shape in parts.items():
-            extra |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-        shapes |= {f"vision_backbone.{timm}{name}": shape for name, shape in extra.items()}
-    return shapes
-
-
-def _linears(size: TowerConfig, block: str) -> dict[str, tuple[int, ...]]:
-    d, m = size.width, size.mlp
-    shapes = {"attn.qkv": (3 * d, d), "attn.proj": (d, d), "mlp.fc1": (m, d), "mlp.fc2": (d, m)}
-    return {block + name: shape for name, shape in shapes.items()}
-
-
-def _modern(name: str) -> str:
-    """Raw timm weights call the layer scale gamma."""
-    return name.replace(".ls1.gamma", ".ls1.scale_factor").replace(".ls2.gamma", ".ls2.scale_factor")
-
-
 def _to_native(policy: OpenVLAOFT, published: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    rows = _rows(policy)
+    rows = rows_of(policy)
     wanted = {theirs for _, theirs, _ in rows}
     optional = {name for name in wanted if name.startswith("value_head.")}
     _compare_names(
-        folder, published.keys(), wanted - optional, allowed=wanted | _dropped(policy.config).keys()
+        folder, published.keys(), wanted - optional, allowed=wanted | dropped_tensors(policy.config).keys()
     )
-    return {ours: _part(published[theirs], part) for ours, theirs, part in rows if theirs in published}
-
-
-def _part(tensor: Tensor, part: str) -> Tensor:
-    if part in _QKV:
-        return tensor.chunk(3, dim=0)[_QKV.index(part)]
-    if part == _DINO_PLACES:  # the class token has no place in the published model
-        return torch.cat([torch.zeros_like(tensor[:, :1]), tensor], dim=1)
-    return tensor[0] if part == _SIGLIP_PLACES else tensor
-
-
-def _to_published(policy: OpenVLAOFT) -> dict[str, Tensor]:
-    dtype = policy.config.torch_dtype
-    native = {stable_name(n): p.detach().to("cpu", dtype) for n, p in policy.named_parameters()}
-    first = "vision.dino.embeddings.cls_token"
-    places = native["vision.dino.embeddings.position_embeddings"]
-    native[first] = native[first] + places[:, :1]  # fine-tuning may have given it a place
-    grouped: dict[str, list[Tensor]] = {}
-    for ours, theirs, part in _rows(policy):
-        tensor = native[ours]
-        if part == _DINO_PLACES:
-            tensor = tensor[:, 1:]
-        grouped.setdefault(theirs, []).append(tensor[None] if part == _SIGLIP_PLACES else tensor)
-    tensors = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in grouped.items()}
-    unused = {name: torch.zeros(shape, dtype=dtype) for name, shape in _dropped(policy.config).items()}
-    return tensors | unused
+    return {ours: native_part(published[theirs], part) for ours, theirs, part in rows if theirs in published}
 
 
 # --- reading and checking -----------------------------------------------------

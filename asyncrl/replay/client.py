@@ -25,6 +25,8 @@ __all__ = ["InlineActorPort", "InlineLearnerPort", "ZmqActorPort", "ZmqLearnerPo
 
 RESEND_AFTER: Final = 10.0
 """Seconds until an episode or a request for a batch that was not answered at all is sent again."""
+HELD_RESEND_AFTER: Final = 60.0
+"""Seconds until an episode of an incomplete group is sent again: the receipt that settles it may be lost."""
 WINDOW: Final = 32
 """Groups with unacknowledged episodes from which on an actor gets no further grant."""
 
@@ -39,7 +41,11 @@ class _Unacknowledged:
     """Replay process it was sent to."""
     sent_at: float = -float("inf")
     held: bool = False
-    """That process said it has it; only its restart makes resending necessary."""
+    """That process said it has it; what became of its group is said later, but only once."""
+
+    def due(self, boot: str, now: float) -> bool:
+        """Whether it should be sent (again) to the replay process `boot`."""
+        return self.boot != boot or now - self.sent_at >= (HELD_RESEND_AFTER if self.held else RESEND_AFTER)
 
 
 class ZmqActorPort:
@@ -151,7 +157,7 @@ class ZmqActorPort:
         if not boot or self.stopped:
             return
         for episode in self._unacknowledged.values():
-            if episode.boot == boot and (episode.held or now - episode.sent_at < RESEND_AFTER):
+            if not episode.due(boot, now):
                 continue
             if not self._link.send_frames(episode.frames):
                 return

@@ -94,7 +94,6 @@ class ReplayCore:
 
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
         """Grant a group to an actor, or None without credit. The same `turn` >= 0 gets the same grant."""
-        self.limiter.hear(actor)
         self.actors.setdefault(actor, "")
         self.tend()
         following = self.limiter.next_number

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import ReplayError
+
 
 class Ledger:
     """An append-only file of JSON lines."""
@@ -35,9 +37,24 @@ class Ledger:
         """What was found when it was opened."""
 
     def append(self, **entry: Any) -> None:
-        """Add one line; when this returns it is durable."""
-        os.write(self._file, json.dumps(entry, separators=(",", ":")).encode() + b"\n")
-        os.fdatasync(self._file)
+        """Add one line; when this returns it is durable.
+
+        Raises:
+            ReplayError: The disk does not take it. What is torn is removed when the ledger is opened again.
+        """
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        try:
+            whole = os.write(self._file, line) == len(line)  # A disk that becomes full takes a part at first.
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise self._refused(str(error)) from None
+        if not whole:
+            raise self._refused("it took only a part of a line")
+
+    def _refused(self, why: str) -> ReplayError:
+        return ReplayError(
+            f"{self.path} could not be written: {why}. Free disk space, or lower --replay.max-gigabytes."
+        )
 
 
 def read_entries(path: Path, warn: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -77,6 +77,10 @@ class Limiter:
         """Note a sign of life."""
         self._heard[actor] = self.clock()
 
+    def silent(self, actor: str) -> bool:
+        """Whether an actor gave no sign of life for `group_deadline` seconds."""
+        return self._heard.get(actor, -float("inf")) < self.clock() - self.group_deadline
+
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
         """Grant the next group, or None without credit.
 

@@ -95,14 +95,18 @@ class Service:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, farewell = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < farewell:
-            if self.socket.poll(5 if self._batch else POLL_MS):
-                self._receive()
-            self.core.tend()
-            self._answer()
+            self.turn(5 if self._batch else POLL_MS)
             if self.core.stopped:
                 farewell = min(farewell, time.monotonic() + FAREWELL)
                 if not self.actors:
                     return
+
+    def turn(self, wait_ms: int) -> None:
+        """Handle what came within `wait_ms` milliseconds, then send what is due."""
+        if self.socket.poll(wait_ms):
+            self._receive()
+        self.core.tend()
+        self._answer()
 
     def _receive(self) -> None:
         for _ in range(_AT_ONCE):
@@ -121,6 +125,8 @@ class Service:
             self._errors += 1
             self._send(peer, "refused", reason=str(error)[:1000])
             return
+        if peer in self.actors:
+            self.core.limiter.hear(self.actors[peer])
         if message.kind in WITH_EPISODE:
             self._bytes += sum(len(frame) for frame in frames)
         if self.core.stopped and message.kind not in ("bye", "status", "stop"):
@@ -140,22 +146,20 @@ class Service:
         if self.core.stopped:
             return
         if self.learner:  # Before it, nobody knows which version the run begins at.
-            for peer, turn in list(self._acquires.items()):
-                grant = self.core.grant(self.actors[peer], turn)
-                if grant is None:
-                    break
-                del self._acquires[peer]
-                self._send(
-                    peer,
-                    "grant",
-                    turn=turn,
-                    number=grant.number,
-                    min_version=grant.min_version,
-                    keep_video=grant.keep_video,
-                )
+            self._grant()
         self._try_sample()
         while self._batch and self._send_frames(self.learner, self._batch[0]):
             self._batch.popleft()
+
+    def _grant(self) -> None:
+        """Answer parked acquisitions, oldest first: with a new group, or again with one that got lost."""
+        for peer, turn in list(self._acquires.items()):
+            if self.core.limiter.silent(self.actors[peer]):
+                del self._acquires[peer]  # Whoever hangs would keep the credit; awake, it asks again.
+            elif grant := self.core.grant(self.actors[peer], turn):
+                del self._acquires[peer]
+                about = {"number": grant.number, "min_version": grant.min_version}
+                self._send(peer, "grant", turn=turn, keep_video=grant.keep_video, **about)
 
     def _try_sample(self) -> None:
         wish = self._sample
@@ -188,8 +192,6 @@ class Service:
         self._ping(peer, message)
 
     def _ping(self, peer: bytes, message: Message) -> None:
-        if peer in self.actors:
-            self.core.limiter.hear(self.actors[peer])
         self._send(peer, "welcome", boot=self.boot, known=True)
 
     def _bye(self, peer: bytes, message: Message) -> None:

@@ -85,7 +85,10 @@ class EpisodeStore:
             sync(temporary)
             temporary.rename(path)
             sync(self.folder)
-        except OSError as error:
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # h5py: a full disk is often noticed on closing, as the latter
             temporary.unlink(missing_ok=True)
             raise ReplayError(
                 f"group {number} could not be written to {self.folder}: {error}. "

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.pixels import to_signed
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
@@ -184,7 +185,7 @@ class RewardModel:
                 f"was given frames {list(frames.shape)} and {len(tasks)} tasks. Choose a --world whose "
                 "reward model was fitted on its frames."
             )
-        images = frames.to(self.device).flatten(0, 1).permute(0, 3, 1, 2).float() / 127.5 - 1
+        images = to_signed(frames.to(self.device).flatten(0, 1).permute(0, 3, 1, 2))
         logits_N = self.network.logits(images, self.task_ids(tasks).repeat_interleave(count))
         probability = logits_N.float().sigmoid().unflatten(0, (batch, count))
         return probability.round() if self.rounded else probability

@@ -12,11 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.records import DUMMY_ACTION
+
 Act = Callable[[NDArray[np.uint8], list[str], list[int]], NDArray[np.float32]]
 """``(frames [B, H, W, 3], tasks, sampling seeds) -> actions [B, 8, 7]``."""
-
-DUMMY_ACTION = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
-"""The action that stands for "nothing happened yet": stay, gripper open."""
 
 
 class Pool(Protocol):

@@ -7,7 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
+
+
+class ChannelClosed(WeightSyncError):
+    """The learner ended the run before an actor had weights. Not a failure: the actor ends too."""
 
 
 class Publisher(Protocol):
@@ -51,6 +56,7 @@ class Receiver(Protocol):
         """Wait for the first complete version and return it, without copying it anywhere.
 
         Raises:
+            ChannelClosed: none will follow.
             WeightSyncError: none arrived within `deadline` seconds, or the policies differ.
         """
         ...

@@ -23,23 +23,14 @@ from asyncrl import metrics as m
 from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
 from asyncrl.weights import layout, transports
-from asyncrl.weights.inline import stale_version
+from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
 from asyncrl.weights.membership import POLL_SECONDS, READY_SECONDS, Header, Member, Roster
+from asyncrl.weights.outbox import Outbox, Snapshot
 from asyncrl.weights.store import epoch_store, open_store
 
 CLOSE_SECONDS = 2.0
 """How long `close` waits for the members to read the goodbye."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Snapshot:
-    """One packed version."""
-
-    version: int
-    slot: int
-    packed: torch.cuda.Event | None
-    """Reached once the copies into the buffers are done; absent on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +49,13 @@ class StorePublisher:
         """'host:port' that the actors' `build_receiver` needs."""
         self._transport, self._store, self._deadline = transport, store, deadline
         self._roster = Roster(store)
-        self._link: transports.Link | None = None
+        self._link = EpochLink(deadline, self._given_up)
+        self._outbox = Outbox(transport.device)
         self._k = 0
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
-        self._manifest: layout.Manifest | None = None
-        self._slots: transports.Slots = ([], [])
-        self._pending: _Snapshot | None = None
-        self._current: _Snapshot | None = None
-        self._newest = -1
         self._sent = _Sent()
         self._took: dict[str, int] = {}
         self._waiting_for = "no actor has registered"
@@ -81,21 +68,9 @@ class StorePublisher:
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy the tensors and return at once. See `interface.Publisher`."""
-        manifest = layout.build_manifest(tensors)
+        self._require_alive()
+        self._outbox.pack(tensors, version)
         with self._changed:
-            self._require_alive()
-            if version <= self._newest:
-                raise stale_version(version, self._newest)
-            if self._manifest is None:
-                device = self._transport.device
-                self._slots = (layout.allocate(manifest, device), layout.allocate(manifest, device))
-                self._manifest = manifest
-            layout.require_same(manifest, self._manifest, "the first publish")
-            slot = 0 if self._current is None else 1 - self._current.slot
-            self._pending = None  # not valid while its buffers are overwritten
-            layout.pack(manifest, tensors, self._slots[slot])
-            self._pending = _Snapshot(version=version, slot=slot, packed=_record(self._transport.device))
-            self._newest = version
             self._changed.notify_all()
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
@@ -116,8 +91,8 @@ class StorePublisher:
         """Return the newest readings of `weights/*`."""
         with self._changed:
             return {
-                m.WEIGHTS_VERSION: self._newest,
-                m.WEIGHTS_BYTES: layout.total_bytes(self._slots[0]),
+                m.WEIGHTS_VERSION: self._outbox.newest,
+                m.WEIGHTS_BYTES: self._outbox.bytes,
                 m.WEIGHTS_SECONDS: self._sent.seconds,
                 m.WEIGHTS_MEMBERS: self._sent.members,
             }
@@ -127,7 +102,7 @@ class StorePublisher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + transports.ABORT_SECONDS)
+        self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
 
     def _require_alive(self) -> None:
         if self._failure is not None:
@@ -167,12 +142,11 @@ class StorePublisher:
                 self._failure = error
                 self._changed.notify_all()
         finally:
-            self._drop_link()
+            self._link.drop()
 
     def _step(self) -> bool:
         """Look for new members and versions. Returns whether one was sent."""
-        manifest = self._manifest
-        if manifest is None:
+        if (manifest := self._outbox.manifest) is None:
             return False
         if self._roster.epoch == 0:
             self._store.set("manifest", manifest.to_json())
@@ -180,8 +154,8 @@ class StorePublisher:
         if self._roster.changed or self._roster.epoch == 0:
             self._attempt("forming the weight group", self._form)
         # Only now: an offer must have ended the epoch of a failed broadcast before its buffers are reused.
-        current = self._promote()
-        if self._link is None or self._roster.changed or current.version == self._sent_in_epoch:
+        current = self._outbox.promote()
+        if not self._link.formed or self._roster.changed or current.version == self._sent_in_epoch:
             return False
         return self._attempt(f"sending version {current.version}", lambda: self._send(current))
 
@@ -199,14 +173,14 @@ class StorePublisher:
             _log.warning("Epoch %d of the weight group (%s) ended: %s", self._roster.epoch, names, error)
             self._roster.changed = True
             self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
-            self._drop_link()
+            self._link.drop()
             return False
         self._waiting_for = "waiting for more actors"
         return True
 
     def _form(self) -> None:
         """Form a new epoch of all members that are ready."""
-        self._drop_link()
+        self._link.drop()
         roster, epoch = self._roster, self._roster.offer()
         self._sent_in_epoch = -1
         if not roster.members:
@@ -216,30 +190,20 @@ class StorePublisher:
             raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
         roster.confirm()
         size, store = 1 + len(roster.offered), epoch_store(self.endpoint, epoch, self._deadline)
-        self._link = transports.run_bounded(
-            lambda: self._transport.lead(store, size, self._slots),
-            seconds=self._deadline,
-            what="forming the weight group",
-            given_up=self._given_up,
-        )
+        slots = self._outbox.slots
+        self._link.form("forming the weight group", lambda: self._transport.lead(store, size, slots))
         self._k = 0
 
-    def _send(self, snapshot: _Snapshot) -> None:
+    def _send(self, snapshot: Snapshot) -> None:
         """Send one version to all members and wait until they have it."""
-        link, roster = self._link, self._roster
-        assert link is not None
+        roster = self._roster
         if snapshot.packed is not None:
             snapshot.packed.synchronize()
         with self._transport.aside():
-            checksum = layout.checksum(self._slots[snapshot.slot])
+            checksum = layout.checksum(self._outbox.slots[snapshot.slot])
         begun = time.monotonic()
         roster.announce(self._k, Header(version=snapshot.version, slot=snapshot.slot, checksum=checksum))
-        transports.run_bounded(
-            lambda: link.send(snapshot.slot),
-            seconds=self._deadline,
-            what=f"broadcasting version {snapshot.version}",
-            given_up=self._given_up,
-        )
+        self._link.use(f"broadcasting version {snapshot.version}", lambda link: link.send(snapshot.slot))
         if late := self._await_members(f"took/{self._k}", self._deadline):
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
         roster.clean_up(self._k)
@@ -272,18 +236,6 @@ class StorePublisher:
         self._roster.admit()
         return "a member left or registered again" if self._roster.replaced else self._roster.broken()
 
-    def _promote(self) -> _Snapshot:
-        """Make the newest packed version the one to send."""
-        with self._changed:
-            if self._pending is not None:
-                self._current, self._pending = self._pending, None
-            assert self._current is not None
-            return self._current
-
-    def _drop_link(self) -> None:
-        link, self._link = self._link, None
-        transports.abort(link)
-
 
 def build_publisher(
     transport: transports.TransportName,
@@ -309,12 +261,3 @@ def build_publisher(
 
 def _names(members: Iterable[Member]) -> str:
     return ", ".join(member.name for member in members) or "nobody"
-
-
-def _record(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        event = torch.cuda.Event()
-        event.record()
-    return event

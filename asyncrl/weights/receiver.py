@@ -20,6 +20,8 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import layout, transports
+from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
+from asyncrl.weights.interface import ChannelClosed
 from asyncrl.weights.membership import POLL_SECONDS, Header, Seat
 from asyncrl.weights.store import LOST, connect, epoch_store, first_line
 
@@ -43,7 +45,7 @@ class StoreReceiver:
         self._transport, self._endpoint, self._deadline = transport, endpoint, deadline
         self._name, self._manifest = name, manifest
         self._seat = Seat(store, name)
-        self._link: transports.Link | None = None
+        self._link = EpochLink(deadline, self._given_up)
         self._epoch, self._k, self._damaged = 0, 0, 0
         self._epoch_failed = False
         self._spare = layout.allocate(manifest, transport.device)
@@ -54,6 +56,7 @@ class StoreReceiver:
         self._state = f"waiting for the learner at {endpoint} to publish its first version"
         self._failure: Exception | None = None
         self._lost_since: float | None = None
+        self._ended = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
         self._thread.start()
@@ -66,6 +69,8 @@ class StoreReceiver:
         with self._changed:
             while self._version < 0:
                 self._require_alive()
+                if self._ended:
+                    raise ChannelClosed(f"The learner ended the run before {self._name} had weights.")
                 left = until - time.monotonic()
                 if left <= 0 or self._lost_since is not None:
                     raise WeightSyncError(
@@ -99,7 +104,7 @@ class StoreReceiver:
     def close(self) -> None:
         """Leave the group and stop. See `interface.Receiver`."""
         self._closing.set()
-        self._thread.join(2 * transports.ABORT_SECONDS)
+        self._thread.join(2 * ABORT_SECONDS)
 
     def _require_alive(self) -> None:
         if self._failure is not None:
@@ -115,14 +120,10 @@ class StoreReceiver:
 
     def _run(self) -> None:
         try:
-            if not self._await_manifest():
-                return
-            self._seat.register()
-            while not self._seat.dismissed():
-                if self._closing.wait(POLL_SECONDS):
-                    self._seat.leave()
-                    return
-                self._step()
+            self._take_part()
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
         except LOST as error:
             with self._changed:
                 self._lost_since = time.monotonic()
@@ -133,7 +134,18 @@ class StoreReceiver:
                 self._failure = error
                 self._changed.notify_all()
         finally:
-            self._drop_link()
+            self._link.drop()
+
+    def _take_part(self) -> None:
+        """Serve until the learner ends the channel, or close."""
+        if not self._await_manifest():
+            return
+        self._seat.register()
+        while not self._seat.dismissed():
+            if self._closing.wait(POLL_SECONDS):
+                self._seat.leave()
+                return
+            self._step()
 
     def _await_manifest(self) -> bool:
         """Wait for the learner's manifest and compare it with ours. Returns False when closed before."""
@@ -153,24 +165,24 @@ class StoreReceiver:
         offer = self._seat.offer()
         if self._seat.left_behind(offer):
             _log.warning("%s was left behind in epoch %d and registers again", self._name, offer.epoch)
-            self._drop_link()
+            self._link.drop()
             self._seat.register()
         elif offer.epoch != self._epoch and self._seat.rank(offer):
-            self._drop_link()
+            self._link.drop()
             self._epoch, self._k, self._epoch_failed = offer.epoch, 0, False
             self._seat.ready(offer.epoch)
         elif self._seat.rank(offer) and not self._epoch_failed:
             try:
                 self._advance()
             except WeightSyncError as error:
-                self._drop_link()
+                self._link.drop()
                 if self._damaged >= MAX_DAMAGED:
                     raise
                 self._give_up_epoch(error)
 
     def _advance(self) -> None:
         """Form the link of this epoch, or take its next version."""
-        if self._link is None:
+        if not self._link.formed:
             if self._seat.confirmed(self._epoch):
                 self._form()
         elif header := self._seat.header(self._epoch, self._k):
@@ -183,24 +195,15 @@ class StoreReceiver:
         offer = self._seat.offer()
         rank, size = self._seat.rank(offer), 1 + len(offer.members)
         store = epoch_store(self._endpoint, self._epoch, self._deadline)
-        self._link = transports.run_bounded(
-            lambda: self._transport.follow(store, rank, size),
-            seconds=self._deadline,
-            what=f"forming epoch {self._epoch} of the weight group",
-            given_up=self._given_up,
-        )
+        self._link.form(self._state, lambda: self._transport.follow(store, rank, size))
         self._state = f"member of epoch {self._epoch}, waiting for a version"
 
     def _receive(self, header: Header) -> None:
         """Take one version into the spare buffers and, when it is whole, make them the complete ones."""
-        link, spare = self._link, self._spare
-        assert link is not None
+        spare = self._spare
         try:
-            transports.run_bounded(
-                lambda: link.receive(header.slot, spare),
-                seconds=self._deadline,
-                what=f"receiving version {header.version}",
-                given_up=self._given_up,
+            self._link.use(
+                f"receiving version {header.version}", lambda link: link.receive(header.slot, spare)
             )
         except WeightSyncError:
             # An abandoned broadcast may still write into these buffers.
@@ -239,10 +242,6 @@ class StoreReceiver:
         if not self._given_up():
             _log.warning("%s gives up epoch %d of the weight group: %s", self._name, self._epoch, error)
             self._seat.complain(self._epoch, str(error))
-
-    def _drop_link(self) -> None:
-        link, self._link = self._link, None
-        transports.abort(link)
 
 
 def build_receiver(

@@ -4,19 +4,17 @@
     nccl       a broadcast between GPUs, one rank per GPU
     cuda_ipc   actors copy out of the learner's buffers, which they mapped: learner and actor share one GPU
 
-A link need not notice a dead peer: `run_bounded` gives every action a deadline, and `abort` ends the link.
+A link need not notice a dead peer: `bounded` gives every action a deadline, and `abort` ends the link.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,18 +22,10 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.weights.layout import Buffers, as_bytes
-from asyncrl.weights.store import first_line
 
 TransportName = Literal["gloo", "nccl", "cuda_ipc"]
 Slots = tuple[Buffers, Buffers]
 """The learner's two buffer sets: one is sent while the other is packed."""
-ABORT_SECONDS = 10.0
-"""Longest wait for an aborted link; NCCL needs about half a second."""
-LOOK_SECONDS = 0.02
-"""How often a bounded action asks whether it has become pointless."""
-
-T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 class Link(Protocol):
@@ -96,52 +86,6 @@ def build_transport(name: TransportName, device: torch.device, deadline: float) 
     from asyncrl.weights.cuda_ipc import CudaIpcTransport
 
     return CudaIpcTransport(device)
-
-
-def run_bounded(action: Callable[[], T], *, seconds: float, what: str, given_up: Callable[[], str]) -> T:
-    """Run `action` on a thread of its own, and leave it there when it does not end.
-
-    Args:
-        action: May block for ever.
-        seconds: Deadline.
-        what: Name of the action, for the error.
-        given_up: Asked again and again; a non-empty answer is why there is no point in waiting on.
-
-    Raises:
-        WeightSyncError: `action` raised, did not end in time, or was given up.
-    """
-    done = threading.Event()
-    result: list[T] = []
-    problem: list[Exception] = []
-
-    def run() -> None:
-        try:
-            result.append(action())
-        except Exception as error:
-            problem.append(error)  # raised below, on the thread that asked
-        finally:
-            done.set()
-
-    threading.Thread(target=run, name=f"weights: {what}", daemon=True).start()
-    until = time.monotonic() + seconds
-    while not done.wait(LOOK_SECONDS):
-        if reason := given_up():
-            raise WeightSyncError(f"{what} was given up: {reason}.")
-        if time.monotonic() > until:
-            raise WeightSyncError(f"{what} did not end within {seconds:g} s: a member does not take part.")
-    if problem:
-        raise WeightSyncError(f"{what} failed: {first_line(problem[0])}") from problem[0]
-    return result[0]
-
-
-def abort(link: Link | None) -> None:
-    """Abort a link, if there is one, without ever blocking for long or failing."""
-    if link is None:
-        return
-    try:
-        run_bounded(link.abort, seconds=ABORT_SECONDS, what="ending a weight link", given_up=str)
-    except WeightSyncError as error:
-        _log.warning("%s Its memory is not freed.", error)
 
 
 class GlooTransport:

@@ -11,11 +11,11 @@ Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.pixels import to_signed, to_uint8
+from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds import wan_transformer, wan_vae
-from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
-from asyncrl.worlds.pixels import to_signed, to_uint8
+from asyncrl.worlds.flow_schedule import sampling_sigmas
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer
 from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_stream, load_vae
 from asyncrl.worlds.weight_files import read_json, write_json, write_tensors
@@ -35,8 +35,6 @@ CONTEXT: Final = 4
 """Frames that the memory latent stands for."""
 WINDOW: Final = 4
 """Latent frames the transformer sees: anchor, memory and two new ones."""
-NULL_ACTION: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
-"""No motion, gripper open: the action of a frame that nothing produced."""
 FORMAT: Final = "asyncrl-world-1"
 
 
@@ -162,8 +160,8 @@ class WanWorld:
         """Return the two new latents ``[B, Z, 2, h, w]`` float32 that `actions_B8A` lead to."""
         batch, channels, _, height, width = state.anchor.shape
         new_BZ2hw = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:].to(self.device)
-        null = torch.tensor(NULL_ACTION, device=self.device).expand(batch, 1, ACTION_DIM)
-        actions_BTA = torch.cat([null, state.last_actions, actions_B8A], dim=1)
+        dummy = torch.tensor(DUMMY_ACTION, device=self.device).expand(batch, 1, ACTION_DIM)
+        actions_BTA = torch.cat([dummy, state.last_actions, actions_B8A], dim=1)
         is_new = torch.tensor([0.0, 0.0, 1.0, 1.0], device=self.device).expand(batch, WINDOW)
         sigmas = sampling_sigmas(self.schedule_steps)
         for sigma, following in pairwise(sigmas):
@@ -199,57 +197,7 @@ def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
 def _opening_actions(state: StartState) -> NDArray[np.float32]:
     if len(state.context_actions):
         return state.context_actions.astype(np.float32)
-    return np.tile(np.asarray(NULL_ACTION, dtype=np.float32), (CONTEXT, 1))
-
-
-class WindowLoss(NamedTuple):
-    """How wrong the predicted velocity was."""
-
-    loss: Tensor
-    """[] mean of `per_sample`, with gradient."""
-    per_sample: Tensor
-    """[B] weighted mean squared error over the two new latents, detached."""
-
-
-def window_loss(
-    transformer: Callable[[Tensor, Tensor, Tensor], Tensor],
-    latents_BZ4hw: Tensor,
-    actions_BTA: Tensor,
-    generator: torch.Generator,
-    *,
-    context_noise: bool = True,
-    context_sigma: float = CONTEXT_SIGMA,
-) -> WindowLoss:
-    """Flow matching on one window: predict ``noise - clean`` of the two new latents, given the first two.
-
-    The anchor is clean. The memory is noised a little while the network is told that it is clean, so that the
-    imperfect memories of a long imagined episode do not make it drift (WoVR, arXiv 2602.13977).
-
-    Args:
-        transformer: An `ActionWanTransformer`, in the mode the caller wants.
-        latents_BZ4hw: ``[B, Z, 4, h, w]`` clean normalised latents: anchor, memory, two new.
-        actions_BTA: ``[B, 13, 7]`` raw actions, the first of them the dummy.
-        generator: On the CPU; draws the noise levels, the noise and the memory's noise, in this order.
-        context_noise: Whether the memory is noised.
-        context_sigma: Noise level of the memory, in [0, 1].
-    """
-    clean = latents_BZ4hw.float()
-    device = clean.device
-    ids = torch.randint(0, len(training_sigmas()), (clean.shape[0],), generator=generator)
-    noise = torch.randn(clean[:, :, 2:].shape, generator=generator).to(device)
-    memory_noise = torch.randn(clean[:, :, 1:2].shape, generator=generator).to(device)
-    sigma_B = training_sigmas()[ids].to(device)
-    blend = sigma_B[:, None, None, None, None]
-    new = (1 - blend) * clean[:, :, 2:] + blend * noise
-    memory = clean[:, :, 1:2]
-    if context_noise:
-        memory = (1 - context_sigma) * memory + context_sigma * memory_noise
-    window = torch.cat([clean[:, :, :1], memory, new], dim=2)
-    times_B4 = 1000 * sigma_B[:, None] * torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
-    velocity = transformer(window, times_B4, actions_BTA)[:, :, 2:].float()
-    error_B = (velocity - (noise - clean[:, :, 2:])).square().flatten(1).mean(1)
-    weighted_B = error_B * training_weights()[ids].to(device)
-    return WindowLoss(loss=weighted_B.mean(), per_sample=weighted_B.detach())
+    return np.tile(DUMMY_ACTION, (CONTEXT, 1))
 
 
 def save_world(folder: Path, world: WanWorld) -> None:

@@ -1,0 +1,107 @@
+"""Actions that may block for ever in, their result or a `WeightSyncError` before a deadline out.
+
+A link need not notice a dead peer, so whatever is done with one is done here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.weights.store import first_line
+from asyncrl.weights.transports import Link
+
+ABORT_SECONDS = 10.0
+"""Longest wait for an aborted link; NCCL needs about half a second."""
+LOOK_SECONDS = 0.02
+"""How often a bounded action asks whether it has become pointless."""
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+def run_bounded(action: Callable[[], T], *, seconds: float, what: str, given_up: Callable[[], str]) -> T:
+    """Run `action` on a thread of its own, and leave it there when it does not end.
+
+    Args:
+        action: May block for ever.
+        seconds: Deadline.
+        what: Name of the action, for the error.
+        given_up: Asked again and again; a non-empty answer is why there is no point in waiting on.
+
+    Raises:
+        WeightSyncError: `action` raised, did not end in time, or was given up.
+    """
+    done = threading.Event()
+    result: list[T] = []
+    problem: list[Exception] = []
+
+    def run() -> None:
+        try:
+            result.append(action())
+        except Exception as error:
+            problem.append(error)  # raised below, on the thread that asked
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name=f"weights: {what}", daemon=True).start()
+    until = time.monotonic() + seconds
+    while not done.wait(LOOK_SECONDS):
+        if reason := given_up():
+            raise WeightSyncError(f"{what} was given up: {reason}.")
+        if time.monotonic() > until:
+            raise WeightSyncError(f"{what} did not end within {seconds:g} s: a member does not take part.")
+    if problem:
+        raise WeightSyncError(f"{what} failed: {first_line(problem[0])}") from problem[0]
+    return result[0]
+
+
+class EpochLink:
+    """The link of the epoch under way, when there is one. Used by one thread."""
+
+    def __init__(self, seconds: float, given_up: Callable[[], str]) -> None:
+        """Begin without a link.
+
+        Args:
+            seconds: Deadline of forming it and of each broadcast.
+            given_up: Why the epoch has no future; empty while it has one.
+        """
+        self._seconds, self._given_up = seconds, given_up
+        self._link: Link | None = None
+
+    @property
+    def formed(self) -> bool:
+        """Whether there is a link."""
+        return self._link is not None
+
+    def form(self, what: str, make: Callable[[], Link]) -> None:
+        """Make the link, all members at the same time.
+
+        Raises:
+            WeightSyncError: See `run_bounded`.
+        """
+        self._link = run_bounded(make, seconds=self._seconds, what=what, given_up=self._given_up)
+
+    def use(self, what: str, action: Callable[[Link], None]) -> None:
+        """Broadcast over the link.
+
+        Raises:
+            WeightSyncError: See `run_bounded`.
+        """
+        link = self._link
+        assert link is not None
+        run_bounded(lambda: action(link), seconds=self._seconds, what=what, given_up=self._given_up)
+
+    def drop(self) -> None:
+        """Abort the link, if there is one, without ever blocking for long or failing."""
+        link, self._link = self._link, None
+        if link is None:
+            return
+        try:
+            run_bounded(link.abort, seconds=ABORT_SECONDS, what="ending a weight link", given_up=str)
+        except WeightSyncError as error:
+            _log.warning("%s Its memory is not freed.", error)

@@ -1,0 +1,88 @@
+"""The learner's two buffer sets: policy tensors in, the newest packed version out.
+
+One set is sent while the other is packed. A version that was not sent yet is replaced by the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.weights import layout
+from asyncrl.weights.inline import stale_version
+from asyncrl.weights.transports import Slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One packed version."""
+
+    version: int
+    slot: int
+    packed: torch.cuda.Event | None
+    """Reached once the copies into the buffers are done; absent on the CPU."""
+
+
+class Outbox:
+    """Packed by the learner's thread, emptied by the publisher's."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin empty; the buffers are allocated on `device` when the first version is packed."""
+        self._device = device
+        self._lock = threading.Lock()
+        self._pending: Snapshot | None = None
+        self._current: Snapshot | None = None
+        self.slots: Slots = ([], [])
+        self.manifest: layout.Manifest | None = None
+        """What the buffers hold; absent until the first version is packed."""
+        self.newest = -1
+        """Version that was packed last."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of one version."""
+        return layout.total_bytes(self.slots[0])
+
+    def pack(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy the tensors into the set that is not being sent (in stream order on CUDA).
+
+        Raises:
+            WeightSyncError: `version` is not newer than the last one, or the tensors changed their shape.
+        """
+        manifest = layout.build_manifest(tensors)
+        with self._lock:
+            if version <= self.newest:
+                raise stale_version(version, self.newest)
+            if self.manifest is None:
+                self.slots = (
+                    layout.allocate(manifest, self._device),
+                    layout.allocate(manifest, self._device),
+                )
+                self.manifest = manifest
+            layout.require_same(manifest, self.manifest, "the first publish")
+            slot = 0 if self._current is None else 1 - self._current.slot
+            self._pending = None  # not valid while its buffers are overwritten
+            layout.pack(manifest, tensors, self.slots[slot])
+            self._pending = Snapshot(version=version, slot=slot, packed=_record(self._device))
+            self.newest = version
+
+    def promote(self) -> Snapshot:
+        """Make the newest packed version the one to send; its predecessor's set may be packed from now on."""
+        with self._lock:
+            if self._pending is not None:
+                self._current, self._pending = self._pending, None
+            assert self._current is not None
+            return self._current
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record()
+    return event

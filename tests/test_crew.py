@@ -1,0 +1,96 @@
+"""The children of a rank: who is waited for and who is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.errors import ReplayError, RunError
+from asyncrl.launch.crew import Crew, StopFlag, WatchedReplay
+from asyncrl.launch.supervisor import State
+
+
+class Child:
+    """A supervisor whose child's states are told beforehand; the last one stays."""
+
+    def __init__(self, name: str, *states: State) -> None:
+        self.name, self.states, self.respawns = name, list(states), 0
+        self.polls = 0
+        self.ended_after: float | None = None
+
+    def poll(self) -> State:
+        self.polls += 1
+        assert self.polls < 1000, f"{self.name} is waited for without end"
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+    def wait(self, deadline: float) -> bool:
+        self.ended_after = deadline
+        return False
+
+    def stop(self, deadline: float) -> int:
+        self.states = [State.FINISHED]
+        return 0
+
+
+class Answering:
+    """A replay's port that does not answer the first questions."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def status(self) -> dict:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ReplayError("silence")
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("asyncrl.launch.crew.LOOK_EVERY", 0.0)
+
+
+def crew_of(*children: Child) -> Crew:
+    crew = Crew(StopFlag(), tell=lambda line: None)
+    crew.members += children
+    return crew
+
+
+def test_the_learner_does_not_wait_for_an_actor_that_backs_off():
+    actor = Child("actor-0", State.BACKING_OFF)
+    crew = crew_of(Child("replay", State.RUNNING), actor)
+    assert WatchedReplay(Answering(0), crew).status() == {}
+    assert actor.polls > 0, "but it is looked after"
+
+
+def test_the_learner_waits_for_a_replay_that_died():
+    replay = Child("replay", *[State.BACKING_OFF] * 20, State.RUNNING)
+    assert WatchedReplay(Answering(1), crew_of(replay)).status() == {}
+    assert replay.states == [State.RUNNING]
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.BACKING_OFF])
+def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state):
+    actor = Child("actor-1", state)
+    looks = iter([False, False, True])
+    crew = crew_of(actor)
+    crew.watch(over=lambda: next(looks))
+    crew.end(8.0)
+    assert actor.ended_after == pytest.approx(8.0, abs=1.0)
+    assert actor.poll() is State.FINISHED
+
+
+def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody():
+    class Dying(Child):
+        def poll(self) -> State:
+            raise RunError("died too often")
+
+    crew_of(Dying("actor-1", State.RUNNING)).watch(over=lambda: True)
+
+
+def test_a_crew_is_watched_until_all_finished_or_a_stop_is_asked_for():
+    finishing = Child("actor-1", *[State.RUNNING] * 5, State.FINISHED)
+    crew_of(finishing).watch(over=lambda: False)
+    assert finishing.states == [State.FINISHED]
+    crew = crew_of(Child("actor-1", State.RUNNING))
+    crew._stop.set = True
+    crew.watch(over=lambda: False)
