@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
+from asyncrl.assets import policy_folder
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.launch.devices import pick_device
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +26,10 @@ class Policy:
     """Recording folders to imitate."""
     out: Path
     """Folder for the policy."""
+    refine: str = ""
+    """Policy to start from instead of fresh weights."""
+    world: str = ""
+    """World folder whose autoencoder redraws half of the frames: the policy will see imagined ones."""
     steps: int = 10_000
     """Optimizer steps."""
     batch: int = 256
@@ -138,11 +148,15 @@ def fit_policy_command(config: Policy, recordings: Recordings) -> None:
     import torch
 
     from asyncrl.fitting.policy import fit_policy
-    from asyncrl.policies.checkpoints import save_policy
+    from asyncrl.policies.checkpoints import load_policy, save_policy
     from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
 
     torch.manual_seed(config.seed)
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny()).to(pick_device(config.device))
+    device = pick_device(config.device)
+    fresh = not config.refine
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny()) if fresh else load_policy(policy_folder(config.refine))
+    policy.to(device).requires_grad_(True)
+    drawn = redrawn(Path(config.world), recordings, device) if config.world else None
     loss = fit_policy(
         policy,
         recordings,
@@ -150,10 +164,21 @@ def fit_policy_command(config: Policy, recordings: Recordings) -> None:
         batch=config.batch,
         learning_rate=config.learning_rate,
         seed=config.seed,
+        drawn=drawn,
         compiled=config.compile,
     )
     save_policy(policy, config.out, dtype=torch.bfloat16)
     print(f"policy in {config.out}: {loss:.3f} nats per action token")
+
+
+def redrawn(world: Path, recordings: Recordings, device: torch.device) -> np.ndarray:
+    """The recordings' frames as the world's autoencoder draws them."""
+    from asyncrl.fitting.reward import redraw
+    from asyncrl.fitting.vae import encode_recordings
+    from asyncrl.worlds.wan import load_world
+
+    vae = load_world(world, device=device).vae
+    return redraw(vae, encode_recordings(vae, recordings))
 
 
 def fit_world_command(config: World, recordings: Recordings) -> None:
@@ -211,17 +236,14 @@ def fit_reward_command(config: Reward, recordings: Recordings) -> None:
     """Fit the reward model into the world's folder."""
     import torch
 
-    from asyncrl.fitting.reward import fit_reward, redraw
-    from asyncrl.fitting.vae import encode_recordings
+    from asyncrl.fitting.reward import fit_reward
     from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network, save_reward
-    from asyncrl.worlds.wan import load_world
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
     size = RewardConfig.tiny(tasks=tuple(sorted(set(recordings.tasks))))
     reward = RewardModel(build_network(size), size, device=device)
-    vae = load_world(config.world, device=device).vae
-    drawn = redraw(vae, encode_recordings(vae, recordings))
+    drawn = redrawn(config.world, recordings, device)
     loss = fit_reward(
         reward,
         recordings,

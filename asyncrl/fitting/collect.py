@@ -30,6 +30,10 @@ class Demonstrator:
     """Whether it reaches again after a missed grasp."""
     spread: float = 0.0
     """Standard deviation of a further grasp error in metres, drawn per episode."""
+    place_offset: tuple[float, float] = (0.0, 0.0)
+    """Constant error of where the cube is set down, in metres (x, y)."""
+    place_spread: float = 0.0
+    """Standard deviation of a further error of the same in metres, drawn per episode."""
     extra_decisions: int = 1
     """Decisions recorded after the task is solved."""
 
@@ -129,6 +133,8 @@ def _demonstrate(
         noise=float(rng.uniform(*settings.noise)),
         grasp_offset=(settings.offset[0], settings.offset[1]),
         grasp_error=settings.spread,
+        place_offset=(settings.place_offset[0], settings.place_offset[1]),
+        place_error=settings.place_spread,
         retry=settings.retry,
         rng=rng,
     )

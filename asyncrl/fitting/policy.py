@@ -35,6 +35,7 @@ def fit_policy(
     batch: int,
     learning_rate: float,
     seed: int,
+    drawn: np.ndarray | None = None,
     jitter: float = 1.3,
     compiled: bool = False,
 ) -> float:
@@ -47,6 +48,8 @@ def fit_policy(
         batch: Examples per step.
         learning_rate: Peak learning rate.
         seed: Of the choice of examples.
+        drawn: ``[F, H, W, 3]`` the frames as a world model's autoencoder draws them, for every second step:
+            the policy will act on imagined pictures and must not take them for something else.
         jitter: Standard deviation in bins by which the imitated tokens are moved: neighbouring bins then
             share what is learned.
         compiled: Run the model through `torch.compile`.
@@ -56,7 +59,7 @@ def fit_policy(
     """
     device = next(policy.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    frames = torch.from_numpy(recordings.frames).to(device)
+    sources = [torch.from_numpy(f).to(device) for f in (recordings.frames, drawn) if f is not None]
     tokens = torch.from_numpy(encode(recordings.actions)).to(device)
     rows_all = torch.from_numpy(examples(recordings)).to(device)
     names = sorted(set(recordings.tasks))
@@ -76,9 +79,9 @@ def fit_policy(
         imitated = tokens[rows[:, None] + chunk]
         moved = jitter * torch.randn(imitated.shape, generator=generator, device=device)
         imitated = (imitated + moved.round().int()).clamp(0, BINS - 1)
-        return -logprob(
-            frames[rows], *(x[tasks[rows]] for x in (prompts.input_ids, prompts.attention_mask)), imitated
-        ).mean()
+        pixels = sources[step % len(sources)][rows]
+        prompt = [x[tasks[rows]] for x in (prompts.input_ids, prompts.attention_mask)]
+        return -logprob(pixels, *prompt, imitated).mean()
 
     policy.train()
     loss = minimise("policy", policy, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)

@@ -1,8 +1,8 @@
 """A scripted demonstrator for `tabletop`: the simulator's true state in, one action out.
 
 It reaches over the named cube while sinking into a funnel, closes, carries over the named plate, lets go and
-withdraws. It can be made worse in three ways: action noise, a constant grasp offset (a miscalibrated
-demonstrator) and a grasp error drawn anew each episode. Lengths in metres.
+withdraws. It can be made worse by action noise, by constant offsets of where it grasps and where it sets
+down (a miscalibrated demonstrator) and by errors of both drawn anew each episode. Lengths in metres.
 """
 
 from enum import Enum, auto
@@ -46,6 +46,8 @@ class Expert:
         grasp_offset: ``(x, y)`` metres by which every grasp misses the cube's centre.
         rng: Source of the noise and of the grasp error.
         grasp_error: Standard deviation in metres of a further ``(x, y)`` miss, drawn by `start`.
+        place_offset: ``(x, y)`` metres by which the cube is set down beside the plate's centre.
+        place_error: Standard deviation in metres of a further ``(x, y)`` error of the same, drawn by `start`.
         retry: Reach again after an empty grasp or a dropped cube. Otherwise it carries on with nothing.
     """
 
@@ -56,16 +58,19 @@ class Expert:
         rng: np.random.Generator,
         *,
         grasp_error: float = 0.0,
+        place_offset: tuple[float, float] = (0.0, 0.0),
+        place_error: float = 0.0,
         retry: bool = False,
     ) -> None:
         self._noise, self._rng, self._retry = noise, rng, retry
-        self._offset = np.asarray(grasp_offset, np.float64)
-        self._grasp_error = grasp_error
+        self._offset, self._place_offset = np.asarray(grasp_offset), np.asarray(place_offset)
+        self._grasp_error, self._place_error = grasp_error, place_error
         self.start()
 
     def start(self) -> None:
-        """Forget the last episode and draw the grasp error of the next one."""
+        """Forget the last episode and draw the errors of the next one."""
         self._miss = self._offset + self._rng.normal(0.0, 1.0, 2) * self._grasp_error
+        self._misplace = self._place_offset + self._rng.normal(0.0, 1.0, 2) * self._place_error
         self._enter(_Phase.REACH)
 
     def act(self, simulator: Tabletop) -> NDArray[np.float32]:
@@ -136,7 +141,7 @@ class Expert:
     def _put_point(self, simulator: Tabletop) -> NDArray[np.float64]:
         """``[3]`` where the cargo's centre should be when the fingers open, slightly above the plate."""
         plate = simulator.plate_position(simulator.plate)
-        return np.array([*plate[:2], PLATE_HEIGHT + CUBE_HALF + 0.003])
+        return np.array([*(plate[:2] + self._misplace), PLATE_HEIGHT + CUBE_HALF + 0.003])
 
     def _cargo(self, simulator: Tabletop) -> NDArray[np.float64]:
         """``[3]`` the point to bring over the plate: the cube when it is held, else the tool itself."""
