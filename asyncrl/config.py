@@ -27,7 +27,7 @@ class AlgorithmSettings:
 
     group_size: int = 8
     """Episodes imagined from each start state. All of them must arrive before the group is used."""
-    groups_per_update: int = 8
+    groups_per_update: int = 16
     """Groups in one optimizer step."""
     normalize_by_std: bool = True
     """Divide the advantage by the group's standard deviation (GRPO); off: subtract the mean only (WoVR)."""
@@ -118,9 +118,9 @@ class ActorSettings:
     """Episodes imagined at the same time by one actor."""
     max_decisions: int = 6
     """An episode is cut after this many decisions (of 8 steps each)."""
-    success_threshold: float = 0.9
+    success_threshold: float = 0.7
     """The reward model's probability from which a step counts as success."""
-    threads: int = 1
+    threads: int = 2
     """CPU threads of an actor process."""
     max_respawns: int = 5
     """An actor that dies comes back this often; one death more ends the run."""
@@ -128,10 +128,10 @@ class ActorSettings:
     def __post_init__(self) -> None:
         _at_least("actor.slots", self.slots, 1, "an actor imagines at least one episode.", "Use 16.")
         _at_least("actor.max-decisions", self.max_decisions, 1, "an episode has a decision.", "Use 6.")
-        _at_least("actor.threads", self.threads, 1, "a process needs a thread.", "Use 1.")
+        _at_least("actor.threads", self.threads, 1, "a process needs a thread.", "Use 2.")
         if not 0 < self.success_threshold <= 1:
             raise ConfigError(
-                f"--actor.success-threshold is {self.success_threshold}, but it is a probability. Use 0.9."
+                f"--actor.success-threshold is {self.success_threshold}, but it is a probability. Use 0.7."
             )
 
 
@@ -152,7 +152,7 @@ class WeightSettings:
 class TrainConfig:
     """Train a vision-language-action policy inside a world model."""
 
-    updates: int = 40
+    updates: int = 10
     """Optimizer updates to make in all."""
     run_dir: str = "runs/{time}"
     """Folder of the run; {time} is replaced by the date and time."""
@@ -177,7 +177,7 @@ class TrainConfig:
     """Where episodes begin: 'tabletop' (shipped) or an HDF5 file of start states."""
     learner_threads: int = 1
     """CPU threads of a learner process."""
-    checkpoint_every: int = 10
+    checkpoint_every: int = 5
     """Updates between two checkpoints."""
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept."""

@@ -44,7 +44,7 @@ class Settings:
     """World model and reward model."""
     episodes: int = 128
     """Held-out episodes of 64 steps."""
-    threshold: float = 0.9
+    threshold: float = 0.7
     """Success threshold of the reward model."""
     workers: int = os.cpu_count() or 1
     """Simulator processes."""

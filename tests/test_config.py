@@ -97,7 +97,7 @@ def test_a_whole_number_may_stand_for_a_real_one() -> None:
             r"\[replay\] sets 'max-lags', which does not exist. Perhaps you meant 'max_lag'",
         ),
         ("zzz = 3", "which does not exist. Known: actor, algorithm"),
-        ("updates = 'three'", "updates is 'three', expected int like 40"),
+        ("updates = 'three'", "updates is 'three', expected int like 10"),
         ("updates = true", "updates is True, expected int"),
         ("max_wait = true", "max_wait is True, expected float"),
         ("replay = 3", "must be a table of settings, found int"),

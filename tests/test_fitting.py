@@ -186,9 +186,10 @@ def test_recordings_too_short_to_imitate_are_refused() -> None:
         examples(recordings_of(episode(0, 0)))
 
 
-def test_cloning_makes_the_demonstrated_actions_likely() -> None:
+def random_demonstration() -> Recordings:
+    """16 frames of noise, each with an action of its own."""
     rng = np.random.default_rng(0)
-    recordings = Recordings(
+    return Recordings(
         frames=rng.integers(0, 256, (16, 64, 64, 3), dtype=np.uint8),
         actions=rng.uniform(-1, 1, (16, 7)).astype(np.float32),
         success=np.zeros(16, bool),
@@ -196,9 +197,31 @@ def test_cloning_makes_the_demonstrated_actions_likely() -> None:
         tasks=["put the red cube on the white plate"],
         seeds=np.array([0]),
     )
+
+
+def small_policy() -> OpenVLAOFT:
     torch.manual_seed(0)
     tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2))
+    return OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2))
+
+
+def test_every_second_step_of_cloning_sees_the_redrawn_frames() -> None:
+    recordings = random_demonstration()
+    settings = {"batch": 4, "learning_rate": 1e-2, "seed": 0}
+
+    def weights_after(steps: int, drawn: np.ndarray | None) -> Tensor:
+        policy = small_policy()
+        fit_policy(policy, recordings, steps=steps, drawn=drawn, **settings)
+        return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+    black = np.zeros_like(recordings.frames)
+    assert torch.equal(weights_after(1, None), weights_after(1, black)), "the first step sees true frames"
+    assert not torch.equal(weights_after(2, None), weights_after(2, black))
+    assert torch.equal(weights_after(2, None), weights_after(2, recordings.frames))
+
+
+def test_cloning_makes_the_demonstrated_actions_likely() -> None:
+    recordings, policy = random_demonstration(), small_policy()
 
     def surprise() -> float:
         """Nats per token of the eight whole chunks there are."""

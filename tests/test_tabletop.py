@@ -181,6 +181,19 @@ def test_the_expert_succeeds_and_each_flaw_makes_it_worse():
     assert success_rate(range(10), grasp_offset=(0.030, 0.0)) <= 0.2
 
 
+@pytest.mark.parametrize("offset", [(0.0, 0.0), (0.0, 0.03), (-0.02, 0.0)])
+def test_a_badly_calibrated_expert_sets_the_cube_down_beside_the_centre(offset):
+    simulator, beside = Tabletop(render=False), []
+    for seed in range(6):
+        simulator.reset(seed)
+        expert = Expert(0.0, (0.0, 0.0), np.random.default_rng(seed), place_offset=offset)
+        for _ in range(MAX_STEPS):
+            simulator.step(expert.act(simulator))
+        cube, plate = simulator.cube_position(simulator.cube), simulator.plate_position(simulator.plate)
+        beside.append((cube - plate)[:2])
+    np.testing.assert_allclose(np.mean(beside, axis=0), offset, atol=0.008)
+
+
 @pytest.mark.parametrize("retry", [True, False])
 def test_only_a_retrying_expert_recovers_from_a_dropped_cube(retry):
     simulator = Tabletop(render=False)

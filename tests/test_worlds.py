@@ -34,12 +34,12 @@ from asyncrl.worlds.wan_vae import (
     load_vae,
 )
 
-NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=16, patch=2, freq_dim=32)
+NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
 
 
 def nano_vae() -> WanVae:
     torch.manual_seed(1)
-    mean, std = tuple(0.1 * i for i in range(16)), tuple(0.5 + 0.1 * i for i in range(16))
+    mean, std = tuple(0.1 * i for i in range(32)), tuple(0.5 + 0.1 * i for i in range(32))
     size = replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4, latents_mean=mean, latents_std=std)
     return WanVae(size).eval().requires_grad_(False)
 
@@ -215,7 +215,7 @@ def test_the_transformer_computes_what_the_published_one_is_said_to(patch: int) 
     model = nano_transformer(size)
     for parameter in model.parameters():  # so that norms and biases count
         parameter.add_(0.05 * torch.randn(parameter.shape))
-    latents, actions = torch.randn(2, 16, 4, 4, 4), torch.randn(2, 13, 7)
+    latents, actions = torch.randn(2, 32, 4, 4, 4), torch.randn(2, 13, 7)
     times = torch.tensor([[0, 0, 952.381, 952.381], [0, 0, 555.5556, 555.5556]])
     weights = {wan_transformer.to_published(name): value for name, value in model.state_dict().items()}
     expected = [slow_transformer(weights, size, latents[i], times[i].tolist(), actions[i]) for i in range(2)]
@@ -225,7 +225,7 @@ def test_the_transformer_computes_what_the_published_one_is_said_to(patch: int) 
 def test_published_checkpoints_see_bfloat16_times() -> None:
     rounding = nano_transformer(replace(NANO, round_timestep=True))
     exact = nano_transformer(NANO)
-    latents, actions = torch.randn(1, 16, 4, 4, 4), torch.randn(1, 13, 7)
+    latents, actions = torch.randn(1, 32, 4, 4, 4), torch.randn(1, 13, 7)
     times = 1000 * torch.tensor(sampling_sigmas(5)[:5])
     seen = torch.tensor([1000.0, 952.0, 884.0, 768.0, 556.0])
     for time, rounded in zip(times, seen, strict=True):
@@ -288,7 +288,7 @@ def test_streams_equal_the_autoencoder_on_whole_videos() -> None:
 
 def test_a_step_continues_its_cache_and_leaves_it_alone() -> None:
     vae = nano_vae()
-    latents = torch.randn(1, 16, 3, 2, 2)
+    latents = torch.randn(1, 32, 3, 2, 2)
     _, cache = decode_step(vae, latents[:, :, :1], None)
     before = [tensor.clone() for tensor in cache]
     once, _ = decode_step(vae, latents[:, :, 1:2], cache)
@@ -299,7 +299,7 @@ def test_a_step_continues_its_cache_and_leaves_it_alone() -> None:
 
 def test_a_row_of_the_cache_can_be_replaced_at_any_age() -> None:
     vae = nano_vae()
-    old, young = torch.randn(2, 16, 4, 2, 2), torch.randn(1, 16, 2, 2, 2)
+    old, young = torch.randn(2, 32, 4, 2, 2), torch.randn(1, 32, 2, 2, 2)
     _, cache = decode_step(vae, old[:, :, :1], None)
     _, cache = decode_step(vae, old[:, :, 1:3], cache)
     _, fresh = decode_step(vae, young[:, :, :1], None)
@@ -327,7 +327,7 @@ def test_frames_that_do_not_fit_the_rhythm_of_the_autoencoder_are_refused() -> N
     with pytest.raises(ValueError, match="got 2 frames"):
         encode_step(vae, torch.zeros(1, 3, 2, 32, 32), None)
     with pytest.raises(ValueError, match="single latent frame, got 2"):
-        decode_step(vae, torch.zeros(1, 16, 2, 2, 2), None)
+        decode_step(vae, torch.zeros(1, 32, 2, 2, 2), None)
 
 
 # ---- world ---------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_imagined_frames_follow_the_written_recipe(world: WanWorld) -> None:
     latents = encode_stream(world.vae, torch.tensor(pixels) / 127.5 - 1)
     history = torch.tensor(start.context_actions)
     for decision in range(2):
-        noise = torch.randn(16, 4, 4, 4, generator=torch.Generator().manual_seed(70 + decision))[:, 2:]
+        noise = torch.randn(32, 4, 4, 4, generator=torch.Generator().manual_seed(70 + decision))[:, 2:]
         x = noise[None]
         all_actions = torch.cat([torch.tensor([[0, 0, 0, 0, 0, 0, -1.0]]), history, actions[decision]])[None]
         for time, following in ((1000.0, 5 / 6 * 1000), (5 / 6 * 1000, 0.0)):
@@ -469,11 +469,11 @@ def test_start_states_of_another_size_are_refused(world: WanWorld) -> None:
 
 def test_the_window_loss_is_the_weighted_error_of_the_new_latents() -> None:
     model = nano_transformer()
-    latents, actions = torch.randn(3, 16, 4, 4, 4), torch.randn(3, 13, 7)
+    latents, actions = torch.randn(3, 32, 4, 4, 4), torch.randn(3, 13, 7)
     result = window_loss(model, latents, actions, torch.Generator().manual_seed(8))
     g = torch.Generator().manual_seed(8)
     ids = torch.randint(0, 1000, (3,), generator=g)
-    noise, memory_noise = torch.randn(3, 16, 2, 4, 4, generator=g), torch.randn(3, 16, 1, 4, 4, generator=g)
+    noise, memory_noise = torch.randn(3, 32, 2, 4, 4, generator=g), torch.randn(3, 32, 1, 4, 4, generator=g)
     expected = []
     for i, n in enumerate(ids.tolist()):
         sigma = 5 * (1 - n / 1000) / (1 + 4 * (1 - n / 1000))
@@ -499,7 +499,7 @@ def test_the_velocity_of_the_conditions_is_never_judged() -> None:
         return velocity
 
     window_loss(
-        watched, torch.randn(2, 16, 4, 4, 4), torch.randn(2, 13, 7), torch.Generator().manual_seed(1)
+        watched, torch.randn(2, 32, 4, 4, 4), torch.randn(2, 13, 7), torch.Generator().manual_seed(1)
     ).loss.backward()
     assert seen[0].grad is not None
     assert (seen[0].grad[:, :, :2] == 0).all()
@@ -513,7 +513,7 @@ def test_context_noise_touches_the_memory_and_nothing_else() -> None:
         windows.append(window)
         return torch.zeros_like(window)
 
-    latents = torch.randn(1, 16, 4, 4, 4)
+    latents = torch.randn(1, 32, 4, 4, 4)
     for noisy in (True, False):
         window_loss(
             recording, latents, torch.zeros(1, 13, 7), torch.Generator().manual_seed(3), context_noise=noisy
@@ -532,7 +532,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         if enabled:
             model.enable_gradient_checkpointing()
         generator = torch.Generator().manual_seed(0)
-        latents = torch.randn(1, 16, 4, 4, 4, generator=generator)
+        latents = torch.randn(1, 32, 4, 4, 4, generator=generator)
         window_loss(model, latents, torch.ones(1, 13, 7), generator).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(list(model.parameters()))
@@ -572,12 +572,12 @@ def test_a_broken_world_names_file_tensor_and_shapes(world: WanWorld, tmp_path: 
     save_file({**tensors, "proj_out.bias": torch.zeros(3)}, file)
     with pytest.raises(
         CheckpointError,
-        match=r"transformer.safetensors: tensor proj_out.bias has shape \[3\], the model needs \[64\]",
+        match=r"transformer.safetensors: tensor proj_out.bias has shape \[3\], the model needs \[128\]",
     ):
         load_world(tmp_path)
     del tensors["proj_out.bias"]
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"lacks tensor proj_out.bias of shape \[64\]"):
+    with pytest.raises(CheckpointError, match=r"lacks tensor proj_out.bias of shape \[128\]"):
         load_world(tmp_path)
     file.write_bytes(b"not a tensor file")  # truncated downloads look like this
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -600,7 +600,7 @@ def test_published_names_load_and_unknown_tensors_are_reported(
     loaded = load_transformer(tmp_path / "model-00001.safetensors", NANO, published=True)
     assert "action_scale" in caplog.text
     latents, times, actions = (
-        torch.randn(1, 16, 4, 4, 4),
+        torch.randn(1, 32, 4, 4, 4),
         torch.tensor([[0, 0, 500.0, 500.0]]),
         torch.randn(1, 13, 7),
     )

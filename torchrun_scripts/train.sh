@@ -6,7 +6,7 @@
 "exec" "torchrun" "--standalone" "--nproc-per-node=${NPROC:-1}" "$0" "$@"
 
 # Train, with the arguments of `asyncrl train`. All of these work:
-#   torchrun torchrun_scripts/train.sh --updates 40                     learner and actor on one rank
+#   torchrun torchrun_scripts/train.sh --updates 10                     learner and actor on one rank
 #   torchrun --nproc-per-node 3 torchrun_scripts/train.sh               1 learner + 2 actors
 #   NPROC=3 bash torchrun_scripts/train.sh configs/NAME.toml            the same
 import os

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
+from tqdm import tqdm
 
 from asyncrl.fitting.loop import minimise
 from asyncrl.fitting.recordings import Recordings
@@ -24,13 +25,12 @@ def redraw(vae: WanVae, latents: list[Tensor], batch: int = 64) -> np.ndarray:
     by_length: dict[int, list[int]] = {}
     for episode, encoded in enumerate(latents):
         by_length.setdefault(len(encoded), []).append(episode)
-    for episodes in by_length.values():
-        for start in range(0, len(episodes), batch):
-            part = episodes[start : start + batch]
-            video = decode_stream(vae, torch.stack([latents[e] for e in part]).transpose(1, 2))
-            drawn = to_uint8(video).permute(0, 2, 3, 4, 1).cpu().numpy()
-            for episode, stream in zip(part, drawn, strict=True):
-                frames[episode] = np.concatenate([stream[:1], stream[5:]])
+    parts = [alike[i : i + batch] for alike in by_length.values() for i in range(0, len(alike), batch)]
+    for part in tqdm(parts, desc="redraw", mininterval=2.0):
+        video = decode_stream(vae, torch.stack([latents[e] for e in part]).transpose(1, 2))
+        drawn = to_uint8(video).permute(0, 2, 3, 4, 1).cpu().numpy()
+        for episode, stream in zip(part, drawn, strict=True):
+            frames[episode] = np.concatenate([stream[:1], stream[5:]])
     return np.concatenate([f for f in frames if f is not None])
 
 
