@@ -3,9 +3,9 @@
     python benchmarks/world_quality.py --episodes 128
 
 Each episode is recorded in the true simulator from seeds that no fit has used, with a demonstrator of mixed
-quality; the world model gets its first frame and its 64 actions. PSNR is against the true frames, next to
-two baselines: the first frame repeated, and the autoencoder's own reconstruction (the best that a latent
-world model can do). The feature distance is the Fréchet distance between the reward network's trunk
+quality or (`--policy tabletop`) with a policy; the world model gets its first frame and its actions, up to 64.
+PSNR is against the true frames, next to two baselines: the first frame repeated, and the
+autoencoder's own reconstruction (the best that a latent world model can do). The feature distance is the Fréchet distance between the reward network's trunk
 features of true and of drawn frames.
 """
 
@@ -21,15 +21,19 @@ import numpy as np
 import torch
 import tyro
 
-from asyncrl.assets import world_folder
+from asyncrl.assets import policy_folder, world_folder
 from asyncrl.contact_sheet import imagine_again
-from asyncrl.fitting.collect import Demonstrator, record_expert
+from asyncrl.evaluation import acting
+from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.fitting.reward import redraw
 from asyncrl.fitting.vae import encode_recordings
 from asyncrl.pixels import to_signed
+from asyncrl.policies.checkpoints import load_policy
+from asyncrl.policies.protocol import SamplingParams
 from asyncrl.rewards.resnet import RewardModel, load_reward
 from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.simulators.workers import SimulatorPool
 from asyncrl.worlds.wan import load_world
 
 HORIZONS = (8, 32, 64)
@@ -42,6 +46,8 @@ class Settings:
 
     world: str = "tabletop"
     """World model and reward model."""
+    policy: str = ""
+    """Measure on this policy's own roll-outs instead: what training imagines."""
     episodes: int = 128
     """Held-out episodes of 64 steps."""
     threshold: float = 0.7
@@ -107,20 +113,24 @@ def precision_recall(predicted: np.ndarray, true: np.ndarray) -> tuple[float, fl
     return hits / max(1.0, float(predicted.sum())), hits / max(1.0, float(true.sum()))
 
 
+def record(folder: Path, settings: Settings) -> None:
+    """Record up to 64 steps per episode: a demonstrator of mixed quality, or a policy until it succeeds."""
+    common = {"episodes": settings.episodes, "first_seed": FIRST_SEED, "max_decisions": 8}
+    if not settings.policy:
+        mixed = Demonstrator(noise=(0.0, 0.5), spread=0.012, retry=True, extra_decisions=8)
+        record_expert(folder, mixed, workers=settings.workers, image_size=64, **common)
+        return
+    policy = load_policy(policy_folder(settings.policy), device=settings.device)
+    act = acting(policy, SamplingParams(temperature=1.0, top_k=0))
+    with SimulatorPool("tabletop", workers=settings.workers, envs_per_worker=8, image_size=64) as pool:
+        record_policy(folder, pool, act, about={"policy": settings.policy}, **common)
+
+
 def main() -> None:
     """Record, imagine, compare, print."""
     settings = tyro.cli(Settings, description=__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        mixed = Demonstrator(noise=(0.0, 0.5), spread=0.012, retry=True, extra_decisions=8)
-        record_expert(
-            Path(folder),
-            mixed,
-            episodes=settings.episodes,
-            first_seed=FIRST_SEED,
-            max_decisions=8,
-            workers=settings.workers,
-            image_size=64,
-        )
+        record(Path(folder), settings)
         recordings = load_recordings([Path(folder)])
     world = load_world(world_folder(settings.world), device=settings.device)
     reward = load_reward(world_folder(settings.world), device=settings.device)

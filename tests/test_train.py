@@ -93,19 +93,34 @@ def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(models, t
     assert f"asyncrl evaluate {run} --episodes 256" in said
 
 
+def forbid_simulator(tmp_path: Path) -> dict[str, str]:
+    """An environment in which a process that loads the physics of any simulator fails and leaves a note."""
+    trap = tmp_path / "trap" / "mujoco" / "__init__.py"
+    trap.parent.mkdir(parents=True)
+    trap.write_text(
+        f"open({str(tmp_path / 'loaded')!r}, 'w').close()\nraise RuntimeError('simulator loaded')\n"
+    )
+    settings = environment(tmp_path)
+    return settings | {"PYTHONPATH": f"{trap.parents[1]}:{settings['PYTHONPATH']}"}
+
+
 @pytest.mark.timeout(90)
-def test_an_asynchronous_run_under_torchrun_keeps_the_lag_bound(models, tmp_path):
+def test_an_asynchronous_run_under_torchrun_keeps_the_lag_bound_and_never_simulates(models, tmp_path):
     _, flags = models
-    run = tmp_path / "run"
+    run, settings = tmp_path / "run", forbid_simulator(tmp_path)
+    trapped = subprocess.run([sys.executable, "-c", "import mujoco"], env=settings, capture_output=True)
+    assert trapped.returncode == 1
+    (tmp_path / "loaded").unlink()
     command = [*TORCHRUN, str(ROOT / "torchrun_scripts" / "train.sh"), *flags]
     done = subprocess.run(
         [*command, "--updates", "4", "--replay.max-lag", "1", "--run-dir", str(run)],
-        env=environment(tmp_path),
+        env=settings,
         capture_output=True,
         text=True,
         timeout=80,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "loaded").exists(), "neither the learner nor an actor nor the replay may simulate"
     assert "1 learner + 1 actor" in done.stdout
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4]
     assert all(0 <= row[m.LAG_MAX.name] <= 1 for row in rows(run))
