@@ -3,10 +3,10 @@
     python benchmarks/world_quality.py --episodes 128
 
 Each episode is recorded in the true simulator from seeds that no fit has used, with a demonstrator of mixed
-quality or (`--policy tabletop`) with a policy; the world model gets its first frame and its actions, up to 64.
-PSNR is against the true frames, next to two baselines: the first frame repeated, and the
-autoencoder's own reconstruction (the best that a latent world model can do). The feature distance is the Fréchet distance between the reward network's trunk
-features of true and of drawn frames.
+quality or (`--policy tabletop`) with a policy; the world model gets its first frame and its actions, up to
+64 of them. PSNR is against the true frames, next to two baselines: the first frame repeated, and the
+autoencoder's own reconstruction (the best that a latent world model can do). The feature distance is the
+Fréchet distance between the reward network's trunk features of true and of drawn frames.
 """
 
 from __future__ import annotations

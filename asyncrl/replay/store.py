@@ -85,10 +85,7 @@ class EpisodeStore:
             sync(temporary)
             temporary.rename(path)
             sync(self.folder)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # h5py: a full disk is often noticed on closing, as the latter
+        except (OSError, RuntimeError) as error:  # The latter is how h5py reports a full disk on closing.
             temporary.unlink(missing_ok=True)
             raise ReplayError(
                 f"group {number} could not be written to {self.folder}: {error}. "
