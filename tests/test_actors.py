@@ -15,7 +15,8 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Member, Slot, Slots, finished_episode
 from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.vision import TowerConfig
 from asyncrl.records import EPISODE_ARRAYS, Episode, StartState, problem_with

@@ -19,7 +19,8 @@ from asyncrl.fitting.recordings import Recordings, load_recordings, write_part
 from asyncrl.fitting.vae import stream_of
 from asyncrl.fitting.world import windows
 from asyncrl.policies.action_tokens import encode
-from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.vision import TowerConfig
 from asyncrl.records import DUMMY_ACTION

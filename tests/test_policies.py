@@ -11,7 +11,8 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import NormStats, decode, encode, unnormalise
-from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig, count_parameters
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT, count_parameters
 from asyncrl.policies.protocol import Policy, PolicyInputs, SamplingParams
 from asyncrl.policies.sampling import (
     action_distribution,

@@ -14,7 +14,8 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.checkpoints import export_openvla, load_openvla, load_policy, save_policy
-from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.published import dropped_tensors, rows_of
 from asyncrl.policies.vision import TowerConfig, stable_name

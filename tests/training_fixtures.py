@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from asyncrl.policies.checkpoints import save_policy
-from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.records import StartState
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network, save_reward
 from asyncrl.simulators.tabletop_scene import TASKS

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class _Fit:
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    seed: int = 0
+    """Of the weights and the order of examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(_Fit):
     """Behaviour cloning of a tiny OpenVLA-OFT policy."""
 
     data: tuple[Path, ...]
@@ -38,14 +46,10 @@ class Policy:
     """Peak learning rate."""
     compile: bool = False
     """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
-    device: str = "auto"
-    """cpu, cuda, or auto."""
-    seed: int = 0
-    """Of the weights and the order of examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class World(_Fit):
     """The Wan autoencoder, then the action-conditioned Wan transformer on its latents, at tiny sizes."""
 
     data: tuple[Path, ...]
@@ -72,14 +76,10 @@ class World:
     """World version that episodes will carry."""
     compile: bool = False
     """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
-    device: str = "auto"
-    """cpu, cuda, or auto."""
-    seed: int = 0
-    """Of the weights and the order of examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
+class Reward(_Fit):
     """The task-conditioned ResNet that judges whether a frame shows success."""
 
     data: tuple[Path, ...]
@@ -92,10 +92,6 @@ class Reward:
     """Frames per step."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
-    device: str = "auto"
-    """cpu, cuda, or auto."""
-    seed: int = 0
-    """Of the weights and the order of examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +145,8 @@ def fit_policy_command(config: Policy, recordings: Recordings) -> None:
 
     from asyncrl.fitting.policy import fit_policy
     from asyncrl.policies.checkpoints import load_policy, save_policy
-    from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+    from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+    from asyncrl.policies.openvla_oft import OpenVLAOFT
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)

@@ -58,15 +58,7 @@ def fit_policy(
         Mean loss of the last tenth.
     """
     device = next(policy.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    sources = [torch.from_numpy(f).to(device) for f in (recordings.frames, drawn) if f is not None]
-    tokens = torch.from_numpy(encode(recordings.actions)).to(device)
-    rows_all = torch.from_numpy(examples(recordings)).to(device)
-    names = sorted(set(recordings.tasks))
-    prompts = policy.preprocess(recordings.frames[: len(names)], names)
-    task_F = np.repeat([names.index(t) for t in recordings.tasks], np.diff(recordings.offsets))
-    tasks = torch.from_numpy(task_F).to(device)
-    chunk = torch.arange(1, CHUNK + 1, device=device)
+    imitation = _Imitation(policy, recordings, drawn, seed=seed, jitter=jitter)
 
     def logprob(pixels: Tensor, input_ids: Tensor, attention_mask: Tensor, tokens_BCA: Tensor) -> Tensor:
         inputs = PolicyInputs(pixels=pixels, input_ids=input_ids, attention_mask=attention_mask)
@@ -75,15 +67,48 @@ def fit_policy(
     logprob = prepared(logprob, device, compiled=compiled)
 
     def loss_at(step: int) -> Tensor:
-        rows = rows_all[torch.randint(len(rows_all), (batch,), generator=generator, device=device)]
-        imitated = tokens[rows[:, None] + chunk]
-        moved = jitter * torch.randn(imitated.shape, generator=generator, device=device)
-        imitated = (imitated + moved.round().int()).clamp(0, BINS - 1)
-        pixels = sources[step % len(sources)][rows]
-        prompt = [x[tasks[rows]] for x in (prompts.input_ids, prompts.attention_mask)]
-        return -logprob(pixels, *prompt, imitated).mean()
+        return -logprob(*imitation.draw(step, batch)).mean()
 
     policy.train()
     loss = minimise("policy", policy, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)
     policy.eval()
     return loss
+
+
+class _Imitation:
+    """The recordings on the policy's device, from which examples are drawn."""
+
+    def __init__(
+        self,
+        policy: OpenVLAOFT,
+        recordings: Recordings,
+        drawn: np.ndarray | None,
+        *,
+        seed: int,
+        jitter: float,
+    ) -> None:
+        self.device = policy.device
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.jitter = jitter
+        self.sources = [self._put(frames) for frames in (recordings.frames, drawn) if frames is not None]
+        self.tokens = self._put(encode(recordings.actions))
+        self.rows = self._put(examples(recordings))
+        names = sorted(set(recordings.tasks))
+        self.prompts = policy.preprocess(recordings.frames[: len(names)], names)
+        numbers = [names.index(task) for task in recordings.tasks]
+        self.tasks = self._put(np.repeat(numbers, np.diff(recordings.offsets)))
+        self.chunk = torch.arange(1, CHUNK + 1, device=self.device)
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def draw(self, step: int, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pixels, prompt ids, prompt mask and ``[batch, 8, 7]`` tokens; the sources take turns."""
+        drawn = torch.randint(len(self.rows), (batch,), generator=self.generator, device=self.device)
+        rows = self.rows[drawn]
+        imitated = self.tokens[rows[:, None] + self.chunk]
+        moved = self.jitter * torch.randn(imitated.shape, generator=self.generator, device=self.device)
+        tokens = (imitated + moved.round().int()).clamp(0, BINS - 1)
+        task = self.tasks[rows]
+        pixels = self.sources[step % len(self.sources)][rows]
+        return pixels, self.prompts.input_ids[task], self.prompts.attention_mask[task], tokens

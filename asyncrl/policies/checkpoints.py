@@ -19,7 +19,8 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.published import (
     dropped_tensors,
     modern_name,

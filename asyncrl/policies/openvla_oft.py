@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,146 +27,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies import action_tokens
-from asyncrl.policies.action_tokens import BINS, NormStats
+from asyncrl.policies.action_tokens import BINS
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.protocol import ActResult, EvaluateResult, PolicyInputs, SamplingParams
 from asyncrl.policies.sampling import action_distribution, choose_tokens, entropy_of, logprob_of
 from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.policies.value_head import ValueHead
-from asyncrl.policies.vision import FusedVision, Projector, TowerConfig, stable_name
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenVLAOFTConfig:
-    """Everything that shapes the policy and gives its tokens a meaning. Stored as `config.json`."""
-
-    image_size: int
-    """Side of the picture the towers see, in pixels."""
-    patch_size: int
-    """Side of a patch, in pixels."""
-    dino: TowerConfig
-    """DINOv2 with registers."""
-    siglip: TowerConfig
-    """SigLIP."""
-    llm_width: int
-    """Width of the Llama model."""
-    llm_layers: int
-    """Its layers."""
-    llm_heads: int
-    """Its attention heads."""
-    llm_mlp: int
-    """Hidden features of its MLPs."""
-    vocab_size: int
-    """Rows of the embedding, padding included."""
-    token_count: int
-    """Tokens without padding. The last 256 of them are the action bins; `token_count` is the padding id."""
-    value_hidden: tuple[int, int]
-    """Hidden features of the value head."""
-    value_head: Literal["none", "chunk"] = "none"
-    """chunk: a critic gives one value per decision."""
-    chunk: int = 8
-    """Steps per decision."""
-    action_dim: int = 7
-    """Numbers per step; the last one is the gripper."""
-    stop_token: bool = False
-    """Append `</s>` behind the slots, as supervised OFT training does and RLinf does not."""
-    gripper: Literal["none", "libero"] = "none"
-    """libero: the gripper leaves as ``-sign(2 g - 1)``, from the data's 0 = closed to LIBERO's -1 = open."""
-    norm_key: str = ""
-    """Entry of `norm_stats` that actions are scaled with; empty: actions stay in [-1, 1]."""
-    norm_stats: Mapping[str, NormStats] = field(default_factory=dict)
-    """Action ranges by data set."""
-    rms_eps: float = 1e-6
-    """Epsilon of the Llama norms."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the policy computes in. Logits, log-probs and values are float32 always."""
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    @classmethod
-    def tiny(cls, **changes: Any) -> OpenVLAOFTConfig:
-        """About two million parameters: the same path on a laptop."""
-        tower = TowerConfig(width=96, depth=5, heads=3, mlp=192)
-        sizes: dict[str, Any] = {"image_size": 64, "patch_size": 8, "dino": tower, "siglip": tower}
-        sizes |= {"llm_width": 128, "llm_layers": 4, "llm_heads": 4, "llm_mlp": 384}
-        sizes |= {"vocab_size": 512, "token_count": 448, "value_hidden": (64, 32)}
-        return cls(**(sizes | changes))
-
-    @classmethod
-    def full(cls, **changes: Any) -> OpenVLAOFTConfig:
-        """The published 7B model."""
-        dino = TowerConfig(width=1024, depth=24, heads=16, mlp=4096)
-        siglip = TowerConfig(width=1152, depth=27, heads=16, mlp=4304)
-        sizes: dict[str, Any] = {"image_size": 224, "patch_size": 14, "dino": dino, "siglip": siglip}
-        sizes |= {"llm_width": 4096, "llm_layers": 32, "llm_heads": 32, "llm_mlp": 11008}
-        sizes |= {"vocab_size": 32064, "token_count": 32000, "value_hidden": (512, 128), "dtype": "bfloat16"}
-        return cls(**(sizes | changes))
-
-    @property
-    def first_action_id(self) -> int:
-        """Vocabulary id of bin 0."""
-        return self.token_count - BINS
-
-    @property
-    def patches(self) -> int:
-        """Patches of one picture."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def slots(self) -> int:
-        """Action tokens of one decision."""
-        return self.chunk * self.action_dim
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as PyTorch names it."""
-        return getattr(torch, self.dtype)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries, lists and numbers."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> OpenVLAOFTConfig:
-        """Inverse of `to_json`.
-
-        Raises:
-            ConfigError: a field is missing, unknown or of the wrong kind.
-        """
-        values = dict(fields)
-        try:
-            values["dino"], values["siglip"] = TowerConfig(**values["dino"]), TowerConfig(**values["siglip"])
-            values["value_hidden"] = tuple(values["value_hidden"])
-            values["norm_stats"] = {k: NormStats.from_json(v) for k, v in values["norm_stats"].items()}
-            return cls(**values)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"The policy's config.json does not describe an OpenVLA-OFT policy ({error}). "
-                "Copy it again, or save the policy with this version of asyncrl."
-            ) from error
-
-
-def _check(config: OpenVLAOFTConfig) -> None:
-    problem = ""
-    if config.image_size % config.patch_size:
-        problem = f"patches of {config.patch_size} pixels do not tile a picture of {config.image_size}"
-    elif config.llm_width % config.llm_heads:
-        problem = f"{config.llm_heads} attention heads do not divide the width {config.llm_width}"
-    elif not BINS < config.token_count < config.vocab_size:
-        problem = f"{config.token_count} tokens need {BINS} action bins below and a padding row above them, "
-        problem += f"but the embedding has {config.vocab_size} rows"
-    elif config.norm_key and config.norm_key not in config.norm_stats:
-        problem = f"norm_key {config.norm_key!r} is not among its statistics: {sorted(config.norm_stats)}"
-    elif config.norm_key and len(config.norm_stats[config.norm_key].q01) != config.action_dim:
-        problem = f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
-    elif config.value_head not in ("none", "chunk") or config.gripper not in ("none", "libero"):
-        problem = (
-            f"value_head is {config.value_head!r} (none, chunk), gripper is {config.gripper!r} (none, libero)"
-        )
-    elif config.dtype not in ("float32", "bfloat16"):
-        problem = f"dtype is {config.dtype!r} (float32, bfloat16)"
-    if problem:
-        raise ConfigError(f"The policy's configuration cannot work: {problem}. Correct config.json.")
+from asyncrl.policies.vision import FusedVision, Projector, stable_name
 
 
 class ActionHead(nn.Linear):

@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from asyncrl.policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.vision import TowerConfig, stable_name
 
 _BLOCK_COMMON: Final = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
