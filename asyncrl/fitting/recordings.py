@@ -155,10 +155,10 @@ def _read(path: Path) -> Recordings:
 
 def _inflate(dataset: h5py.Dataset) -> NDArray[np.uint8]:
     """Read compressed frames on all cores: HDF5 itself decompresses on one."""
-    rows = np.empty(dataset.shape, dataset.dtype)
+    rows = np.empty(dataset.shape, np.uint8)
 
     def place(offset: int, compressed: bytes) -> None:
-        chunk = np.frombuffer(zlib.decompress(compressed), dataset.dtype).reshape(dataset.chunks)
+        chunk = np.frombuffer(zlib.decompress(compressed), np.uint8).reshape(dataset.chunks)
         rows[offset : offset + len(chunk)] = chunk[: len(rows) - offset]
 
     with ThreadPoolExecutor() as pool:
