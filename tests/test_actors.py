@@ -55,7 +55,7 @@ def imagination() -> Imagination:
     torch.manual_seed(0)
     tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
     policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2)).eval()
-    size = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=16, patch=2, freq_dim=32)
+    size = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
     vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)).eval()
     world: Any = WanWorld(ActionWanTransformer(size).eval(), vae, image_size=64, schedule_steps=2, version=5)
     config = RewardConfig.tiny(TASKS)

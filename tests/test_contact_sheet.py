@@ -96,7 +96,7 @@ def test_a_world_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_sheet_has_a_frame_per_step_and_an_edge_per_outcome(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    size = TransformerConfig(heads=2, head_dim=24, layers=1, ffn_dim=40, channels=16, patch=2, freq_dim=32)
+    size = TransformerConfig(heads=2, head_dim=24, layers=1, ffn_dim=40, channels=32, patch=2, freq_dim=32)
     vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4))
     save_world(tmp_path / "world", WanWorld(ActionWanTransformer(size), vae, image_size=64, schedule_steps=1))
     episodes = [episode(0, 1, solved=True, size=64), episode(1, 1, size=64)]
