@@ -104,7 +104,8 @@ def tile(clips: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
 def _write_gif(path: Path, movie: NDArray[np.uint8]) -> None:
     from PIL import Image
 
-    frames = [Image.fromarray(frame).quantize(64) for frame in movie]
+    kept = Image.Quantize.MAXCOVERAGE  # Keeps the colours of small things; the usual median cut dulls them.
+    frames = [Image.fromarray(frame).quantize(256, kept) for frame in movie]
     duration = 1000 // FRAMES_PER_SECOND
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration, loop=0, optimize=True)
 
