@@ -40,8 +40,14 @@ class Column:
 
 
 def _cell(pattern: str, *needed: Metric) -> Callable[[Readings], str]:
-    """Fill `pattern` with the needed readings; '-' when one is absent."""
-    return lambda row: pattern.format(*(row[x] for x in needed)) if all(x in row for x in needed) else "-"
+    """Fill the parts of `pattern` ('a / b') with one reading each; '-' stands for one that is absent, or all."""
+    parts = list(zip(pattern.split(" / "), needed, strict=True))
+
+    def text(row: Readings) -> str:
+        known = any(x in row for x in needed)
+        return " / ".join(part.format(row[x]) if x in row else "-" for part, x in parts) if known else "-"
+
+    return text
 
 
 def _grad(row: Readings) -> str:

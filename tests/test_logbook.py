@@ -69,6 +69,10 @@ def test_an_absent_reading_is_a_dash():
     assert render(7, {}, math.nan) == ROW_NONE
 
 
+def test_one_of_two_readings_is_shown_beside_a_dash():
+    assert "3% / -" in render(1, {m.LEARNER_WAITING: 0.03}, math.nan)
+
+
 def test_large_and_broken_numbers_keep_the_columns():
     wild = VALUES | {m.GRAD_NORM: 123456.0, m.APPROX_KL: math.nan, m.SUCCESS_ONCE: 1.0, m.CLIP_FRACTION: 1.0}
     wild |= {m.LEARNER_WAITING: 1.0, m.ACTORS_WAITING: 1.0}
