@@ -40,7 +40,7 @@ class Column:
 
 
 def _cell(pattern: str, *needed: Metric) -> Callable[[Readings], str]:
-    """Fill the parts of `pattern` ('a / b') with one reading each; '-' stands for one that is absent, or all."""
+    """Fill the parts of `pattern` ('a / b') with one reading each; '-' is one that is absent, or all."""
     parts = list(zip(pattern.split(" / "), needed, strict=True))
 
     def text(row: Readings) -> str:
