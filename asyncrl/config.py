@@ -120,15 +120,15 @@ class ActorSettings:
     """An episode is cut after this many decisions (of 8 steps each)."""
     success_threshold: float = 0.7
     """The reward model's probability from which a step counts as success."""
-    threads: int = 2
-    """CPU threads of an actor process."""
+    threads: int = 0
+    """CPU threads of an actor process. 0: two where every actor has two cores, else one."""
     max_respawns: int = 5
     """An actor that dies comes back this often; one death more ends the run."""
 
     def __post_init__(self) -> None:
         _at_least("actor.slots", self.slots, 1, "an actor imagines at least one episode.", "Use 16.")
         _at_least("actor.max-decisions", self.max_decisions, 1, "an episode has a decision.", "Use 6.")
-        _at_least("actor.threads", self.threads, 1, "a process needs a thread.", "Use 2.")
+        _at_least("actor.threads", self.threads, 0, "it counts threads.", "Use 0 to let asyncrl choose.")
         if not 0 < self.success_threshold <= 1:
             raise ConfigError(
                 f"--actor.success-threshold is {self.success_threshold}, but it is a probability. Use 0.7."

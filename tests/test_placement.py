@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Placement, parse_placement
+from asyncrl.launch.placement import Placement, parse_placement, threads_of_actor
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,8 @@ def test_a_placement_answers_what_a_rank_does_and_sums_itself_up():
         (False, True)
     ] * 3
     assert split.summary == "1 learner + 3 actors"
+
+
+@pytest.mark.parametrize(("actors", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (1, 1, 1), (4, 8, 2)])
+def test_actors_never_get_more_threads_than_there_are_cores(actors, cores, threads):
+    assert threads_of_actor(actors, cores) == threads

@@ -68,6 +68,15 @@ def parse_placement(text: str, world_size: int, devices: int) -> Placement:
     return Placement(learners=tuple(ranks["learner"]), actors=tuple(ranks["actor"]))
 
 
+def threads_of_actor(actors: int, cores: int) -> int:
+    """CPU threads that each actor gets: a second one only where no two actors would fight for a core.
+
+    >>> threads_of_actor(1, cores=2), threads_of_actor(2, cores=2)
+    (2, 1)
+    """
+    return 2 if cores >= 2 * actors else 1
+
+
 def ranks_named(text: str) -> int:
     """Number of ranks that `--placement` needs; 1 for 'auto'.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 from asyncrl.config import TrainConfig, overlay
@@ -25,15 +26,16 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
     from asyncrl.launch.devices import pick_device
-    from asyncrl.launch.placement import parse_placement
+    from asyncrl.launch.placement import parse_placement, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
     from asyncrl.worlds.start_states import StartStateStream
 
     config, facts = _read(config_json, facts_json)
-    torch.set_num_threads(config.actor.threads)
-    device = pick_device(config.device, local_rank())
     placement = parse_placement(config.placement, world_size(), 0)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
+    device = pick_device(config.device, local_rank())
     policy = build.build_policy(assets.policy_folder(config.policy), device)
     dreams = build.build_dreams(config, device)
     receiver = build_receiver(
