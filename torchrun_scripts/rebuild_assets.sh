@@ -2,7 +2,7 @@
 # Rebuild every shipped weight file from nothing: simulator recordings, then models, then asyncrl/assets/tabletop.
 #   WORK=/scratch/rebuild bash torchrun_scripts/rebuild_assets.sh
 # About an hour with one data-centre GPU and 16 cores; days without. Recordings stay in $WORK and are reused.
-# The files in this repository were made by these commands in four sittings, on one and on four H200 GPUs.
+# The files in this repository were made stage by stage with these settings; the whole was not yet run in one go.
 set -euo pipefail
 WORK=${WORK:-rebuild}
 ASSETS=${ASSETS:-asyncrl/assets/tabletop}

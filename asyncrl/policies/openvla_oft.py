@@ -58,7 +58,7 @@ def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
             num_hidden_layers=config.llm_layers,
             num_attention_heads=config.llm_heads,
             rms_norm_eps=config.rms_eps,
-            initializer_range=config.llm_width**-0.5,
+            initializer_range=config.llm_width**-0.5,  # The usual 0.02 keeps a narrow model from learning.
             pad_token_id=config.token_count,
             is_causal=False,  # type: ignore[call-arg]  # an extra field that the mask builder reads
             use_cache=False,

@@ -83,7 +83,7 @@ def build_dino(size: TowerConfig, image_size: int, patch_size: int) -> Dinov2Wit
         num_register_tokens=REGISTERS,
         hidden_act="gelu",
         layer_norm_eps=1e-6,
-        initializer_range=size.width**-0.5,
+        initializer_range=size.width**-0.5,  # See `build_llm`.
     )
     tower = Dinov2WithRegistersModel(config)
     tower.layernorm = nn.Identity()  # type: ignore[assignment]
