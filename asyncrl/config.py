@@ -14,74 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.errors import ConfigError
-
-
-def _at_least(flag: str, value: float, lowest: float, why: str, remedy: str) -> None:
-    if not value >= lowest:
-        raise ConfigError(f"--{flag} is {value}, but it must be at least {lowest}: {why} {remedy}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmSettings:
-    """Group-relative policy optimisation (GRPO): no critic, the advantage comes from sibling episodes."""
-
-    group_size: int = 8
-    """Episodes imagined from each start state. All of them must arrive before the group is used."""
-    groups_per_update: int = 16
-    """Groups in one optimizer step."""
-    normalize_by_std: bool = True
-    """Divide the advantage by the group's standard deviation (GRPO); off: subtract the mean only (WoVR)."""
-    clip_low: float = 0.2
-    """The probability ratio is kept above 1 - clip_low."""
-    clip_high: float = 0.28
-    """The probability ratio is kept below 1 + clip_high."""
-    correction: Literal["none", "tis"] = "tis"
-    """Off-policy correction. tis: token-level truncated importance sampling of a decoupled objective, whose
-    proximal policy is the learner's at the start of the update."""
-    correction_cap: float = 2.0
-    """Upper limit of the importance weight of a token."""
-    learning_rate: float = 1e-4
-    """AdamW learning rate."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
-    beta1: float = 0.9
-    """AdamW decay rate of the first moment."""
-    beta2: float = 0.95
-    """AdamW decay rate of the second moment."""
-    clip_grad: float = 1.0
-    """Largest gradient norm; larger gradients are scaled down."""
-    epochs: int = 1
-    """Optimizer steps on each batch; the proximal policy is the one before the first of them."""
-    micro_batch: int = 32
-    """Decisions per forward and backward pass. Changes memory and speed, never the result."""
-    temperature: float = 1.0
-    """Softmax temperature of the action tokens, in imagination and in evaluation."""
-    top_k: int = 0
-    """Sample only among the k most likely tokens; 0 = all 256."""
-    max_bad_updates: int = 3
-    """Stop the run after this many updates in a row whose gradient is not finite."""
-
-    def __post_init__(self) -> None:
-        _at_least(
-            "algorithm.group-size",
-            self.group_size,
-            2,
-            "with one episode per start state the advantage is always zero.",
-            "Use 8.",
-        )
-        _at_least("algorithm.groups-per-update", self.groups_per_update, 1, "an update needs data.", "Use 8.")
-        _at_least("algorithm.micro-batch", self.micro_batch, 1, "a pass needs a decision.", "Use 32.")
-        _at_least("algorithm.epochs", self.epochs, 1, "a batch that is never used teaches nothing.", "Use 1.")
-        _at_least("algorithm.correction-cap", self.correction_cap, 1.0, "fresh data has weight 1.", "Use 2.")
-        if not self.temperature > 0:
-            raise ConfigError(
-                f"--algorithm.temperature is {self.temperature}, but sampling needs a positive one: without "
-                "sampling all siblings are equal and nothing is learned. Use 1.0."
-            )
-        if not 0 <= self.top_k <= 256:
-            raise ConfigError(
-                f"--algorithm.top-k is {self.top_k}, but there are 256 action bins. Use 0 for all."
-            )
+from asyncrl.recipe import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    CriticSettings,
+    LearnerSettings,
+    LoraSettings,
+    OptimizerSettings,
+    at_least,
+    check_recipe,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +40,16 @@ class ReplaySettings:
     """Oldest groups that were already used are deleted beyond this size."""
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             "replay.max-lag", self.max_lag, 0, "a lag cannot be negative.", "Use 2, or --synchronous for 0."
         )
-        _at_least(
+        at_least(
             "replay.group-deadline", self.group_deadline, 1, "imagining a group takes time.", "Use 300."
         )
-        _at_least(
+        at_least(
             "replay.keep-video-every", self.keep_video_every, 0, "it counts groups.", "Use 0 for never."
         )
-        _at_least("replay.max-gigabytes", self.max_gigabytes, 0.01, "the run must fit.", "Use 8.")
+        at_least("replay.max-gigabytes", self.max_gigabytes, 0.01, "the run must fit.", "Use 8.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +68,9 @@ class ActorSettings:
     """An actor that dies comes back this often; one death more ends the run."""
 
     def __post_init__(self) -> None:
-        _at_least("actor.slots", self.slots, 1, "an actor imagines at least one episode.", "Use 16.")
-        _at_least("actor.max-decisions", self.max_decisions, 1, "an episode has a decision.", "Use 6.")
-        _at_least("actor.threads", self.threads, 0, "it counts threads.", "Use 0 to let asyncrl choose.")
+        at_least("actor.slots", self.slots, 1, "an actor imagines at least one episode.", "Use 16.")
+        at_least("actor.max-decisions", self.max_decisions, 1, "an episode has a decision.", "Use 6.")
+        at_least("actor.threads", self.threads, 0, "it counts threads.", "Use 0 to let asyncrl choose.")
         if not 0 < self.success_threshold <= 1:
             raise ConfigError(
                 f"--actor.success-threshold is {self.success_threshold}, but it is a probability. Use 0.7."
@@ -145,7 +87,7 @@ class WeightSettings:
     """Seconds after which an actor that does not take part in a broadcast is left behind."""
 
     def __post_init__(self) -> None:
-        _at_least("weights.deadline", self.deadline, 1, "a broadcast takes time.", "Use 60.")
+        at_least("weights.deadline", self.deadline, 1, "a broadcast takes time.", "Use 60.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +117,6 @@ class TrainConfig:
     """World model to imagine in: 'tabletop' (shipped) or a folder with world.json and its weights."""
     start_states: str = "tabletop"
     """Where episodes begin: 'tabletop' (shipped) or an HDF5 file of start states."""
-    learner_threads: int = 1
-    """CPU threads of a learner process."""
     checkpoint_every: int = 5
     """Updates between two checkpoints."""
     keep_checkpoints: int = 3
@@ -186,16 +126,21 @@ class TrainConfig:
     max_wait: float = 600.0
     """Seconds the learner waits for one batch before it ends the run with an error."""
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     actor: ActorSettings = field(default_factory=ActorSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
 
     def __post_init__(self) -> None:
-        _at_least("updates", self.updates, 1, "a run without updates trains nothing.", "Use 40.")
-        _at_least("checkpoint-every", self.checkpoint_every, 1, "it counts updates.", "Use 10.")
-        _at_least("keep-checkpoints", self.keep_checkpoints, 1, "the newest one must stay.", "Use 3.")
-        _at_least("log-every", self.log_every, 1, "it counts updates.", "Use 1.")
-        _at_least("learner-threads", self.learner_threads, 1, "a process needs a thread.", "Use 1.")
+        at_least("updates", self.updates, 1, "a run without updates trains nothing.", "Use 40.")
+        at_least("checkpoint-every", self.checkpoint_every, 1, "it counts updates.", "Use 10.")
+        at_least("keep-checkpoints", self.keep_checkpoints, 1, "the newest one must stay.", "Use 3.")
+        at_least("log-every", self.log_every, 1, "it counts updates.", "Use 1.")
+        check_recipe(self.algorithm, self.correction, self.critic)
 
     @property
     def max_lag(self) -> int:

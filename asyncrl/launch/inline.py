@@ -25,7 +25,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     """
     if (ranks := rendezvous.world_size()) > 1:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
-    torch.set_num_threads(config.learner_threads)
+    torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
     start = build.prepare(config, device)

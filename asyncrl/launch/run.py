@@ -108,7 +108,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     from asyncrl.logbook import Logbook
     from asyncrl.weights.publisher import build_publisher
 
-    torch.set_num_threads(config.learner_threads)
+    torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
     transport = build.transport_of(config, placement)
