@@ -81,9 +81,7 @@ def test_a_group_that_is_not_complete_is_refused(members: list[int]) -> None:
 
 def test_siblings_of_two_groups_are_refused() -> None:
     with pytest.raises(ReplayError, match=r"00000000.*00000001"):
-        build_batch(
-            [[episode(group=0, member=0), episode(group=1, member=1)]], version=0
-        )
+        build_batch([[episode(group=0, member=0), episode(group=1, member=1)]], version=0)
 
 
 @pytest.mark.parametrize(
