@@ -144,7 +144,8 @@ def test_gae_by_hand_tells_an_end_from_a_cut() -> None:
         gamma=0.5,
         lam=0.5,
     )
-    # ended: delta = (0 + 1 - 1, 4 + 0 - 2) = (0, 2); A = (0 + 2/4, 2). cut: delta_1 = 4 + 4 - 2 = 6; A = (1.5, 6)
+    # ended: delta = (0 + 1 - 1, 4 + 0 - 2) = (0, 2); A = (0 + 2/4, 2).
+    # cut: delta_1 = 4 + 4 - 2 = 6; A = (0 + 6/4, 6).
     assert estimates.advantages.tolist() == [[0.5, 2.0], [1.5, 6.0]]
     assert estimates.targets.tolist() == [[1.5, 4.0], [2.5, 8.0]]
 

@@ -118,7 +118,7 @@ def test_kl_estimators_by_hand() -> None:
 
 
 def expectations(estimator: str) -> tuple[float, Tensor, float, Tensor, Tensor]:
-    """Expected value and expected gradient under the current policy, and the true ones of both divergences."""
+    """Expected value and gradient under the current policy, and the true ones of both divergences."""
     logits = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.9, 0.2, -0.4, 0.0], dtype=torch.float64).log_softmax(0)
     logp = logits.log_softmax(0)
