@@ -213,7 +213,7 @@ def test_a_decision_has_the_promised_shapes_and_types(policy: OpenVLAOFT) -> Non
         for x in (acted.actions, acted.tokens, acted.logprob, acted.entropy, acted.value)
     ]
     wide, f32 = (2, 8, 7), torch.float32
-    assert found == [(f32, wide), (torch.int32, wide), (f32, wide), (f32, wide), (f32, (2,))]
+    assert found == [(f32, wide), (torch.int32, wide), (f32, wide), (f32, wide), (f32, (2, 1))]
     assert acted.tokens.min() >= 0
     assert acted.tokens.max() <= 255
     assert torch.equal(acted.actions, decode(acted.tokens))
