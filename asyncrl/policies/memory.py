@@ -1,4 +1,4 @@
-"""Gradient checkpointing: blocks compute their activations again in the backward pass: less memory, more time."""
+"""Gradient checkpointing: blocks compute their activations again in the backward pass, which saves memory."""
 
 from __future__ import annotations
 
