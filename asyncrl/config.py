@@ -43,12 +43,8 @@ class ReplaySettings:
         at_least(
             "replay.max-lag", self.max_lag, 0, "a lag cannot be negative.", "Use 2, or --synchronous for 0."
         )
-        at_least(
-            "replay.group-deadline", self.group_deadline, 1, "imagining a group takes time.", "Use 300."
-        )
-        at_least(
-            "replay.keep-video-every", self.keep_video_every, 0, "it counts groups.", "Use 0 for never."
-        )
+        at_least("replay.group-deadline", self.group_deadline, 1, "imagining a group takes time.", "Use 300.")
+        at_least("replay.keep-video-every", self.keep_video_every, 0, "it counts groups.", "Use 0 for never.")
         at_least("replay.max-gigabytes", self.max_gigabytes, 0.01, "the run must fit.", "Use 8.")
 
 

@@ -77,7 +77,24 @@ IMPORTANCE_CAPPED = _define(
     "train/actor/importance_capped", Over.MEAN, "share", "Valid tokens whose weight was cut."
 )
 ESS = _define(
-    "train/actor/effective_sample_size", Over.MEAN, "share", "(sum w)^2 / (n sum w^2) over valid tokens."
+    "train/actor/effective_sample_size",
+    Over.MEAN,
+    "share",
+    "(sum r)^2 / (n sum r^2) of the ratios proximal / behaviour, at the correction's level, untruncated.",
+)
+IMPORTANCE_ESS = _define(
+    "train/actor/importance_ess", Over.MEAN, "share", "The same of the importance weights in use."
+)
+VETOED = _define("train/actor/vetoed", Over.MEAN, "share", "Units whose episode was vetoed.")
+DUAL_CLIPPED = _define(
+    "train/actor/dual_clip_fraction", Over.MEAN, "share", "Valid units whose gradient the dual clip removed."
+)
+RATIO = _define("train/actor/ratio", Over.MEAN, "1", "Mean probability ratio current / proximal.")
+KL_REFERENCE = _define(
+    "train/actor/kl_reference",
+    Over.MEAN,
+    "nats",
+    "KL(current || reference) per token by --algorithm.kl-estimator.",
 )
 VALUE_LOSS = _define("train/critic/value_loss", Over.MEAN, "1", "Value loss; only with a critic.")
 VALUE_CLIP_RATIO = _define(
@@ -89,12 +106,36 @@ EXPLAINED_VARIANCE = _define(
     "share",
     "1 - Var(return - value) / Var(return); only with a critic.",
 )
+CRITIC_GRAD_NORM = _define(
+    "train/critic/grad_norm", Over.MAX, "1", "Gradient norm of the value head before clipping."
+)
+CRITIC_LEARNING_RATE = _define("train/critic/lr", Over.LAST, "1", "Learning rate of the value head.")
+RETURNS_MEAN = _define("rollout/returns_mean", Over.MEAN, "1", "Mean value target; only with a critic.")
+VALUES_MEAN = _define(
+    "rollout/values_mean", Over.MEAN, "1", "Mean value before the update; only with a critic."
+)
 BAD_UPDATES = _define(
     "train/bad_updates", Over.LAST, "updates", "Updates skipped because the gradient was not finite."
 )
 
 LAG_MEAN = _define("replay/lag_mean", Over.MEAN, "versions", "Learner's version minus the decision's, mean.")
 LAG_MAX = _define("replay/lag_max", Over.MAX, "versions", "The same, largest in the batch.")
+LAG_HISTOGRAM = [
+    (
+        _define(f"replay/lag_{name}", Over.MEAN, "share", f"Decisions of the batch with a lag of {text}."),
+        low,
+        high,
+    )
+    for name, text, low, high in (
+        ("0", "0", 0, 0),
+        ("1", "1", 1, 1),
+        ("2", "2", 2, 2),
+        ("3_4", "3 or 4", 3, 4),
+        ("5_8", "5 to 8", 5, 8),
+        ("9_up", "9 or more", 9, 1 << 40),
+    )
+]
+"""Metric, lowest and highest lag of each bar."""
 GROUPS_READY = _define("replay/groups_ready", Over.LAST, "groups", "Complete groups waiting to be used.")
 GROUPS_IN_FLIGHT = _define(
     "replay/groups_in_flight", Over.LAST, "groups", "Groups granted and not yet complete."

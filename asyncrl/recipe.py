@@ -58,7 +58,7 @@ class AlgorithmSettings:
     entropy_coef: float = 0.0
     """Reward for entropy, per token."""
     kl_coef: float = 0.0
-    """Penalty for leaving the policy the run began with (with LoRA: the policy without adapters), per token."""
+    """Penalty per token for leaving the policy the run began with (with LoRA: that without adapters)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     """Estimator of that KL divergence. Only k2 has the right gradient; k1's is zero on average."""
     epochs: int = 1
@@ -99,8 +99,8 @@ class AlgorithmSettings:
         at_least("algorithm.clip-high", self.clip_high, 0, "a ratio of 1 is never clipped.", "Use 0.28.")
         if not 0 <= self.clip_low <= 1:
             raise ConfigError(
-                f"--algorithm.clip-low is {self.clip_low}, but a ratio is kept above 1 - clip_low, which must "
-                "lie in 0..1. Use 0.2."
+                f"--algorithm.clip-low is {self.clip_low}, but a ratio is kept above 1 - clip_low, "
+                "which must lie in 0..1. Use 0.2."
             )
         if self.dual_clip and self.dual_clip <= 1:
             raise ConfigError(
@@ -129,7 +129,7 @@ class CorrectionSettings:
     level: Literal["auto", "token", "action", "chunk", "episode"] = "auto"
     """What has one importance weight. auto: as --algorithm.level."""
     geometric: bool = False
-    """The weight of an action, chunk or episode is the geometric mean of its tokens' ratios, not the product."""
+    """The weight of an action, chunk or episode is the geometric mean of its tokens' ratios."""
     low: float = 0.0
     """tis, mis: lower limit of the importance weight."""
     cap: float = 2.0
@@ -257,7 +257,9 @@ class LearnerSettings:
         at_least("learner.threads", self.threads, 1, "a process needs a thread.", "Use 1.")
 
 
-def check_recipe(algorithm: AlgorithmSettings, correction: CorrectionSettings, critic: CriticSettings) -> None:
+def check_recipe(
+    algorithm: AlgorithmSettings, correction: CorrectionSettings, critic: CriticSettings
+) -> None:
     """Refuse combinations that cannot be computed.
 
     Raises:
@@ -270,8 +272,8 @@ def check_recipe(algorithm: AlgorithmSettings, correction: CorrectionSettings, c
         )
     if algorithm.objective == "gspo" and algorithm.level != "chunk":
         raise ConfigError(
-            f"--algorithm.objective is gspo, but --algorithm.level is {algorithm.level}: its ratio belongs to "
-            "a whole decision. Use --algorithm.level chunk."
+            f"--algorithm.objective is gspo, but --algorithm.level is {algorithm.level}: its ratio "
+            "belongs to a whole decision. Use --algorithm.level chunk."
         )
     if algorithm.objective == "cispo" and algorithm.dual_clip:
         raise ConfigError(
@@ -281,8 +283,8 @@ def check_recipe(algorithm: AlgorithmSettings, correction: CorrectionSettings, c
     level = algorithm.level if correction.level == "auto" else correction.level
     if LEVELS.index(level) < LEVELS.index(algorithm.level):
         raise ConfigError(
-            f"--correction.level is {level}, but --algorithm.level is {algorithm.level}: one ratio cannot have "
-            "several weights. Use --correction.level auto or a coarser one."
+            f"--correction.level is {level}, but --algorithm.level is {algorithm.level}: one ratio cannot "
+            "have several weights. Use --correction.level auto or a coarser one."
         )
     if algorithm.kind == "ppo" and critic.level == "action" and algorithm.level == "chunk":
         raise ConfigError(

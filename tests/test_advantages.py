@@ -28,7 +28,7 @@ def test_one_success_of_four_is_one_and_a_half_deviations_above() -> None:
 
 
 def test_without_the_deviation_only_the_mean_is_subtracted() -> None:
-    advantages = group_relative_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4, normalize_by_std=False)
+    advantages = group_relative_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4)
     assert advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 

@@ -23,7 +23,7 @@ def small_batch() -> Batch:
         ],
         [episode(group=1, member=i, rows=(2,), versions=(7,)) for i in range(2)],
     ]
-    return build_batch(groups, version=7, normalize_by_std=False)
+    return build_batch(groups, version=7)
 
 
 def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
@@ -59,14 +59,14 @@ def test_metrics_of_a_batch_by_hand() -> None:
 
 def test_a_decision_after_the_success_has_no_signal() -> None:
     groups = [[episode(member=0, rows=(0, 1), success_at=3), episode(member=1, rows=(2,))]]
-    assert build_batch(groups, version=0, normalize_by_std=True).with_signal.tolist() == [0, 2]
+    assert build_batch(groups, version=0).with_signal.tolist() == [0, 2]
 
 
 @given(order=st.permutations(range(3)), members=st.permutations(range(2)))
 def test_the_order_of_groups_and_members_changes_no_episode(order: list[int], members: list[int]) -> None:
     groups = groups_of([[3, -1], [-1, 9], [-1, -1]])
-    straight = build_batch(groups, version=0, normalize_by_std=True)
-    shuffled = build_batch([[groups[g][i] for i in members] for g in order], version=0, normalize_by_std=True)
+    straight = build_batch(groups, version=0)
+    shuffled = build_batch([[groups[g][i] for i in members] for g in order], version=0)
     back = torch.cat([torch.arange(4) + 4 * order.index(g) for g in range(3)])
     assert torch.equal(shuffled.tokens[back], straight.tokens)
     assert torch.equal(shuffled.advantages[back], straight.advantages)
@@ -76,13 +76,13 @@ def test_the_order_of_groups_and_members_changes_no_episode(order: list[int], me
 @pytest.mark.parametrize("members", [[0], [0, 0], [0, 1, 1], []])
 def test_a_group_that_is_not_complete_is_refused(members: list[int]) -> None:
     with pytest.raises(ReplayError, match="each sibling exactly once"):
-        build_batch([[episode(member=i) for i in members]], version=0, normalize_by_std=True)
+        build_batch([[episode(member=i) for i in members]], version=0)
 
 
 def test_siblings_of_two_groups_are_refused() -> None:
     with pytest.raises(ReplayError, match=r"00000000.*00000001"):
         build_batch(
-            [[episode(group=0, member=0), episode(group=1, member=1)]], version=0, normalize_by_std=True
+            [[episode(group=0, member=0), episode(group=1, member=1)]], version=0
         )
 
 
@@ -97,19 +97,19 @@ def test_siblings_of_two_groups_are_refused() -> None:
 def test_episodes_that_differ_in_what_a_batch_shares_are_refused(changes: dict[str, int], flag: str) -> None:
     group = [episode(member=0), episode(member=1, **changes)]  # pyright: ignore[reportArgumentType]
     with pytest.raises(ReplayError, match=flag):
-        build_batch([group], version=0, normalize_by_std=True)
+        build_batch([group], version=0)
 
 
 def test_groups_of_two_sizes_are_refused() -> None:
     with pytest.raises(ReplayError, match=r"--algorithm\.group-size"):
-        build_batch(groups_of([[1, -1], [1, -1, -1]]), version=0, normalize_by_std=True)
+        build_batch(groups_of([[1, -1], [1, -1, -1]]), version=0)
 
 
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ReplayError, match="without groups"):
-        build_batch([], version=0, normalize_by_std=True)
+        build_batch([], version=0)
 
 
 def test_a_decision_of_a_later_version_is_refused() -> None:
     with pytest.raises(ReplayError, match="version 9, but the learner is only at 8"):
-        build_batch(groups_of([[1, -1]], versions=(8, 9)), version=8, normalize_by_std=True)
+        build_batch(groups_of([[1, -1]], versions=(8, 9)), version=8)

@@ -25,7 +25,7 @@ SETTINGS = AlgorithmSettings(group_size=2, learning_rate=0.05, weight_decay=0.01
 
 def learn(update: Update, number: int) -> None:
     groups = groups_of([[3, -1], [-1, 12]], seed=number)
-    update(build_batch(groups, version=number, normalize_by_std=True))
+    update(build_batch(groups, version=number))
 
 
 def saver(policy: TablePolicy) -> Callable[[Path], None]:

@@ -30,7 +30,7 @@ def plain(**changes: float | str) -> AlgorithmSettings:
 
 def batch_of(outcomes: list[list[int]] = OUTCOMES, **changes: float) -> Batch:
     groups = groups_of(outcomes, **changes)
-    return build_batch(groups, version=0, normalize_by_std=True)
+    return build_batch(groups, version=0)
 
 
 def on_policy(policy: TablePolicy, batch: Batch) -> Batch:
@@ -94,7 +94,7 @@ def test_micro_batches_do_not_change_the_gradient(micro_batch: int) -> None:
 @given(order=st.permutations(range(3)))
 def test_the_order_of_the_groups_does_not_change_the_gradient(order: list[int]) -> None:
     groups = groups_of(OUTCOMES)
-    shuffled = build_batch([groups[g] for g in order], version=0, normalize_by_std=True)
+    shuffled = build_batch([groups[g] for g in order], version=0)
     torch.testing.assert_close(gradient_of(shuffled), gradient_of(batch_of()), atol=1e-6, rtol=0)
 
 
@@ -160,7 +160,7 @@ def test_parameters_after_several_epochs_match_a_slow_loop(epochs: int) -> None:
 def test_an_update_makes_what_won_likelier_and_what_lost_less_likely() -> None:
     policy = TablePolicy()
     groups = [[episode(member=0, rows=(0,), success_at=7), episode(member=1, rows=(1,))]]
-    batch = on_policy(policy, build_batch(groups, version=0, normalize_by_std=True))
+    batch = on_policy(policy, build_batch(groups, version=0))
     before = table_logprobs(policy, batch)
     Update(policy, plain())(batch)
     after = table_logprobs(policy, batch)

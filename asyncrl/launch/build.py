@@ -138,7 +138,6 @@ def learner_settings(config: TrainConfig) -> LearnerSettings:
     return LearnerSettings(
         updates=config.updates,
         groups_per_update=config.algorithm.groups_per_update,
-        normalize_by_std=config.algorithm.normalize_by_std,
         checkpoint_every=config.checkpoint_every,
         max_wait=config.max_wait,
         first_weights_deadline=FIRST_WEIGHTS_DEADLINE,
@@ -189,7 +188,7 @@ def build_learner(
         CheckpointError: The checkpoint does not fit the policy.
     """
     learner = Learner(
-        Update(start.policy, config.algorithm),
+        Update(start.policy, config),
         port,
         publisher,
         log,

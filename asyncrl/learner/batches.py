@@ -16,7 +16,6 @@ from torch import Tensor
 
 from asyncrl import metrics as m
 from asyncrl.errors import ReplayError
-from asyncrl.learner.advantages import group_relative_advantages
 from asyncrl.learner.masks import token_mask, valid_steps
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode, Uint8
@@ -36,41 +35,34 @@ class Batch:
     """``[D, 8, 7]`` float32, nats."""
     mask: Tensor
     """``[D, 8, 7]`` bool, True up to and including the first successful step."""
-    advantages: Tensor
-    """``[D]`` float32, the advantage of the decision's episode."""
+    rewards: Tensor
+    """``[D, 8]`` float32, per step; 0 where the step does not count."""
     lag: Tensor
     """``[D]`` int64, learner's version minus the version that sampled the decision."""
     episode: Tensor
-    """``[D]`` int64, index of the decision's episode."""
+    """``[D]`` int64, index of the decision's episode, ascending."""
+    place: Tensor
+    """``[D]`` int64, number of the decision within its episode."""
     returns: Tensor
     """``[B]`` float32, sum of rewards of each episode."""
     lengths: Tensor
     """``[B]`` int64, steps until success or truncation."""
     successes: Tensor
-    """``[B]`` bool."""
+    """``[B]`` bool, True: the task ended there. False: time ran out."""
+    final_frames: Uint8
+    """``[B, H, W, 3]`` what was seen after the last step."""
     group_size: int
     temperature: float
     """What the tokens were sampled with, and are evaluated with."""
     top_k: int
 
-    @property
-    def valid_tokens(self) -> int:
-        """Number of tokens that count: the denominator of the loss."""
-        return int(self.mask.sum())
 
-    @property
-    def with_signal(self) -> Tensor:
-        """``[K]`` int64, ascending: decisions that can have a gradient (a valid token, an advantage)."""
-        return torch.nonzero(self.mask.flatten(1).any(dim=1) & (self.advantages != 0)).flatten()
-
-
-def build_batch(groups: Sequence[Sequence[Episode]], *, version: int, normalize_by_std: bool) -> Batch:
-    """Flatten groups into decisions, with masks, advantages and lags.
+def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
+    """Flatten groups into decisions, with masks and lags.
 
     Args:
         groups: Complete groups; the order of members does not matter.
         version: Learner's policy version, from which the lag counts.
-        normalize_by_std: See `group_relative_advantages`.
 
     Raises:
         ReplayError: A group is incomplete, a decision is newer than the learner, or the episodes differ in
@@ -81,46 +73,45 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int, normalize_
     _check_shared(episodes, version)
     steps = [valid_steps(episode.rewards) for episode in episodes]
     decisions = np.array([len(episode.frames) for episode in episodes])
-    returns_B = torch.tensor([float(episode.rewards.sum()) for episode in episodes])
-    group_size = episodes[0].group_size
-    advantages_B = group_relative_advantages(returns_B, group_size, normalize_by_std=normalize_by_std)
     episode_D = torch.from_numpy(np.repeat(np.arange(len(episodes)), decisions))
+    valid = np.concatenate(steps)
     return Batch(
         frames=np.concatenate([episode.frames for episode in episodes]),
         tasks=tuple(e.task for e in episodes for _ in range(len(e.frames))),
         tokens=torch.from_numpy(np.concatenate([e.tokens for e in episodes]).astype(np.int64)),
         logprob_behaviour=torch.from_numpy(np.concatenate([e.logprobs for e in episodes])),
-        mask=torch.from_numpy(token_mask(np.concatenate(steps))),
-        advantages=advantages_B[episode_D],
+        mask=torch.from_numpy(token_mask(valid)),
+        rewards=torch.from_numpy(np.concatenate([e.rewards for e in episodes]) * valid),
         lag=version - torch.from_numpy(np.concatenate([e.policy_versions for e in episodes])),
         episode=episode_D,
-        returns=returns_B,
+        place=torch.from_numpy(np.concatenate([np.arange(n) for n in decisions])),
+        returns=torch.tensor([float(episode.rewards.sum()) for episode in episodes]),
         lengths=torch.tensor([int(step.sum()) for step in steps]),
         successes=torch.tensor([episode.success for episode in episodes]),
-        group_size=group_size,
+        final_frames=np.stack([episode.final_frame for episode in episodes]),
+        group_size=episodes[0].group_size,
         temperature=episodes[0].temperature,
         top_k=episodes[0].top_k,
     )
 
 
-def batch_metrics(batch: Batch) -> dict[Metric, float]:
-    """Describe a batch: episodes, advantages over valid tokens, lags over decisions."""
-    tokens_D = batch.mask.flatten(1).sum(dim=1)
-    advantages_K, lag = batch.advantages[tokens_D > 0], batch.lag.double()
-    returns_NG = batch.returns.unflatten(0, (-1, batch.group_size))
-    mean_return = float(batch.returns.mean())
+def describe(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[Metric, float]:
+    """Describe the groups of an update: episodes, and lags over decisions."""
+    episodes = [episode for group in groups for episode in group]
+    returns = [np.array([float(episode.rewards.sum()) for episode in group]) for group in groups]
+    mean_return = float(np.concatenate(returns).mean())
+    lengths = np.array([int(valid_steps(episode.rewards).sum()) for episode in episodes])
+    lag = version - np.concatenate([episode.policy_versions for episode in episodes])
     return {
-        m.SUCCESS_ONCE: float(batch.successes.float().mean()),
+        m.SUCCESS_ONCE: float(np.mean([episode.success for episode in episodes])),
         m.RETURN: mean_return,
         m.REWARDS: mean_return,
-        m.REWARD: float((batch.returns / batch.lengths).mean()),
-        m.EPISODE_LEN: float(batch.lengths.double().mean()),
-        m.ADVANTAGES_MEAN: float((batch.advantages * tokens_D).sum() / tokens_D.sum()),
-        m.ADVANTAGES_MAX: float(advantages_K.max()),
-        m.ADVANTAGES_MIN: float(advantages_K.min()),
-        m.SIGNAL_GROUPS: float((returns_NG.amax(dim=1) > returns_NG.amin(dim=1)).float().mean()),
+        m.REWARD: float((np.concatenate(returns) / lengths).mean()),
+        m.EPISODE_LEN: float(lengths.mean()),
+        m.SIGNAL_GROUPS: float(np.mean([scores.max() > scores.min() for scores in returns])),
         m.LAG_MEAN: float(lag.mean()),
         m.LAG_MAX: float(lag.max()),
+        **{metric: float(((lag >= low) & (lag <= high)).mean()) for metric, low, high in m.LAG_HISTOGRAM},
     }
 
 

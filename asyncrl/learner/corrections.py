@@ -1,38 +1,36 @@
 """Log-probs of three policies in, weights that correct for stale samples out. Pure functions of tensors.
 
 behaviour  the policy that sampled the token (its log-prob travels with the episode)
-proximal   the learner's policy at the start of the update
+proximal   the policy that the clipped ratio is taken against: the learner's at the start of the update
 current    the policy that is being optimised
 
-Tensors are ``[D, C, A]``: decisions, steps per decision (8), action dimensions (7). Log-probs are in nats.
+    kind        proximal policy                   importance weight w (multiplies the clipped loss)
+    none        the learner's                     1: samples count as fresh
+    naive       the behaviour policy              1: PPO's own ratio, current / behaviour, does the correction
+    tis         the learner's, or log-linear      clip(proximal / behaviour, low, cap)
+    mis         the learner's, or log-linear      proximal / behaviour inside [low, cap], 0 outside
+    decoupled   the learner's, or log-linear      proximal / behaviour up to cap, 0 above
+    vtrace      the learner's                     1: `advantages.vtrace` corrects advantages and targets
+
+All weights are detached, and masked or vetoed samples stay in the denominator of the loss: they count as
+"learn nothing from it", not as "never happened". Tensors are ``[D, C, A]``: decisions, steps per decision
+(8), action dimensions (7), or units ``[D, U, V]`` of them (see `levels`). Log-probs are in nats.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
-Correction = Literal["none", "tis"]
+from asyncrl.errors import ConfigError
+from asyncrl.learner.levels import of_episodes, summed_at
+from asyncrl.learner.losses import MAX_LOG_RATIO
+from asyncrl.recipe import CorrectionLevel, CorrectionSettings, Level
 
-MAX_LOG_RATIO: Final = 20.0
-"""Log-ratios are kept within plus and minus this, so that their exponential stays finite in float32."""
-
-
-class ImportanceStats(NamedTuple):
-    """How far the samples are from the proximal policy, over the valid tokens."""
-
-    mean: Tensor
-    """[] mean weight after truncation."""
-    largest: Tensor
-    """[] largest ratio before truncation."""
-    capped: Tensor
-    """[] share of tokens whose weight was cut."""
-    effective_sample_size: Tensor
-    """[] ``(sum w)^2 / (n sum w^2)`` of the weights in use, in (0, 1]; 1 means that all count the same."""
-    mismatch_kl: Tensor
-    """[] KL(behaviour || proximal), k3 estimate, nats per token; about 0 at lag 0."""
+WEIGHTED: Final = ("tis", "mis", "decoupled")
+"""Kinds that multiply the loss by an importance weight."""
 
 
 def log_ratio(logprob_numerator: Tensor, logprob_denominator: Tensor) -> Tensor:
@@ -55,61 +53,122 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the places where `mask` is True; 0 when there is none. What is masked may be NaN."""
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tensor:
+    """``clip(r, low, cap)``: a bias for a bounded variance (truncated importance sampling, TIS).
 
-
-def truncated_importance_weights(logprob_proximal: Tensor, logprob_behaviour: Tensor, cap: float) -> Tensor:
-    """Weight each token by ``min(proximal / behaviour, cap)`` (truncated importance sampling).
-
-    With these weights an expectation over stale samples becomes one over samples of the proximal policy,
-    apart from the truncation, which trades a bias for a bounded variance. Sources: decoupled objective, arXiv
-    2110.00641; with stale language-model samples, arXiv 2505.24298.
-
-    Args:
-        logprob_proximal: ``[D, C, A]`` float32.
-        logprob_behaviour: ``[D, C, A]`` float32.
-        cap: Largest weight, at least 1.
-
-    Returns:
-        ``[D, C, A]`` float32 in (0, cap], detached.
+    Sources: E. Ionides, "Truncated Importance Sampling" (2008); per token on a clipped loss, F. Yao et al.,
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
 
     Example:
-        >>> proximal, behaviour = torch.tensor([0.2, 0.9]), torch.tensor([0.4, 0.1])
-        >>> truncated_importance_weights(proximal.log(), behaviour.log(), cap=2.0)
+        >>> truncated_weights(torch.tensor([0.5, 9.0]).log(), cap=2.0)
         tensor([0.5000, 2.0000])
     """
-    return log_ratio(logprob_proximal, logprob_behaviour).exp().clamp(max=cap)
+    return log_ratios.detach().clamp(max=MAX_LOG_RATIO).exp().clamp(low, cap)
+
+
+def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tensor:
+    """``r`` inside ``[low, cap]``, 0 outside (masked importance sampling, MIS; per token IcePop).
+
+    Sources: IcePop, in "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking
+    Model", arXiv 2510.18855; with ``low = 0`` AReaL's decoupled objective, arXiv 2505.24298.
+
+    Example:
+        >>> masked_weights(torch.tensor([0.1, 0.5, 9.0]).log(), low=0.25, cap=2.0)
+        tensor([0.0000, 0.5000, 0.0000])
+    """
+    ratios = log_ratios.detach().clamp(max=MAX_LOG_RATIO).exp()
+    return torch.where((ratios >= low) & (ratios <= cap), ratios, 0.0)
+
+
+def vetoed(log_ratios_DCA: Tensor, mask_DCA: Tensor, episode: Tensor, threshold: float) -> Tensor:
+    """``[D]`` bool: decisions of an episode with a valid token whose ratio is below `threshold`."""
+    below = (log_ratios_DCA.exp() < threshold) & mask_DCA
+    return of_episodes(below.flatten(1).any(dim=1).float(), episode) > 0
+
+
+def log_linear_proximal(logprob: Tensor, logprob_behaviour: Tensor, lag: Tensor) -> Tensor:
+    """Interpolate the proximal log-probs instead of computing them: ``mu + alpha (pi - mu)``, detached.
+
+    ``alpha = (v_proximal - v_behaviour) / (v_current - v_behaviour)`` with ``v_current = v_proximal + 1``,
+    so ``lag / (lag + 1)``: fresh samples are their own proximal policy. Source: A-3PO, arXiv 2512.06547.
+
+    Args:
+        logprob: ``[D, C, A]`` float32 of the current policy.
+        logprob_behaviour: ``[D, C, A]`` float32.
+        lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
+
+    Example:
+        >>> now, then = torch.full((1, 1, 1), -1.0), torch.full((1, 1, 1), -3.0)
+        >>> log_linear_proximal(now, then, torch.tensor([1])).item()
+        -2.0
+    """
+    alpha = (lag / (lag + 1)).to(logprob.dtype)[:, None, None]
+    return (logprob_behaviour + alpha * (logprob - logprob_behaviour)).detach()
 
 
 def importance_weights(
-    correction: Correction, logprob_proximal: Tensor, logprob_behaviour: Tensor, cap: float
+    settings: CorrectionSettings,
+    log_ratios_DCA: Tensor,
+    mask_DCA: Tensor,
+    episode: Tensor,
+    level: Level,
 ) -> Tensor:
-    """Weights of the correction with that name: `tis` as above; `none` takes samples as fresh, weight 1."""
-    if correction == "none":
-        return torch.ones_like(logprob_behaviour)
-    return truncated_importance_weights(logprob_proximal, logprob_behaviour, cap)
-
-
-def importance_stats(
-    weights: Tensor, logprob_proximal: Tensor, logprob_behaviour: Tensor, mask: Tensor, cap: float
-) -> ImportanceStats:
-    """Describe the weights of a whole batch.
+    """Weights of the correction that the settings name.
 
     Args:
-        weights: ``[D, C, A]`` what `importance_weights` returned.
-        logprob_proximal: ``[D, C, A]`` float32.
-        logprob_behaviour: ``[D, C, A]`` float32.
-        mask: ``[D, C, A]`` bool, at least one True.
-        cap: Where the weights were cut; infinite when they were not.
+        settings: Kind, level, limits and veto.
+        log_ratios_DCA: ``[D, C, A]`` float32, `log_ratio` of proximal against behaviour policy.
+        mask_DCA: ``[D, C, A]`` bool.
+        episode: ``[D]`` int64; on episode level, or with a veto, all decisions of an episode must be there.
+        level: The objective's, for a correction whose level is ``auto``.
+
+    Returns:
+        float32, detached; ``[D, C, A]``, ``[D, C, 1]`` or ``[D, 1, 1]`` by the correction's level.
     """
-    log_ratios, valid_weights = log_ratio(logprob_proximal, logprob_behaviour)[mask], weights[mask]
-    ratios, square = log_ratios.exp(), valid_weights.square().sum()
-    return ImportanceStats(
-        mean=valid_weights.mean(),
-        largest=ratios.max(),
-        capped=(ratios > cap).float().mean(),
-        effective_sample_size=valid_weights.sum().square() / (valid_weights.numel() * square),
-        mismatch_kl=k3(log_ratios).mean(),
-    )
+    if settings.kind not in WEIGHTED:
+        return torch.ones_like(log_ratios_DCA[:, :1, :1])
+    own = correction_level(settings, level)
+    log_ratios = summed_at(log_ratios_DCA, mask_DCA, own, episode, mean=settings.geometric)
+    if settings.kind == "tis":
+        weights = truncated_weights(log_ratios, low=settings.low, cap=settings.cap)
+    else:
+        low = settings.low if settings.kind == "mis" else 0.0
+        weights = masked_weights(log_ratios, low=low, cap=settings.cap)
+    if settings.veto:
+        dropped = vetoed(log_ratios_DCA, mask_DCA, episode, settings.veto)
+        weights = torch.where(dropped[:, None, None], 0.0, weights)
+    return weights
+
+
+def correction_level(settings: CorrectionSettings, level: Level) -> CorrectionLevel:
+    """What has one importance weight."""
+    return level if settings.level == "auto" else settings.level
+
+
+def whole_episodes(settings: CorrectionSettings) -> bool:
+    """Whether the weights need the log-probs of all decisions of an episode at once."""
+    weighted = settings.kind in WEIGHTED and (settings.level == "episode" or settings.veto > 0)
+    return weighted or settings.kind == "vtrace"
+
+
+def check_needs(settings: CorrectionSettings, *, critic: bool, behaviour: bool) -> None:
+    """Refuse a correction that lacks what it needs.
+
+    Args:
+        settings: The correction.
+        critic: Whether the policy has a value head that is trained.
+        behaviour: Whether the episodes hold the log-probs they were sampled with.
+
+    Raises:
+        ConfigError: V-trace without a critic, or anything but `none` without behaviour log-probs.
+    """
+    if settings.kind == "vtrace" and not critic:
+        raise ConfigError(
+            "--correction.kind is vtrace, but the policy has no critic whose values it could correct. Use "
+            "--algorithm.kind ppo, or --correction.kind tis."
+        )
+    if settings.kind != "none" and not behaviour:
+        raise ConfigError(
+            f"--correction.kind is {settings.kind}, but the episodes hold no log-probs of the policy that "
+            "sampled them (NaN). Imagine them again with this version, or use --correction.kind none."
+        )

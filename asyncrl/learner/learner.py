@@ -27,7 +27,7 @@ from asyncrl import checkpoint
 from asyncrl import metrics as m
 from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.errors import RunError, SampleTimeout
-from asyncrl.learner.batches import batch_metrics, build_batch
+from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.update import Update
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
@@ -55,7 +55,6 @@ class LearnerSettings:
     updates: int
     """Policy version at which the run is over."""
     groups_per_update: int
-    normalize_by_std: bool
     checkpoint_every: int
     """Updates between two checkpoints."""
     max_wait: float
@@ -107,7 +106,10 @@ class Learner:
         progress = checkpoint.load(folder, optimizer=self.update.optimizer, tensors=self._tensors())
         self.version = self._saved_version = progress.version
         self.groups_used = progress.groups_used
-        self.update.bad_updates, self.update.bad_in_a_row = progress.bad_updates, progress.bad_in_a_row
+        self.update.steps.bad_updates, self.update.steps.bad_in_a_row = (
+            progress.bad_updates,
+            progress.bad_in_a_row,
+        )
 
     def run(self) -> None:
         """Update until `settings.updates`, a stop request or Ctrl-C; then save, and end the run for all.
@@ -159,15 +161,15 @@ class Learner:
 
     def _learn(self, groups: list[list[Episode]]) -> dict[Metric, float]:
         """Make one update: the version rises by one, and nothing can interrupt it halfway."""
-        began = self.clock()
-        batch = build_batch(groups, version=self.version, normalize_by_std=self.settings.normalize_by_std)
+        began, began_at = self.clock(), self.version
+        batch = build_batch(groups, version=self.version)
         with interrupts_deferred():
             self._half_updated = True
-            values = self.update(batch)
+            values = self.update(batch, self.version)
             self.version += 1
             self.groups_used += len(groups)
             self._half_updated = False
-        return values | batch_metrics(batch) | {m.UPDATE_SECONDS: self.clock() - began}
+        return values | describe(groups, version=began_at) | {m.UPDATE_SECONDS: self.clock() - began}
 
     def _publish(self) -> None:
         self.publisher.publish(self._tensors(), self.version)
@@ -196,8 +198,8 @@ class Learner:
         progress = Progress(
             version=self.version,
             groups_used=self.groups_used,
-            bad_updates=self.update.bad_updates,
-            bad_in_a_row=self.update.bad_in_a_row,
+            bad_updates=self.update.steps.bad_updates,
+            bad_in_a_row=self.update.steps.bad_in_a_row,
             config_hash=self.settings.config_hash,
         )
         self.checkpoints.save(

@@ -1,80 +1,190 @@
-"""Log-probs and advantages in, a loss with its diagnostics out. Pure functions of tensors.
+"""Log-probs, values and advantages in, losses out. Pure functions of tensors; every result is per unit.
 
-Every sum is divided by a number that the caller gives, so that the losses of the micro-batches of a batch add
-up to the loss of the batch, and so do their gradients.
+A unit is what has one probability ratio: a token, an action or a decision (see `levels`). Each loss returns
+one number per unit and `aggregation_weights` says what each counts; the loss to minimise is the sum of their
+products. So the losses of micro-batches, and of data-parallel ranks, add up to the loss of the batch, and so
+do their gradients.
 
-Tensors are ``[D, C, A]``: decisions, steps per decision (8), action dimensions (7). Log-probs are in nats.
+Tensors are ``[D, U, V]``: decisions, and a decision's units (8 x 7 tokens, 8 x 1 actions, 1 x 1 chunk).
+Log-probs are in nats. Advantages, weights and everything of an older policy are detached.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from asyncrl.learner.corrections import MAX_LOG_RATIO
+MAX_LOG_RATIO: Final = 20.0
+"""Log-ratios are kept within plus and minus this, so that their exponential stays finite in float32."""
+Aggregation = Literal["token_mean", "episode_mean", "length_normalised", "constant"]
+Estimator = Literal["k1", "k2", "k3"]
 
 
-class PolicyLoss(NamedTuple):
-    """A clipped policy loss. Each field is a sum over valid tokens divided by the denominator."""
+class UnitLoss(NamedTuple):
+    """A loss per unit."""
 
     loss: Tensor
-    """[] what to minimise; the only field with a gradient."""
-    clip_fraction: Tensor
-    """[] share of tokens whose gradient the clip removed."""
+    """What to minimise, with gradient."""
+    clipped: Tensor
+    """bool, True where the clip removed the gradient (cispo: where it cut the weight)."""
+    dual_clipped: Tensor
+    """bool, True where the dual clip removed the gradient."""
     clipped_ratio: Tensor
-    """[] current / proximal probability after clipping."""
+    """Current / proximal probability after clipping, detached."""
 
 
-def clipped_policy_loss(
-    logprob: Tensor,
-    logprob_proximal: Tensor,
+def finite_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp`` that stays finite: infinity would turn the clip's zero gradient into NaN."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def clipped_loss(
+    log_ratio: Tensor,
     advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
     *,
     clip_low: float,
     clip_high: float,
-    denominator: float,
-) -> PolicyLoss:
-    """Compute the decoupled PPO loss with an asymmetric clip, per token.
+    dual_clip: float = 0.0,
+) -> UnitLoss:
+    """PPO's clipped loss: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, at most ``-A c`` for A < 0.
 
-    ``L = sum over valid tokens of w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / denominator`` with
-    ``r = current / proximal`` and the importance weight ``w``. Sources: PPO, arXiv 1707.06347, equation 7;
-    decoupled, arXiv 2110.00641; asymmetric, DAPO, arXiv 2503.14476.
-
-    A token that top-k removed from the proximal or the current policy has a log-prob of minus infinity: it
-    cannot be drawn any more and contributes nothing. Anything else that is not finite reaches the gradient,
-    where `Update` finds it.
+    Sources: arXiv 1707.06347, equation 7; separate widths, DAPO, arXiv 2503.14476; dual clip,
+    arXiv 1912.09729. Times an importance weight it is decoupled PPO, arXiv 2110.00641; with geometric-mean
+    ratios of whole sequences it is GSPO, arXiv 2507.18071.
 
     Args:
-        logprob: ``[D, C, A]`` float32 of the current policy, with gradient.
-        logprob_proximal: ``[D, C, A]`` float32.
-        advantages: ``[D, 1, 1]`` or ``[D, C, A]`` float32.
-        weights: ``[D, C, A]`` float32, importance weights.
-        mask: ``[D, C, A]`` bool. What is masked may hold anything.
+        log_ratio: ``[D, U, V]`` float32, ``log r = log current - log proximal``, with gradient.
+        advantages: Broadcasts to ``[D, U, V]``, float32.
         clip_low: The ratio is kept above ``1 - clip_low``.
         clip_high: The ratio is kept below ``1 + clip_high``.
-        denominator: Number of valid tokens of the whole batch (token mean).
+        dual_clip: ``c`` above 1; 0 leaves it out.
 
     Example:
-        >>> half, one = torch.tensor([[[0.5]]]).log(), torch.ones(1, 1, 1)
-        >>> loss = clipped_policy_loss(
-        ...     half + 1, half, one, one, one.bool(), clip_low=0.2, clip_high=0.28, denominator=1
-        ... )
-        >>> loss.loss, loss.clip_fraction
-        (tensor(-1.2800), tensor(1.))
+        >>> one = torch.ones(1, 1, 1)
+        >>> loss = clipped_loss(one, one, clip_low=0.2, clip_high=0.28)
+        >>> loss.loss.item(), loss.clipped.item()
+        (-1.2799999713897705, True)
     """
-    logprob_proximal, advantages, weights = logprob_proximal.detach(), advantages.detach(), weights.detach()
-    valid = mask & ~torch.isneginf(logprob_proximal) & ~torch.isneginf(logprob)
-    # Kept finite: a ratio of infinity would turn the clip's zero gradient into NaN.
-    ratio = torch.where(valid, logprob - logprob_proximal, 0.0).clamp(max=MAX_LOG_RATIO).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = weights * torch.maximum(-advantages * ratio, -advantages * clipped)
+    advantages = advantages.detach()
+    ratio = finite_ratio(log_ratio)
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
     removed = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
-    return PolicyLoss(
-        loss=torch.where(valid, loss, 0.0).sum() / denominator,
-        clip_fraction=(valid & removed).sum() / denominator,
-        clipped_ratio=torch.where(valid, clipped.detach(), 0.0).sum() / denominator,
-    )
+    beyond = torch.zeros_like(removed)
+    if dual_clip:
+        limit = -advantages * dual_clip
+        beyond = (advantages < 0) & (loss > limit)
+        loss = torch.where(beyond, limit, loss)
+    return UnitLoss(loss, removed.expand_as(ratio), beyond.expand_as(ratio), clipped_ratio.detach())
+
+
+def cispo_loss(
+    logprob: Tensor, log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> UnitLoss:
+    """CISPO: ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi``, arXiv 2506.13585, equation 4.
+
+    The clip cuts the weight, never the gradient. The paper's cap is ``1 + clip_high`` (TRL's flag is the cap
+    itself).
+
+    Args:
+        logprob: ``[D, U, V]`` float32 of the current policy, with gradient.
+        log_ratio: ``[D, U, V]`` float32, current against proximal policy.
+        advantages: Broadcasts to ``[D, U, V]``, float32.
+        clip_low: 1 leaves the lower limit out, as the paper does.
+        clip_high: The weight is kept below ``1 + clip_high``.
+    """
+    ratio = finite_ratio(log_ratio.detach())
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -weight * advantages.detach() * logprob
+    return UnitLoss(loss, weight != ratio, torch.zeros_like(ratio, dtype=torch.bool), weight)
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float = 0.0, huber: float = 10.0
+) -> tuple[Tensor, Tensor]:
+    """Huber loss of the critic, the larger of plain and clipped (PPO's value clip).
+
+    ``h(e) = e^2 / 2`` for ``|e| <= huber``, else ``huber (|e| - huber / 2)``; clipped values are
+    ``V_old + clamp(V - V_old, -clip, clip)``. Source of the clip: OpenAI baselines' PPO2.
+
+    Args:
+        values: ``[D, V]`` float32, with gradient.
+        old_values: ``[D, V]`` float32, before the update.
+        targets: ``[D, V]`` float32.
+        clip: Widest move that still has a gradient; 0 = no clip.
+        huber: Where the loss becomes linear.
+
+    Returns:
+        ``[D, V]`` the loss, and ``[D, V]`` bool: True where the clip decided it.
+    """
+    old_values, targets = old_values.detach(), targets.detach()
+    plain = torch.nn.functional.huber_loss(values, targets, reduction="none", delta=huber)
+    if not clip:
+        return plain, torch.zeros_like(plain, dtype=torch.bool)
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = torch.nn.functional.huber_loss(near, targets, reduction="none", delta=huber)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+def kl_penalty(logprob: Tensor, logprob_reference: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate KL(current || reference) per unit from samples of the current policy.
+
+    With ``d = log current - log reference``: k1 ``d``, k2 ``d^2 / 2``, k3 ``exp(-d) - 1 + d``. Source:
+    J. Schulman, "Approximating KL divergence" (2020).
+
+    As a *value* k1 and k3 are unbiased. As a *loss* only k2's gradient ``d grad log pi`` is that of the
+    divergence: k1's is ``grad log pi``, zero on average, and k3's ``(1 - exp(-d)) grad log pi`` is that of
+    the reverse divergence KL(reference || current).
+
+    Args:
+        logprob: ``[D, U, V]`` float32, with gradient.
+        logprob_reference: The same, of the reference policy; detached.
+        estimator: Which.
+
+    Example:
+        >>> d = torch.tensor([0.5])
+        >>> [round(kl_penalty(d, torch.zeros(1), k).item(), 4) for k in ("k1", "k2", "k3")]
+        [0.5, 0.125, 0.1065]
+    """
+    difference = (logprob - logprob_reference.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return torch.expm1(-difference) + difference
+
+
+def aggregation_weights(
+    mask: Tensor, episode: Tensor, aggregation: Aggregation, *, units: float, episodes: float, longest: int
+) -> Tensor:
+    """What each unit counts in the loss; the denominators are those of the whole batch, over all ranks.
+
+    token_mean         ``1 / units``                    every unit counts the same
+    episode_mean       ``1 / (episodes n_e)``           every episode counts the same
+    length_normalised  the same: RLinf takes the mean over all ``episodes * longest`` places of
+                       ``loss * longest / n_e``, which is the mean over episodes
+    constant           ``1 / (episodes longest)``       no bias by length: Dr. GRPO, arXiv 2503.20783
+
+    with ``n_e`` the number of valid units of episode e.
+
+    Args:
+        mask: ``[D, U, V]`` bool, which units are valid.
+        episode: ``[D]`` int64, index of each decision's episode; an episode is whole on one rank.
+        aggregation: Which.
+        units: Valid units of the whole batch.
+        episodes: Episodes of the whole batch.
+        longest: Units of an episode of full length.
+
+    Returns:
+        ``[D, U, V]`` float32, 0 where the mask is False.
+    """
+    counted = mask.float()
+    if aggregation == "token_mean":
+        return counted / max(units, 1.0)
+    if aggregation == "constant":
+        return counted / (episodes * longest)
+    per_decision = counted.flatten(1).sum(dim=1)
+    total = torch.zeros(int(episode.max()) + 1, device=mask.device).index_add_(0, episode, per_decision)
+    return counted / (episodes * total[episode].clamp(min=1.0))[:, None, None]

@@ -1,0 +1,5 @@
+"""Placeholder until the merge."""
+
+from typing import Any
+
+Reference = Any

@@ -1,0 +1,119 @@
+"""Gradients in, optimizer steps out: learning rates, clipping, and the guard against what is not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl import metrics as m
+from asyncrl.config import TrainConfig
+from asyncrl.errors import RunError
+from asyncrl.learner.schedule import learning_rate_share
+from asyncrl.learner.tally import Tally
+from asyncrl.metrics import Metric
+from asyncrl.policies.protocol import Policy
+
+_log = logging.getLogger(__name__)
+
+
+class Steps:
+    """AdamW over the policy and, at its own learning rate, the critic; their gradients are clipped apart."""
+
+    def __init__(self, policy: Policy, config: TrainConfig) -> None:
+        self.config, self.settings = config, config.optimizer
+        groups = policy.param_groups(self.settings.learning_rate, config.critic.learning_rate)
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=self.settings.learning_rate,
+            betas=(self.settings.beta1, self.settings.beta2),
+            eps=self.settings.eps,
+            weight_decay=self.settings.weight_decay,
+        )
+        self._full_rates = [float(group["lr"]) for group in groups]
+        self.device: torch.device = self.optimizer.param_groups[0]["params"][0].device
+        self.policy_learns = True
+        """False during the critic's warm-up."""
+        self.bad_updates = 0
+        """Steps skipped so far because their gradient was not finite."""
+        self.bad_in_a_row = 0
+        self._norms: dict[Metric, float] = {}
+
+    def set_version(self, version: int) -> None:
+        """Take the learning rates of the update from `version` to the next one."""
+        share = learning_rate_share(self.settings, version, self.config.updates)
+        for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
+            group["lr"] = full * share
+        warming = self.config.algorithm.kind == "ppo" and version < self.config.critic.warmup_updates
+        self.policy_learns = not warming
+        self._norms = {}
+
+    def clear_gradient(self) -> None:
+        """Begin a minibatch."""
+        for group in self._learning:
+            for parameter in group["params"]:
+                # Never None: AdamW steps over None, and a batch without signal must still decay the momentum.
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                else:
+                    parameter.grad.zero_()
+
+    def step(self, tally: Tally) -> None:
+        """Clip the gradient and step, or skip and count a gradient that is not finite.
+
+        Raises:
+            RunError: It was not finite `max_bad_updates` times in a row.
+        """
+        if not self.policy_learns:  # What reached the policy on the way to the critic is not its gradient.
+            for group in self.optimizer.param_groups:
+                for parameter in [] if _is_critic(group) else group["params"]:
+                    parameter.grad = None
+        norms = [self._clip(group) for group in self._learning]
+        tally.steps += 1
+        if all(math.isfinite(norm) for norm in norms):
+            self.optimizer.step()
+            self.bad_in_a_row = 0
+            for group, norm in zip(self._learning, norms, strict=True):
+                metric = m.CRITIC_GRAD_NORM if _is_critic(group) else m.GRAD_NORM
+                self._norms[metric] = max(norm, self._norms.get(metric, 0.0))
+            return
+        self.bad_updates += 1
+        self.bad_in_a_row += 1
+        _log.warning("step skipped: the gradient is not finite (%d in a row)", self.bad_in_a_row)
+        if self.bad_in_a_row >= self.settings.max_bad_updates:
+            raise RunError(
+                f"The gradient was not finite in {self.bad_in_a_row} steps in a row "
+                "(--optimizer.max-bad-updates): the run cannot recover by itself. Continue from the newest "
+                "checkpoint with --resume and a lower --optimizer.learning-rate (it is "
+                f"{self.settings.learning_rate}) or --optimizer.clip-grad (it is {self.settings.clip_grad})."
+            )
+
+    def readings(self) -> dict[Metric, float]:
+        """Gradient norms of the update, learning rates, steps skipped so far."""
+        rates = {
+            m.CRITIC_LEARNING_RATE if _is_critic(group) else m.LEARNING_RATE: float(group["lr"])
+            for group in self.optimizer.param_groups
+        }
+        return self._norms | rates | {m.BAD_UPDATES: float(self.bad_updates)}
+
+    @property
+    def _learning(self) -> list[dict[str, Any]]:
+        return [g for g in self.optimizer.param_groups if self.policy_learns or _is_critic(g)]
+
+    def _clip(self, group: dict[str, Any]) -> float:
+        norm: Any = torch.nn.utils.clip_grad_norm_(group["params"], self.settings.clip_grad)
+        return float(_whole(norm))
+
+
+def _is_critic(group: dict[str, Any]) -> bool:
+    return group.get("name") == "value"
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """A norm over sharded gradients is itself spread over the ranks."""
+    from torch.distributed.tensor import DTensor
+
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
