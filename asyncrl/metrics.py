@@ -150,7 +150,7 @@ REPLAY_SUCCESS = _define(
     "replay/success",
     Over.MEAN,
     "share",
-    "Successful episodes of all groups that became complete at the learner's last version, filtered ones too.",
+    "Successful episodes of all groups completed at the learner's last version, filtered ones included.",
 )
 SIGNAL_GROUPS = _define(
     "replay/signal_groups", Over.MEAN, "share", "Groups of the batch whose episodes differ in return."

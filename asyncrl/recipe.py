@@ -87,7 +87,7 @@ class AlgorithmSettings:
                 "algorithm.group-size",
                 self.group_size,
                 2,
-                "one episode has the same return as itself, so --algorithm.filter-groups replaces every group.",
+                "one episode differs from nothing, so --algorithm.filter-groups replaces every group.",
                 "Use 8, or leave the filter out.",
             )
         at_least("algorithm.groups-per-update", self.groups_per_update, 1, "an update needs data.", "Use 8.")

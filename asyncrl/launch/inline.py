@@ -38,7 +38,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     source = start.checkpoint or build.assets.policy_folder(config.policy)
     imagination = build.build_imagination(config, build.build_policy(source, device), dreams)
     core = open_core(run_dir / "replay", config)
-    # Before the actor introduces itself: what an earlier one left open belongs to the resume, not to its return.
+    # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InlineLearnerPort(core, version=start.version, imagine=lambda: actor.round(0.0))
     actor = Actor(
         imagination,

@@ -200,12 +200,13 @@ class ReplayCore:
         """Say in one line what the replay holds, for an error message."""
         held = sum(len(group.members) for group in self.limiter.open.values())
         dropped = {status: n for status, n in self.counts.items() if status.startswith("dropped")}
-        filtered = f", {len(self.limiter.filtered)} filtered" if self.limiter.filter_groups else ""
+        filtered = f"{len(self.limiter.filtered)} filtered; " if self.limiter.filter_groups else ""
         reasons = ", ".join(f"{n} {status[8:]}" for status, n in sorted(dropped.items())) or "none"
         return (
             f"{len(self.limiter.ready)} groups ready, {len(self.limiter.open)} in flight with {held} episodes"
-            f"{filtered}; episodes dropped: {reasons}; actors seen: {', '.join(sorted(self.actors)) or 'none'}; "
-            f"version {self.limiter.version}, credit for {self.limiter.credit} more groups"
+            f"; {filtered}episodes dropped: {reasons}; actors seen: "
+            f"{', '.join(sorted(self.actors)) or 'none'}; version {self.limiter.version}, "
+            f"credit for {self.limiter.credit} more groups"
         )
 
     def close(self) -> None:
@@ -273,7 +274,7 @@ class ReplayCore:
         }
 
     def _recover_ready(self) -> None:
-        """Make the sealed groups ready that the ledger did not close, or filter them as a crash kept it from."""
+        """Make the sealed groups ready that the ledger did not close; filter what a crash left unfiltered."""
         for number, group in self._stored().items():
             if number in self.limiter.closed:
                 continue

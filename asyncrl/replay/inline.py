@@ -1,7 +1,7 @@
 """The ports without processes: calls in, the replay's core in the same thread. For `--inline` and tests.
 
-Learner and actor take turns: the learner gets a batch once everything that was granted is complete. So nothing
-is in flight while it updates, batch k is imagined by version max(0, k - max_lag), and a run repeats itself.
+Learner and actor take turns: the learner gets a batch once everything that was granted is complete. So
+nothing is in flight while it updates, version max(0, k - max_lag) imagines batch k, and a run repeats itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.ports import GroupGrant, RunStopped
-
 
 IDLE: Final = 0.01
 """Seconds between two looks at an actor that has nothing to imagine while groups are missing."""

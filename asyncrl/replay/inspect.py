@@ -189,7 +189,7 @@ class Stats:
         bars = [(str(v), str(n), "#" * max(1, 40 * n // most)) for v, n in sorted(versions.items())]
         print(table([("version", "decisions", ""), *bars]))
         if any(groups.values()):
-            print(f"\n{sum(groups.values())} of {len(groups)} groups filtered: their episodes' returns were equal")
+            print(f"\n{sum(groups.values())} of {len(groups)} groups filtered: all returns were equal")
         return 0
 
 

@@ -5,7 +5,7 @@
     {"grant": n, "actor": name, "turn": t, "min_version": m}   group n was granted
     {"used": [n, ...], "request": r, "version": v}             a batch was given away
     {"filtered": n, "newest_version": v, "successes": k}       group n is complete but will never be used
-    {"ready": n}                                               group n was used by a lost update and waits again
+    {"ready": n}                                               group n, used by a lost update, waits again
     {"dropped": n, "status": why, "episodes": k, "stored": b}  group n was given up; with the status
                                                                dropped_resume its number is granted again
     {"refused": why}                                           one episode was not admitted

@@ -251,10 +251,10 @@ class Limiter:
     def plan_resume(self, version: int, stored: Mapping[int, ReadyGroup]) -> Resumption:
         """Say what has to change before a learner begins at `version`, as after a resume.
 
-        The aim is that it sees what it would have seen without the interruption. What is open belongs to actors
-        that are gone. What a later version imagined belongs to updates that are lost. Both are imagined again
-        under the same numbers, which decide start states and seeds. What a lost update used, and this
-        version may use, waits again.
+        The aim is that it sees what it would have seen without the interruption. What is open belongs to
+        actors that are gone, what a later version imagined to updates that are lost: both are imagined again
+        under the same numbers, which decide start states and seeds. What a lost update used, and this version
+        may use, waits again.
 
         Args:
             version: Where the learner goes on.
@@ -286,8 +286,8 @@ class Limiter:
     def begin(self, version: int) -> None:
         """Start at `version`, after the changes of `plan_resume`.
 
-        `used` is a place in the line of groups: every update uses `groups_per_update`, whatever was filtered or
-        dropped. So it follows from the version, also when `groups_per_update` was changed for the resume.
+        `used` is a place in the line of groups: every update uses `groups_per_update`, whatever was filtered
+        or dropped. So it follows from the version, also when `groups_per_update` was changed for the resume.
         """
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)
