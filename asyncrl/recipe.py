@@ -82,6 +82,14 @@ class AlgorithmSettings:
                 "with one episode per start state the advantage is always zero.",
                 "Use 8, or --algorithm.kind ppo.",
             )
+        if self.filter_groups:
+            at_least(
+                "algorithm.group-size",
+                self.group_size,
+                2,
+                "one episode differs from nothing, so --algorithm.filter-groups replaces every group.",
+                "Use 8, or leave the filter out.",
+            )
         at_least("algorithm.groups-per-update", self.groups_per_update, 1, "an update needs data.", "Use 8.")
         at_least("algorithm.micro-batch", self.micro_batch, 1, "a pass needs a decision.", "Use 32.")
         at_least("algorithm.epochs", self.epochs, 1, "a batch that is never used teaches nothing.", "Use 1.")
