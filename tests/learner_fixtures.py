@@ -36,7 +36,7 @@ class TablePolicy(nn.Module):
         assert len(frames) == len(tasks)
         return torch.from_numpy(frames[:, 0, 0, 0].astype(np.int64))
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any) -> Any:
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
         self.evaluated.append(len(inputs))
         logits = self.scale * self.logits[inputs] / sampling.temperature
         if sampling.top_k:
@@ -73,8 +73,8 @@ class TableActorCritic(TablePolicy):
     def values(self, inputs: Any) -> Tensor:
         return self.table[inputs]
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any) -> Any:
-        found = super().evaluate(inputs, tokens, sampling)
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
+        found = super().evaluate(inputs, tokens, sampling, **through)
         return Evaluation(found.logprob, found.entropy, self.table[inputs])
 
     def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:

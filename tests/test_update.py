@@ -446,8 +446,8 @@ class Broken(TablePolicy):
 
     broken = True
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any) -> Any:
-        found = super().evaluate(inputs, tokens, sampling)
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
+        found = super().evaluate(inputs, tokens, sampling, **through)
         return dataclasses.replace(found, logprob=found.logprob * math.nan) if self.broken else found
 
 

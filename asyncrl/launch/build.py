@@ -21,8 +21,11 @@ from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
+from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.policies.checkpoints import load_policy, save_policy
+from asyncrl.policies.lora import add_lora
+from asyncrl.policies.memory import enable_gradient_checkpointing
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.records import StartState
@@ -72,11 +75,41 @@ def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
     return "nccl" if len({learner, *actors}) == 1 + len(actors) else "gloo"
 
 
-def build_policy(folder: Path, device: torch.device) -> OpenVLAOFT:
-    """Load a policy that samples and learns without dropout."""
-    policy = load_policy(folder, device=device)
-    policy.eval()
-    return policy
+def build_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
+    """Load the policy that the run begins with, without a critic: what an actor needs.
+
+    With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
+    """
+    policy = load_policy(assets.policy_folder(config.policy), device=device)
+    policy.drop_value_head()
+    if config.lora.rank:
+        add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets)
+    return policy.eval()
+
+
+def build_learning_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
+    """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
+
+    A critic of the right level in the policy's folder is kept.
+    """
+    policy = load_policy(assets.policy_folder(config.policy), device=device)
+    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
+    if wanted == "none":
+        policy.drop_value_head()
+    elif policy.config.value_head != wanted:
+        policy.add_value_head(wanted)
+    if config.lora.rank:
+        add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets)
+    if config.learner.gradient_checkpointing:
+        enable_gradient_checkpointing(policy)
+    return policy.eval()
+
+
+def build_reference(config: TrainConfig, policy: OpenVLAOFT, device: torch.device) -> Reference | None:
+    """The policy that the KL penalty is about; None when its coefficient is 0."""
+    if not config.algorithm.kl_coef:
+        return None
+    return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
 
 
 def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
@@ -158,17 +191,14 @@ def prepare(config: TrainConfig, device: torch.device) -> Start:
         ConfigError: Something is missing or does not fit. A new run's folder does not exist then.
     """
     dreams = build_dreams(config, torch.device("cpu"))
-    shipped = assets.policy_folder(config.policy)  # Actors load it, also when the learner goes on elsewhere.
+    policy = build_learning_policy(config, device)
+    check_tasks(policy, dreams.starts)
     if not config.resume:
-        policy = build_policy(shipped, device)
-        check_tasks(policy, dreams.starts)
         return Start(policy=policy, run_dir=run_folder.create(config), version=0, checkpoint=None)
     run_dir = run_folder.create(config)
     folder = checkpoint.latest(run_dir)
     assert folder is not None  # The run folder was found by its checkpoints.
     checkpoint.verify(folder)
-    policy = build_policy(folder, device)
-    check_tasks(policy, dreams.starts)
     version = int(folder.name.rpartition("_")[2])
     return Start(policy=policy, run_dir=run_dir, version=version, checkpoint=folder)
 
@@ -187,8 +217,10 @@ def build_learner(
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
     """
+    device = start.policy.device
+    reference = build_reference(config, start.policy, device)
     learner = Learner(
-        Update(start.policy, config),
+        Update(start.policy, config, reference=reference),
         port,
         publisher,
         log,

@@ -35,8 +35,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     run_dir = start.run_dir
     publisher, receiver = build_inline()
     dreams = build.build_dreams(config, device)
-    source = start.checkpoint or build.assets.policy_folder(config.policy)
-    imagination = build.build_imagination(config, build.build_policy(source, device), dreams)
+    imagination = build.build_imagination(config, build.build_policy(config, device), dreams)
     core = open_core(run_dir / "replay", config)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InlineLearnerPort(core, version=start.version, imagine=lambda: actor.round(0.0))

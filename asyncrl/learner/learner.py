@@ -172,7 +172,7 @@ class Learner:
         return values | describe(groups, version=began_at) | {m.UPDATE_SECONDS: self.clock() - began}
 
     def _publish(self) -> None:
-        self.publisher.publish(self._tensors(), self.version)
+        self.publisher.publish(self.update.policy.acting_tensors(), self.version)
         self.replay.report_version(self.version)
 
     def _status(self) -> dict[Metric, float]:

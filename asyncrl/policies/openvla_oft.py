@@ -128,6 +128,11 @@ class OpenVLAOFT(nn.Module):
         head = ValueHead(self.config.llm_width, self.config.value_hidden, self.config.values)
         self.value_head = head.to(self.device, self.lm_head.weight.dtype)
 
+    def drop_value_head(self) -> None:
+        """Take the critic away: actors need none, nor does grpo."""
+        self.config = dataclasses.replace(self.config, value_head="none")
+        self.value_head = None
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
