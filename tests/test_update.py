@@ -103,7 +103,7 @@ PPO = [
     {"critic__level": "action", "algorithm__level": "action", "critic__gamma": 0.9},
     {"algorithm__level": "chunk", "critic__normalize_advantages": False, "critic__huber": 0.5},
     {"correction__kind": "none", "critic__lam": 0.5},
-    {"correction__kind": "naive", "critic__coef": 2.0},
+    {"correction__kind": "naive", "critic__coef": 2.0, "critic__truncation": "failure"},
     {"correction__kind": "mis", "correction__level": "episode", "correction__geometric": True},
     {"correction__kind": "decoupled", "correction__proximal": "log_linear"},
     {"correction__kind": "vtrace", "critic__level": "action", "critic__gamma": 0.9, "critic__lam": 0.8},
