@@ -261,8 +261,8 @@ class Limiter:
         Args:
             version: Where the learner goes on.
             stored: Groups whose files exist.
-            in_turns: Actor and learner take turns: `version` imagines all its groups before one is used. When
-                it had not completed them, all are imagined again, since an episode's last digits depend on its
+            in_turns: Actor and learner take turns: `version` imagines all its groups before one is used.
+                When it had not completed them, all are imagined again: an episode's last digits depend on its
                 neighbours in the actor's batch.
         """
         drop: dict[int, ReceiptStatus] = dict.fromkeys(self.open, "dropped_resume")
