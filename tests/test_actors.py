@@ -15,6 +15,7 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Member, Slot, Slots, finished_episode
 from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.errors import SampleTimeout
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
@@ -290,7 +291,7 @@ def actor_with(
 
 def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path: Path) -> None:
     actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
-    actor.round(wait=0.0)
+    assert actor.round(wait=0.0)
     assert (list(core.limiter.ready), actor.slots.live) == ([0], [])
     ((first, second),) = learner.sample(groups=1, version=0, timeout=0.0)
     assert (first.member, second.member) == (0, 1)
@@ -313,14 +314,37 @@ def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagina
 
 def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:
     actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
-    actor.round(wait=0.0)
-    actor.round(wait=0.0)
+    assert actor.round(wait=0.0)
+    assert not actor.round(wait=0.0)
     assert (core.limiter.credit, list(core.limiter.ready), actor.slots.live) == (0, [0], [])
     learner.sample(groups=1, version=0, timeout=0.0)
     learner.report_version(1)  # Credit for the next group, which asks for version 1.
-    actor.round(wait=0.0)
+    assert actor.round(wait=0.0), "there is something to imagine, but not yet"
     assert (len(actor.slots.pending), actor.slots.live) == (GROUP, [])
     core.close()
+
+
+def test_in_one_process_an_actor_that_lacks_a_version_ends_in_a_timeout_until_it_comes(
+    imagination: Imagination, tmp_path: Path
+) -> None:
+    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    receiver, actor.receiver = actor.receiver, Unreached()
+    learner = InlineLearnerPort(core, imagine=lambda: actor.round(0.0))
+    with pytest.raises(SampleTimeout, match="0 groups ready, 1 in flight with 0 episodes"):
+        learner.sample(groups=1, version=0, timeout=0.05)
+    actor.receiver = receiver
+    assert len(learner.sample(groups=1, version=0, timeout=60.0)) == 1
+    core.close()
+
+
+class Unreached:
+    """A receiver that no version has reached."""
+
+    def swap_into(self, tensors: object) -> int:
+        return -1
+
+    def wait_newer(self, version: int, wait: float) -> None:
+        """Nothing comes."""
 
 
 def test_a_learner_that_left_before_its_first_version_ends_the_actor(

@@ -69,6 +69,25 @@ def test_list_filters_and_sorts(
     assert [line[:4] for line in capsys.readouterr().out.splitlines()[1:-1]] == expected
 
 
+def test_filtered_groups_are_shown_until_a_resume_undoes_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = EpisodeStore(run_dir / "replay", group_size=2, max_bytes=10**9)
+    store.ledger.append(filtered=1, newest_version=2, successes=0)
+    assert run_inspection(["list", str(run_dir)]) == 0
+    lags = [line.split()[-2] for line in capsys.readouterr().out.splitlines()[1:5]]
+    assert lags == ["2", "2", "filtered", "filtered"]
+    assert run_inspection(["stats", str(run_dir)]) == 0
+    assert "1 of 2 groups filtered" in capsys.readouterr().out
+    assert run_inspection(["verify", str(run_dir)]) == 0
+    store.ledger.append(ready=0)
+    store.ledger.append(dropped=1, status="dropped_resume", episodes=2, stored=True)
+    store.close()
+    capsys.readouterr()
+    assert run_inspection(["list", str(run_dir)]) == 0
+    assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()[1:5]] == ["-"] * 4
+
+
 def test_show_prints_decisions(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_inspection(["show", str(run_dir), "0123"]) == 0
     out = capsys.readouterr().out

@@ -76,10 +76,16 @@ class ReplayCore:
         self._recover_ready()
         self._count_successes()
 
-    def begin(self, session: str, version: int) -> None:
-        """Note a learner at `version`. A new session starts or resumes the run; a known one reconnected."""
+    def begin(self, session: str, version: int, *, in_turns: bool = False) -> None:
+        """Note a learner at `version`. A new session starts or resumes the run; a known one reconnected.
+
+        Args:
+            session: The learner's, drawn at random.
+            version: Its policy version.
+            in_turns: See `Limiter.plan_resume`.
+        """
         if session != self._learner:
-            self._rewind(version)
+            self._rewind(version, in_turns=in_turns)
             self.store.ledger.append(learner=session, version=version)
             self._note_learner(session, version)
             self._count_successes()
@@ -254,10 +260,10 @@ class ReplayCore:
             receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")
             self._receipts.append((group.actor if group else episode.actor, receipt))
 
-    def _rewind(self, version: int) -> None:
+    def _rewind(self, version: int, *, in_turns: bool) -> None:
         """Undo what a resume at `version` makes undone: see `Limiter.plan_resume`."""
         stored = self._stored()
-        plan = self.limiter.plan_resume(version, stored)
+        plan = self.limiter.plan_resume(version, stored, in_turns=in_turns)
         for number in plan.ready:
             self.store.ledger.append(ready=number)
             self.limiter.make_ready(number, stored[number].oldest_version, stored[number].newest_version)

@@ -77,7 +77,7 @@ class InlineLearnerPort:
                 to imagine: no credit, no episode under way or pending.
         """
         self._core, self._imagine = core, imagine
-        core.begin(os.urandom(8).hex(), version)
+        core.begin(os.urandom(8).hex(), version, in_turns=True)
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
         """See `LearnerPort.sample`. Waiting means to let the actor imagine, until nothing is in flight."""

@@ -248,7 +248,9 @@ class Limiter:
         ]
         return usable[:groups] if len(usable) >= groups else None
 
-    def plan_resume(self, version: int, stored: Mapping[int, ReadyGroup]) -> Resumption:
+    def plan_resume(
+        self, version: int, stored: Mapping[int, ReadyGroup], *, in_turns: bool = False
+    ) -> Resumption:
         """Say what has to change before a learner begins at `version`, as after a resume.
 
         The aim is that it sees what it would have seen without the interruption. What is open belongs to
@@ -259,6 +261,9 @@ class Limiter:
         Args:
             version: Where the learner goes on.
             stored: Groups whose files exist.
+            in_turns: Actor and learner take turns: `version` imagines all its groups before one is used.
+                When it had not completed them, all are imagined again: an episode's last digits depend on its
+                neighbours in the actor's batch.
         """
         drop: dict[int, ReceiptStatus] = dict.fromkeys(self.open, "dropped_resume")
         ready = []
@@ -275,7 +280,12 @@ class Limiter:
         for number, group in self.ready.items():
             if (verdict := self._verdict(group, version)) is not None:
                 drop[number] = verdict
-        return Resumption(ready=tuple(sorted(ready)), drop=dict(sorted(drop.items())))
+        kept = {number: stored[number].newest_version for number in {*ready, *self.ready} - drop.keys()}
+        if in_turns and len(kept) < (self.max_lag + 1) * self.groups_per_update:
+            for number, newest_version in (kept | self.filtered).items():
+                if newest_version == version:
+                    drop[number] = "dropped_resume"
+        return Resumption(ready=tuple(sorted(set(ready) - drop.keys())), drop=dict(sorted(drop.items())))
 
     def _verdict(self, group: ReadyGroup | None, version: int) -> ReceiptStatus | None:
         """Why a learner that begins at `version` may not use a group, or None when it may."""
