@@ -71,7 +71,7 @@ class Actor:
         """Take news, refill, make one decision in every live slot, hand over what is finished."""
         self.port.serve()
         self._report()
-        self.version = self.receiver.swap_into(self.imagination.policy.trainable_tensors())
+        self.version = self.receiver.swap_into(self.imagination.policy.acting_tensors())
         self._acquire(0.0)
         places = self.slots.fill(self.version)
         if places:

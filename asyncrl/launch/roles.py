@@ -42,7 +42,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
         build.transport_of(config, placement),
         facts.weights_endpoint,
         name,
-        policy.trainable_tensors(),
+        policy.acting_tensors(),
         device,
         config.weights.deadline,
     )

@@ -249,9 +249,18 @@ class OpenVLAOFT(nn.Module):
         ]
         return [group for group in groups if group["params"]]
 
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """What an update changes, by stable name."""
+        return {stable_name(name): p for name, p in self.named_parameters() if p.requires_grad}
+
     def trainable_tensors(self) -> dict[str, Tensor]:
-        """What is broadcast after an update, by stable name; the tensors share memory with the parameters."""
-        return {stable_name(n): p.detach() for n, p in self.named_parameters() if p.requires_grad}
+        """The same without gradient; the tensors share memory with the parameters."""
+        return {name: p.detach() for name, p in self.trainable_parameters().items()}
+
+    def acting_tensors(self) -> dict[str, Tensor]:
+        """What actors need after an update: `trainable_tensors` without the value head."""
+        tensors = self.trainable_tensors()
+        return {name: t for name, t in tensors.items() if not name.startswith("value_head.")}
 
 
 def count_parameters(module: nn.Module) -> int:

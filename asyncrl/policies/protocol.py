@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 
@@ -105,6 +105,14 @@ class Policy(Protocol):
         """Optimizer groups of everything trainable; the value head has its own learning rate."""
         ...
 
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """What an update changes, by name."""
+        ...
+
     def trainable_tensors(self) -> dict[str, Tensor]:
-        """What is broadcast after an update, by name. The tensors share memory with the parameters."""
+        """The same without gradient. The tensors share memory with the parameters."""
+        ...
+
+    def acting_tensors(self) -> dict[str, Tensor]:
+        """What actors need after an update, by name: `trainable_tensors` without the value head."""
         ...
