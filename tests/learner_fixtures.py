@@ -50,8 +50,14 @@ class TablePolicy(nn.Module):
     def act(self, inputs: Any, sampling: Any, seeds: Any) -> Any:
         raise AssertionError("the learner never samples")
 
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.named_parameters())
+
     def trainable_tensors(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.named_parameters()}
+
+    def acting_tensors(self) -> dict[str, Tensor]:
+        return self.trainable_tensors()
 
     def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
         return [{"params": list(self.parameters()), "lr": lr}]
