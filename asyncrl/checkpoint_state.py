@@ -67,7 +67,6 @@ def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
     planner.set_up_planner(dict(state), writer.storage_meta(), True)
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    (plan,), _ = planner.create_global_plan([plan])
     # The files are numbered by the place of the plan among those of all ranks.
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
     writer.write_data(planner.finish_plan(plan), planner).wait()
@@ -140,7 +139,9 @@ def _fitting_state(
     stateless = sorted(set(parameters) - set(states)) if states else []
     for what, names in (("weight", weightless), ("optimizer state", stateless)):
         if names:
-            raise CheckpointError(f"{folder} has no {what} for {names[0]} and {len(names) - 1} more. {_REMEDY}")
+            raise CheckpointError(
+                f"{folder} has no {what} for {names[0]} and {len(names) - 1} more. {_REMEDY}"
+            )
     return states
 
 

@@ -61,7 +61,10 @@ def saver(policy: TablePolicy) -> Callable[[Path], None]:
 
 
 def begin(
-    checkpoints: Checkpoints, training: Training, version: int, write_policy: Callable[[Path], None] | None = None
+    checkpoints: Checkpoints,
+    training: Training,
+    version: int,
+    write_policy: Callable[[Path], None] | None = None,
 ) -> Path:
     return checkpoints.save(
         Progress(version=version, groups_used=2 * version, bad_updates=1, config_hash="abc"),
@@ -233,7 +236,9 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         checkpoint.verify(folder)
 
 
-@pytest.mark.parametrize(("rows", "message"), [(5, "does not fit the policy"), (0, "has no weight for extra")])
+@pytest.mark.parametrize(
+    ("rows", "message"), [(5, "does not fit the policy"), (0, "has no weight for extra")]
+)
 def test_the_state_of_another_policy_is_refused(tmp_path: Path, rows: int, message: str) -> None:
     folder = save(tmp_path, trained(1), 1)
     policy = TablePolicy(rows=rows or 6)
@@ -327,7 +332,9 @@ def load_net(run_dir: Path) -> dict[str, list[float]]:
     folder = checkpoint.latest(run_dir)
     assert folder is not None
     rank = dist.get_rank() if dist.is_initialized() else 0
-    progress = checkpoint.load(folder, optimizer=optimizer, parameters=dict(net.named_parameters()), rank=rank)
+    progress = checkpoint.load(
+        folder, optimizer=optimizer, parameters=dict(net.named_parameters()), rank=rank
+    )
     assert progress.groups_used == 6
     return full_state(net, optimizer)
 

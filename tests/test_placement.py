@@ -18,6 +18,8 @@ from asyncrl.launch.placement import Placement, parse_placement, threads_of_acto
         ("learner=0,actor=0-2", 3, (0,), (0, 1, 2)),
         (" learner = 0, actor = 1, 3, 2 ", 4, (0,), (1, 2, 3)),
         ("learner=0-0,actor=1,2-3", 4, (0,), (1, 2, 3)),
+        ("learner=0-1,actor=2-3", 4, (0, 1), (2, 3)),
+        ("learner=0-1,actor=0-1", 2, (0, 1), (0, 1)),
     ],
 )
 def test_every_rank_gets_its_roles(text, ranks, learners, actors):
@@ -36,8 +38,8 @@ def test_every_rank_gets_its_roles(text, ranks, learners, actors):
         ("learner=0,actor=3-1", 4, "ends before it begins. Use 1-3"),
         ("learner=0,actor=1-2,2", 3, "names rank 2 twice as actor"),
         ("learner=0,actor=1", 3, "gives rank 2 nothing to do, but torchrun started 3 ranks (0-2)"),
-        ("learner=0-1,actor=2-3", 4, "names 2 learner ranks, but the learner runs on one rank"),
-        ("learner=1,actor=0", 2, "puts the learner on rank 1"),
+        ("learner=0,2,actor=1-3", 4, "puts learners on rank 0, 2, but rank 0 leads them"),
+        ("learner=1,actor=0", 2, "puts learners on rank 1, but rank 0 leads them"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(text, ranks, message):

@@ -18,7 +18,9 @@ from queue import Empty
 from typing import Any
 
 
-def run_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2, deadline: float = 60.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *arguments: Any, ranks: int = 2, deadline: float = 60.0
+) -> list[Any]:
     """Call `function(*arguments)` on every rank; an error or a missing answer fails with the traceback."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -47,7 +49,9 @@ class _Failed(str):
     """A traceback."""
 
 
-def _rank(answers: Any, store: str, rank: int, ranks: int, function: Callable[..., Any], arguments: Any) -> None:
+def _rank(
+    answers: Any, store: str, rank: int, ranks: int, function: Callable[..., Any], arguments: Any
+) -> None:
     import torch
     import torch.distributed as dist
 

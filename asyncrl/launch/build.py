@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
@@ -20,11 +21,13 @@ from asyncrl.config import TrainConfig, to_json
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement
+from asyncrl.learner.group import LearnerGroup
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
 from asyncrl.learner.update import Update
 from asyncrl.policies.checkpoints import load_policy, save_policy
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.vision import stable_name
 from asyncrl.records import StartState
 from asyncrl.replay.ports import LearnerPort
 from asyncrl.rewards.resnet import RewardModel, load_reward
@@ -179,24 +182,56 @@ def build_learner(
     port: LearnerPort,
     publisher: Publisher,
     log: Log,
+    group: LearnerGroup,
     *,
+    checkpoints: checkpoint.Checkpoints,
     stop_requested: Callable[[], bool],
 ) -> Learner:
     """Build the learner and, when the run resumes, bring it to where the checkpoint stopped.
+
+    Args:
+        config: Of the run.
+        start: Its policy is already spread over the ranks of `group`.
+        port: The replay.
+        publisher: The weight channel.
+        log: For the readings.
+        group: The learner ranks.
+        checkpoints: Shared by the ranks.
+        stop_requested: Whether the run shall end.
 
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
     """
     learner = Learner(
-        Update(start.policy, config),
+        Update(start.policy, config, group=group),
         port,
         publisher,
         log,
-        checkpoint.Checkpoints(start.run_dir, keep=config.keep_checkpoints),
+        checkpoints,
         learner_settings(config),
-        save_policy=partial(save_policy, start.policy),
+        copy_policy=partial(copy_policy, start.policy, group),
+        acting_tensors=partial(acting_tensors, start.policy),
+        group=group,
         stop_requested=stop_requested,
     )
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)
     return learner
+
+
+def acting_tensors(policy: OpenVLAOFT) -> dict[str, Tensor]:
+    """What actors need, in the type in which they hold it; sharded as the policy is."""
+    return {name: t.to(policy.config.torch_dtype) for name, t in policy.acting_tensors().items()}
+
+
+def copy_policy(policy: OpenVLAOFT, group: LearnerGroup) -> Callable[[Path], None]:
+    """Gather the policy in host memory, one tensor at a time, with all ranks.
+
+    Returns:
+        Writes the policy's files into a folder; called on rank 0, at any time, on any thread.
+    """
+    dtype, whole = policy.config.torch_dtype, {}
+    for name, parameter in sorted(policy.named_parameters()):
+        gathered = group.whole({stable_name(name): parameter.detach().to(dtype)})
+        whole |= {name: tensor.to("cpu", copy=True) for name, tensor in gathered.items()}
+    return partial(save_policy, policy, tensors=whole)

@@ -41,19 +41,28 @@ _NAMES_SHOWN = 5
 # --- our own folder -----------------------------------------------------------
 
 
-def save_policy(policy: OpenVLAOFT, folder: str | Path, *, dtype: Dtype = "config") -> None:
+def save_policy(
+    policy: OpenVLAOFT,
+    folder: str | Path,
+    *,
+    dtype: Dtype = "config",
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write a policy; each file appears whole or not at all.
 
     Args:
         policy: Any device.
         folder: Created when missing; the three files in it are replaced.
         dtype: Of the numbers in the file (the policy computes in `config.dtype` all the same).
+        tensors: All weights by stable name, where the policy itself holds only a part of them (sharding).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     kept = policy.config.torch_dtype if dtype == "config" else dtype
-    tensors = {stable_name(n): p.detach().to("cpu", kept).contiguous() for n, p in policy.named_parameters()}
-    _write(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    if tensors is None:
+        tensors = {stable_name(name): p.detach() for name, p in policy.named_parameters()}
+    weights = {name: tensor.to("cpu", kept).contiguous() for name, tensor in tensors.items()}
+    _write(folder / "model.safetensors", lambda path: save_file(weights, path, metadata={"format": "pt"}))
     _write(folder / "tokenizer.json", policy.tokenizer.save)
     _write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **policy.config.to_json()})
 
