@@ -96,8 +96,8 @@ class Checkpoints:
 
         Args:
             progress: Counters; `progress.version` names the folder.
-            write_policy: Writes the policy into the (existing) folder it is given. Called on another thread, on
-                rank 0 only: it must hold copies.
+            write_policy: Writes the policy into the (existing) folder it is given. Called on another thread,
+                on rank 0 only: it must hold copies.
             optimizer: Over `parameters`.
             parameters: What is trained, by stable name.
 

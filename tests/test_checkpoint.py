@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from learner_fixtures import TablePolicy
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +26,6 @@ from two_ranks import run_ranks
 from asyncrl import checkpoint
 from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.errors import CheckpointError
-
 
 STATE_FILE = "state/shard-00001-model-00001-of-00001.safetensors"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Placement, parse_placement, threads_of_actor
+from asyncrl.launch.placement import Placement, check_groups, parse_placement, threads_of_actor
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,13 @@ def test_a_rank_that_was_not_started_is_named_with_the_ranks_that_were():
         "--placement names rank 4, but torchrun started 3 ranks (0-2). Start more with --nproc-per-node 5 "
         "(this host has 8 GPUs) or name only ranks that exist."
     )
+
+
+def test_every_learner_rank_needs_a_group():
+    both = parse_placement("learner=0-1,actor=2", 3, 0)
+    check_groups(both, 2)
+    with pytest.raises(ConfigError, match=r"groups-per-update is 1, but --placement names 2 learner ranks"):
+        check_groups(both, 1)
 
 
 def test_one_started_rank_is_not_called_ranks():

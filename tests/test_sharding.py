@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -153,7 +153,7 @@ def exchange() -> tuple[list[str], float, float, int]:
     part = group.share(batch if group.rank == 0 else None)
     assert part is not None
     assert group.share(None) is None
-    with pytest.raises(ConfigError, match=r"2 learner ranks.*--algorithm\.groups-per-update"):
+    with pytest.raises(ConfigError, match=r"2 learner ranks.*--algorithm\.groups-per-update 2"):
         group.share(batch[:1] if group.rank == 0 else None)
     assert sum(len(members) for members in part) == 2 * len(part)
     return [episode.episode_id for members in part for episode in members], sum_, max_, looks
@@ -173,7 +173,7 @@ def test_episodes_come_through_bit_for_bit() -> None:
     groups = groups_of([[3, -1], [-1, 12]])
     again = unpack(*pack(groups))
     assert [len(group) for group in again] == [2, 2]
-    for was, now in zip(sum(groups, []), sum(again, []), strict=True):
+    for was, now in zip(chain.from_iterable(groups), chain.from_iterable(again), strict=True):
         assert was.group_id == now.group_id
         np.testing.assert_array_equal(was.logprobs, now.logprobs)
         np.testing.assert_array_equal(was.frames, now.frames)
@@ -195,4 +195,3 @@ def peer_dies() -> str:
 def test_a_rank_whose_peer_is_gone_ends_and_says_what_it_waited_for() -> None:
     _, message = run_ranks(peer_dies)
     assert "learner rank 1 of 2 to share a batch" in message, message
-    assert "pytest" in sys.modules

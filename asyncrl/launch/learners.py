@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl import assets
 from asyncrl.checkpoint import WRITE_DEADLINE, Checkpoints
@@ -24,7 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement
-from asyncrl.learner.distributed_group import COLLECTIVE_DEADLINE, DistributedGroup, naming, too_few
+from asyncrl.learner.distributed_group import COLLECTIVE_DEADLINE, DistributedGroup, naming
 from asyncrl.learner.group import Alone, LearnerGroup
 from asyncrl.learner.nowhere import NullLog, NullPort, NullPublisher
 from asyncrl.learner.sharding import keep_masters, shard
@@ -39,21 +40,16 @@ if TYPE_CHECKING:
 
 
 def check(config: TrainConfig, placement: Placement) -> None:
-    """Refuse what several learner ranks cannot do, before anything is started.
+    """Refuse more learner ranks than GPUs, before anything is started.
 
     Raises:
-        ConfigError: Fewer groups than ranks, fewer GPUs than ranks, or no torchrun.
+        ConfigError: NCCL takes one rank per GPU.
     """
-    ranks = len(placement.learners)
-    if ranks == 1:
-        return
-    if config.algorithm.groups_per_update < ranks:
-        raise too_few(ranks)
     devices = {pick_device(config.device, rank) for rank in placement.learners}
-    if len(devices) < ranks and devices != {torch.device("cpu")}:
+    if len(devices) < len(placement.learners) and devices != {torch.device("cpu")}:
         raise ConfigError(
-            f"--placement names {ranks} learner ranks, but this host has {len(devices)} GPU(s), and NCCL takes "
-            "one rank per GPU. Name fewer learner ranks, or use --device cpu."
+            f"--placement names {len(placement.learners)} learner ranks, but this host has {len(devices)} "
+            "GPU(s), and NCCL takes one rank per GPU. Name fewer learner ranks, or use --device cpu."
         )
 
 
@@ -82,7 +78,7 @@ def joined(
         yield Alone()
         return
     rank = rendezvous.rank() if ranks > 1 else 0
-    store = rendezvous.learners_store() if ranks > 1 else dist.HashStore()
+    store = rendezvous.learners_store() if ranks > 1 else HashStore()
     with naming(f"learner rank {rank} of {ranks} to meet the other learners"):
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",

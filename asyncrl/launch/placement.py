@@ -64,6 +64,21 @@ def parse_placement(text: str, world_size: int, devices: int) -> Placement:
     return Placement(learners=tuple(ranks["learner"]), actors=tuple(ranks["actor"]))
 
 
+def check_groups(placement: Placement, groups_per_update: int) -> None:
+    """Refuse an update that cannot be dealt out: every learner rank needs a group of episodes.
+
+    Raises:
+        ConfigError: There are fewer groups than learner ranks.
+    """
+    ranks = len(placement.learners)
+    if groups_per_update < ranks:
+        raise ConfigError(
+            f"--algorithm.groups-per-update is {groups_per_update}, but --placement names {ranks} learner "
+            f"ranks, and each needs a group of episodes to learn from. Use {ranks} or a multiple of it, or name "
+            "fewer learner ranks."
+        )
+
+
 def threads_of_actor(actors: int, cores: int) -> int:
     """CPU threads that each actor gets: a second one only where no two actors would fight for a core.
 

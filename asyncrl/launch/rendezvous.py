@@ -130,9 +130,10 @@ def learners_store(deadline: float = DEADLINE, environ: Mapping[str, str] = os.e
             "store. Start them with torchrun, or use one learner."
         )
     import torch.distributed as dist
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     try:
-        return dist.PrefixStore("learners", _store(deadline, environ))
+        return PrefixStore("learners", _store(deadline, environ))
     except dist.DistError as error:
         raise RunError(
             f"Learner rank {rank(environ)} could not reach torchrun's store at {_place(environ)} within "

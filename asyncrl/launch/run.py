@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import rendezvous
 from asyncrl.launch.crew import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
 from asyncrl.launch.devices import pick_device
-from asyncrl.launch.placement import Placement, parse_placement
+from asyncrl.launch.placement import Placement, check_groups, parse_placement
 from asyncrl.launch.rendezvous import RunFacts
 from asyncrl.launch.supervisor import Supervisor
 
@@ -60,6 +60,7 @@ def run(config: TrainConfig) -> int:
 def _placement(config: TrainConfig) -> Placement:
     ranks = rendezvous.world_size()
     placement = parse_placement(config.placement, ranks, 0)
+    check_groups(placement, config.algorithm.groups_per_update)
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     if local != ranks:
         raise ConfigError(

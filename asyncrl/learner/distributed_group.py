@@ -32,7 +32,7 @@ from asyncrl.messaging.wire import decode, encode
 from asyncrl.records import Episode
 
 COLLECTIVE_DEADLINE: Final = 300.0
-"""Seconds that every rank has to join a collective; ranks make the same calls, so they come close together."""
+"""Seconds that every rank has to join a collective; all make the same calls at about the same time."""
 LOOK_EVERY: Final = 0.02
 """Seconds between two looks at a word that is awaited."""
 
@@ -57,7 +57,9 @@ class DistributedGroup:
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.patience, self.while_waiting = patience, while_waiting
-        self._link = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience + COLLECTIVE_DEADLINE))
+        self._link: Any = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=patience + COLLECTIVE_DEADLINE)
+        )
 
     def sum(self, values: Tensor) -> Tensor:
         """See `LearnerGroup.sum`."""
@@ -117,7 +119,7 @@ class DistributedGroup:
             time.sleep(LOOK_EVERY)
         if not awaited.is_completed():
             raise RunError(
-                f"Learner rank {self.rank} waited {self.patience:g} s for rank 0 to deal a batch. Rank 0 hangs: "
+                f"Learner rank {self.rank} waited {self.patience:g} s for rank 0 to deal a batch. It hangs: "
                 "see its output and the actors' logs."
             )
         awaited.wait()
@@ -136,9 +138,9 @@ class DistributedGroup:
 def too_few(ranks: int) -> ConfigError:
     """Return the error for a batch that cannot be dealt out."""
     return ConfigError(
-        f"--placement names {ranks} learner ranks, but an update has fewer groups of episodes, so a rank would "
-        f"have nothing to learn from. Set --algorithm.groups-per-update to {ranks} or more (best a multiple of "
-        "it), or name fewer learner ranks in --placement."
+        f"--placement names {ranks} learner ranks, but a batch has fewer groups of episodes, so one "
+        f"would have nothing to learn from. Use --algorithm.groups-per-update {ranks} or a multiple of it, "
+        "or name fewer learner ranks in --placement."
     )
 
 
@@ -161,7 +163,7 @@ def unpack(lengths: Tensor, frames: Tensor) -> list[list[Episode]]:
         WireError: An episode breaks the wire format.
     """
     numbers, place = iter(lengths.tolist()), 0
-    view = memoryview(frames.numpy())
+    view = frames.numpy().data
     groups: list[list[Episode]] = []
     for _ in range(next(numbers)):
         group: list[Episode] = []
@@ -203,7 +205,7 @@ def naming(awaited: str) -> Iterator[None]:
             raise
         raise RunError(
             f"Waited in vain for {awaited}: another learner rank is gone or did not come in time "
-            f"({str(error).strip().splitlines()[-1][:200]}). See the output of the other ranks for the cause, "
+            f"({str(error).strip().splitlines()[-1][:200]}). See the output of the other ranks, "
             "and continue with --resume."
         ) from error
 

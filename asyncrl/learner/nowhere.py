@@ -1,4 +1,4 @@
-"""The ports of learner ranks other than 0, which lead nowhere: rank 0 talks to the replay, actors and people."""
+"""The ports of learner ranks other than 0, which lead nowhere: rank 0 talks to replay, actors and people."""
 
 from __future__ import annotations
 

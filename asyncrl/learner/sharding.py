@@ -46,7 +46,7 @@ def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> Ope
         passes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in units(policy):
         fully_shard(unit, mesh=mesh, mp_policy=passes)
-    # The root is freed after each forward pass too. Otherwise a pass without gradient would leave its gathered
+    # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
     # parameters in the module, where publishing and checkpoints expect the sharded ones.
     fully_shard(policy, mesh=mesh, mp_policy=passes, reshard_after_forward=True)
     if device.type == "cpu":
@@ -58,7 +58,7 @@ def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> Ope
 
 
 def keep_masters(policy: nn.Module, precision: Precision) -> None:
-    """Make what is trained float32, and in fp32 all the rest too; frozen weights of a bf16 run stay as small."""
+    """Make what is trained float32, and in fp32 all the rest too; in bf16 frozen weights stay as they are."""
     for parameter in policy.parameters():
         if precision == "fp32" or parameter.requires_grad:
             parameter.data = parameter.data.float()
