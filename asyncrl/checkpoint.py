@@ -26,14 +26,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
 from asyncrl import __version__
-from asyncrl.checkpoint_state import Parameters, copy_state, read_state, unreadable, write_state
+from asyncrl.checkpoint_state import (
+    Parameters,
+    copy_generators,
+    copy_state,
+    random_file,
+    read_state,
+    restore_generators,
+    unreadable,
+    write_state,
+)
 from asyncrl.checkpoint_writer import Ranks, WriterThread, publish
 from asyncrl.errors import CheckpointError
 
@@ -108,7 +116,7 @@ class Checkpoints:
         final = self.folder / f"update_{progress.version:06d}"
         state = copy_state(parameters, optimizer, self._ranks.rank)
         counters = {"progress": asdict(progress), "python_random": random.getstate()}
-        action = partial(self._write, final, counters, write_policy, state, _torch_random_state())
+        action = partial(self._write, final, counters, write_policy, state, copy_generators())
         self._writer.start(final, partial(self._explained, final, action))
         return final
 
@@ -186,7 +194,7 @@ def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: in
         progress = Progress(**state["progress"])
         version, internal, gauss_next = state["python_random"]
         random.setstate((version, tuple(internal), gauss_next))
-        _restore_torch_random(folder / _random_file(rank))
+        restore_generators(folder / random_file(rank))
     except (KeyError, TypeError, ValueError) as error:
         raise unreadable(folder / "state.json", f"unexpected content: {error!r}") from error
     return progress
@@ -209,30 +217,7 @@ def _clear(folder: Path, part: Path) -> None:
 
 def _write_part(part: Path, state: dict[str, Tensor], generators: dict[str, Tensor], rank: int) -> None:
     write_state(state, part / STATE, rank)
-    save_file(generators, part / _random_file(rank))
-
-
-def _random_file(rank: int) -> str:
-    return f"random-{rank:05d}.safetensors"
-
-
-def _torch_random_state() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()  # Of this rank's device.
-    return states
-
-
-def _restore_torch_random(path: Path) -> None:
-    if not path.exists():
-        return
-    try:
-        generators = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise unreadable(path, str(error)) from error
-    torch.set_rng_state(generators["cpu"])
-    if "cuda" in generators and torch.cuda.is_available():
-        torch.cuda.set_rng_state(generators["cuda"])
+    save_file(generators, part / random_file(rank))
 
 
 def _write_json(part: Path, counters: dict[str, Any]) -> None:

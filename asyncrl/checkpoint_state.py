@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -96,6 +97,36 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
     optimizer.state.clear()
     for name, state in states.items():
         optimizer.state[parameters[name]] = state | {"step": state["step"].reshape(())}
+
+
+def random_file(rank: int) -> str:
+    """Name of the file with the states of a rank's generators."""
+    return f"random-{rank:05d}.safetensors"
+
+
+def copy_generators() -> dict[str, Tensor]:
+    """States of torch's generators: the CPU's, and that of this rank's GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_generators(path: Path) -> None:
+    """Put back what `copy_generators` returned; without the file nothing changes.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    if not path.exists():  # The checkpoint comes from fewer ranks.
+        return
+    try:
+        generators = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise unreadable(path, str(error)) from error
+    torch.set_rng_state(generators["cpu"])
+    if "cuda" in generators and torch.cuda.is_available():
+        torch.cuda.set_rng_state(generators["cuda"])
 
 
 def unreadable(path: Path, reason: str) -> CheckpointError:

@@ -97,7 +97,7 @@ class WriterThread:
         if self._thread.is_alive():
             raise CheckpointError(
                 f"Checkpoint {self._name} is not written after {deadline:g} more seconds. Look at the disk "
-                "and at the output of the other learner ranks; --resume goes on from the checkpoint before it."
+                "and the output of the other learner ranks; --resume goes on from the checkpoint before it."
             )
         self._thread = None
         failure, self._failure = self._failure, None

@@ -72,11 +72,6 @@ def _inputs(policy: OpenVLAOFT) -> tuple:
     return policy.preprocess(frames, TASKS[:2]), torch.full((2, 8, 7), 3)
 
 
-@pytest.mark.timeout(90)
-def test_two_ranks_have_the_gradient_of_one() -> None:
-    run_ranks(assert_same_gradients)
-
-
 def bf16_on_one_rank() -> dict[str, float]:
     policy = shard(policy_of(), CPU, "bf16")
     whole = policy_of()
@@ -133,12 +128,27 @@ def adapters_and_patched_forwards() -> None:
         torch.testing.assert_close(gradient, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
 
 
+def same_gradients_also_with_adapters() -> None:
+    assert_same_gradients()
+    adapters_and_patched_forwards()
+
+
 @pytest.mark.timeout(90)
-def test_adapters_and_activation_checkpointing_work_when_sharded() -> None:
-    run_ranks(adapters_and_patched_forwards)
+def test_two_ranks_have_the_gradient_of_one_also_with_adapters_and_activation_checkpointing() -> None:
+    run_ranks(same_gradients_also_with_adapters)
 
 
-def exchange() -> tuple[list[str], float, float, int]:
+def peer_dies(group: DistributedGroup) -> str:
+    if group.rank == 0:
+        return ""  # Leaves: its process ends.
+    began = time.monotonic()
+    with pytest.raises(RunError) as caught:
+        group.share(None)
+    assert time.monotonic() - began < 15
+    return str(caught.value)
+
+
+def exchange_until_a_peer_dies() -> tuple[list[str], float, float, int, str]:
     looks = 0
 
     def look() -> None:
@@ -156,17 +166,19 @@ def exchange() -> tuple[list[str], float, float, int]:
     with pytest.raises(ConfigError, match=r"2 learner ranks.*--algorithm\.groups-per-update 2"):
         group.share(batch[:1] if group.rank == 0 else None)
     assert sum(len(members) for members in part) == 2 * len(part)
-    return [episode.episode_id for members in part for episode in members], sum_, max_, looks
+    ids = [episode.episode_id for members in part for episode in members]
+    return ids, sum_, max_, looks, peer_dies(group)
 
 
 @pytest.mark.timeout(60)
-def test_ranks_add_up_and_share_whole_groups_until_the_end() -> None:
-    (first, *sums), (second, *others) = run_ranks(exchange)
+def test_ranks_share_whole_groups_and_one_whose_peer_is_gone_says_what_it_waited_for() -> None:
+    (first, *sums), (second, *others) = run_ranks(exchange_until_a_peer_dies)
     ids = [[episode.episode_id for episode in group] for group in groups_of([[3, -1], [-1, 12], [1, 1]])]
     assert first == ids[0] + ids[2]
     assert second == ids[1]
     assert sums[:2] == others[:2] == [3.0, 0.0]
     assert others[2] >= 3, "a rank that waits looks after its children"
+    assert "learner rank 1 of 2 to share a batch" in others[3]
 
 
 def test_episodes_come_through_bit_for_bit() -> None:
@@ -177,21 +189,3 @@ def test_episodes_come_through_bit_for_bit() -> None:
         assert was.group_id == now.group_id
         np.testing.assert_array_equal(was.logprobs, now.logprobs)
         np.testing.assert_array_equal(was.frames, now.frames)
-
-
-def peer_dies() -> str:
-    group = DistributedGroup(20.0)
-    if group.rank == 0:
-        time.sleep(0.3)
-        return ""  # Leaves: its process ends.
-    began = time.monotonic()
-    with pytest.raises(RunError) as caught:
-        group.share(None)
-    assert time.monotonic() - began < 15
-    return str(caught.value)
-
-
-@pytest.mark.timeout(60)
-def test_a_rank_whose_peer_is_gone_ends_and_says_what_it_waited_for() -> None:
-    _, message = run_ranks(peer_dies)
-    assert "learner rank 1 of 2 to share a batch" in message, message

@@ -74,8 +74,8 @@ def check_groups(placement: Placement, groups_per_update: int) -> None:
     if groups_per_update < ranks:
         raise ConfigError(
             f"--algorithm.groups-per-update is {groups_per_update}, but --placement names {ranks} learner "
-            f"ranks, and each needs a group of episodes to learn from. Use {ranks} or a multiple of it, or name "
-            "fewer learner ranks."
+            f"ranks, and each needs a group of episodes to learn from. Use {ranks} or a multiple of it, or "
+            "name fewer learner ranks."
         )
 
 

@@ -86,18 +86,8 @@ class Learner:
     ) -> None:
         """Join the parts.
 
-        Args:
-            update: Of the same group.
-            replay: Where groups come from; asked by rank 0 only.
-            publisher: Where versions go.
-            log: Where readings go.
-            checkpoints: Where the state is kept.
-            settings: The same on every rank.
-            copy_policy: Copies the policy to host memory, with all ranks; what it returns writes its files.
-            acting_tensors: This rank's part of what actors need, in their type.
-            group: The learner ranks; None: this one alone.
-            stop_requested: Asked by rank 0 while it waits.
-            clock: Seconds.
+        `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files.
+        `acting_tensors` gives this rank's part of what actors need. `stop_requested` is asked on rank 0 only.
         """
         self.update = update
         self.replay = replay
