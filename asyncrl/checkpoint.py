@@ -8,9 +8,9 @@
 
 A checkpoint is written in this order, so that a crash at any point leaves the previous one the newest:
 1. `save` copies the state to host memory and returns; the rest happens on a thread of every rank;
-2. all files into `update_000040.tmp`, by all ranks; when the last is done, rank 0 writes state.json;
-3. each file and the folder flushed to the disk (fsync); 4. renamed to `update_000040`; 5. the parent flushed;
-6. old ones deleted.
+2. all ranks write into `update_000040.tmp`; when the last is done, rank 0 adds policy and state.json;
+3. every file and folder is flushed to the disk (fsync), then renamed to `update_000040`, then the parent is
+   flushed, and old checkpoints are deleted.
 A folder without the suffix is therefore complete; one with it is a leftover and deleted by the next save.
 """
 
@@ -85,10 +85,8 @@ class Checkpoints:
             keep: How many stay.
             link: Process group (gloo, of its own) in which the ranks' writers agree; None: one rank.
         """
-        self.folder = run_dir / FOLDER
-        self.keep = keep
-        self._ranks = Ranks(link)
-        self._writer = WriterThread()
+        self.folder, self.keep = run_dir / FOLDER, keep
+        self._ranks, self._writer = Ranks(link), WriterThread()
 
     def save(
         self,

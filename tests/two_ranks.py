@@ -7,6 +7,7 @@ and may return something that can be pickled; `run_ranks` returns what the ranks
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import sys
 import tempfile
 import traceback
@@ -33,7 +34,7 @@ def run_ranks(
         for process in processes:
             process.start()
         try:
-            found = dict(answers.get(timeout=deadline) for _ in range(ranks))
+            found = dict(pickle.loads(answers.get(timeout=deadline)) for _ in range(ranks))
         except Empty:
             raise AssertionError(f"not all of {ranks} ranks answered within {deadline:g} s") from None
         finally:
@@ -64,9 +65,10 @@ def _rank(
         timeout=timedelta(seconds=30),
     )
     try:
-        answers.put((rank, function(*arguments)))
+        # As bytes: the queue itself would lend tensors from a process that has ended when they are read.
+        answers.put(pickle.dumps((rank, function(*arguments))))
     except BaseException:
-        answers.put((rank, _Failed(f"rank {rank}: {traceback.format_exc()}")))
+        answers.put(pickle.dumps((rank, _Failed(f"rank {rank}: {traceback.format_exc()}"))))
         sys.stderr.flush()
     finally:
         dist.destroy_process_group()

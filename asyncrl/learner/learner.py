@@ -5,9 +5,8 @@ consumes   groups        waits for: `groups_per_update` complete, fresh groups i
                          ended by: the actors fill them, a stop request (looked at every second), --max-wait
 At the start it also waits for the actors to take the first version, so that a broken link fails at once.
 
-Every learner rank runs this loop and makes the same calls in the same order: rank 0 samples and deals the
-batch out; each updates with its part; the whole weights come together on rank 0, which publishes them. Only
-rank 0 decides when to end. The ports of the other ranks lead nowhere (`NullPort`, `NullPublisher`).
+Every learner rank runs this loop and makes the same calls in the same order: rank 0 samples, deals the batch
+out, publishes the weights that come together there, and decides when to end. The others' ports lead nowhere.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class Learner:
     ) -> None:
         """Join the parts.
 
-        `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files.
-        `acting_tensors` gives this rank's part of what actors need. `stop_requested` is asked on rank 0 only.
+        `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files;
+        `acting_tensors` gives this rank's part of what actors need; `stop_requested` is asked on rank 0.
         """
         self.update = update
         self.replay = replay
@@ -146,8 +145,7 @@ class Learner:
         self._row_began = self.clock()
         while self.version < self.settings.updates:
             batch = self._next_batch()
-            part = self.group.share(batch)
-            if part is None:
+            if (part := self.group.share(batch)) is None:
                 return
             values = self._learn(part) | describe(batch or part, version=self.version - 1)
             self._publish()
@@ -235,11 +233,9 @@ class Learner:
             bad_in_a_row=self.update.steps.bad_in_a_row,
             config_hash=self.settings.config_hash,
         )
+        write, optimizer = self.copy_policy(), self.update.optimizer
         self.checkpoints.save(
-            progress,
-            write_policy=self.copy_policy(),
-            optimizer=self.update.optimizer,
-            parameters=self._parameters(),
+            progress, write_policy=write, optimizer=optimizer, parameters=self._parameters()
         )
         self._saved_version = self.version
 
