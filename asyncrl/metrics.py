@@ -140,6 +140,18 @@ GROUPS_READY = _define("replay/groups_ready", Over.LAST, "groups", "Complete gro
 GROUPS_IN_FLIGHT = _define(
     "replay/groups_in_flight", Over.LAST, "groups", "Groups granted and not yet complete."
 )
+FILTERED_GROUPS = _define(
+    "replay/filtered_groups",
+    Over.LAST,
+    "groups",
+    "Groups replaced because all their episodes had the same return; with --algorithm.filter-groups.",
+)
+REPLAY_SUCCESS = _define(
+    "replay/success",
+    Over.MEAN,
+    "share",
+    "Successful episodes of all groups completed at the learner's last version, filtered ones included.",
+)
 SIGNAL_GROUPS = _define(
     "replay/signal_groups", Over.MEAN, "share", "Groups of the batch whose episodes differ in return."
 )
@@ -147,6 +159,12 @@ EPISODES = _define("replay/episodes", Over.LAST, "episodes", "Episodes acknowled
 DROPPED_LAG = _define("replay/dropped_lag", Over.LAST, "episodes", "Dropped: older than the lag bound.")
 DROPPED_DEADLINE = _define(
     "replay/dropped_deadline", Over.LAST, "episodes", "Dropped: their group never became complete."
+)
+DROPPED_RESUME = _define(
+    "replay/dropped_resume",
+    Over.LAST,
+    "episodes",
+    "Dropped on a resume and imagined again: incomplete, or of versions that were lost.",
 )
 DROPPED_INVALID = _define("replay/dropped_invalid", Over.LAST, "episodes", "Refused: inconsistent content.")
 DUPLICATES = _define("replay/duplicates", Over.LAST, "episodes", "Received again and recognised.")

@@ -82,6 +82,14 @@ class AlgorithmSettings:
                 "with one episode per start state the advantage is always zero.",
                 "Use 8, or --algorithm.kind ppo.",
             )
+        if self.filter_groups:
+            at_least(
+                "algorithm.group-size",
+                self.group_size,
+                2,
+                "one episode differs from nothing, so --algorithm.filter-groups replaces every group.",
+                "Use 8, or leave the filter out.",
+            )
         at_least("algorithm.groups-per-update", self.groups_per_update, 1, "an update needs data.", "Use 8.")
         at_least("algorithm.micro-batch", self.micro_batch, 1, "a pass needs a decision.", "Use 32.")
         at_least("algorithm.epochs", self.epochs, 1, "a batch that is never used teaches nothing.", "Use 1.")
@@ -163,6 +171,9 @@ class CriticSettings:
     """Discount per decision or step (--critic.level)."""
     lam: float = 0.95
     """Lambda of GAE and V-trace."""
+    truncation: Literal["bootstrap", "failure"] = "bootstrap"
+    """What an episode that ran out of time could still have got: bootstrap: the critic's value of the final
+    observation. failure: nothing, the time limit is part of the task."""
     value_clip: float = 0.0
     """A value may move this far from the one before the update before its loss is clipped; 0 = no clip."""
     huber: float = 10.0

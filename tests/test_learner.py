@@ -112,10 +112,10 @@ class SlowPolicy(TablePolicy):
         self.clock = clock
         self.on_evaluate: Callable[[], None] = lambda: None
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any) -> Any:
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
         self.clock.now += 1
         self.on_evaluate()
-        return super().evaluate(inputs, tokens, sampling)
+        return super().evaluate(inputs, tokens, sampling, **through)
 
 
 class Run:

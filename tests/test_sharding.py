@@ -14,7 +14,9 @@ from two_ranks import run_ranks
 
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.distributed_group import DistributedGroup, pack, unpack
-from asyncrl.learner.sharding import shard, units
+from asyncrl.learner.sharding import shard
+from asyncrl.policies.lora import add_lora, merged_tensors
+from asyncrl.policies.memory import enable_gradient_checkpointing
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
@@ -36,7 +38,9 @@ def loss_of(policy: OpenVLAOFT, rows: slice) -> Tensor:
     frames = rng.integers(0, 256, (ROWS, 64, 64, 3), dtype=np.uint8)
     tokens = torch.from_numpy(rng.integers(0, 256, (ROWS, 8, 7)))
     advantages = torch.from_numpy(rng.normal(size=(ROWS, 1, 1)).astype(np.float32))
-    result = policy.evaluate(policy.preprocess(frames[rows], TASKS[rows]), tokens[rows], SAMPLING)
+    result = policy.evaluate(
+        policy.preprocess(frames[rows], TASKS[rows]), tokens[rows], SAMPLING, critic_through_policy=True
+    )
     assert result.value is not None
     gain = (advantages[rows] * result.logprob).sum() + 0.01 * result.entropy.sum()
     return (result.value.sum() - gain) / ROWS
@@ -99,25 +103,18 @@ def test_bf16_passes_keep_float32_weights_gradients_and_logits() -> None:
 
 
 def adapters_and_patched_forwards() -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-    from torch.utils.checkpoint import checkpoint
-
     def build() -> OpenVLAOFT:
-        torch.manual_seed(3)
         policy = policy_of()
-        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), policy)
-        for name, p in policy.named_parameters():
-            p.requires_grad_("lora_" in name or name.startswith("value_head"))
-            if "lora_B" in name:
-                torch.nn.init.normal_(p, std=0.1)
+        add_lora(policy, 2, 0.0)
+        for name, parameter in policy.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.1)
         return policy.eval()
 
     alone = build()
     loss_of(alone, slice(None)).backward()
     policy = build()
-    for block in units(policy):
-        inner = block.forward
-        block.forward = lambda *a, inner=inner, **k: checkpoint(inner, *a, use_reentrant=False, **k)
+    enable_gradient_checkpointing(policy)
     shard(policy, CPU, "fp32")
     group = DistributedGroup(20.0)
     for _ in range(2):  # Gradients are added up.
@@ -126,6 +123,14 @@ def adapters_and_patched_forwards() -> None:
     for name, gradient in actual.items():
         expected = gradients(alone)[name]
         torch.testing.assert_close(gradient, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    assert_merged(alone, policy, group)
+
+
+def assert_merged(alone: OpenVLAOFT, policy: OpenVLAOFT, group: DistributedGroup) -> None:
+    expected = dict(merged_tensors(alone))
+    for name, tensor in merged_tensors(policy):
+        for full in group.whole({name: tensor}).values():
+            torch.testing.assert_close(full, expected[name], atol=1e-6, rtol=0)
 
 
 def same_gradients_also_with_adapters() -> None:

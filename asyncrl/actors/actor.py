@@ -67,8 +67,12 @@ class Actor:
         except (ChannelClosed, RunStopped):
             return
 
-    def round(self, wait: float = CREDIT_WAIT) -> None:
-        """Take news, refill, make one decision in every live slot, hand over what is finished."""
+    def round(self, wait: float = CREDIT_WAIT) -> bool:
+        """Take news, refill, make one decision in every live slot, hand over what is finished.
+
+        Returns:
+            False when there was nothing to imagine: no episode under way or pending, and no credit.
+        """
         self.port.serve()
         self._report()
         self.version = self.receiver.swap_into(self.imagination.policy.acting_tensors())
@@ -78,9 +82,10 @@ class Actor:
             self.imagination.begin(self.slots, places)
         if not self.slots.live:
             self._idle(wait)
-            return
+            return bool(self.slots.pending)
         self.imagination.step(self.slots, self.version)
         self._hand_over()
+        return True
 
     def _acquire(self, wait: float) -> None:
         while self.slots.wanted:

@@ -1,4 +1,7 @@
-"""All roles in one process: the learner's wait for a batch is the actor's time to imagine."""
+"""All roles in one process, in turns: the learner's wait for a batch is the actor's time to imagine.
+
+So the lag is exactly --replay.max-lag once that many batches are ahead, and a run repeats itself exactly.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     run_dir = start.run_dir
     publisher, receiver = build_inline()
     dreams = build.build_dreams(config, device)
-    source = start.checkpoint or build.assets.policy_folder(config.policy)
-    imagination = build.build_imagination(config, build.build_policy(source, device), dreams)
+    imagination = build.build_imagination(config, build.build_policy(config, device), dreams)
     core = open_core(run_dir / "replay", config)
+    # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
+    port = InlineLearnerPort(core, version=start.version, imagine=lambda: actor.round(0.0))
     actor = Actor(
         imagination,
         StartStateStream(dreams.starts, config.seed),
@@ -43,14 +47,10 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
         build.actor_settings(config, "inline"),
     )
 
-    def imagine() -> None:
-        actor.round(0.0)
-
     with Logbook(
         run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
     ) as log:
         log.banner(summary.banner(config, run_dir, "1 process (inline)", str(device)))
-        port = InlineLearnerPort(core, version=start.version, imagine=imagine)
         try:
             with learners.joined(config, 1, device) as group:
                 learners.build_joined_learner(

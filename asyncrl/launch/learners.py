@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl import assets
 from asyncrl.checkpoint import WRITE_DEADLINE, Checkpoints
 from asyncrl.config import TrainConfig, load_file
 from asyncrl.errors import ConfigError
@@ -110,6 +109,7 @@ def build_joined_learner(
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
     """
+    types = build.acting_types(start.policy)
     if isinstance(group, Alone):
         keep_masters(start.policy, "fp32")
     else:
@@ -121,6 +121,7 @@ def build_joined_learner(
         publisher,
         log,
         group,
+        types=types,
         checkpoints=_checkpoints(config, start.run_dir, group),
         stop_requested=stop_requested,
     )
@@ -151,7 +152,7 @@ def follow(facts: rendezvous.RunFacts, placement: Placement, crew: Crew) -> None
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
     checkpoint = Path(facts.checkpoint) if facts.checkpoint else None
-    policy = build.build_policy(checkpoint or assets.policy_folder(config.policy), device)
+    policy = build.build_learning_policy(config, device)
     version = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
     start = build.Start(policy=policy, run_dir=Path(facts.run_dir), version=version, checkpoint=checkpoint)
     with joined(config, len(placement.learners), device, while_waiting=crew.look) as group:

@@ -10,7 +10,7 @@ The loss of every rank is averaged by FSDP2: multiply it by the number of ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from asyncrl.policies.memory import blocks
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import EvaluateResult
 
@@ -44,7 +45,7 @@ def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> Ope
     passes = MixedPrecisionPolicy()
     if precision == "bf16":
         passes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in units(policy):
+    for unit in blocks(policy):
         fully_shard(unit, mesh=mesh, mp_policy=passes)
     # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
     # parameters in the module, where publishing and checkpoints expect the sharded ones.
@@ -64,20 +65,13 @@ def keep_masters(policy: nn.Module, precision: Precision) -> None:
             parameter.data = parameter.data.float()
 
 
-def units(policy: OpenVLAOFT) -> Iterator[nn.Module]:
-    """Vision blocks and Llama layers in the order in which they run."""
-    yield from policy.vision.dino.encoder.layer
-    yield from policy.vision.siglip.encoder.layers
-    yield from policy.llm.layers
-
-
 def _hook_passes(policy: OpenVLAOFT) -> None:
     """Let FSDP gather the root's parameters around `evaluate` and `values`, as it does around `forward`.
 
     FSDP looks for tensors in what a forward method returns, and not into our records: it is given tuples, of
     tensors that are no views, because its hook on a view is lost when somebody writes into the view.
     """
-    evaluate, values = policy.evaluate, getattr(policy, "values", None)
+    evaluate, values = policy.evaluate, policy.values
 
     def evaluated_fields(self: OpenVLAOFT, *args: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         result = evaluate(*args, **more)
@@ -90,8 +84,7 @@ def _hook_passes(policy: OpenVLAOFT) -> None:
 
     _add_forward(policy, "evaluated_fields", evaluated_fields)
     policy.evaluate = MethodType(evaluate_sharded, policy)  # type: ignore[method-assign]
-    if values is not None:
-        _add_forward(policy, "values", lambda self, *args, **more: values(*args, **more).clone())
+    _add_forward(policy, "values", lambda self, *args, **more: values(*args, **more).clone())
 
 
 def _add_forward(policy: OpenVLAOFT, name: str, method: Callable[..., Any]) -> None:

@@ -2,7 +2,7 @@
 
 Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor hears
 of it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
-gets the batch.
+gets the batch; a file that a resume gives up is deleted before the ledger says that its number is free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from asyncrl.errors import WireError
 from asyncrl.messaging.wire import scalars_of
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.replay.limiter import Limiter, number_of
+from asyncrl.replay.limiter import Limiter, ReadyGroup, number_of
+from asyncrl.replay.outcomes import SuccessWindow, constant
 from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.store import EpisodeStore
 
@@ -28,6 +29,7 @@ COUNTERS: dict[ReceiptStatus, Metric] = {
     "dropped_lag": m.DROPPED_LAG,
     "dropped_deadline": m.DROPPED_DEADLINE,
     "dropped_invalid": m.DROPPED_INVALID,
+    "dropped_resume": m.DROPPED_RESUME,
 }
 
 
@@ -49,6 +51,7 @@ def open_core(
         max_lag=config.max_lag,
         group_deadline=config.replay.group_deadline,
         keep_video_every=config.replay.keep_video_every,
+        filter_groups=config.algorithm.filter_groups,
     )
     return ReplayCore(store, limiter)
 
@@ -67,20 +70,19 @@ class ReplayCore:
         self._waiting: dict[str, float] = {}
         self._receipts: list[tuple[str, Receipt]] = []
         self._learner, self._request, self._batch = "", "", list[int]()
+        self._success, self._successes = SuccessWindow(), dict[int, int]()
         for entry in store.ledger.entries:
             self._recall(entry)
-        for number, shard in store.shards.items():
-            if number not in limiter.closed:
-                limiter.make_ready(number, shard.oldest_version, shard.newest_version)
-                self.counts["stored"] += limiter.group_size
+        self._recover_ready()
+        self._count_successes()
 
     def begin(self, session: str, version: int) -> None:
         """Note a learner at `version`. A new session starts or resumes the run; a known one reconnected."""
         if session != self._learner:
-            for number, status in self.limiter.begin(version).items():
-                self._drop(number, status)
+            self._rewind(version)
             self.store.ledger.append(learner=session, version=version)
-            self._learner = session
+            self._note_learner(session, version)
+            self._count_successes()
         self.set_version(version)
 
     def hello(self, actor: str, session: str) -> None:
@@ -96,9 +98,9 @@ class ReplayCore:
         """Grant a group to an actor, or None without credit. The same `turn` >= 0 gets the same grant."""
         self.actors.setdefault(actor, "")
         self.tend()
-        following = self.limiter.next_number
+        granted = len(self.limiter.open)
         grant = self.limiter.grant(actor, turn)
-        if grant is not None and grant.number == following:
+        if grant is not None and len(self.limiter.open) > granted:
             self.store.ledger.append(
                 grant=grant.number, actor=actor, turn=turn, min_version=grant.min_version
             )
@@ -160,7 +162,9 @@ class ReplayCore:
 
     def set_version(self, version: int) -> None:
         """Note the learner's newest version; drop what it makes too old."""
-        self.limiter.version = max(self.limiter.version, version)
+        if version > self.limiter.version:
+            self.limiter.version = version
+            self._success.close()
         self.tend()
 
     def tend(self) -> None:
@@ -180,11 +184,14 @@ class ReplayCore:
         self.stopped = True
 
     def status(self) -> dict[Metric, float]:
-        """Read `replay/*` (without the lag of batches) and `time/actors_waiting`."""
+        """Read `replay/*` (without the lag of batches) and `time/actors_waiting`. Changes nothing."""
         readings = {metric: float(self.counts[status]) for status, metric in COUNTERS.items()}
         readings[m.GROUPS_READY] = float(len(self.limiter.ready))
         readings[m.GROUPS_IN_FLIGHT] = float(len(self.limiter.open))
+        readings[m.FILTERED_GROUPS] = float(len(self.limiter.filtered))
         readings[m.REPLAY_BYTES] = float(self.store.total_bytes)
+        if self._success.last is not None:
+            readings[m.REPLAY_SUCCESS] = self._success.last
         if self._waiting:
             readings[m.ACTORS_WAITING] = sum(self._waiting.values()) / len(self._waiting)
         return readings
@@ -193,11 +200,13 @@ class ReplayCore:
         """Say in one line what the replay holds, for an error message."""
         held = sum(len(group.members) for group in self.limiter.open.values())
         dropped = {status: n for status, n in self.counts.items() if status.startswith("dropped")}
+        filtered = f"{len(self.limiter.filtered)} filtered; " if self.limiter.filter_groups else ""
         reasons = ", ".join(f"{n} {status[8:]}" for status, n in sorted(dropped.items())) or "none"
         return (
             f"{len(self.limiter.ready)} groups ready, {len(self.limiter.open)} in flight with {held} episodes"
-            f"; episodes dropped: {reasons}; actors seen: {', '.join(sorted(self.actors)) or 'none'}; "
-            f"version {self.limiter.version}, credit for {self.limiter.credit} more groups"
+            f"; {filtered}episodes dropped: {reasons}; actors seen: "
+            f"{', '.join(sorted(self.actors)) or 'none'}; version {self.limiter.version}, "
+            f"credit for {self.limiter.credit} more groups"
         )
 
     def close(self) -> None:
@@ -215,13 +224,24 @@ class ReplayCore:
 
     def _seal(self, number: int, newest: str) -> None:
         group = self.limiter.open[number]
-        shard = self.store.seal(number, list(group.members.values()))
-        for sibling in group.members.values():
+        members = list(group.members.values())
+        shard = self.store.seal(number, members)
+        for sibling in members:
             self.counts["stored"] += 1
             if sibling.episode_id != newest:
                 self._receipts.append((group.actor, Receipt(episode_id=sibling.episode_id, status="stored")))
         self.limiter.make_ready(number, shard.oldest_version, shard.newest_version)
+        self._success.add(shard.attributes["successes"], len(members))
+        if self.limiter.filter_groups and constant(members):
+            self._filter(number)
         self._trim()
+
+    def _filter(self, number: int) -> None:
+        shard = self.store.shards[number]
+        successes = int(shard.attributes["successes"])
+        self.store.ledger.append(filtered=number, newest_version=shard.newest_version, successes=successes)
+        self.limiter.filter(number, shard.newest_version)
+        self._successes[number] = successes
 
     def _drop(self, number: int, status: ReceiptStatus, stored: bool = False) -> None:
         stored = stored or number in self.limiter.ready
@@ -233,6 +253,53 @@ class ReplayCore:
         for episode in episodes:
             receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")
             self._receipts.append((group.actor if group else episode.actor, receipt))
+
+    def _rewind(self, version: int) -> None:
+        """Undo what a resume at `version` makes undone: see `Limiter.plan_resume`."""
+        stored = self._stored()
+        plan = self.limiter.plan_resume(version, stored)
+        for number in plan.ready:
+            self.store.ledger.append(ready=number)
+            self.limiter.make_ready(number, stored[number].oldest_version, stored[number].newest_version)
+        for number, status in plan.drop.items():
+            was_stored = number not in self.limiter.open
+            if status == "dropped_resume":
+                self.store.remove(number)
+            self._drop(number, status, stored=was_stored)
+
+    def _stored(self) -> dict[int, ReadyGroup]:
+        return {
+            number: ReadyGroup(oldest_version=shard.oldest_version, newest_version=shard.newest_version)
+            for number, shard in self.store.shards.items()
+        }
+
+    def _recover_ready(self) -> None:
+        """Make the sealed groups ready that the ledger did not close; filter what a crash left unfiltered."""
+        for number, group in self._stored().items():
+            if number in self.limiter.closed:
+                continue
+            self.limiter.make_ready(number, group.oldest_version, group.newest_version)
+            self.counts["stored"] += self.limiter.group_size
+            if self.limiter.filter_groups:
+                episodes = self.store.load(number)
+                if episodes is None:
+                    self._drop(number, "dropped_invalid", stored=True)
+                elif constant(episodes):
+                    self._filter(number)
+
+    def _count_successes(self) -> None:
+        """Count the complete groups whose newest decision is of the learner's version, after a restart."""
+        self._success.restart()
+        complete = {number: group.newest_version for number, group in self.limiter.ready.items()}
+        for number, newest_version in (complete | self.limiter.filtered).items():
+            if newest_version == self.limiter.version:
+                shard = self.store.shards.get(number)
+                successes = shard.attributes["successes"] if shard else self._successes[number]
+                self._success.add(successes, self.limiter.group_size)
+
+    def _note_learner(self, session: str, version: int) -> None:
+        self.limiter.begin(version)
+        self._learner, self._request, self._batch = session, "", []
 
     def _note_use(self, numbers: list[int], request: str) -> None:
         self.limiter.use(numbers)
@@ -246,8 +313,7 @@ class ReplayCore:
         """Repeat one decision of the ledger; its consequences have entries of their own."""
         match entry:
             case {"learner": str(session), "version": int(version)}:
-                self._learner = session
-                self.limiter.begin(version)
+                self._note_learner(session, version)
             case {"actor": str(actor), "session": str(session)}:
                 self.actors[actor] = session
             case {"grant": int(number), "actor": str(actor), "turn": int(turn), "min_version": int(lowest)}:
@@ -257,6 +323,13 @@ class ReplayCore:
                 self.limiter.version = max(self.limiter.version, version)
                 self._note_use(numbers, request)
                 self.counts["stored"] += self.limiter.group_size * len(numbers)
+            case {"filtered": int(number), "newest_version": int(version), "successes": int(successes)}:
+                self.limiter.filter(number, version)
+                self._successes[number] = successes
+                self.counts["stored"] += self.limiter.group_size
+            case {"ready": int(number)}:
+                self.limiter.forget(number)
+                self.counts["stored"] -= self.limiter.group_size  # Counted again when it is found or used.
             case {"refused": status} if status in COUNTERS:
                 self.counts[status] += 1
             case {
@@ -265,6 +338,7 @@ class ReplayCore:
                 "episodes": int(count),
                 "stored": bool(stored),
             } if status in COUNTERS:
+                if stored and number not in self.limiter.closed:
+                    self.counts["stored"] += count
                 self.limiter.drop(number, status)
                 self.counts[status] += count
-                self.counts["stored"] += count if stored else 0

@@ -1,10 +1,15 @@
-"""The ports without processes: calls in, the replay's core in the same thread. For `--inline` and tests."""
+"""The ports without processes: calls in, the replay's core in the same thread. For `--inline` and tests.
+
+Learner and actor take turns: the learner gets a batch once everything that was granted is complete. So
+nothing is in flight while it updates, version max(0, k - max_lag) imagines batch k, and a run repeats itself.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from typing import Final
 
 from asyncrl import metrics as m
 from asyncrl.errors import SampleTimeout
@@ -12,6 +17,9 @@ from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.ports import GroupGrant, RunStopped
+
+IDLE: Final = 0.01
+"""Seconds between two looks at an actor that has nothing to imagine while groups are missing."""
 
 
 class InlineActorPort:
@@ -58,29 +66,34 @@ class InlineLearnerPort:
     """`LearnerPort` onto a core in the same thread."""
 
     def __init__(
-        self, core: ReplayCore, *, version: int = 0, imagine: Callable[[], object] | None = None
+        self, core: ReplayCore, *, version: int = 0, imagine: Callable[[], bool] | None = None
     ) -> None:
         """Begin or resume the run.
 
         Args:
             core: Closed by `close`.
             version: Policy version the run begins or resumes at.
-            imagine: One round of the actor, called while `sample` waits.
+            imagine: One round of the actor, called while `sample` waits; returns False when there was nothing
+                to imagine: no credit, no episode under way or pending.
         """
         self._core, self._imagine = core, imagine
         core.begin(os.urandom(8).hex(), version)
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        """See `LearnerPort.sample`. Waiting means to let the actor imagine."""
+        """See `LearnerPort.sample`. Waiting means to let the actor imagine, until nothing is in flight."""
         deadline = time.monotonic() + timeout
-        while (batch := self._core.sample(groups, version)) is None:
+        self._core.set_version(version)
+        while True:
+            busy = self._imagine is not None and self._imagine()
+            if not busy and (batch := self._core.sample(groups, version)) is not None:
+                return batch
             if self._imagine is None or time.monotonic() >= deadline:
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "
                     f"the replay holds {self._core.contents()}."
                 )
-            self._imagine()
-        return batch
+            if not busy:
+                time.sleep(IDLE)
 
     def report_version(self, version: int) -> None:
         """See `LearnerPort.report_version`."""

@@ -173,9 +173,11 @@ class Stats:
         """Print both tables."""
         by_task: dict[str, list[Row]] = defaultdict(list)
         versions: Counter[int] = Counter()
+        groups: dict[int, bool] = {}
         for row in read_rows(replay_folder(self.path)):
             by_task[row.episode.task].append(row)
             versions.update(row.episode.policy_versions.tolist())
+            groups[row.number] = row.filtered
         lines = [("task", "episodes", "success", "mean steps")]
         for task, rows in sorted(by_task.items()):
             success = sum(row.episode.success for row in rows) / len(rows)
@@ -186,6 +188,8 @@ class Stats:
         most = max(versions.values(), default=1)
         bars = [(str(v), str(n), "#" * max(1, 40 * n // most)) for v, n in sorted(versions.items())]
         print(table([("version", "decisions", ""), *bars]))
+        if any(groups.values()):
+            print(f"\n{sum(groups.values())} of {len(groups)} groups filtered: all returns were equal")
         return 0
 
 
@@ -204,7 +208,7 @@ def table(rows: list[tuple[str, ...]]) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return text == "-" or text.strip("%").replace(".", "", 1).replace("-", "", 1).isdigit()
+    return text in ("-", "filtered") or text.strip("%").replace(".", "", 1).replace("-", "", 1).isdigit()
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -217,6 +221,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         "yes" if episode.success else "no",
         str(row.steps),
         str(oldest) if oldest == newest else f"{oldest}..{newest}",
-        "-" if row.lag is None else str(row.lag),
+        "filtered" if row.filtered else "-" if row.lag is None else str(row.lag),
         str(episode.world_version),
     )

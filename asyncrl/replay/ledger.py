@@ -4,7 +4,10 @@
     {"actor": name, "session": s}                              an actor (re)started
     {"grant": n, "actor": name, "turn": t, "min_version": m}   group n was granted
     {"used": [n, ...], "request": r, "version": v}             a batch was given away
-    {"dropped": n, "status": why, "episodes": k, "stored": b}  group n will never be used
+    {"filtered": n, "newest_version": v, "successes": k}       group n is complete but will never be used
+    {"ready": n}                                               group n, used by a lost update, waits again
+    {"dropped": n, "status": why, "episodes": k, "stored": b}  group n was given up; with the status
+                                                               dropped_resume its number is granted again
     {"refused": why}                                           one episode was not admitted
 
 A crash can tear only the last line, which never took effect; opening removes it.

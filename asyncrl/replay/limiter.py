@@ -1,13 +1,14 @@
 """Who may imagine, what is admitted, what may be used: episodes and versions in, verdicts out. No I/O.
 
 A group is open (granted, members arriving), then ready (complete and stored), then closed (used or dropped).
+With `filter_groups` a complete group whose episodes all have the same return is closed without being ready.
 Everything about lag, use counts, credit and completeness is decided here and nowhere else.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.records import Episode, problem_with
@@ -36,6 +37,16 @@ class ReadyGroup:
     newest_version: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """What a learner that begins at an earlier version changes in the books."""
+
+    ready: tuple[int, ...]
+    """Groups used by updates that are lost; they wait to be used again."""
+    drop: dict[int, ReceiptStatus]
+    """Groups to give up. The numbers with `dropped_resume` are granted again."""
+
+
 class Limiter:
     """The books of all groups of a run."""
 
@@ -47,20 +58,28 @@ class Limiter:
         max_lag: int,
         group_deadline: float = 300.0,
         keep_video_every: int = 0,
+        filter_groups: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start with an empty book; see `config` for the settings."""
         self.group_size, self.groups_per_update, self.max_lag = group_size, groups_per_update, max_lag
         self.group_deadline, self.keep_video_every, self.clock = group_deadline, keep_video_every, clock
+        self.filter_groups = filter_groups
         self.version = 0
         """The learner's newest policy version."""
         self.used = 0
-        """Groups the updates up to `version` have used."""
+        """Groups the updates up to `version` have used. Filtered groups are none of them."""
         self.next_number = 0
         self.open: dict[int, OpenGroup] = {}
         self.ready: dict[int, ReadyGroup] = {}
         self.closed: dict[int, ReceiptStatus] = {}
         """Group number -> what a late or repeated episode of it is told."""
+        self.used_at: dict[int, int] = {}
+        """Closed group -> the learner's version when it was used."""
+        self.filtered: dict[int, int] = {}
+        """Closed group whose episodes all had the same return -> version of its newest decision."""
+        self.again: set[int] = set()
+        """Closed groups whose numbers are granted again, before any new number."""
         self._heard: dict[str, float] = {}
 
     @property
@@ -94,7 +113,7 @@ class Limiter:
         if not self.credit:
             return None
         min_version = max(0, self.ahead // self.groups_per_update - self.max_lag)
-        return self.reopen(self.next_number, actor, turn, min_version)
+        return self.reopen(min(self.again, default=self.next_number), actor, turn, min_version)
 
     def reopen(self, number: int, actor: str, turn: int, min_version: int) -> GroupGrant:
         """Enter a grant into the book (also one made before a restart)."""
@@ -102,8 +121,8 @@ class Limiter:
         grant = GroupGrant(
             number=number, min_version=min_version, keep_video=every > 0 and number % every == 0
         )
+        self._take_out(number)
         self.open[number] = OpenGroup(grant=grant, actor=actor, turn=turn, granted_at=self.clock())
-        self.next_number = max(self.next_number, number + 1)
         return grant
 
     def judge(self, episode: Episode) -> Receipt:
@@ -155,26 +174,47 @@ class Limiter:
 
     def make_ready(self, number: int, oldest_version: int, newest_version: int) -> None:
         """Move a stored group to the ready ones."""
-        self.open.pop(number, None)
+        self._take_out(number)
         self.ready[number] = ReadyGroup(oldest_version=oldest_version, newest_version=newest_version)
-        self.next_number = max(self.next_number, number + 1)
 
     def use(self, numbers: list[int]) -> None:
-        """Note that groups were given to the learner. Each is used once."""
+        """Note that groups were given to the learner at `version`. Each is used once."""
         for number in numbers:
-            self.ready.pop(number, None)
-            self.open.pop(number, None)
-            self.closed[number] = "duplicate"
-            self.next_number = max(self.next_number, number + 1)
+            self._close(number, "duplicate")
+            self.used_at[number] = self.version
         self.used += len(numbers)
 
+    def filter(self, number: int, newest_version: int) -> None:
+        """Close a stored group that teaches nothing: its credit returns, and it does not count as used."""
+        self._close(number, "duplicate")
+        self.filtered[number] = newest_version
+
     def drop(self, number: int, status: ReceiptStatus) -> OpenGroup | None:
-        """Give a group up; return what was held for it when it was open."""
-        self.ready.pop(number, None)
-        group = self.open.pop(number, None)
-        self.closed[number] = status
-        self.next_number = max(self.next_number, number + 1)
+        """Give a group up, for good or (`dropped_resume`) to grant its number again.
+
+        Returns:
+            What was held for it when it was open.
+        """
+        group = self._close(number, status)
+        if status == "dropped_resume":
+            self.again.add(number)
         return group
+
+    def forget(self, number: int) -> None:
+        """Take a group out of all books; its number is not granted by this."""
+        self._take_out(number)
+
+    def _close(self, number: int, status: ReceiptStatus) -> OpenGroup | None:
+        group = self._take_out(number)
+        self.closed[number] = status
+        return group
+
+    def _take_out(self, number: int) -> OpenGroup | None:
+        for book in (self.ready, self.closed, self.used_at, self.filtered):
+            book.pop(number, None)
+        self.again.discard(number)
+        self.next_number = max(self.next_number, number + 1)
+        return self.open.pop(number, None)
 
     def overdue(self) -> list[int]:
         """Open groups to give up: first episode too long ago, or none yet and an actor that fell silent."""
@@ -208,19 +248,49 @@ class Limiter:
         ]
         return usable[:groups] if len(usable) >= groups else None
 
-    def begin(self, version: int) -> dict[int, ReceiptStatus]:
-        """Start at `version`, as after a resume: return the groups to drop, with the reason.
+    def plan_resume(self, version: int, stored: Mapping[int, ReadyGroup]) -> Resumption:
+        """Say what has to change before a learner begins at `version`, as after a resume.
 
-        What is open belongs to actors that are gone. What is ready stays when the learner may use it; what a
-        later version imagined belongs to updates that were lost with the old learner.
+        The aim is that it sees what it would have seen without the interruption. What is open belongs to
+        actors that are gone, what a later version imagined to updates that are lost: both are imagined again
+        under the same numbers, which decide start states and seeds. What a lost update used, and this version
+        may use, waits again.
+
+        Args:
+            version: Where the learner goes on.
+            stored: Groups whose files exist.
+        """
+        drop: dict[int, ReceiptStatus] = dict.fromkeys(self.open, "dropped_resume")
+        ready = []
+        for number, newest_version in self.filtered.items():
+            if newest_version > version:
+                drop[number] = "dropped_resume"
+        for number, used_at in self.used_at.items():
+            if used_at >= version:
+                verdict = self._verdict(stored.get(number), version)
+                if verdict is None:
+                    ready.append(number)
+                else:
+                    drop[number] = verdict
+        for number, group in self.ready.items():
+            if (verdict := self._verdict(group, version)) is not None:
+                drop[number] = verdict
+        return Resumption(ready=tuple(sorted(ready)), drop=dict(sorted(drop.items())))
+
+    def _verdict(self, group: ReadyGroup | None, version: int) -> ReceiptStatus | None:
+        """Why a learner that begins at `version` may not use a group, or None when it may."""
+        if group is None or group.newest_version > version:
+            return "dropped_resume"
+        return "dropped_lag" if version - group.oldest_version > self.max_lag else None
+
+    def begin(self, version: int) -> None:
+        """Start at `version`, after the changes of `plan_resume`.
+
+        `used` is a place in the line of groups: every update uses `groups_per_update`, whatever was filtered
+        or dropped. So it follows from the version, also when `groups_per_update` was changed for the resume.
         """
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)
-        drop: dict[int, ReceiptStatus] = dict.fromkeys(self.open, "dropped_deadline")
-        for number, group in self.ready.items():
-            if group.newest_version > version or version - group.oldest_version > self.max_lag:
-                drop[number] = "dropped_lag"
-        return drop
 
 
 def number_of(group_id: str) -> int:

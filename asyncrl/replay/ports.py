@@ -12,7 +12,9 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 
-ReceiptStatus = Literal["held", "stored", "duplicate", "dropped_lag", "dropped_deadline", "dropped_invalid"]
+ReceiptStatus = Literal[
+    "held", "stored", "duplicate", "dropped_lag", "dropped_deadline", "dropped_invalid", "dropped_resume"
+]
 """What became of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it."""
 
 
@@ -25,7 +27,8 @@ class GroupGrant:
     """Leave to imagine one group."""
 
     number: int
-    """0, 1, 2 ... in the order of granting, never given twice in a run folder; decides the start state."""
+    """0, 1, 2 ... in the order of granting; decides the start state and all seeds. Never given twice within
+    one learner session. A resumed session gives the numbers that were lost with the old one again."""
     min_version: int
     """The actor holds at least this policy version before it samples the group's first decision."""
     keep_video: bool

@@ -22,6 +22,8 @@ class Row:
     episode: Episode
     used_at: int | None
     """Learner's version when the group was used."""
+    filtered: bool = False
+    """Whether the group was replaced because all its episodes had the same return."""
 
     @property
     def steps(self) -> int:
@@ -58,10 +60,7 @@ def replay_folder(path: Path) -> Path:
 
 def read_rows(folder: Path) -> Iterator[Row]:
     """Yield every episode of the readable files; a damaged file is reported and left out."""
-    used: dict[int, int] = {}
-    for entry in read_entries(folder / "ledger.log", _warn):
-        if isinstance(entry.get("used"), list):
-            used |= dict.fromkeys(entry["used"], entry.get("version"))
+    used, filtered = read_fates(folder)
     for path in sorted(folder.glob(PATTERN)):
         try:
             number = read_shard(path).number
@@ -71,7 +70,23 @@ def read_rows(folder: Path) -> Iterator[Row]:
                 _warn(f"warning: {error}")
             continue
         for episode in episodes:
-            yield Row(number=number, episode=episode, used_at=used.get(number))
+            yield Row(number=number, episode=episode, used_at=used.get(number), filtered=number in filtered)
+
+
+def read_fates(folder: Path) -> tuple[dict[int, int], set[int]]:
+    """Read from the ledger at which version of the learner each group was used, and which were filtered."""
+    used: dict[int, int] = {}
+    filtered: set[int] = set()
+    for entry in read_entries(folder / "ledger.log", _warn):
+        match entry:
+            case {"used": list(numbers), "version": int(version)}:
+                used |= dict.fromkeys(numbers, version)
+            case {"filtered": int(number)}:
+                filtered.add(number)
+            case {"ready": int(number)} | {"dropped": int(number)}:  # A resume undid what is above.
+                used.pop(number, None)
+                filtered.discard(number)
+    return used, filtered
 
 
 def find_episode(folder: Path, beginning: str) -> Episode:

@@ -118,6 +118,13 @@ class EpisodeStore:
             deleted.append(number)
         return deleted
 
+    def remove(self, number: int) -> None:
+        """Delete a group durably, so that its number can be sealed again."""
+        shard = self.shards.pop(number, None)
+        if shard is not None:
+            shard.path.unlink(missing_ok=True)
+            sync(self.folder)
+
     def close(self) -> None:
         """Let another process write to the folder."""
         self.ledger.close()
