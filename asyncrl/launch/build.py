@@ -6,12 +6,13 @@ Whatever cannot work raises before a process is started or a folder is made.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
@@ -20,11 +21,12 @@ from asyncrl.config import TrainConfig, to_json
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement
+from asyncrl.learner.group import LearnerGroup
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.policies.checkpoints import load_policy, save_policy
-from asyncrl.policies.lora import add_lora
+from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.memory import enable_gradient_checkpointing
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
@@ -209,26 +211,64 @@ def build_learner(
     port: LearnerPort,
     publisher: Publisher,
     log: Log,
+    group: LearnerGroup,
     *,
+    types: Mapping[str, torch.dtype],
+    checkpoints: checkpoint.Checkpoints,
     stop_requested: Callable[[], bool],
 ) -> Learner:
     """Build the learner and, when the run resumes, bring it to where the checkpoint stopped.
 
+    Args:
+        config: Of the run.
+        start: Its policy is already spread over the ranks of `group`.
+        port: The replay.
+        publisher: The weight channel.
+        log: For the readings.
+        group: The learner ranks.
+        types: In which the actors hold the weights (`acting_types`).
+        checkpoints: Shared by the ranks.
+        stop_requested: Whether the run shall end.
+
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
     """
-    device = start.policy.device
-    reference = build_reference(config, start.policy, device)
+    reference = build_reference(config, start.policy, start.policy.device)
     learner = Learner(
-        Update(start.policy, config, reference=reference),
+        Update(start.policy, config, group=group, reference=reference),
         port,
         publisher,
         log,
-        checkpoint.Checkpoints(start.run_dir, keep=config.keep_checkpoints),
+        checkpoints,
         learner_settings(config),
-        save_policy=partial(save_policy, start.policy),
+        copy_policy=partial(copy_policy, start.policy, group),
+        acting_tensors=partial(acting_tensors, start.policy, types),
+        group=group,
         stop_requested=stop_requested,
     )
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)
     return learner
+
+
+def acting_types(policy: OpenVLAOFT) -> dict[str, torch.dtype]:
+    """In which types actors hold what they need; asked before the policy gets its float32 weights."""
+    return {name: tensor.dtype for name, tensor in policy.acting_tensors().items()}
+
+
+def acting_tensors(policy: OpenVLAOFT, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """What actors need, in their types; sharded as the policy is."""
+    return {name: tensor.to(types[name]) for name, tensor in policy.acting_tensors().items()}
+
+
+def copy_policy(policy: OpenVLAOFT, group: LearnerGroup) -> Callable[[Path], None]:
+    """Gather the policy in host memory, adapters merged, one tensor at a time, with all ranks.
+
+    Returns:
+        Writes the policy's files into a folder; called on rank 0, at any time, on any thread.
+    """
+    whole: dict[str, Tensor] = {}
+    for name, tensor in merged_tensors(policy):  # On shards this is a computation of all ranks together.
+        gathered = group.whole({name: tensor.to(policy.config.torch_dtype)})
+        whole |= {name: full.to("cpu", copy=True) for name, full in gathered.items()}
+    return partial(save_policy, policy, tensors=whole)

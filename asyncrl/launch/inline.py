@@ -10,7 +10,7 @@ import torch
 from asyncrl.actors.actor import Actor
 from asyncrl.config import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import build, rendezvous, summary
+from asyncrl.launch import build, learners, rendezvous, summary
 from asyncrl.launch.crew import StopFlag
 from asyncrl.launch.devices import pick_device
 from asyncrl.logbook import Logbook
@@ -52,7 +52,10 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     ) as log:
         log.banner(summary.banner(config, run_dir, "1 process (inline)", str(device)))
         try:
-            build.build_learner(config, start, port, publisher, log, stop_requested=lambda: stop.set).run()
+            with learners.joined(config, 1, device) as group:
+                learners.build_joined_learner(
+                    config, start, port, publisher, log, group, stop_requested=lambda: stop.set
+                ).run()
         finally:
             port.close()
         log.banner(summary.closing(config, run_dir))

@@ -32,7 +32,9 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 
     config, facts = _read(config_json, facts_json)
     placement = parse_placement(config.placement, world_size(), 0)
-    cores = len(os.sched_getaffinity(0))
+    # One learner mostly waits for the actors; each further one has cores of its own.
+    taken = (len(placement.learners) - 1) * config.learner.threads
+    cores = len(os.sched_getaffinity(0)) - taken
     torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
     device = pick_device(config.device, local_rank())
     policy = build.build_policy(config, device)

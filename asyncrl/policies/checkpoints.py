@@ -40,19 +40,27 @@ Dtype = torch.dtype | Literal["config"]
 # --- our own folder -----------------------------------------------------------
 
 
-def save_policy(policy: OpenVLAOFT, folder: str | Path, *, dtype: Dtype = "config") -> None:
+def save_policy(
+    policy: OpenVLAOFT,
+    folder: str | Path,
+    *,
+    dtype: Dtype = "config",
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write a policy; each file appears whole or not at all. Adapters are merged: a plain policy comes out.
 
     Args:
         policy: Any device.
         folder: Created when missing; the three files in it are replaced.
         dtype: Of the numbers in the file (the policy computes in `config.dtype` all the same).
+        tensors: All weights by stable name, where the policy itself holds only a part of them (sharding).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     kept = policy.config.torch_dtype if dtype == "config" else dtype
-    tensors = {name: t.to("cpu", kept).contiguous() for name, t in merged_tensors(policy)}
-    write(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    found = merged_tensors(policy) if tensors is None else tensors.items()
+    weights = {name: t.to("cpu", kept).contiguous() for name, t in found}
+    write(folder / "model.safetensors", lambda path: save_file(weights, path, metadata={"format": "pt"}))
     write(folder / "tokenizer.json", policy.tokenizer.save)
     write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **policy.config.to_json()})
 
