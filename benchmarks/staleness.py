@@ -186,7 +186,7 @@ def save(grid: RunGrid, cell: Cell, folder: Path, overall: dict[str, Any], began
         "imagined": mean("env/success_once"),
         "ess": mean("train/actor/effective_sample_size"),
         "kl": mean("train/actor/mismatch_kl"),
-        "lag": mean("replay/lag_mean"),
+        "measured_lag": mean("replay/lag_mean"),
         "seconds": round(time.monotonic() - began, 1),
         "curve": [row.get("env/success_once") for row in rows],
         "flags": flags_of(grid, cell),
