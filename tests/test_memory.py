@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from asyncrl.policies.lora import adapters_disabled
+from asyncrl.policies.lora import adapters_disabled, merged_tensors
 from asyncrl.policies.memory import blocks, enable_gradient_checkpointing
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
@@ -139,3 +139,5 @@ def test_it_nests_inside_sharding(lora: bool) -> None:
         plain = small(value_head="chunk").evaluate(some_inputs(policy), some_tokens(), AS_IS).logprob
         torch.testing.assert_close(free, plain.detach(), atol=1e-6, rtol=0)
         assert_same(gradients(policy, lambda sharded: sharded()), expected)
+        whole = {n: m.full_tensor() for n, m in merged_tensors(policy) if isinstance(m, DTensor)}
+        assert_same(whole, dict(merged_tensors(adapted(value_head="chunk"))))

@@ -169,8 +169,9 @@ def native_names(policy: nn.Module) -> list[str]:
 def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters of the policy with its adapters merged, by the names that it has without adapters.
 
-    One at a time: a merged weight needs the memory of one layer. Tensors without adapters share memory with
-    the parameters. A policy without adapters gives its parameters.
+    One at a time: a merged weight needs the memory of one layer; the other tensors share memory with the
+    parameters. Without adapters these are all. A sharded policy gives sharded tensors; every rank must then
+    take every one.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted(policy)}
     for name, parameter in policy.named_parameters():
