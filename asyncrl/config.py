@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import json
 import tomllib
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -184,15 +185,20 @@ def overlay(config: Any, table: Any, where: str) -> Any:
         if dataclasses.is_dataclass(current):
             changes[name] = overlay(current, value, f"{where} [{key}]")
         else:
-            changes[name] = _typed(value, current, f"{where}: {key}")
+            choices = typing.get_args(typing.get_type_hints(type(config))[name])
+            changes[name] = _typed(value, current, f"{where}: {key}", choices)
     return dataclasses.replace(config, **changes)
 
 
-def _typed(value: Any, current: Any, where: str) -> Any:
+def _typed(value: Any, current: Any, where: str, choices: tuple[str, ...]) -> Any:
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not type(current):
         raise ConfigError(f"{where} is {value!r}, expected {type(current).__name__} like {current!r}.")
+    if choices and value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"Perhaps you meant {near[0]!r}." if near else f"Choose one of: {', '.join(choices)}."
+        raise ConfigError(f"{where} is {value!r}, which does not exist. {hint}")
     return value
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from asyncrl.config import (
     ActorSettings,
-    AlgorithmSettings,
     ReplaySettings,
     TrainConfig,
     WeightSettings,
@@ -19,6 +18,14 @@ from asyncrl.config import (
     to_json,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.recipe import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    CriticSettings,
+    LearnerSettings,
+    LoraSettings,
+    OptimizerSettings,
+)
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -64,7 +71,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     config = TrainConfig(
         updates=11,
         synchronous=True,
-        algorithm=AlgorithmSettings(learning_rate=3e-5, correction="none"),
+        algorithm=AlgorithmSettings(kind="ppo"),
+        optimizer=OptimizerSettings(learning_rate=3e-5),
+        correction=CorrectionSettings(kind="vtrace"),
         weights=WeightSettings(transport="gloo", deadline=9.5),
     )
     path = tmp_path / "config.json"
@@ -121,7 +130,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (AlgorithmSettings, {"temperature": 0.0}, "--algorithm.temperature is 0.0"),
         (AlgorithmSettings, {"temperature": float("nan")}, "--algorithm.temperature is nan"),
         (AlgorithmSettings, {"top_k": 257}, "--algorithm.top-k is 257"),
-        (AlgorithmSettings, {"correction_cap": 0.5}, "--algorithm.correction-cap is 0.5"),
+        (AlgorithmSettings, {"clip_low": 1.5}, "--algorithm.clip-low is 1.5"),
+        (AlgorithmSettings, {"dual_clip": 0.9}, "--algorithm.dual-clip is 0.9"),
+        (AlgorithmSettings, {"minibatches": 0}, "--algorithm.minibatches is 0"),
+        (CorrectionSettings, {"cap": 0.5}, "--correction.cap is 0.5"),
+        (CorrectionSettings, {"low": 1.0}, "--correction.low is 1.0"),
+        (CorrectionSettings, {"rho_cap": 0.5}, "--correction.rho-cap is 0.5"),
+        (CriticSettings, {"gamma": 1.1}, "--critic.gamma is 1.1"),
+        (CriticSettings, {"huber": 0.0}, "--critic.huber is 0.0"),
+        (OptimizerSettings, {"final_share": 2.0}, "--optimizer.final-share is 2.0"),
+        (LoraSettings, {"rank": -1}, "--lora.rank is -1"),
+        (LearnerSettings, {"threads": 0}, "--learner.threads is 0"),
         (ReplaySettings, {"max_lag": -1}, "--replay.max-lag is -1"),
         (ActorSettings, {"success_threshold": 0.0}, "--actor.success-threshold is 0.0"),
         (WeightSettings, {"deadline": 0.0}, "--weights.deadline is 0.0"),
@@ -139,3 +158,32 @@ def test_a_bad_flag_exits_with_two_and_says_why(capsys: pytest.CaptureFixture[st
     assert left.value.code == 2
     said = " ".join((capsys.readouterr().err).replace("│", " ").split())
     assert "advantage is always zero" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"correction.kind": "vtrace"}, "vtrace.*--algorithm.kind ppo"),
+        ({"algorithm.objective": "gspo"}, "gspo.*--algorithm.level chunk"),
+        ({"algorithm.objective": "cispo", "algorithm.dual_clip": 3.0}, "--algorithm.dual-clip is 3.0.*cispo"),
+        ({"algorithm.level": "chunk", "correction.level": "token"}, "--correction.level is token.*coarser"),
+        (
+            {"algorithm.kind": "ppo", "critic.level": "action", "algorithm.level": "chunk"},
+            "--critic.level is action.*eight advantages",
+        ),
+        ({"correction.proximal": "log_linear", "correction.veto": 0.1}, "log_linear.*recomputed"),
+        ({"correction.proximal": "log_linear", "correction.level": "episode"}, "log_linear.*recomputed"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    table: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        part, field = name.split(".")
+        table.setdefault(part, {})[field] = value
+    with pytest.raises(ConfigError, match=message):
+        overlay(TrainConfig(), table, "test")
+
+
+def test_a_choice_that_does_not_exist_is_refused_in_a_file_as_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=r"kind is 'tiss'.*Perhaps you meant 'tis'"):
+        overlay(TrainConfig(), {"correction": {"kind": "tiss"}}, "run.toml")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-BASE = {"errors", "config", "records", "metrics", "assets"}
+BASE = {"errors", "recipe", "config", "records", "metrics", "assets"}
 MODELS = {
     "pixels",
     "messaging",
@@ -25,7 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "assets": {"errors"},
     "records": {"errors"},
-    "config": {"errors"},
+    "recipe": {"errors"},
+    "config": {"errors", "recipe"},
     "metrics": {"errors"},
     "pixels": set(),
     "messaging": BASE,
@@ -54,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 LIGHT = [
     "errors",
+    "recipe",
     "config",
     "records",
     "metrics",

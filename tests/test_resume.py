@@ -16,6 +16,8 @@ from asyncrl.replay.reading import read_rows, replay_folder
 from asyncrl.worlds.start_states import save_start_states
 
 PER_UPDATE = 1
+HALF, WHOLE = 5, 10
+"""Updates until the interruption, and in all."""
 TIMES = {m.WEIGHTS_SECONDS.name, m.PEAK_MEMORY.name, "time"}
 """Readings that differ between any two runs, besides everything under `time/`."""
 
@@ -30,7 +32,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "actor.success-threshold": 0.5,
         "actor.slots": 3,  # Does not divide the groups, so that members of several share a batch.
         "algorithm.groups-per-update": PER_UPDATE,
-        "checkpoint-every": 3,
+        "checkpoint-every": HALF,
         "replay.keep-video-every": 4,
     }
     return [
@@ -71,8 +73,11 @@ def contents(run: Path) -> list[tuple[object, ...]]:
 
 
 def assert_same_run(run: Path, undisturbed: Path, leave_out: frozenset[str] = frozenset()) -> None:
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (load_file(x / "checkpoints" / "update_000006" / name) for x in (run, undisturbed))
+    folder = Path("checkpoints") / f"update_{WHOLE:06d}"
+    names = sorted(x.relative_to(run / folder) for x in (run / folder).rglob("*.safetensors"))
+    assert len(names) == 3, "policy, weights with optimizer, random streams"
+    for name in names:
+        one, other = (load_file(x / folder / name) for x in (run, undisturbed))
         assert one.keys() == other.keys()
         different = [key for key in one if not one[key].equal(other[key])]
         assert not different, f"{name}: {different[:3]} and {len(different)} in all"
@@ -81,24 +86,34 @@ def assert_same_run(run: Path, undisturbed: Path, leave_out: frozenset[str] = fr
     assert rows(run, leave_out) == rows(undisturbed, leave_out)
 
 
-@pytest.mark.parametrize("filtering", [False, True], ids=["all groups", "mixed groups"])
-@pytest.mark.parametrize("max_lag", [0, 2])
+PPO = [
+    *("--algorithm.kind", "ppo", "--critic.warmup-updates", "2", "--optimizer.schedule", "cosine"),
+    *("--optimizer.decay-updates", "12", "--algorithm.minibatches", "2", "--algorithm.kl-coef", "0.1"),
+]
+LORA = ["--lora.rank", "2", "--algorithm.epochs", "2", "--algorithm.kl-coef", "0.1"]
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "filtering", "more"),
+    [(0, False, []), (2, True, []), (2, False, PPO), (1, False, LORA)],
+    ids=["lag 0", "lag 2, mixed groups", "ppo", "lora"],
+)
 def test_an_interrupted_run_ends_where_the_undisturbed_one_does(
-    flags: list[str], tmp_path: Path, max_lag: int, filtering: bool
+    flags: list[str], tmp_path: Path, max_lag: int, filtering: bool, more: list[str]
 ) -> None:
     whole, stopped, killed = tmp_path / "whole", tmp_path / "stopped", tmp_path / "killed"
-    settings = [*flags, "--replay.max-lag", max_lag]
+    settings = [*flags, *more, "--replay.max-lag", max_lag]
     settings += ["--algorithm.filter-groups"] if filtering else []
 
-    train(*settings, "--updates", 6, "--run-dir", whole)
-    train(*settings, "--updates", 3, "--run-dir", stopped)
-    train("--updates", 6, "--run-dir", stopped, "--resume")
+    train(*settings, "--updates", WHOLE, "--run-dir", whole)
+    train(*settings, "--updates", HALF, "--run-dir", stopped)
+    train("--updates", WHOLE, "--run-dir", stopped, "--resume")
     assert_same_run(stopped, whole)
 
-    # A learner that was killed at update 6 leaves its replay, but no checkpoint after that of update 3.
+    # A learner that was killed at update 10 leaves its replay, but no checkpoint after that of update 5.
     shutil.copytree(whole, killed)
-    shutil.rmtree(killed / "checkpoints" / "update_000006")
-    train("--updates", 6, "--run-dir", killed, "--resume")
+    shutil.rmtree(killed / "checkpoints" / f"update_{WHOLE:06d}")
+    train("--updates", WHOLE, "--run-dir", killed, "--resume")
     counted_twice = frozenset({m.EPISODES.name, m.DROPPED_RESUME.name})
     assert_same_run(killed, whole, leave_out=counted_twice)
     last, undisturbed = rows(killed)[-1], rows(whole)[-1]
@@ -112,8 +127,8 @@ def test_an_interrupted_run_ends_where_the_undisturbed_one_does(
         assert row[m.LAG_MEAN.name] == row[m.LAG_MAX.name] == min(version, max_lag)
     mixed = [row[m.SIGNAL_GROUPS.name] for row in rows(whole)]
     assert max(mixed) == 1, "choose a threshold at which the episodes of some groups differ"
-    assert mixed == [1.0] * 6 if filtering else min(mixed) < 1
+    assert mixed == [1.0] * WHOLE if filtering else min(mixed) < 1
     assert (undisturbed[m.FILTERED_GROUPS.name] > 0) == filtering
     successes = [row[m.REPLAY_SUCCESS.name] for row in rows(whole)]
-    assert 0 < sum(successes) < 6, "every row has a share, with the filtered groups in it"
+    assert 0 < sum(successes) < WHOLE, "every row has a share, with the filtered groups in it"
     assert undisturbed[m.EPISODES.name] % GROUP_SIZE == 0
