@@ -1,41 +1,59 @@
 """Everything a run needs to go on, on disk: policy, optimizer, random states and counters. No pickle.
 
     run_dir/checkpoints/update_000040/
-      (policy files)           written by the function the caller passes, so the folder is a --policy too
-      optimizer.safetensors    AdamW state, "<parameter name>.<exp_avg | exp_avg_sq | step>"
-      random.safetensors       state of torch's generators
+      (policy files)           written by a function that the caller passes, so the folder is a --policy too
+      state/*.safetensors      float32 weights and optimizer, a part from every rank (see `checkpoint_state`)
+      random-00000.safetensors state of torch's generators, one file per rank
       state.json               counters, Python's random state, versions, and the size of every file
 
 A checkpoint is written in this order, so that a crash at any point leaves the previous one the newest:
-1. all files into `update_000040.tmp`, state.json last, each flushed to the disk (fsync);
-2. the folder itself flushed; 3. renamed to `update_000040`; 4. the parent flushed; 5. old ones deleted.
+1. `save` copies the state to host memory and returns; the rest happens on a thread of every rank;
+2. all ranks write into `update_000040.tmp`; when the last is done, rank 0 adds policy and state.json;
+3. every file and folder is flushed to the disk (fsync), then renamed to `update_000040`, then the parent is
+   flushed, and old checkpoints are deleted.
 A folder without the suffix is therefore complete; one with it is a leftover and deleted by the next save.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
 from asyncrl import __version__
+from asyncrl.checkpoint_state import (
+    Parameters,
+    copy_generators,
+    copy_state,
+    random_file,
+    read_state,
+    restore_generators,
+    unreadable,
+    write_state,
+)
+from asyncrl.checkpoint_writer import Ranks, WriterThread, publish
 from asyncrl.errors import CheckpointError
 
-FORMAT: Final = 1
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+FORMAT: Final = 2
 """Version of state.json. Raise it when a field changes meaning."""
 FOLDER: Final = "checkpoints"
+STATE: Final = "state"
+WRITE_DEADLINE: Final = 1800.0
+"""Seconds that one checkpoint may take to be written before the run ends with an error."""
 _NAME = re.compile(r"update_(\d{6,})")
 
 
@@ -57,52 +75,97 @@ class Progress:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and keeps the newest few."""
+    """Writes the checkpoints of one run and keeps the newest few. Used by one thread per rank."""
 
-    def __init__(self, run_dir: Path, *, keep: int) -> None:
-        """Write into `run_dir`/checkpoints and keep the `keep` newest checkpoints (at least 1)."""
-        self.folder = run_dir / FOLDER
-        self.keep = keep
+    def __init__(self, run_dir: Path, *, keep: int, link: ProcessGroup | None = None) -> None:
+        """Write into `run_dir`/checkpoints and keep the `keep` newest checkpoints (at least 1).
+
+        Args:
+            run_dir: The same on every rank.
+            keep: How many stay.
+            link: Process group (gloo, of its own) in which the ranks' writers agree; None: one rank.
+        """
+        self.folder, self.keep = run_dir / FOLDER, keep
+        self._ranks, self._writer = Ranks(link), WriterThread()
 
     def save(
         self,
         progress: Progress,
         *,
-        save_policy: Callable[[Path], None],
+        write_policy: Callable[[Path], None],
         optimizer: Optimizer,
-        tensors: Mapping[str, Tensor],
+        parameters: Parameters,
     ) -> Path:
-        """Write a checkpoint, whole or not at all, and delete those that are no longer kept.
+        """Copy the state and begin to write a checkpoint, whole or not at all. Called by all ranks.
+
+        Waits while the one before it is still being written. `finish` waits for this one.
 
         Args:
             progress: Counters; `progress.version` names the folder.
-            save_policy: Writes the policy into the (existing) folder it is given.
-            optimizer: Its state is saved for every tensor of `tensors`.
-            tensors: The optimizer's parameters (or tensors in the same memory) by name.
+            write_policy: Writes the policy into the (existing) folder it is given. Called on another thread,
+                on rank 0 only: it must hold copies.
+            optimizer: Over `parameters`.
+            parameters: What is trained, by stable name.
 
         Raises:
-            CheckpointError: The disk refused; older checkpoints are untouched.
+            CheckpointError: The one before it could not be written, on any rank.
         """
+        self.finish()
         final = self.folder / f"update_{progress.version:06d}"
-        part = final.with_name(final.name + ".tmp")
+        state = copy_state(parameters, optimizer, self._ranks.rank)
+        counters = {"progress": asdict(progress), "python_random": random.getstate()}
+        action = partial(self._write, final, counters, write_policy, state, copy_generators())
+        self._writer.start(final, partial(self._explained, final, action))
+        return final
+
+    def finish(self, deadline: float = WRITE_DEADLINE) -> None:
+        """Wait until everything is on the disk.
+
+        Raises:
+            CheckpointError: It could not be written, or not within `deadline` seconds.
+        """
+        self._writer.finish(deadline)
+
+    def waited(self) -> float:
+        """Seconds that `save` and `finish` waited for the writer since the last call of this."""
+        return self._writer.take_waited()
+
+    def _write(
+        self,
+        final: Path,
+        counters: dict[str, Any],
+        write_policy: Callable[[Path], None],
+        state: dict[str, Tensor],
+        generators: dict[str, Tensor],
+    ) -> None:
+        """Write and publish, on a thread; the ranks agree after each step, so that all fail or none."""
+        part, rank = final.with_name(final.name + ".tmp"), self._ranks.rank
         try:
-            for leftover in self.folder.glob("*.tmp"):
-                shutil.rmtree(leftover)
-            part.mkdir(parents=True)
-            save_policy(part)
-            save_file(optimizer_tensors(optimizer, tensors), part / "optimizer.safetensors")
-            save_file(_torch_random_state(), part / "random.safetensors")
-            _write_state(part, progress)
-            _publish(part, final)
-            for _, old in _complete(self.folder)[: -self.keep]:
-                shutil.rmtree(old)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(part, ignore_errors=True)  # Half a checkpoint would only fill the disk.
+            self._ranks.first(partial(_clear, self.folder, part))
+            self._ranks.all(partial(_write_part, part, state, generators, rank))
+            self._ranks.first(partial(self._complete_and_publish, part, final, counters, write_policy))
+        except BaseException:
+            if rank == 0:
+                shutil.rmtree(part, ignore_errors=True)  # Half a checkpoint would only fill the disk.
+            raise
+
+    def _complete_and_publish(
+        self, part: Path, final: Path, counters: dict[str, Any], write_policy: Callable[[Path], None]
+    ) -> None:
+        write_policy(part)
+        _write_json(part, counters)
+        publish(part, final)
+        for _, old in _complete(self.folder)[: -self.keep]:
+            shutil.rmtree(old)
+
+    def _explained(self, final: Path, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (OSError, SafetensorError, RuntimeError) as error:
             raise CheckpointError(
                 f"Checkpoint {final} cannot be written ({error}). Free space on the disk "
                 "(or lower --keep-checkpoints) and continue from the checkpoint before it with --resume."
             ) from error
-        return final
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -111,30 +174,27 @@ def latest(run_dir: Path) -> Path | None:
     return complete[-1][1] if complete else None
 
 
-def load(folder: Path, *, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> Progress:
-    """Restore the optimizer and the random states; the policy is loaded from the same folder before this.
+def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: int = 0) -> Progress:
+    """Restore trained weights, optimizer and random states; frozen weights come from the policy's files.
 
     Args:
-        folder: A checkpoint, for example from `latest`.
-        optimizer: Fresh, over the parameters in `tensors`; its state is replaced.
-        tensors: The trainable parameters by name.
+        folder: A checkpoint, for example from `latest`; it may come from another number of ranks.
+        optimizer: Fresh, over `parameters`; its state is replaced.
+        parameters: What is trained, by stable name; changed in place.
+        rank: This rank. One that the checkpoint does not know keeps its random state.
 
     Raises:
-        CheckpointError: A file is missing or truncated, or the optimizer state does not fit the parameters.
+        CheckpointError: A file is missing or truncated, or the state does not fit the parameters.
     """
-    state = _read_state(folder)
-    restore_optimizer(optimizer, tensors, _read(folder / "optimizer.safetensors"), str(folder))
-    generators = _read(folder / "random.safetensors")
+    state = _read_json(folder)
+    read_state(folder / STATE, parameters, optimizer)
     try:
         progress = Progress(**state["progress"])
         version, internal, gauss_next = state["python_random"]
         random.setstate((version, tuple(internal), gauss_next))
-        torch.set_rng_state(generators["cpu"])
+        restore_generators(folder / random_file(rank))
     except (KeyError, TypeError, ValueError) as error:
-        raise _unreadable(folder / "state.json", f"unexpected content: {error!r}") from error
-    for index in range(torch.cuda.device_count()):
-        if f"cuda.{index}" in generators:
-            torch.cuda.set_rng_state(generators[f"cuda.{index}"], index)
+        raise unreadable(folder / "state.json", f"unexpected content: {error!r}") from error
     return progress
 
 
@@ -144,92 +204,25 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: Names the file and the remedy.
     """
-    _read_state(folder)
+    _read_json(folder)
 
 
-def optimizer_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Flatten an optimizer's state to ``{"<parameter name>.<key>": tensor}`` on the CPU."""
-    return {
-        f"{name}.{key}": torch.as_tensor(value).detach().cpu().contiguous()
-        for name, parameter in _parameters(optimizer, tensors).items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+def _clear(folder: Path, part: Path) -> None:
+    for leftover in folder.glob("*.tmp"):
+        shutil.rmtree(leftover)
+    (part / STATE).mkdir(parents=True)
 
 
-def restore_optimizer(
-    optimizer: Optimizer, tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor], where: str
-) -> None:
-    """Put back what `optimizer_tensors` returned, bit for bit.
-
-    Raises:
-        CheckpointError: Names or shapes do not fit the parameters.
-    """
-    states: dict[str, dict[str, Tensor]] = {}
-    for full_name, value in saved.items():
-        name, _, key = full_name.rpartition(".")
-        fits = name in tensors and (key == "step" or value.shape == tensors[name].shape)
-        if not fits:
-            raise CheckpointError(
-                f"{where}: optimizer state {full_name} {list(value.shape)} does not fit the policy. "
-                "Resume with the policy settings of the run (its config.json), or start afresh with "
-                "--policy and this folder."
-            )
-        # AdamW counts its steps on the CPU.
-        states.setdefault(name, {})[key] = value if key == "step" else value.to(tensors[name].device)
-    missing = sorted(set(tensors) - set(states))
-    if states and missing:
-        raise CheckpointError(
-            f"{where} has no optimizer state for {missing[0]} and {len(missing) - 1} more. Resume with "
-            "the policy settings of the run (its config.json), or start afresh with --policy and this folder."
-        )
-    parameters = _parameters(optimizer, tensors)
-    optimizer.state.clear()
-    for name, state in states.items():
-        optimizer.state[parameters[name]] = state
+def _write_part(part: Path, state: dict[str, Tensor], generators: dict[str, Tensor], rank: int) -> None:
+    write_state(state, part / STATE, rank)
+    save_file(generators, part / random_file(rank))
 
 
-def _parameters(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Find the optimizer's parameter behind each name; a policy hands out tensors that share their memory."""
-    by_memory = {p.data_ptr(): p for group in optimizer.param_groups for p in group["params"]}
-    return {name: by_memory[tensor.data_ptr()] for name, tensor in tensors.items()}
-
-
-def _torch_random_state() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def _write_state(part: Path, progress: Progress) -> None:
+def _write_json(part: Path, counters: dict[str, Any]) -> None:
     files = sorted(path for path in part.rglob("*") if path.is_file())
-    state = {
-        "format": FORMAT,
-        "progress": asdict(progress),
-        "python_random": random.getstate(),
-        "files": {path.relative_to(part).as_posix(): path.stat().st_size for path in files},
-    }
+    sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in files}
+    state = {"format": FORMAT, **counters, "files": sizes}
     (part / "state.json").write_text(json.dumps(state) + "\n")
-
-
-def _publish(part: Path, final: Path) -> None:
-    """Flush everything below `part`, then give it its final name."""
-    for path in [*part.rglob("*"), part]:
-        _flush(path)
-    replaced = final.with_name(final.name + ".replaced.tmp")
-    if final.exists():  # Written by a run that then resumed from an older checkpoint.
-        final.rename(replaced)
-    part.rename(final)
-    _flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _complete(folder: Path) -> list[tuple[int, Path]]:
@@ -238,13 +231,13 @@ def _complete(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found)
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
+def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     try:
         state = json.loads(path.read_text())
         files = dict(state["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(path, str(error)) from error
+        raise unreadable(path, str(error)) from error
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {state.get('format')}, this asyncrl {__version__} reads {FORMAT}. "
@@ -254,19 +247,5 @@ def _read_state(folder: Path) -> dict[str, Any]:
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
             seen = "is missing" if found is None else f"has {found} bytes"
-            raise _unreadable(folder / name, f"it {seen}, {size} were written")
+            raise unreadable(folder / name, f"it {seen}, {size} were written")
     return state
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, str(error)) from error
-
-
-def _unreadable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"Checkpoint file {path} cannot be read: {reason}. Delete the folder {path.parent.name}; --resume "
-        "then continues from the checkpoint before it."
-    )

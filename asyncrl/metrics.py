@@ -183,6 +183,12 @@ GROUPS_PER_MINUTE = _define(
 LEARNER_WAITING = _define(
     "time/learner_waiting", Over.MEAN, "share", "Share of the time the learner waited for episodes."
 )
+CHECKPOINT_WAITING = _define(
+    "time/checkpoint_waiting",
+    Over.SUM,
+    "s",
+    "Time the learner waited for the checkpoint before to be written.",
+)
 ACTORS_WAITING = _define(
     "time/actors_waiting", Over.MEAN, "share", "Share of the time the actors waited for credit."
 )

@@ -171,6 +171,9 @@ class CriticSettings:
     """Discount per decision or step (--critic.level)."""
     lam: float = 0.95
     """Lambda of GAE and V-trace."""
+    truncation: Literal["bootstrap", "failure"] = "bootstrap"
+    """What an episode that ran out of time could still have got: bootstrap: the critic's value of the final
+    observation. failure: nothing, the time limit is part of the task."""
     value_clip: float = 0.0
     """A value may move this far from the one before the update before its loss is clipped; 0 = no clip."""
     huber: float = 10.0

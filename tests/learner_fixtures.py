@@ -18,7 +18,7 @@ BINS = 256
 class Evaluation:
     logprob: Tensor
     entropy: Tensor
-    value: None = None
+    value: Tensor | None = None
 
 
 class TablePolicy(nn.Module):
@@ -36,7 +36,7 @@ class TablePolicy(nn.Module):
         assert len(frames) == len(tasks)
         return torch.from_numpy(frames[:, 0, 0, 0].astype(np.int64))
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any) -> Any:
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
         self.evaluated.append(len(inputs))
         logits = self.scale * self.logits[inputs] / sampling.temperature
         if sampling.top_k:
@@ -53,8 +53,35 @@ class TablePolicy(nn.Module):
     def trainable_tensors(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.named_parameters()}
 
+    acting_tensors = trainable_tensors
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.named_parameters())
+
     def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
-        return [{"params": list(self.parameters()), "lr": lr}]
+        return [{"name": "policy", "params": list(self.parameters()), "lr": lr}]
+
+
+class TableActorCritic(TablePolicy):
+    """The same with a table of values: one (chunk level) or eight (action level) per observation."""
+
+    def __init__(self, rows: int = 6, seed: int = 0, width: int = 1) -> None:
+        super().__init__(rows, seed)
+        generator = torch.Generator().manual_seed(seed + 1)
+        self.table = nn.Parameter(torch.randn(rows, width, generator=generator))
+
+    def values(self, inputs: Any) -> Tensor:
+        return self.table[inputs]
+
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
+        found = super().evaluate(inputs, tokens, sampling, **through)
+        return Evaluation(found.logprob, found.entropy, self.table[inputs])
+
+    def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
+        return [
+            {"name": "policy", "params": [self.logits, self.scale, self.unused], "lr": lr},
+            {"name": "value", "params": [self.table], "lr": value_lr},
+        ]
 
 
 def episode(
@@ -100,7 +127,7 @@ def episode(
         success_scores=rewards.copy(),
         policy_versions=np.array(versions or (0,) * n, np.int64),
         noise_seeds=np.arange(n, dtype=np.int64),
-        final_frame=frames[-1],
+        final_frame=frames[-1] + np.uint8(1),
         video=np.zeros((0, image, image, 3), np.uint8),
     )
 

@@ -1,4 +1,4 @@
-"""Group-relative advantages: literal numbers, the slow formula, and groups that stay apart."""
+"""Advantages: literal numbers, the slow formulas, and episodes and groups that stay apart."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from asyncrl.learner.advantages import group_relative_advantages
+from asyncrl.learner.advantages import (
+    Estimates,
+    generalized_advantages,
+    group_relative_advantages,
+    vtrace,
+    whitened,
+)
+
+# --- groups -------------------------------------------------------------------
 
 
-def by_definition(returns: list[float], group_size: int, normalize_by_std: bool) -> list[float]:
+def by_definition(returns: list[float], group_size: int, baseline: str, spread: str) -> list[float]:
     out = []
     for start in range(0, len(returns), group_size):
         group = returns[start : start + group_size]
-        mean, spread = statistics.fmean(group), statistics.stdev(group)
-        out += [(r - mean) / (spread + 1e-6 if normalize_by_std else 1.0) for r in group]
+        for i, score in enumerate(group):
+            others = group[:i] + group[i + 1 :]
+            difference = score - statistics.fmean(group if baseline == "mean" else others)
+            among = {"group_std": group, "batch_std": returns}.get(spread)
+            out.append(difference if among is None else difference / (statistics.stdev(among) + 1e-6))
     return out
 
 
@@ -27,28 +39,32 @@ def test_one_success_of_four_is_one_and_a_half_deviations_above() -> None:
     torch.testing.assert_close(advantages, torch.tensor([1.5, -0.5, -0.5, -0.5]), atol=1e-5, rtol=0)
 
 
-def test_without_the_deviation_only_the_mean_is_subtracted() -> None:
-    advantages = group_relative_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4)
-    assert advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
+def test_without_the_deviation_only_the_baseline_is_subtracted() -> None:
+    returns = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    assert group_relative_advantages(returns, 4, spread="none").tolist() == [0.75, -0.25, -0.25, -0.25]
+    others = group_relative_advantages(returns, 4, baseline="leave_one_out", spread="none")
+    torch.testing.assert_close(others, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))  # 0 - mean(1, 0, 0)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("spread", ["group_std", "batch_std", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_it_matches_the_definition(group_size: int, normalize: bool) -> None:
+def test_group_advantages_match_the_definition(group_size: int, baseline: str, spread: str) -> None:
     returns = torch.rand(16, generator=torch.Generator().manual_seed(0))
-    expected = torch.tensor(by_definition(returns.tolist(), group_size, normalize))
-    actual = group_relative_advantages(returns, group_size, normalize_by_std=normalize)
+    expected = torch.tensor(by_definition(returns.tolist(), group_size, baseline, spread))
+    actual = group_relative_advantages(returns, group_size, baseline=baseline, spread=spread)  # pyright: ignore
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("spread", ["group_std", "batch_std", "none"])
 @given(score=st.floats(-10, 10, width=32), group_size=st.integers(2, 9))
 def test_a_group_that_scored_all_the_same_gets_exactly_zero(
-    normalize: bool, score: float, group_size: int
+    spread: str, score: float, group_size: int
 ) -> None:
-    returns = torch.full((group_size,), score)
-    advantages = group_relative_advantages(returns, group_size, normalize_by_std=normalize)
-    assert advantages.tolist() == [0.0] * group_size
+    returns = torch.cat([torch.full((group_size,), score), torch.arange(group_size).float()])
+    advantages = group_relative_advantages(returns, group_size, spread=spread)  # pyright: ignore
+    assert advantages[:group_size].tolist() == [0.0] * group_size
+    assert advantages[group_size:].abs().min() > 0 or group_size % 2
 
 
 @given(order=st.permutations(range(4)))
@@ -63,3 +79,177 @@ def test_groups_in_another_order_keep_their_own_advantages(order: list[int]) -> 
 def test_what_is_no_whole_number_of_groups_is_refused_with_its_shape(count: int, group_size: int) -> None:
     with pytest.raises(ValueError, match=rf"group_size={group_size}.*\({count},\)"):
         group_relative_advantages(torch.zeros(count), group_size)
+
+
+# --- critics ------------------------------------------------------------------
+
+
+def episodes(seed: int, lengths: tuple[int, ...] = (5, 1, 3)) -> dict[str, Tensor]:
+    """Random rows of several lengths; what is masked holds large nonsense."""
+    g = torch.Generator().manual_seed(seed)
+    rows, longest = len(lengths), max(lengths)
+    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+
+    def noise() -> Tensor:
+        return torch.where(mask, torch.randn(rows, longest, generator=g, dtype=torch.float64), 1e6)
+
+    return {
+        "rewards": noise(),
+        "values": noise(),
+        "final_values": torch.randn(rows, generator=g, dtype=torch.float64),
+        "mask": mask,
+        "terminated": torch.arange(rows) % 2 == 0,
+        "log_ratios": noise().clamp(max=3.0),
+    }
+
+
+def gae_by_sum(e: dict[str, Tensor], gamma: float, lam: float) -> list[list[float]]:
+    """``A_t = sum over k of (gamma lambda)^k delta_{t+k}``, one episode after the other."""
+    out = []
+    for b, mask in enumerate(e["mask"]):
+        n = int(mask.sum())
+        rewards, values = e["rewards"][b].tolist()[:n], e["values"][b].tolist()[:n]
+        after = [*values[1:], 0.0 if e["terminated"][b] else float(e["final_values"][b])]
+        deltas = [rewards[t] + gamma * after[t] - values[t] for t in range(n)]
+        out.append([sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(n)])
+    return out
+
+
+def without_ratios(e: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in e.items() if name != "log_ratios"}
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_matches_the_sum_of_discounted_differences(seed: int, gamma: float, lam: float) -> None:
+    e = episodes(seed)
+    estimates = generalized_advantages(**without_ratios(e), gamma=gamma, lam=lam)
+    for b, expected in enumerate(gae_by_sum(e, gamma, lam)):
+        actual = estimates.advantages[b, : len(expected)]
+        torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
+        targets = estimates.targets[b, : len(expected)]
+        torch.testing.assert_close(targets, actual + e["values"][b, : len(expected)])
+    assert estimates.advantages[~e["mask"]].abs().max() == 0
+
+
+def test_gae_by_hand_tells_an_end_from_a_cut() -> None:
+    # gamma 1/2, lambda 1/2, values 1 and 2, rewards 0 and 4, value of the final observation 8.
+    rewards, values = torch.tensor([[0.0, 4.0]] * 2), torch.tensor([[1.0, 2.0]] * 2)
+    estimates = generalized_advantages(
+        rewards,
+        values,
+        torch.tensor([8.0, 8.0]),
+        torch.ones(2, 2, dtype=torch.bool),
+        torch.tensor([True, False]),
+        gamma=0.5,
+        lam=0.5,
+    )
+    # ended: delta = (0 + 1 - 1, 4 + 0 - 2) = (0, 2); A = (0 + 2/4, 2).
+    # cut: delta_1 = 4 + 4 - 2 = 6; A = (0 + 6/4, 6).
+    assert estimates.advantages.tolist() == [[0.5, 2.0], [1.5, 6.0]]
+    assert estimates.targets.tolist() == [[1.5, 4.0], [2.5, 8.0]]
+
+
+def vtrace_by_definition(
+    e: dict[str, Tensor], gamma: float, lam: float, rho_cap: float, trace_cap: float, bootstrap: str
+) -> list[tuple[list[float], list[float]]]:
+    """``v_s = V_s + sum over t >= s of gamma^(t-s) (product of c_s .. c_{t-1}) delta_t`` (equation 1)."""
+    out = []
+    for b, mask in enumerate(e["mask"]):
+        n = int(mask.sum())
+        rewards, values = e["rewards"][b].tolist()[:n], e["values"][b].tolist()[:n]
+        ratios = e["log_ratios"][b].exp().tolist()[:n]
+        end = 0.0 if e["terminated"][b] else float(e["final_values"][b])
+        after = [*values[1:], end]
+        rho = [min(rho_cap, r) for r in ratios]
+        c = [lam * min(trace_cap, r) for r in ratios]
+        v = []
+        for s in range(n):
+            total, product = values[s], 1.0
+            for t in range(s, n):
+                total += gamma ** (t - s) * product * rho[t] * (rewards[t] + gamma * after[t] - values[t])
+                product *= c[t]
+            v.append(total)
+        later = [*v[1:], end]
+        if bootstrap == "mixture":
+            later = [lam * x + (1 - lam) * y for x, y in zip(later, after, strict=True)]
+        pg = [rho[t] * (rewards[t] + gamma * later[t] - values[t]) for t in range(n)]
+        out.append((pg, v))
+    return out
+
+
+@pytest.mark.parametrize("bootstrap", ["target", "mixture"])
+@pytest.mark.parametrize(("lam", "rho_cap", "trace_cap"), [(1.0, 1.0, 1.0), (0.9, 2.0, 1.0), (0.5, 9e9, 9e9)])
+@pytest.mark.parametrize("seed", range(2))
+def test_vtrace_matches_equation_one(
+    seed: int, lam: float, rho_cap: float, trace_cap: float, bootstrap: str
+) -> None:
+    e = episodes(seed)
+    estimates = vtrace(
+        **e,
+        gamma=0.97,
+        lam=lam,
+        rho_cap=rho_cap,
+        trace_cap=trace_cap,
+        bootstrap=bootstrap,  # pyright: ignore
+    )
+    for b, (pg, v) in enumerate(vtrace_by_definition(e, 0.97, lam, rho_cap, trace_cap, bootstrap)):
+        torch.testing.assert_close(estimates.advantages[b, : len(pg)], torch.tensor(pg, dtype=torch.float64))
+        torch.testing.assert_close(estimates.targets[b, : len(v)], torch.tensor(v, dtype=torch.float64))
+
+
+def test_vtrace_by_hand() -> None:
+    # gamma 1, ratios 2 and 1/2, rho bar 1, c bar 1, cut with final value 3, rewards 0 and 1, values 1 and 2.
+    estimates = vtrace(
+        torch.tensor([[0.0, 1.0]]),
+        torch.tensor([[1.0, 2.0]]),
+        torch.tensor([3.0]),
+        torch.ones(1, 2, dtype=torch.bool),
+        torch.tensor([False]),
+        torch.tensor([[2.0, 0.5]]).log(),
+        gamma=1.0,
+    )
+    # delta_1 = 1/2 (1 + 3 - 2) = 1, v_1 = 3; delta_0 = 1 (0 + 2 - 1) = 1, v_0 = 1 + 1 + 1 (3 - 2) = 3.
+    torch.testing.assert_close(estimates.targets, torch.tensor([[3.0, 3.0]]))
+    torch.testing.assert_close(estimates.advantages, torch.tensor([[2.0, 1.0]]))  # 0 + 3 - 1; (1 + 3 - 2) / 2
+
+
+@given(lam=st.floats(0, 1), gamma=st.floats(0, 1))
+def test_vtrace_of_fresh_samples_is_gae(lam: float, gamma: float) -> None:
+    e = episodes(4)
+    fresh = {**e, "log_ratios": torch.zeros_like(e["values"])}
+    expected = generalized_advantages(**without_ratios(e), gamma=gamma, lam=lam)
+    actual = vtrace(**fresh, gamma=gamma, lam=lam)
+    torch.testing.assert_close(actual.targets, expected.targets)
+    torch.testing.assert_close(actual.advantages, expected.advantages)
+
+
+@given(order=st.permutations(range(3)), longer=st.integers(0, 3))
+def test_rows_are_islands(order: list[int], longer: int) -> None:
+    """Neither their order, nor padding, nor what the padding holds changes an episode's numbers."""
+    e = episodes(6)
+    straight = vtrace(**e, gamma=0.9, lam=0.8)
+
+    def changed(name: str, value: Tensor) -> Tensor:
+        if value.ndim == 2:
+            value = torch.nn.functional.pad(value, (0, longer), value=0 if name == "mask" else -77.0)
+        return value[order]
+
+    shuffled = vtrace(**{name: changed(name, value) for name, value in e.items()}, gamma=0.9, lam=0.8)
+    for name in Estimates._fields:
+        assert torch.equal(getattr(shuffled, name)[:, :5], getattr(straight, name)[order])
+
+
+def test_estimates_have_no_gradient() -> None:
+    e = episodes(0)
+    e["values"].requires_grad_()
+    e["final_values"].requires_grad_()
+    estimates = vtrace(**e, gamma=0.9)
+    assert not estimates.advantages.requires_grad
+    assert not estimates.targets.requires_grad
+
+
+def test_whitened_advantages_are_centred_scaled_and_zero_where_masked() -> None:
+    values, mask = torch.tensor([1.0, 5.0, 99.0]), torch.tensor([True, True, False])
+    out = whitened(values, mask, mean=torch.tensor(3.0), std=torch.tensor(2.0))
+    torch.testing.assert_close(out, torch.tensor([-1.0, 1.0, 0.0]), atol=1e-4, rtol=0)

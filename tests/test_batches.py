@@ -11,33 +11,35 @@ from learner_fixtures import episode, groups_of
 
 from asyncrl import metrics as m
 from asyncrl.errors import ReplayError
-from asyncrl.learner.batches import Batch, batch_metrics, build_batch
+from asyncrl.learner.batches import build_batch, describe
+from asyncrl.records import Episode
 
 
-def small_batch() -> Batch:
+def small_groups() -> list[list[Episode]]:
     """Group 0: success at step 10 of 16, and 8 steps without. Group 1: two failures."""
-    groups = [
+    return [
         [
             episode(group=0, member=0, rows=(3, 4), success_at=10, versions=(5, 6)),
             episode(group=0, member=1, rows=(1,), versions=(4,)),
         ],
         [episode(group=1, member=i, rows=(2,), versions=(7,)) for i in range(2)],
     ]
-    return build_batch(groups, version=7)
 
 
 def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
-    batch = small_batch()
+    batch = build_batch(small_groups(), version=7)
     assert batch.frames[:, 0, 0, 0].tolist() == [3, 4, 1, 2, 2]
     assert batch.tasks == ("lift the red block",) * 5
     assert batch.mask.sum(dim=(1, 2)).tolist() == [56, 3 * 7, 56, 56, 56]
-    assert batch.valid_tokens == 56 + 21 + 56 + 112
-    assert batch.advantages.tolist() == [0.5, 0.5, -0.5, 0.0, 0.0]
+    assert batch.rewards.sum(dim=1).tolist() == [0, 1, 0, 0, 0]
+    assert batch.rewards[1, 2] == 1
+    assert batch.place.tolist() == [0, 1, 0, 0, 0]
+    assert batch.final_frames[:, 0, 0, 0].tolist() == [5, 2, 3, 3]
+    assert batch.successes.tolist() == [True, False, False, False]
     assert batch.lag.tolist() == [2, 1, 3, 0, 0]
     assert batch.episode.tolist() == [0, 0, 1, 2, 3]
     assert batch.lengths.tolist() == [11, 8, 8, 8]
     assert batch.returns.tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert batch.with_signal.tolist() == [0, 1, 2]
     first = episode(group=0, member=0, rows=(3, 4), success_at=10, versions=(5, 6))
     np.testing.assert_array_equal(batch.tokens[:2].numpy(), first.tokens)
     np.testing.assert_array_equal(batch.logprob_behaviour[:2].numpy(), first.logprobs)
@@ -45,21 +47,23 @@ def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
 
 
 def test_metrics_of_a_batch_by_hand() -> None:
-    values = batch_metrics(small_batch())
+    values = describe(small_groups(), version=7)
     assert values[m.SUCCESS_ONCE] == 0.25
     assert values[m.RETURN] == values[m.REWARDS] == 0.25
     assert values[m.REWARD] == pytest.approx((1 / 11) / 4)
     assert values[m.EPISODE_LEN] == (11 + 8 + 8 + 8) / 4
-    assert values[m.ADVANTAGES_MEAN] == pytest.approx((0.5 * (56 + 21) - 0.5 * 56) / 245)
-    assert (values[m.ADVANTAGES_MAX], values[m.ADVANTAGES_MIN]) == (0.5, -0.5)
     assert values[m.SIGNAL_GROUPS] == 0.5
     assert values[m.LAG_MEAN] == pytest.approx(6 / 5)
     assert values[m.LAG_MAX] == 3
+    shares = {metric.name.removeprefix("replay/lag_"): values[metric] for metric, _, _ in m.LAG_HISTOGRAM}
+    assert shares == {"0": 0.4, "1": 0.2, "2": 0.2, "3_4": 0.2, "5_8": 0.0, "9_up": 0.0}
 
 
-def test_a_decision_after_the_success_has_no_signal() -> None:
-    groups = [[episode(member=0, rows=(0, 1), success_at=3), episode(member=1, rows=(2,))]]
-    assert build_batch(groups, version=0).with_signal.tolist() == [0, 2]
+def test_a_reward_after_the_first_one_does_not_count() -> None:
+    twice = episode(rows=(0, 1), success_at=3)
+    twice.rewards[1, 2] = 1.0
+    batch = build_batch([[twice, episode(member=1, rows=(2,))]], version=0)
+    assert batch.rewards.sum() == 1
 
 
 @given(order=st.permutations(range(3)), members=st.permutations(range(2)))
@@ -69,7 +73,7 @@ def test_the_order_of_groups_and_members_changes_no_episode(order: list[int], me
     shuffled = build_batch([[groups[g][i] for i in members] for g in order], version=0)
     back = torch.cat([torch.arange(4) + 4 * order.index(g) for g in range(3)])
     assert torch.equal(shuffled.tokens[back], straight.tokens)
-    assert torch.equal(shuffled.advantages[back], straight.advantages)
+    assert torch.equal(shuffled.rewards[back], straight.rewards)
     assert torch.equal(shuffled.mask[back], straight.mask)
 
 
@@ -81,9 +85,7 @@ def test_a_group_that_is_not_complete_is_refused(members: list[int]) -> None:
 
 def test_siblings_of_two_groups_are_refused() -> None:
     with pytest.raises(ReplayError, match=r"00000000.*00000001"):
-        build_batch(
-            [[episode(group=0, member=0), episode(group=1, member=1)]], version=0
-        )
+        build_batch([[episode(group=0, member=0), episode(group=1, member=1)]], version=0)
 
 
 @pytest.mark.parametrize(

@@ -6,40 +6,41 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
+from asyncrl.errors import ConfigError
 from asyncrl.learner.corrections import (
-    importance_stats,
+    check_needs,
     importance_weights,
     k3,
+    log_linear_proximal,
     log_ratio,
-    masked_mean,
-    truncated_importance_weights,
+    masked_weights,
+    truncated_weights,
+    vetoed,
+    whole_episodes,
 )
+from asyncrl.learner.levels import summed_at
+from asyncrl.recipe import CorrectionSettings
 
 PROXIMAL = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 BEHAVIOUR = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+RATIOS = (PROXIMAL / BEHAVIOUR).log()
 
 
-def test_weights_are_probability_ratios_cut_at_the_cap() -> None:
-    weights = truncated_importance_weights(PROXIMAL.log(), BEHAVIOUR.log(), cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([0.25, 2 / 3, 1.5, 2.0], dtype=torch.float64))
+def test_truncated_and_masked_weights_by_hand() -> None:
+    def f64(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    torch.testing.assert_close(truncated_weights(RATIOS, cap=2.0), f64(0.25, 2 / 3, 1.5, 2.0))
+    torch.testing.assert_close(truncated_weights(RATIOS, low=0.5, cap=2.0), f64(0.5, 2 / 3, 1.5, 2.0))
+    torch.testing.assert_close(masked_weights(RATIOS, low=0.5, cap=2.0), f64(0.0, 2 / 3, 1.5, 0.0))
 
 
 def test_weighted_stale_samples_have_the_expectation_of_fresh_ones() -> None:
     reward = torch.tensor([5.0, -1.0, 2.0, 7.0], dtype=torch.float64)
-    weights = truncated_importance_weights(PROXIMAL.log(), BEHAVIOUR.log(), cap=100.0)
-    stale, fresh = (BEHAVIOUR * weights * reward).sum(), (PROXIMAL * reward).sum()
-    torch.testing.assert_close(stale, fresh)
-
-
-def test_no_correction_means_weight_one() -> None:
-    assert importance_weights("none", PROXIMAL.log(), BEHAVIOUR.log(), 2.0).tolist() == [1.0] * 4
-
-
-@pytest.mark.parametrize("correction", ["none", "tis"])
-def test_no_gradient_flows_through_weights(correction: str) -> None:
-    proximal = PROXIMAL.log().requires_grad_()
-    assert not importance_weights(correction, proximal, BEHAVIOUR.log(), 2.0).requires_grad  # pyright: ignore
+    stale = (BEHAVIOUR * truncated_weights(RATIOS, cap=100.0) * reward).sum()
+    torch.testing.assert_close(stale, (PROXIMAL * reward).sum())
 
 
 def test_log_ratios_stay_within_twenty() -> None:
@@ -48,31 +49,117 @@ def test_log_ratios_stay_within_twenty() -> None:
 
 def test_k3_has_the_kl_divergence_as_its_expectation() -> None:
     kl = sum(q * math.log(q / p) for q, p in zip(BEHAVIOUR.tolist(), PROXIMAL.tolist(), strict=True))
-    expectation = (BEHAVIOUR * k3(PROXIMAL.log() - BEHAVIOUR.log())).sum()
-    assert expectation.item() == pytest.approx(kl)
+    assert (BEHAVIOUR * k3(RATIOS)).sum().item() == pytest.approx(kl)
 
 
-def test_stats_have_their_definitions_and_see_valid_tokens_only() -> None:
-    # Ratios 1, 1, 4 (cut at 2); the fourth token is masked and holds nonsense.
-    behaviour = torch.tensor([0.5, 0.5, 0.1, 0.5]).log()
-    proximal = torch.tensor([0.5, 0.5, 0.4, math.nan]).log()
-    mask = torch.tensor([True, True, True, False])
-    weights = truncated_importance_weights(proximal, behaviour, cap=2.0)
-    stats = importance_stats(weights, proximal, behaviour, mask, 2.0)
-    assert stats.mean.item() == pytest.approx(4 / 3)
-    assert stats.largest.item() == pytest.approx(4)
-    assert stats.capped.item() == pytest.approx(1 / 3)
-    assert stats.effective_sample_size.item() == pytest.approx(16 / (3 * 6))
-    assert stats.mismatch_kl.item() == pytest.approx((4 - 1 - math.log(4)) / 3, rel=1e-5)
+# --- levels -------------------------------------------------------------------
 
 
-def test_fresh_samples_have_no_mismatch_and_count_fully() -> None:
-    logprob, mask = BEHAVIOUR.log(), torch.ones(4, dtype=torch.bool)
-    stats = importance_stats(torch.ones(4), logprob, logprob, mask, 2.0)
-    assert [float(value) for value in stats] == [1.0, 1.0, 0.0, 1.0, 0.0]
+def tokens() -> tuple[Tensor, Tensor, Tensor]:
+    """Log-ratios, mask and episodes of three decisions; episode 0 has two. Masked tokens hold nonsense."""
+    g = torch.Generator().manual_seed(3)
+    mask = torch.rand(3, 8, 7, generator=g) < 0.7
+    ratios = torch.where(mask, torch.randn(3, 8, 7, generator=g) * 0.2, 50.0)
+    return ratios, mask, torch.tensor([0, 0, 1])
 
 
-def test_a_masked_mean_ignores_what_is_masked_and_is_zero_over_nothing() -> None:
-    values = torch.tensor([1.0, 3.0, math.nan])
-    assert masked_mean(values, torch.tensor([True, True, False])).item() == 2.0
-    assert masked_mean(values, torch.zeros(3, dtype=torch.bool)).item() == 0.0
+def by_loop(level: str, mean: bool) -> Tensor:
+    """Each token's unit found by name, its valid members added up one by one."""
+    ratios, mask, episode = tokens()
+    names = {
+        "token": lambda d, c, a: (d, c, a),
+        "action": lambda d, c, a: (d, c),
+        "chunk": lambda d, c, a: d,
+        "episode": lambda d, c, a: int(episode[d]),
+    }
+    sums: dict[object, list[float]] = {}
+    places = [(d, c, a) for d in range(3) for c in range(8) for a in range(7)]
+    for place in places:
+        if mask[place]:
+            sums.setdefault(names[level](*place), []).append(ratios[place].item())
+    out = torch.zeros(3, 8, 7)
+    for place in places:
+        found = sums.get(names[level](*place), [0.0])
+        out[place] = math.fsum(found) / (len(found) if mean else 1)
+    return out
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("level", ["token", "action", "chunk", "episode"])
+def test_sums_of_every_level_match_a_loop_over_tokens(level: str, mean: bool) -> None:
+    ratios, mask, episode = tokens()
+    actual = summed_at(ratios, mask, level, episode, mean=mean)  # pyright: ignore
+    expected = torch.where(mask, by_loop(level, mean), 0.0) if level == "token" else by_loop(level, mean)
+    torch.testing.assert_close(actual.expand(3, 8, 7), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["tis", "mis", "decoupled"])
+@pytest.mark.parametrize("level", ["token", "action", "chunk", "episode"])
+@pytest.mark.parametrize("geometric", [False, True])
+def test_weights_of_every_kind_and_level_match_a_loop(kind: str, level: str, geometric: bool) -> None:
+    ratios, mask, episode = tokens()
+    settings = CorrectionSettings(kind=kind, level=level, geometric=geometric, low=0.7, cap=1.4)  # pyright: ignore
+    actual = importance_weights(settings, ratios, mask, episode, "token").expand(3, 8, 7)
+    for place in torch.nonzero(mask).tolist():
+        raw = math.exp(by_loop(level, geometric)[tuple(place)].item())
+        low = 0.0 if kind == "decoupled" else 0.7
+        inside = low <= raw <= 1.4
+        expected = min(max(raw, low), 1.4) if kind == "tis" else raw if inside else 0.0
+        assert actual[tuple(place)].item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_correction_without_weights_has_weight_one() -> None:
+    ratios, mask, episode = tokens()
+    for kind in ("none", "naive", "vtrace"):
+        weights = importance_weights(CorrectionSettings(kind=kind), ratios, mask, episode, "token")
+        assert weights.flatten().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_one_token_below_the_veto_drops_its_whole_episode() -> None:
+    ratios, mask = torch.zeros(3, 8, 7), torch.ones(3, 8, 7, dtype=torch.bool)
+    ratios[0, 2, 3] = math.log(1e-4)
+    ratios[2, 0, 0], mask[2, 0, 0] = -15.0, False  # masked: no veto
+    episode = torch.tensor([0, 0, 1])
+    assert vetoed(ratios, mask, episode, 1e-3).tolist() == [True, True, False]
+    assert vetoed(ratios, mask, episode, 1e-5).tolist() == [False, False, False]
+    settings = CorrectionSettings(kind="tis", veto=1e-3)
+    weights = importance_weights(settings, ratios, mask, episode, "token")
+    assert weights[:2].abs().max() == 0
+    assert weights[2, 1, 1] == 1
+
+
+def test_no_gradient_flows_through_weights() -> None:
+    ratios, mask, episode = tokens()
+    ratios.requires_grad_()
+    for kind in ("tis", "mis", "decoupled"):
+        settings = CorrectionSettings(kind=kind, level="episode")
+        assert not importance_weights(settings, ratios, mask, episode, "token").requires_grad
+
+
+@pytest.mark.parametrize(("lag", "expected"), [(0, -3.0), (1, -2.0), (3, -1.5)])
+def test_the_log_linear_anchor_by_hand(lag: int, expected: float) -> None:
+    # behaviour -3, current -1; alpha = lag / (lag + 1)
+    now = torch.full((1, 8, 7), -1.0, requires_grad=True)
+    anchor = log_linear_proximal(now, torch.full((1, 8, 7), -3.0), torch.tensor([lag]))
+    torch.testing.assert_close(anchor, torch.full((1, 8, 7), expected))
+    assert not anchor.requires_grad
+
+
+# --- what a correction needs --------------------------------------------------
+
+
+def test_a_correction_without_what_it_needs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vtrace.*no critic.*--algorithm.kind ppo"):
+        check_needs(CorrectionSettings(kind="vtrace"), critic=False, behaviour=True)
+    for kind in ("naive", "tis", "mis", "decoupled", "vtrace"):
+        with pytest.raises(ConfigError, match=r"no log-probs of the policy that"):
+            check_needs(CorrectionSettings(kind=kind), critic=True, behaviour=False)
+    check_needs(CorrectionSettings(kind="none"), critic=False, behaviour=False)
+
+
+def test_only_episodes_and_vetoes_need_whole_episodes() -> None:
+    assert not whole_episodes(CorrectionSettings(kind="tis", level="chunk"))
+    assert not whole_episodes(CorrectionSettings(kind="none", level="episode"))
+    assert whole_episodes(CorrectionSettings(kind="tis", level="episode"))
+    assert whole_episodes(CorrectionSettings(kind="mis", veto=1e-4))
+    assert whole_episodes(CorrectionSettings(kind="vtrace"))

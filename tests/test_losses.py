@@ -1,4 +1,4 @@
-"""The clipped loss: values and gradients against a loop over single tokens and against literals."""
+"""Losses per unit: values and gradients by hand, against loops, and against the divergences they estimate."""
 
 from __future__ import annotations
 
@@ -10,150 +10,182 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learner.losses import PolicyLoss, clipped_policy_loss
+from asyncrl.learner.losses import aggregation_weights, cispo_loss, clipped_loss, kl_penalty, value_loss
 
 LOW, HIGH = 0.2, 0.28
 
 
-def loss_of(logprob: Tensor, proximal: Tensor, advantages: Tensor, **changes: Tensor | float) -> PolicyLoss:
-    given_ = {
-        "weights": torch.ones_like(logprob),
-        "mask": torch.ones_like(logprob, dtype=torch.bool),
-        "clip_low": LOW,
-        "clip_high": HIGH,
-        "denominator": logprob.numel(),
-    } | changes
-    return clipped_policy_loss(logprob, proximal, advantages, **given_)  # pyright: ignore[reportArgumentType]
+def one(value: float, grad: bool = False) -> Tensor:
+    return torch.full((1, 1, 1), value, dtype=torch.float64, requires_grad=grad)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "removed"),
+    ("ratio", "advantage", "dual", "loss", "gradient", "removed"),
     [
-        (1.0, 2.0, -2.0, -2.0, 0),  # on-policy: the plain policy gradient
-        (1.2, 2.0, -2.4, -2.4, 0),  # inside the region
-        (1.5, 2.0, -2.56, 0.0, 1),  # gained enough: 2 * 1.28
-        (0.5, 2.0, -1.0, -1.0, 0),  # a good token became unlikely: never clipped
-        (0.9, -2.0, 1.8, 1.8, 0),
-        (0.5, -2.0, 1.6, 0.0, 1),  # lost enough: 2 * 0.8
-        (1.5, -2.0, 3.0, 3.0, 0),  # a bad token became likely: never clipped
-        (1.5, 0.0, 0.0, 0.0, 0),  # no advantage, no gradient to remove
+        (1.0, 2.0, 0.0, -2.0, -2.0, 0),  # on-policy: the plain policy gradient
+        (1.2, 2.0, 0.0, -2.4, -2.4, 0),  # inside the region
+        (1.5, 2.0, 0.0, -2.56, 0.0, 1),  # gained enough: 2 * 1.28
+        (0.5, 2.0, 0.0, -1.0, -1.0, 0),  # a good token became unlikely: never clipped
+        (0.9, -2.0, 0.0, 1.8, 1.8, 0),
+        (0.5, -2.0, 0.0, 1.6, 0.0, 1),  # lost enough: 2 * 0.8
+        (1.5, -2.0, 0.0, 3.0, 3.0, 0),  # a bad token became likely: never clipped
+        (1.5, 0.0, 0.0, 0.0, 0.0, 0),  # no advantage, no gradient to remove
+        (4.0, -2.0, 3.0, 6.0, 0.0, 2),  # dual clip: at most 3 * 2
+        (2.0, -2.0, 3.0, 4.0, 4.0, 0),
+        (4.0, 2.0, 3.0, -2.56, 0.0, 1),  # the dual clip is for negative advantages only
     ],
 )
-def test_one_token_by_hand(
-    ratio: float, advantage: float, loss: float, gradient: float, removed: int
+def test_the_clipped_loss_of_one_unit_by_hand(
+    ratio: float, advantage: float, dual: float, loss: float, gradient: float, removed: int
 ) -> None:
-    proximal = torch.full((1, 1, 1), math.log(0.3))
-    logprob = (proximal + math.log(ratio)).requires_grad_()
-    result = loss_of(logprob, proximal, torch.tensor([[[advantage]]]))
-    result.loss.backward()
-    assert result.loss.item() == pytest.approx(loss, abs=1e-5)
-    assert logprob.grad is not None
-    assert logprob.grad.item() == pytest.approx(gradient, abs=1e-5)  # d ratio / d logprob = ratio
-    assert result.clip_fraction.item() == removed
+    log_ratio = one(math.log(ratio), grad=True)
+    result = clipped_loss(log_ratio, one(advantage), clip_low=LOW, clip_high=HIGH, dual_clip=dual)
+    result.loss.sum().backward()
+    assert result.loss.item() == pytest.approx(loss)
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.item() == pytest.approx(gradient)  # d ratio / d log ratio = ratio
+    assert (result.clipped.item(), result.dual_clipped.item()) == (removed == 1, removed == 2)
     assert result.clipped_ratio.item() == pytest.approx(min(max(ratio, 1 - LOW), 1 + HIGH))
 
 
-def random_tokens(seed: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    proximal = -4 * torch.rand(5, 8, 7, generator=g, dtype=torch.float64)
-    return {
-        "logprob": proximal + 0.5 * torch.randn(5, 8, 7, generator=g, dtype=torch.float64),
-        "proximal": proximal,
-        "advantages": torch.randn(5, 1, 1, generator=g, dtype=torch.float64),
-        "weights": 2 * torch.rand(5, 8, 7, generator=g, dtype=torch.float64),
-        "mask": torch.rand(5, 8, 7, generator=g) < 0.7,
-    }
-
-
-def token_by_token(t: dict[str, Tensor], denominator: float) -> tuple[float, Tensor, float, float]:
-    """Loss, its gradient, clip fraction and clipped ratio, one token after the other."""
-    loss, removed, ratios, gradient = 0.0, 0, 0.0, torch.zeros(5, 8, 7, dtype=torch.float64)
-    for place in torch.nonzero(t["mask"]).tolist():
-        at = tuple(place)
-        a, w = t["advantages"][at[0], 0, 0].item(), t["weights"][at].item()
-        r = math.exp(t["logprob"][at].item() - t["proximal"][at].item())
-        if a > 0 and r > 1 + HIGH:
-            loss, removed = loss - w * a * (1 + HIGH), removed + 1
-        elif a < 0 and r < 1 - LOW:
-            loss, removed = loss - w * a * (1 - LOW), removed + 1
-        else:
-            loss -= w * a * r
-            gradient[at] = -w * a * r / denominator
-        ratios += min(max(r, 1 - LOW), 1 + HIGH)
-    return loss / denominator, gradient, removed / denominator, ratios / denominator
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_gradient_and_shares_match_a_loop_over_tokens(seed: int) -> None:
-    t = random_tokens(seed)
-    logprob = t["logprob"].requires_grad_()
-    result = loss_of(
-        logprob, t["proximal"], t["advantages"], weights=t["weights"], mask=t["mask"], denominator=123.0
-    )
-    result.loss.backward()
-    loss, gradient, removed, ratios = token_by_token(t, 123.0)
-    assert removed > 0
-    assert result.loss.item() == pytest.approx(loss)
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"), [(1.1, 2.0, 1.1), (5.0, 2.0, 1.28), (5.0, -2.0, 1.28), (0.1, 1.0, 0.8)]
+)
+def test_cispo_clips_the_weight_and_keeps_every_gradient(
+    ratio: float, advantage: float, weight: float
+) -> None:
+    logprob = one(-1.5, grad=True)
+    result = cispo_loss(logprob, one(math.log(ratio)), one(advantage), clip_low=LOW, clip_high=HIGH)
+    result.loss.sum().backward()
+    assert result.loss.item() == pytest.approx(weight * advantage * 1.5)
     assert logprob.grad is not None
-    torch.testing.assert_close(logprob.grad, gradient)
-    assert result.clip_fraction.item() == pytest.approx(removed)
-    assert result.clipped_ratio.item() == pytest.approx(ratios)
+    assert logprob.grad.item() == pytest.approx(-weight * advantage)
+    assert result.clipped.item() == (weight != ratio)
 
 
-@given(cut=st.integers(0, 5))
-def test_losses_of_micro_batches_add_up_to_the_loss_of_the_batch(cut: int) -> None:
-    t = random_tokens(7)
-    tokens = float(t["mask"].sum())
-
-    def part(rows: slice) -> PolicyLoss:
-        return loss_of(
-            t["logprob"][rows],
-            t["proximal"][rows],
-            t["advantages"][rows],
-            weights=t["weights"][rows],
-            mask=t["mask"][rows],
-            denominator=tokens,
-        )
-
-    whole, first, second = part(slice(None)), part(slice(cut)), part(slice(cut, None))
-    for total, a, b in zip(whole, first, second, strict=True):
-        torch.testing.assert_close(a + b, total, atol=1e-12, rtol=0, check_dtype=False)
-
-
-@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf])
-def test_masked_tokens_may_hold_anything(nonsense: float) -> None:
-    logprob = torch.tensor([[[-1.0, nonsense]]], requires_grad=True)
-    other = torch.tensor([[[-1.0, nonsense]]])
-    result = loss_of(
-        logprob,
-        other,
-        torch.ones(1, 1, 1),
-        weights=torch.tensor([[[1.0, nonsense]]]),
-        mask=torch.tensor([[[True, False]]]),
-        denominator=1.0,
-    )
-    result.loss.backward()
-    assert result.loss.item() == -1.0
+def test_the_cispo_weight_has_no_gradient_of_its_own() -> None:
+    logprob, proximal = one(-1.0, grad=True), one(-1.1)
+    cispo_loss(logprob, logprob - proximal, one(1.0), clip_low=1.0, clip_high=9.0).loss.sum().backward()
     assert logprob.grad is not None
-    assert logprob.grad.tolist() == [[[-1.0, 0.0]]]
-
-
-def test_a_token_outside_the_top_k_contributes_nothing() -> None:
-    logprob = torch.tensor([[[-1.0, -math.inf]]], requires_grad=True)
-    result = loss_of(logprob, logprob, torch.ones(1, 1, 1))
-    result.loss.backward()
-    assert logprob.grad is not None
-    assert logprob.grad.tolist() == [[[-0.5, 0.0]]]
-
-
-def test_a_valid_token_that_is_not_a_number_is_not_hidden() -> None:
-    logprob = torch.full((1, 1, 1), math.nan, requires_grad=True)
-    assert math.isnan(loss_of(logprob, torch.zeros(1, 1, 1), torch.ones(1, 1, 1)).loss.item())
+    assert logprob.grad.item() == pytest.approx(-math.exp(0.1))  # and not -(1 + log pi) exp(0.1)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_an_absurd_ratio_leaves_a_finite_gradient(advantage: float) -> None:
-    logprob = torch.zeros(1, 1, 1, requires_grad=True)
-    loss_of(logprob, torch.full((1, 1, 1), -1000.0), torch.full((1, 1, 1), advantage)).loss.backward()
-    assert logprob.grad is not None
-    assert logprob.grad.item() == 0.0
+    log_ratio = torch.full((1, 1, 1), 1000.0, requires_grad=True)
+    clipped_loss(log_ratio, torch.full((1, 1, 1), advantage), clip_low=LOW, clip_high=HIGH).loss.backward()
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.item() == 0.0
+
+
+def test_a_ratio_that_is_not_a_number_is_not_hidden() -> None:
+    assert math.isnan(clipped_loss(one(math.nan), one(1.0), clip_low=LOW, clip_high=HIGH).loss.item())
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "clip", "huber", "loss", "gradient", "clipped"),
+    [
+        (1.0, 1.0, 3.0, 0.0, 10.0, 2.0, -2.0, False),  # (1 - 3)^2 / 2
+        (1.0, 1.0, 31.0, 0.0, 10.0, 250.0, -10.0, False),  # 10 (30 - 5)
+        (2.0, 1.0, 3.0, 0.5, 10.0, 1.125, 0.0, True),  # near 1.5: (1.5 - 3)^2 / 2 > (2 - 3)^2 / 2
+        (0.0, 1.0, 3.0, 0.5, 10.0, 4.5, -3.0, False),  # moved away: the plain loss is larger
+        (1.2, 1.0, 3.0, 0.5, 10.0, 1.62, -1.8, False),  # inside the clip
+    ],
+)
+def test_the_value_loss_by_hand(
+    value: float,
+    old: float,
+    target: float,
+    clip: float,
+    huber: float,
+    loss: float,
+    gradient: float,
+    clipped: bool,
+) -> None:
+    v = torch.tensor([[value]], requires_grad=True)
+    losses, cut = value_loss(v, torch.tensor([[old]]), torch.tensor([[target]]), clip=clip, huber=huber)
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(loss)
+    assert v.grad is not None
+    assert v.grad.item() == pytest.approx(gradient)
+    assert cut.item() is clipped
+
+
+def test_kl_estimators_by_hand() -> None:
+    difference = 0.5  # log current - log reference
+    values = {k: kl_penalty(one(difference), one(0.0), k).item() for k in ("k1", "k2", "k3")}  # pyright: ignore
+    assert values == pytest.approx({"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5})
+
+
+def expectations(estimator: str) -> tuple[float, Tensor, float, Tensor, Tensor]:
+    """Expected value and gradient under the current policy, and the true ones of both divergences."""
+    logits = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.9, 0.2, -0.4, 0.0], dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    penalty = kl_penalty(logp, reference, estimator)  # pyright: ignore
+    weight = logp.detach().exp()
+    value = float((weight * penalty).sum().detach())
+    (gradient,) = torch.autograd.grad((weight * penalty).sum(), logits, retain_graph=True)
+    forward = (logp.exp() * (logp - reference)).sum()
+    (true,) = torch.autograd.grad(forward, logits, retain_graph=True)
+    backward = (reference.exp() * (reference - logp)).sum()
+    (reverse,) = torch.autograd.grad(backward, logits)
+    return value, gradient, float(forward.detach()), true, reverse
+
+
+def test_k1_and_k3_have_the_right_value_k2_the_right_gradient() -> None:
+    (v1, g1, kl, true, reverse), (v2, g2, *_), (v3, g3, *_) = (expectations(k) for k in ("k1", "k2", "k3"))
+    assert v1 == pytest.approx(kl)
+    assert v3 == pytest.approx(kl)
+    assert v2 != pytest.approx(kl, rel=1e-3)
+    torch.testing.assert_close(g2, true)
+    torch.testing.assert_close(g1, torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(g3, reverse)
+
+
+# --- aggregation --------------------------------------------------------------
+
+MASK = torch.tensor([[[1, 1]], [[1, 0]], [[1, 1]]]).bool()
+"""Episode 0 has three units in two decisions, episode 1 two in one."""
+EPISODE = torch.tensor([0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", [1 / 5, 1 / 5, 1 / 5, 0, 1 / 5, 1 / 5]),
+        ("episode_mean", [1 / 6, 1 / 6, 1 / 6, 0, 1 / 4, 1 / 4]),
+        ("length_normalised", [1 / 6, 1 / 6, 1 / 6, 0, 1 / 4, 1 / 4]),
+        ("constant", [1 / 8, 1 / 8, 1 / 8, 0, 1 / 8, 1 / 8]),
+    ],
+)
+def test_aggregation_weights_by_hand(aggregation: str, expected: list[float]) -> None:
+    weights = aggregation_weights(MASK, EPISODE, aggregation, units=5, episodes=2, longest=4)  # pyright: ignore
+    torch.testing.assert_close(weights.flatten(), torch.tensor(expected))
+
+
+def test_length_normalised_is_rlinfs_formula() -> None:
+    """Mean over all ``[T, B]`` places of ``loss * mask * T / valid`` with T = 4 places and B = 2 episodes."""
+    losses = torch.tensor([[[1.0, 2.0]], [[4.0, 0.0]], [[8.0, 16.0]]])
+    padded = torch.tensor([[1.0, 2.0, 4.0, 0.0], [8.0, 16.0, 0.0, 0.0]])
+    valid = torch.tensor([[3.0], [2.0]])
+    rlinf = (padded * 4 / valid).mean()
+    weights = aggregation_weights(MASK, EPISODE, "length_normalised", units=5, episodes=2, longest=4)
+    torch.testing.assert_close((weights * losses).sum(), rlinf)
+
+
+@given(cut=st.integers(0, 6), aggregation=st.sampled_from(["token_mean", "episode_mean", "constant"]))
+def test_parts_with_the_whole_batchs_denominators_add_up(cut: int, aggregation: str) -> None:
+    g = torch.Generator().manual_seed(cut)
+    mask = torch.rand(6, 8, 7, generator=g) < 0.6
+    losses, episode = torch.randn(6, 8, 7, generator=g), torch.arange(6) // 2
+    cut -= cut % 2  # A rank has whole episodes.
+    kwargs = {"units": float(mask.sum()), "episodes": 3.0, "longest": 112}
+
+    def part(rows: slice) -> Tensor:
+        ids = episode[rows] - (episode[rows].min() if len(episode[rows]) else 0)
+        if not len(ids):
+            return torch.zeros(())
+        return (aggregation_weights(mask[rows], ids, aggregation, **kwargs) * losses[rows]).sum()  # pyright: ignore
+
+    torch.testing.assert_close(part(slice(cut)) + part(slice(cut, None)), part(slice(None)))

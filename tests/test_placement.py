@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Placement, parse_placement, threads_of_actor
+from asyncrl.launch.placement import Placement, check_groups, parse_placement, threads_of_actor
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,8 @@ from asyncrl.launch.placement import Placement, parse_placement, threads_of_acto
         ("learner=0,actor=0-2", 3, (0,), (0, 1, 2)),
         (" learner = 0, actor = 1, 3, 2 ", 4, (0,), (1, 2, 3)),
         ("learner=0-0,actor=1,2-3", 4, (0,), (1, 2, 3)),
+        ("learner=0-1,actor=2-3", 4, (0, 1), (2, 3)),
+        ("learner=0-1,actor=0-1", 2, (0, 1), (0, 1)),
     ],
 )
 def test_every_rank_gets_its_roles(text, ranks, learners, actors):
@@ -36,8 +38,8 @@ def test_every_rank_gets_its_roles(text, ranks, learners, actors):
         ("learner=0,actor=3-1", 4, "ends before it begins. Use 1-3"),
         ("learner=0,actor=1-2,2", 3, "names rank 2 twice as actor"),
         ("learner=0,actor=1", 3, "gives rank 2 nothing to do, but torchrun started 3 ranks (0-2)"),
-        ("learner=0-1,actor=2-3", 4, "names 2 learner ranks, but the learner runs on one rank"),
-        ("learner=1,actor=0", 2, "puts the learner on rank 1"),
+        ("learner=0,2,actor=1-3", 4, "puts learners on rank 0, 2, but rank 0 leads them"),
+        ("learner=1,actor=0", 2, "puts learners on rank 1, but rank 0 leads them"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(text, ranks, message):
@@ -53,6 +55,13 @@ def test_a_rank_that_was_not_started_is_named_with_the_ranks_that_were():
         "--placement names rank 4, but torchrun started 3 ranks (0-2). Start more with --nproc-per-node 5 "
         "(this host has 8 GPUs) or name only ranks that exist."
     )
+
+
+def test_every_learner_rank_needs_a_group():
+    both = parse_placement("learner=0-1,actor=2", 3, 0)
+    check_groups(both, 2)
+    with pytest.raises(ConfigError, match=r"groups-per-update is 1, but --placement names 2 learner ranks"):
+        check_groups(both, 1)
 
 
 def test_one_started_rank_is_not_called_ranks():

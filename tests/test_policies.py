@@ -213,7 +213,7 @@ def test_a_decision_has_the_promised_shapes_and_types(policy: OpenVLAOFT) -> Non
         for x in (acted.actions, acted.tokens, acted.logprob, acted.entropy, acted.value)
     ]
     wide, f32 = (2, 8, 7), torch.float32
-    assert found == [(f32, wide), (torch.int32, wide), (f32, wide), (f32, wide), (f32, (2,))]
+    assert found == [(f32, wide), (torch.int32, wide), (f32, wide), (f32, wide), (f32, (2, 1))]
     assert acted.tokens.min() >= 0
     assert acted.tokens.max() <= 255
     assert torch.equal(acted.actions, decode(acted.tokens))
@@ -359,6 +359,110 @@ def test_frames_of_another_size_are_resized_to_whole_grey_levels() -> None:
     assert torch.equal(resize(same, 64), same.permute(0, 3, 1, 2).float())
 
 
+# --- the critic ---------------------------------------------------------------
+
+
+def slow_values(policy: OpenVLAOFT, hidden_BD: Tensor) -> Tensor:
+    """The three layers by their equations, in float64."""
+    tensors = {n: t.double() for n, t in policy.trainable_tensors().items() if n.startswith("value_head.")}
+
+    def gelu(x: Tensor) -> Tensor:
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+    x = hidden_BD.double()
+    for layer in (0, 2):
+        x = gelu(x @ tensors[f"value_head.mlp.{layer}.weight"].T + tensors[f"value_head.mlp.{layer}.bias"])
+    return x @ tensors["value_head.mlp.4.weight"].T
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("action", 8)])
+def test_the_critic_gives_one_value_per_decision_or_step(level: str, count: int, dtype: str) -> None:
+    policy = tiny(value_head=level, dtype=dtype)
+    inputs = policy.preprocess(some_frames(2), [LONG, SHORT])
+    acted = policy.act(inputs, AS_IS, [1, 2])
+    with torch.no_grad():
+        expected = slow_values(policy, policy.readout(inputs)[:, 0])
+    evaluated = policy.evaluate(inputs, acted.tokens, AS_IS)
+    for value in (acted.value, evaluated.value, policy.values(inputs)):
+        assert value is not None
+        assert (value.dtype, tuple(value.shape)) == (torch.float32, (2, count))
+        torch.testing.assert_close(value.double(), expected, atol=1e-5, rtol=0)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+
+
+def test_logits_and_values_stay_in_full_precision_under_autocast() -> None:
+    policy = tiny(value_head="action")
+    hidden = torch.randn(2, 56, 128, generator=torch.Generator().manual_seed(0))
+    expected = policy.lm_head(hidden), policy.value_of(hidden)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = policy.lm_head(hidden), policy.value_of(hidden)
+        assert (hidden @ hidden.mT).dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["evaluate", "values", "forward"])
+@pytest.mark.parametrize("through", [False, True])
+def test_the_value_loss_reaches_the_trunk_only_when_told(call: str, through: bool) -> None:
+    policy = tiny(value_head="action")
+    inputs = policy.preprocess(some_frames(2), [SHORT, LONG])
+    tokens = torch.zeros(2, 8, 7, dtype=torch.int32)
+    more = {"critic_through_policy": True} if through else {}
+    if call == "values":
+        value = policy.values(inputs, **more)
+    else:
+        value = getattr(policy, call)(inputs, tokens, AS_IS, **more).value
+    assert value is not None
+    value.square().sum().backward()
+    reached = {n for n, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+    head = {n for n, _ in policy.named_parameters() if n.startswith("value_head.")}
+    assert head <= reached
+    trunk = {"vision.siglip.embeddings.patch_embedding.weight", "llm.norm.weight", "projector.fc1.weight"}
+    assert trunk <= reached if through else reached == head
+
+
+def test_values_without_gradient_keep_none() -> None:
+    policy = tiny(value_head="chunk")
+    with torch.no_grad():
+        values = policy.values(policy.preprocess(some_frames(1), [LONG]), critic_through_policy=True)
+    assert not values.requires_grad
+
+
+def test_a_policy_without_a_critic_has_no_values() -> None:
+    policy = tiny()
+    inputs = policy.preprocess(some_frames(1), [LONG])
+    assert policy.act(inputs, AS_IS, [1]).value is None
+    with pytest.raises(ConfigError, match="no value head"):
+        policy.values(inputs)
+
+
+@pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("action", 8)])
+def test_a_fresh_critic_is_the_same_for_the_same_seed(level: str, count: int) -> None:
+    policies = [tiny(), tiny(value_head="chunk")]  # one gets its first critic, the other's is replaced
+    for policy in policies:
+        torch.manual_seed(5)
+        policy.add_value_head(level)  # type: ignore[arg-type]
+        assert (policy.config.value_head, policy.config.values) == (level, count)
+    one, other = (p.trainable_tensors() for p in policies)
+    assert one["value_head.mlp.4.weight"].shape == (count, 32)
+    assert all(torch.equal(one[n], other[n]) for n in one if n.startswith("value_head."))
+    assert one["value_head.mlp.4.weight"].abs().max() < 0.1  # begins near zero
+
+
+def test_actors_need_everything_that_learns_but_the_critic() -> None:
+    policy = tiny(value_head="action")
+    policy.vision.requires_grad_(False)
+    parameters, tensors = policy.trainable_parameters(), policy.trainable_tensors()
+    assert list(parameters) == list(tensors)
+    assert all(tensors[name].data_ptr() == p.data_ptr() for name, p in parameters.items())
+    assert all(p.requires_grad for p in parameters.values())
+    assert not any(t.requires_grad for t in tensors.values())
+    critic = {f"value_head.mlp.{i}" for i in ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight")}
+    acting = policy.acting_tensors()
+    assert tensors.keys() - acting.keys() == critic
+    assert acting.keys() <= tensors.keys()
+
+
 # --- parameters ---------------------------------------------------------------
 
 
@@ -437,6 +541,7 @@ def test_the_tiny_size_is_tiny() -> None:
         ({"token_count": 512}, "padding row"),
         ({"norm_key": "bridge"}, "not among its statistics"),
         ({"dtype": "float16"}, "float16"),
+        ({"value_head": "token"}, "none, chunk, action"),
     ],
 )
 def test_a_configuration_that_cannot_work_says_why(changes: dict[str, object], said: str) -> None:

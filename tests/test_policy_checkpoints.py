@@ -85,15 +85,31 @@ def test_half_precision_files_are_rounded_once_and_computed_in_the_configured_ty
     assert load_policy(tmp_path, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
 
 
-def test_the_critic_is_saved_and_can_be_added_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("action", 8)])
+def test_the_critic_is_saved_and_can_be_added_later(tmp_path: Path, level: str, count: int) -> None:
     policy = some_policy()
-    policy.add_value_head()
+    policy.add_value_head(level)  # type: ignore[arg-type]
     save_policy(policy, tmp_path)
     restored = load_policy(tmp_path)
-    assert restored.config.value_head == "chunk"
+    assert restored.config.value_head == level
     assert restored.value_head is not None
     assert policy.value_head is not None
+    assert restored.value_head.mlp[4].weight.shape == (count, 32)  # type: ignore[comparison-overlap]
     assert torch.equal(restored.value_head.mlp[4].weight, policy.value_head.mlp[4].weight)  # type: ignore[arg-type]
+
+
+def test_a_critic_that_the_configuration_does_not_describe_is_refused(tmp_path: Path) -> None:
+    policy = some_policy()
+    policy.add_value_head("chunk")
+    save_policy(policy, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for level, said in (
+        ("none", r"unknown 5 tensors: value_head"),
+        ("action", r"\[1, 32\], expected \[8, 32\]"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"value_head": level}))
+        with pytest.raises(CheckpointError, match=said):
+            load_policy(tmp_path)
 
 
 def test_saving_again_does_not_disturb_a_policy_that_reads_the_old_file(tmp_path: Path) -> None:

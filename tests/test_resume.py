@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 from training_fixtures import GROUP_SIZE, SIZE, start_state, write_models
 
 from asyncrl import cli
@@ -70,12 +71,19 @@ def contents(run: Path) -> list[tuple[object, ...]]:
     ]
 
 
+def saved_tensors(run: Path) -> dict[str, Tensor]:
+    folder = run / "checkpoints" / "update_000006"
+    files = sorted(folder.rglob("*.safetensors"))
+    return {f"{file.name}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def assert_same_run(run: Path, undisturbed: Path, leave_out: frozenset[str] = frozenset()) -> None:
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (load_file(x / "checkpoints" / "update_000006" / name) for x in (run, undisturbed))
-        assert one.keys() == other.keys()
-        different = [key for key in one if not one[key].equal(other[key])]
-        assert not different, f"{name}: {different[:3]} and {len(different)} in all"
+    """Compare every tensor of the newest checkpoint (policy, optimizer, generators), then rows and groups."""
+    one, other = saved_tensors(run), saved_tensors(undisturbed)
+    assert one.keys() == other.keys()
+    assert any("exp_avg" in name for name in one), "the optimizer's state is among them"
+    different = [name for name in one if not one[name].equal(other[name])]
+    assert not different, f"{different[:3]} and {len(different)} in all"
     assert uses(run) == uses(undisturbed)
     assert contents(run) == contents(undisturbed)
     assert rows(run, leave_out) == rows(undisturbed, leave_out)

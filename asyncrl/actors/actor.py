@@ -75,7 +75,7 @@ class Actor:
         """
         self.port.serve()
         self._report()
-        self.version = self.receiver.swap_into(self.imagination.policy.trainable_tensors())
+        self.version = self.receiver.swap_into(self.imagination.policy.acting_tensors())
         self._acquire(0.0)
         places = self.slots.fill(self.version)
         if places:

@@ -52,7 +52,9 @@ class Imagination(Generic[State]):
         scores_B8 = self.reward.score(new_frames, tasks_B).cpu().numpy()
         tokens, logprobs = acted.tokens.cpu().numpy().astype(np.int32), acted.logprob.cpu().numpy()
         actions, drawn = acted.actions.cpu().numpy().astype(np.float32), new_frames.cpu().numpy()
-        values = np.full(len(live), np.nan) if acted.value is None else acted.value.float().cpu().numpy()
+        values = (
+            np.full(len(live), np.nan) if acted.value is None else acted.value[:, 0].float().cpu().numpy()
+        )
         for row, index in enumerate(live):
             slots.slot(index).add(
                 DecisionRecord(

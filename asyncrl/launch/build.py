@@ -6,12 +6,13 @@ Whatever cannot work raises before a process is started or a folder is made.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
@@ -20,9 +21,13 @@ from asyncrl.config import TrainConfig, to_json
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement
+from asyncrl.learner.group import LearnerGroup
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
+from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.policies.checkpoints import load_policy, save_policy
+from asyncrl.policies.lora import add_lora, merged_tensors
+from asyncrl.policies.memory import enable_gradient_checkpointing
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.records import StartState
@@ -72,11 +77,41 @@ def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
     return "nccl" if len({learner, *actors}) == 1 + len(actors) else "gloo"
 
 
-def build_policy(folder: Path, device: torch.device) -> OpenVLAOFT:
-    """Load a policy that samples and learns without dropout."""
-    policy = load_policy(folder, device=device)
-    policy.eval()
-    return policy
+def build_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
+    """Load the policy that the run begins with, without a critic: what an actor needs.
+
+    With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
+    """
+    policy = load_policy(assets.policy_folder(config.policy), device=device)
+    policy.drop_value_head()
+    if config.lora.rank:
+        add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets)
+    return policy.eval()
+
+
+def build_learning_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
+    """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
+
+    A critic of the right level in the policy's folder is kept.
+    """
+    policy = load_policy(assets.policy_folder(config.policy), device=device)
+    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
+    if wanted == "none":
+        policy.drop_value_head()
+    elif policy.config.value_head != wanted:
+        policy.add_value_head(wanted)
+    if config.lora.rank:
+        add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets)
+    if config.learner.gradient_checkpointing:
+        enable_gradient_checkpointing(policy)
+    return policy.eval()
+
+
+def build_reference(config: TrainConfig, policy: OpenVLAOFT, device: torch.device) -> Reference | None:
+    """The policy that the KL penalty is about; None when its coefficient is 0."""
+    if not config.algorithm.kl_coef:
+        return None
+    return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
 
 
 def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
@@ -158,17 +193,14 @@ def prepare(config: TrainConfig, device: torch.device) -> Start:
         ConfigError: Something is missing or does not fit. A new run's folder does not exist then.
     """
     dreams = build_dreams(config, torch.device("cpu"))
-    shipped = assets.policy_folder(config.policy)  # Actors load it, also when the learner goes on elsewhere.
+    policy = build_learning_policy(config, device)
+    check_tasks(policy, dreams.starts)
     if not config.resume:
-        policy = build_policy(shipped, device)
-        check_tasks(policy, dreams.starts)
         return Start(policy=policy, run_dir=run_folder.create(config), version=0, checkpoint=None)
     run_dir = run_folder.create(config)
     folder = checkpoint.latest(run_dir)
     assert folder is not None  # The run folder was found by its checkpoints.
     checkpoint.verify(folder)
-    policy = build_policy(folder, device)
-    check_tasks(policy, dreams.starts)
     version = int(folder.name.rpartition("_")[2])
     return Start(policy=policy, run_dir=run_dir, version=version, checkpoint=folder)
 
@@ -179,24 +211,64 @@ def build_learner(
     port: LearnerPort,
     publisher: Publisher,
     log: Log,
+    group: LearnerGroup,
     *,
+    types: Mapping[str, torch.dtype],
+    checkpoints: checkpoint.Checkpoints,
     stop_requested: Callable[[], bool],
 ) -> Learner:
     """Build the learner and, when the run resumes, bring it to where the checkpoint stopped.
 
+    Args:
+        config: Of the run.
+        start: Its policy is already spread over the ranks of `group`.
+        port: The replay.
+        publisher: The weight channel.
+        log: For the readings.
+        group: The learner ranks.
+        types: In which the actors hold the weights (`acting_types`).
+        checkpoints: Shared by the ranks.
+        stop_requested: Whether the run shall end.
+
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
     """
+    reference = build_reference(config, start.policy, start.policy.device)
     learner = Learner(
-        Update(start.policy, config),
+        Update(start.policy, config, group=group, reference=reference),
         port,
         publisher,
         log,
-        checkpoint.Checkpoints(start.run_dir, keep=config.keep_checkpoints),
+        checkpoints,
         learner_settings(config),
-        save_policy=partial(save_policy, start.policy),
+        copy_policy=partial(copy_policy, start.policy, group),
+        acting_tensors=partial(acting_tensors, start.policy, types),
+        group=group,
         stop_requested=stop_requested,
     )
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)
     return learner
+
+
+def acting_types(policy: OpenVLAOFT) -> dict[str, torch.dtype]:
+    """In which types actors hold what they need; asked before the policy gets its float32 weights."""
+    return {name: tensor.dtype for name, tensor in policy.acting_tensors().items()}
+
+
+def acting_tensors(policy: OpenVLAOFT, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """What actors need, in their types; sharded as the policy is."""
+    return {name: tensor.to(types[name]) for name, tensor in policy.acting_tensors().items()}
+
+
+def copy_policy(policy: OpenVLAOFT, group: LearnerGroup) -> Callable[[Path], None]:
+    """Gather the policy in host memory, adapters merged, one tensor at a time, with all ranks.
+
+    Returns:
+        Writes the policy's files into a folder; called on rank 0, at any time, on any thread.
+    """
+    whole: dict[str, Tensor] = {}
+    for name, tensor in merged_tensors(policy):  # On shards this is a computation of all ranks together.
+        gathered = group.whole({name: tensor.to(policy.config.torch_dtype)})
+        whole |= {name: full.to("cpu", copy=True) for name, full in gathered.items()}
+    return partial(save_policy, policy, tensors=whole)

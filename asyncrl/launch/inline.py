@@ -10,7 +10,7 @@ import torch
 from asyncrl.actors.actor import Actor
 from asyncrl.config import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import build, rendezvous, summary
+from asyncrl.launch import build, learners, rendezvous, summary
 from asyncrl.launch.crew import StopFlag
 from asyncrl.launch.devices import pick_device
 from asyncrl.logbook import Logbook
@@ -35,8 +35,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     run_dir = start.run_dir
     publisher, receiver = build_inline()
     dreams = build.build_dreams(config, device)
-    source = start.checkpoint or build.assets.policy_folder(config.policy)
-    imagination = build.build_imagination(config, build.build_policy(source, device), dreams)
+    imagination = build.build_imagination(config, build.build_policy(config, device), dreams)
     core = open_core(run_dir / "replay", config)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InlineLearnerPort(core, version=start.version, imagine=lambda: actor.round(0.0))
@@ -53,7 +52,10 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     ) as log:
         log.banner(summary.banner(config, run_dir, "1 process (inline)", str(device)))
         try:
-            build.build_learner(config, start, port, publisher, log, stop_requested=lambda: stop.set).run()
+            with learners.joined(config, 1, device) as group:
+                learners.build_joined_learner(
+                    config, start, port, publisher, log, group, stop_requested=lambda: stop.set
+                ).run()
         finally:
             port.close()
         log.banner(summary.closing(config, run_dir))

@@ -9,7 +9,7 @@ from asyncrl.errors import ConfigError
 
 ROLES = ("learner", "actor")
 _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?")
-_EXAMPLE = "Write for example 'learner=0,actor=1-3', or leave --placement out."
+_EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +49,34 @@ def parse_placement(text: str, world_size: int, devices: int) -> Placement:
 
     Raises:
         ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, is
-            named twice or has no role, more than one learner, or a learner that is not rank 0.
+            named twice or has no role, or learners that are not the first ranks.
     """
     if text == "auto":
         return Placement(learners=(0,), actors=tuple(range(1, world_size)) or (0,))
     ranks = _read(text)
     _check_ranks(ranks, world_size, devices)
-    if len(ranks["learner"]) > 1:
+    if ranks["learner"] != list(range(len(ranks["learner"]))):
+        named = ", ".join(map(str, ranks["learner"]))
         raise ConfigError(
-            f"--placement names {len(ranks['learner'])} learner ranks, but the learner runs on one rank: the "
-            "policy is not sharded. Use learner=0 and give the other ranks to actors."
-        )
-    if ranks["learner"] != [0]:
-        raise ConfigError(
-            f"--placement puts the learner on rank {ranks['learner'][0]}, but rank 0 opens the run folder, "
-            "the replay and the weight channel, and these belong to the learner. Use learner=0."
+            f"--placement puts learners on rank {named}, but rank 0 leads them: it opens the run folder, the "
+            "replay and the weight channel. Give the learners the first ranks: learner=0, or learner=0-1."
         )
     return Placement(learners=tuple(ranks["learner"]), actors=tuple(ranks["actor"]))
+
+
+def check_groups(placement: Placement, groups_per_update: int) -> None:
+    """Refuse an update that cannot be dealt out: every learner rank needs a group of episodes.
+
+    Raises:
+        ConfigError: There are fewer groups than learner ranks.
+    """
+    ranks = len(placement.learners)
+    if groups_per_update < ranks:
+        raise ConfigError(
+            f"--algorithm.groups-per-update is {groups_per_update}, but --placement names {ranks} learner "
+            f"ranks, and each needs a group of episodes to learn from. Use {ranks} or a multiple of it, or "
+            "name fewer learner ranks."
+        )
 
 
 def threads_of_actor(actors: int, cores: int) -> int:

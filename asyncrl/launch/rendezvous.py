@@ -40,6 +40,8 @@ class RunFacts:
     """ZeroMQ address of the replay."""
     weights_endpoint: str
     """Address where the learner publishes weights."""
+    checkpoint: str = ""
+    """Folder from which the learners go on; empty: a new run."""
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -113,6 +115,30 @@ def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ)
             "several hosts check that this address is open between them."
         ) from None
     return RunFacts(**json.loads(text))
+
+
+def learners_store(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> Store:
+    """Open the store in which several learner ranks meet; it lives as long as torchrun.
+
+    Raises:
+        ConfigError: something else than torchrun started the ranks.
+        RunError: the store cannot be reached.
+    """
+    if not _agent_has_store(environ):
+        raise ConfigError(
+            "--placement names several learner ranks, but torchrun did not start them, and they meet in its "
+            "store. Start them with torchrun, or use one learner."
+        )
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    try:
+        return PrefixStore("learners", _store(deadline, environ))
+    except dist.DistError as error:
+        raise RunError(
+            f"Learner rank {rank(environ)} could not reach torchrun's store at {_place(environ)} within "
+            f"{deadline:g} s ({_first_line(error)}). See torchrun's output."
+        ) from None
 
 
 def _store(deadline: float, environ: Mapping[str, str]) -> Store:

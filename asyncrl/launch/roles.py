@@ -22,7 +22,6 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
     import torch
 
-    from asyncrl import assets
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
     from asyncrl.launch.devices import pick_device
@@ -33,16 +32,18 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 
     config, facts = _read(config_json, facts_json)
     placement = parse_placement(config.placement, world_size(), 0)
-    cores = len(os.sched_getaffinity(0))
+    # One learner mostly waits for the actors; each further one has cores of its own.
+    taken = (len(placement.learners) - 1) * config.learner.threads
+    cores = len(os.sched_getaffinity(0)) - taken
     torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
     device = pick_device(config.device, local_rank())
-    policy = build.build_policy(assets.policy_folder(config.policy), device)
+    policy = build.build_policy(config, device)
     dreams = build.build_dreams(config, device)
     receiver = build_receiver(
         build.transport_of(config, placement),
         facts.weights_endpoint,
         name,
-        policy.trainable_tensors(),
+        policy.acting_tensors(),
         device,
         config.weights.deadline,
     )

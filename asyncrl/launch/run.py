@@ -1,7 +1,7 @@
-"""One rank of a run: its configuration in, an exit code out. Rank 0 learns; the others look after an actor.
+"""One rank of a run: its configuration in, an exit code out. A rank learns, looks after an actor, or both.
 
     rank 0 ──spawns──► replay, and actor-0 when it also imagines
-    rank k ──spawns──► actor-k
+    rank k ──spawns──► actor-k, unless it only learns
 
 The end, in order: the learner tells the replay, which tells the actors; they leave; publisher and replay
 close.
@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import rendezvous
 from asyncrl.launch.crew import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
 from asyncrl.launch.devices import pick_device
-from asyncrl.launch.placement import Placement, parse_placement
+from asyncrl.launch.placement import Placement, check_groups, parse_placement
 from asyncrl.launch.rendezvous import RunFacts
 from asyncrl.launch.supervisor import Supervisor
 
@@ -52,14 +52,15 @@ def run(config: TrainConfig) -> int:
 
             return run_inline(config, stop)
         placement = _placement(config)
-        if placement.learns(rendezvous.rank()):
+        if rendezvous.rank() == 0:
             return _learn(config, placement, stop)
-        return _look_after_actor(stop)
+        return _follow(placement, stop)
 
 
 def _placement(config: TrainConfig) -> Placement:
     ranks = rendezvous.world_size()
     placement = parse_placement(config.placement, ranks, 0)
+    check_groups(placement, config.algorithm.groups_per_update)
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     if local != ranks:
         raise ConfigError(
@@ -69,16 +70,21 @@ def _placement(config: TrainConfig) -> Placement:
     return placement
 
 
-def _look_after_actor(stop: StopFlag) -> int:
-    """An actor rank: keep its actor alive until the run ends, or the actor with it."""
-    facts = rendezvous.receive()
-    run_dir = Path(facts.run_dir)
-    config = load_file(run_dir / "config.json")
+def _follow(placement: Placement, stop: StopFlag) -> int:
+    """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
+    facts, rank = rendezvous.receive(), rendezvous.rank()
+    config = load_file(Path(facts.run_dir) / "config.json")
     crew = Crew(stop)
-    crew.members.append(_actor(config, facts, rendezvous.rank()))
+    if placement.imagines(rank):
+        crew.members.append(_actor(config, facts, rank))
     socket = Path(facts.replay_endpoint.removeprefix("ipc://"))
     try:
-        crew.watch(over=lambda: not socket.parent.exists())  # Rank 0 removes the folder as its last act.
+        if placement.learns(rank):
+            from asyncrl.launch import learners
+
+            learners.follow(facts, placement, crew)
+        else:
+            crew.watch(over=lambda: not socket.parent.exists())  # Rank 0 removes the folder as its last act.
         crew.end(ACTOR_FAREWELL)
     finally:
         crew.end(0.0)
@@ -104,13 +110,14 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     """Rank 0: check everything, start the children, learn, end them."""
     import torch
 
-    from asyncrl.launch import build, summary
+    from asyncrl.launch import build, learners, summary
     from asyncrl.logbook import Logbook
     from asyncrl.weights.publisher import build_publisher
 
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
+    learners.check(config, placement)
     transport = build.transport_of(config, placement)
     start = build.prepare(config, device)
     run_dir = start.run_dir
@@ -122,14 +129,26 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         _sockets() as endpoint,
     ):
         log.banner(summary.banner(config, run_dir, placement.summary, str(device)))
-        facts = RunFacts(run_dir=str(run_dir), replay_endpoint=endpoint, weights_endpoint=publisher.endpoint)
+        facts = RunFacts(
+            run_dir=str(run_dir),
+            replay_endpoint=endpoint,
+            weights_endpoint=publisher.endpoint,
+            checkpoint=str(start.checkpoint or ""),
+        )
         crew = Crew(stop, log.banner)
         try:
             port = _start(config, placement, facts, start.version, crew)
-            learner = build.build_learner(
-                config, start, port, WatchedPublisher(publisher, crew), log, stop_requested=crew.look
-            )
-            _train(learner, port, publisher, crew, run_dir)
+            with learners.joined(config, len(placement.learners), device) as group:
+                learner = learners.build_joined_learner(
+                    config,
+                    start,
+                    port,
+                    WatchedPublisher(publisher, crew),
+                    log,
+                    group,
+                    stop_requested=crew.look,
+                )
+                _train(learner, port, publisher, crew, run_dir)
         finally:
             crew.end(0.0)
             publisher.close()

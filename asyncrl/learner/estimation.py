@@ -81,7 +81,8 @@ def critic_teaching(
     mask_DV = mask if width > 1 else mask.any(dim=1, keepdim=True)
     rewards_DV = batch.rewards if width > 1 else batch.rewards.sum(dim=1, keepdim=True)
     rows = [_rows(x, batch) for x in (rewards_DV, opinion.values, mask_DV)]
-    common = (rows[0], rows[1], opinion.final_values, rows[2], batch.successes)
+    terminated = batch.successes | (critic.truncation == "failure")
+    common = (rows[0], rows[1], opinion.final_values, rows[2], terminated)
     if correction.kind == "vtrace":
         level = "action" if width > 1 else "chunk"
         ratios_DUV = summed(log_ratio(logprob_DCA, batch.logprob_behaviour), batch.mask, level)

@@ -4,38 +4,38 @@ produces   version v     never waits: the publisher copies the weights and sends
 consumes   groups        waits for: `groups_per_update` complete, fresh groups in the replay
                          ended by: the actors fill them, a stop request (looked at every second), --max-wait
 At the start it also waits for the actors to take the first version, so that a broken link fails at once.
+
+Every learner rank runs this loop and makes the same calls in the same order: rank 0 samples, deals the batch
+out, publishes the weights that come together there, and decides when to end. The others' ports lead nowhere.
 """
 
 from __future__ import annotations
 
 import logging
-import resource
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Final, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl import checkpoint
 from asyncrl import metrics as m
 from asyncrl.checkpoint import Checkpoints, Progress
-from asyncrl.errors import RunError, SampleTimeout
+from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
+from asyncrl.learner.group import Alone, Groups, LearnerGroup
+from asyncrl.learner.process import interrupts_deferred, peak_memory
 from asyncrl.learner.update import Update
 from asyncrl.metrics import Metric
-from asyncrl.records import Episode
 from asyncrl.replay.ports import LearnerPort
 from asyncrl.weights.interface import Publisher
 
 SAMPLE_SLICE: Final = 1.0
 """Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""
+FAREWELL: Final = 60.0
+"""Seconds that a checkpoint has to be written when the run has failed."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,39 +77,49 @@ class Learner:
         checkpoints: Checkpoints,
         settings: LearnerSettings,
         *,
-        save_policy: Callable[[Path], None],
+        copy_policy: Callable[[], Callable[[Path], None]],
+        acting_tensors: Callable[[], Mapping[str, Tensor]],
+        group: LearnerGroup | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Join the parts.
+
+        `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files;
+        `acting_tensors` gives this rank's part of what actors need; `stop_requested` is asked on rank 0.
+        """
         self.update = update
         self.replay = replay
         self.publisher = publisher
         self.log = log
         self.checkpoints = checkpoints
         self.settings = settings
-        self.save_policy = save_policy
+        self.copy_policy = copy_policy
+        self.acting_tensors = acting_tensors
+        self.group = group or Alone()
         self.stop_requested = stop_requested
         self.clock = clock
         self.version = 0
         self.groups_used = 0
+        self._met_actors = False
         self._saved_version = -1
         self._half_updated = False
         self._row_began = 0.0
         self._waited = 0.0
 
     def restore(self, folder: Path) -> None:
-        """Go on where a checkpoint stopped. The policy's weights were loaded from the same folder before.
+        """Go on where a checkpoint stopped. Frozen weights were loaded from the same folder before.
 
         Raises:
             CheckpointError: A file is missing, truncated or does not fit the policy.
         """
-        progress = checkpoint.load(folder, optimizer=self.update.optimizer, tensors=self._tensors())
+        progress = checkpoint.load(
+            folder, optimizer=self.update.optimizer, parameters=self._parameters(), rank=self.group.rank
+        )
         self.version = self._saved_version = progress.version
         self.groups_used = progress.groups_used
-        self.update.steps.bad_updates, self.update.steps.bad_in_a_row = (
-            progress.bad_updates,
-            progress.bad_in_a_row,
-        )
+        steps = self.update.steps
+        steps.bad_updates, steps.bad_in_a_row = progress.bad_updates, progress.bad_in_a_row
 
     def run(self) -> None:
         """Update until `settings.updates`, a stop request or Ctrl-C; then save, and end the run for all.
@@ -117,26 +127,46 @@ class Learner:
         Raises:
             RunError: No batch within `max_wait`, or too many bad updates. Nobody is told to stop then.
             WeightSyncError: The actors did not take the first version.
+            CheckpointError: A checkpoint could not be written.
         """
         try:
-            self._publish()
-            self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
-            self._row_began = self.clock()
-            while self.version < self.settings.updates:
-                groups = self._sample()
-                if groups is None:
-                    break
-                values = self._learn(groups)
-                self._publish()
-                self.log.write(self.version, values | self._status())
-                if self.version % self.settings.checkpoint_every == 0:
-                    self._save()
+            self._loop()
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
+        except BaseException:
+            self._finish_after_failure()
+            raise
         self._save()
         self.replay.stop()
+        self.checkpoints.finish()
 
-    def _sample(self) -> list[list[Episode]] | None:
+    def _loop(self) -> None:
+        self._publish()
+        self._row_began = self.clock()
+        while self.version < self.settings.updates:
+            batch = self._next_batch()
+            if (part := self.group.share(batch)) is None:
+                return
+            values = self._learn(part) | describe(batch or part, version=self.version - 1)
+            self._publish()
+            self.log.write(self.version, values | self._status())
+            if self.version % self.settings.checkpoint_every == 0:
+                self._save()
+
+    def _next_batch(self) -> Groups | None:
+        """Rank 0: wait for the actors, then for a batch; None when the run shall stop. Others: None."""
+        if self.group.rank > 0:
+            return None
+        try:
+            if not self._met_actors:
+                self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
+                self._met_actors, self._row_began = True, self.clock()
+            return self._sample()
+        except KeyboardInterrupt:
+            _log.info("interrupted at version %d", self.version)
+            return None
+
+    def _sample(self) -> Groups | None:
         """Wait for a batch in slices; None when the run shall stop."""
         began = self.clock()
         while not self.stop_requested():
@@ -159,20 +189,20 @@ class Learner:
             return groups
         return None
 
-    def _learn(self, groups: list[list[Episode]]) -> dict[Metric, float]:
+    def _learn(self, part: Groups) -> dict[Metric, float]:
         """Make one update: the version rises by one, and nothing can interrupt it halfway."""
-        began, began_at = self.clock(), self.version
-        batch = build_batch(groups, version=self.version)
+        began = self.clock()
+        batch = build_batch(part, version=self.version)
         with interrupts_deferred():
             self._half_updated = True
             values = self.update(batch, self.version)
             self.version += 1
-            self.groups_used += len(groups)
+            self.groups_used += self.settings.groups_per_update
             self._half_updated = False
-        return values | describe(groups, version=began_at) | {m.UPDATE_SECONDS: self.clock() - began}
+        return values | {m.UPDATE_SECONDS: self.clock() - began}
 
     def _publish(self) -> None:
-        self.publisher.publish(self._tensors(), self.version)
+        self.publisher.publish(self.group.whole(self.acting_tensors()), self.version)
         self.replay.report_version(self.version)
 
     def _status(self) -> dict[Metric, float]:
@@ -185,11 +215,12 @@ class Learner:
             **self.publisher.status(),
             m.GROUPS_PER_MINUTE: 60 * self.settings.groups_per_update / seconds,
             m.LEARNER_WAITING: waited / seconds,
+            m.CHECKPOINT_WAITING: self.checkpoints.waited(),
             m.PEAK_MEMORY: peak_memory(),
         }
 
     def _save(self) -> None:
-        """Write a checkpoint of this version, unless it exists or an update was cut in the middle."""
+        """Begin a checkpoint of this version, unless it exists or an update was cut in the middle."""
         if self._half_updated:
             _log.warning("no checkpoint: interrupted in the middle of an update; the one before it stays")
             return
@@ -202,41 +233,18 @@ class Learner:
             bad_in_a_row=self.update.steps.bad_in_a_row,
             config_hash=self.settings.config_hash,
         )
+        write, optimizer = self.copy_policy(), self.update.optimizer
         self.checkpoints.save(
-            progress, save_policy=self.save_policy, optimizer=self.update.optimizer, tensors=self._tensors()
+            progress, write_policy=write, optimizer=optimizer, parameters=self._parameters()
         )
         self._saved_version = self.version
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return self.update.policy.trainable_tensors()
+    def _finish_after_failure(self) -> None:
+        """Let a checkpoint that is being written become whole: it is where the run can go on."""
+        try:
+            self.checkpoints.finish(FAREWELL)
+        except CheckpointError as error:
+            _log.warning("%s", error)
 
-
-def peak_memory() -> float:
-    """Largest resident memory this process ever had, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Hold back the first Ctrl-C until the end of the block; a second one interrupts at once."""
-    before = signal.getsignal(signal.SIGINT)
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or before is not signal.default_int_handler:
-        yield  # Ctrl-C raises no KeyboardInterrupt here.
-        return
-    interrupted = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted = True
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupted:
-        raise KeyboardInterrupt
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return self.update.policy.trainable_parameters()

@@ -24,6 +24,7 @@ from asyncrl.learner.corrections import (
     k3,
     log_linear_proximal,
     log_ratio,
+    vetoed,
 )
 from asyncrl.learner.levels import summed, summed_at, valid_units
 from asyncrl.learner.losses import MAX_LOG_RATIO, UnitLoss, cispo_loss, clipped_loss, kl_penalty, value_loss
@@ -194,3 +195,6 @@ class Objective:
             tally.mean(m.IMPORTANCE_CAPPED, (weights != raw).float(), units)
             tally.mean(m.IMPORTANCE_MEAN, weights, units)
             tally.moments("weight", weights, units)
+        if self.correction.veto:
+            dropped = vetoed(ratios, mask, episode, self.correction.veto)[:, None, None]
+            tally.mean(m.VETOED, dropped.float(), units)

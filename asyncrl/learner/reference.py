@@ -1,5 +1,63 @@
-"""Placeholder until the merge."""
+"""The policy the run began with, for the KL penalty: log-probs of given tokens, without gradient.
 
-from typing import Any
+Dimension letters:
+    B  rows      C = 8 steps per decision      A = 7 action dimensions
+"""
 
-Reference = Any
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.errors import ConfigError
+from asyncrl.policies.lora import adapters_disabled, has_lora
+from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.protocol import Policy, PolicyInputs, SamplingParams
+
+
+class Reference(Protocol):
+    """Does not change while the policy learns."""
+
+    def logprob(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> Tensor:
+        """Log-probs ``[B, C, A]`` float32 of tokens ``[B, C, A]``, without gradient."""
+        ...
+
+
+class FrozenReference:
+    """A second policy object, for full fine-tuning."""
+
+    def __init__(self, policy: Policy) -> None:
+        """Freeze the policy; it must not share weights with the one that learns."""
+        self.policy = policy
+        if isinstance(policy, nn.Module):
+            policy.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def logprob(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> Tensor:
+        """See `Reference.logprob`."""
+        return self.policy.evaluate(inputs, tokens, sampling).logprob
+
+
+class AdapterFreeReference:
+    """The policy that learns, with its adapters disabled: no second copy of the weights."""
+
+    def __init__(self, policy: OpenVLAOFT) -> None:
+        """Take the learning policy.
+
+        Raises:
+            ConfigError: it has no adapters, so that it would be compared with itself.
+        """
+        if not has_lora(policy):
+            raise ConfigError(
+                "The policy has no adapters, so the policy without adapters is the one that learns and the "
+                "KL penalty would be zero. Set --lora.rank, or load the reference as a second policy."
+            )
+        self.policy = policy
+
+    @torch.no_grad()
+    def logprob(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> Tensor:
+        """See `Reference.logprob`."""
+        with adapters_disabled(self.policy):
+            return self.policy.evaluate(inputs, tokens, sampling).logprob

@@ -273,7 +273,8 @@ class Update:
 
     def _evaluate(self, batch: Batch, rows_M: Tensor) -> EvaluateResult:
         """Log-probs, entropies and values in float32 under the distribution that was sampled."""
-        result = self.policy.evaluate(*self._arguments(batch, rows_M))
+        through = self.critic and self.config.critic.through_policy and self.steps.policy_learns
+        result = self.policy.evaluate(*self._arguments(batch, rows_M), critic_through_policy=through)
         value = None if result.value is None else result.value.float()
         return EvaluateResult(logprob=result.logprob.float(), entropy=result.entropy.float(), value=value)
 

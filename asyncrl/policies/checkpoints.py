@@ -7,18 +7,18 @@ Published: Hugging Face shards with timm names, see `published`.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.action_tokens import NormStats
+from asyncrl.policies.files import compare_names, read_json, read_tensors, write, write_json
+from asyncrl.policies.lora import merged_tensors
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.published import (
@@ -35,27 +35,34 @@ from asyncrl.policies.vision import stable_name
 FORMAT: Final = "asyncrl-openvla-oft"
 SHARD_BYTES: Final = 5_000_000_000
 Dtype = torch.dtype | Literal["config"]
-_NAMES_SHOWN = 5
 
 
 # --- our own folder -----------------------------------------------------------
 
 
-def save_policy(policy: OpenVLAOFT, folder: str | Path, *, dtype: Dtype = "config") -> None:
-    """Write a policy; each file appears whole or not at all.
+def save_policy(
+    policy: OpenVLAOFT,
+    folder: str | Path,
+    *,
+    dtype: Dtype = "config",
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a policy; each file appears whole or not at all. Adapters are merged: a plain policy comes out.
 
     Args:
         policy: Any device.
         folder: Created when missing; the three files in it are replaced.
         dtype: Of the numbers in the file (the policy computes in `config.dtype` all the same).
+        tensors: All weights by stable name, where the policy itself holds only a part of them (sharding).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     kept = policy.config.torch_dtype if dtype == "config" else dtype
-    tensors = {stable_name(n): p.detach().to("cpu", kept).contiguous() for n, p in policy.named_parameters()}
-    _write(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    _write(folder / "tokenizer.json", policy.tokenizer.save)
-    _write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **policy.config.to_json()})
+    found = merged_tensors(policy) if tensors is None else tensors.items()
+    weights = {name: t.to("cpu", kept).contiguous() for name, t in found}
+    write(folder / "model.safetensors", lambda path: save_file(weights, path, metadata={"format": "pt"}))
+    write(folder / "tokenizer.json", policy.tokenizer.save)
+    write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **policy.config.to_json()})
 
 
 def load_policy(
@@ -67,7 +74,7 @@ def load_policy(
         CheckpointError: a file is missing, truncated, or does not fit the configuration.
     """
     folder = Path(folder)
-    fields = _read_json(folder / "config.json")
+    fields = read_json(folder / "config.json")
     if fields.pop("format", None) != FORMAT:
         published = fields.get("model_type") == "openvla"
         remedy = "Give a folder written by asyncrl."
@@ -80,7 +87,7 @@ def load_policy(
     tokenizer = PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
     policy = _on_meta(config, tokenizer)
     file = folder / "model.safetensors"
-    return _fill(policy, dict(_read_tensors(file)), file, device, dtype)
+    return _fill(policy, dict(read_tensors(file)), file, device, dtype)
 
 
 # --- the published OpenVLA layout ---------------------------------------------
@@ -121,15 +128,15 @@ def load_openvla(
     config = dataclasses.replace(config, norm_key=key, norm_stats=stats)
     policy = _on_meta(config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count))
     index = folder / "model.safetensors.index.json"
-    shards = _read_json(index).get("weight_map", {}) if index.exists() else {"": "model.safetensors"}
+    shards = read_json(index).get("weight_map", {}) if index.exists() else {"": "model.safetensors"}
     published: dict[str, Tensor] = {}
     for name in sorted(set(shards.values())):
-        published |= {modern_name(key): tensor for key, tensor in _read_tensors(folder / name)}
+        published |= {modern_name(key): tensor for key, tensor in read_tensors(folder / name)}
     return _fill(policy, _to_native(policy, published, folder), folder, device, dtype)
 
 
 def export_openvla(policy: OpenVLAOFT, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the published layout, all its tensors included, in `config.dtype`.
+    """Write the published layout, all its tensors included, in `config.dtype`; adapters are merged.
 
     Other stacks also want the files that are theirs (`preprocessor_config.json`, `*.py`, `tokenizer.model`):
     copy them from the checkpoint the policy came from.
@@ -147,23 +154,23 @@ def export_openvla(policy: OpenVLAOFT, folder: str | Path, *, shard_bytes: int =
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     files = files if len(shards) > 1 else ["model.safetensors"]
     for name, shard in zip(files, shards, strict=True):
-        _write(folder / name, lambda path, shard=shard: save_file(shard, path, metadata={"format": "pt"}))
+        write(folder / name, lambda path, shard=shard: save_file(shard, path, metadata={"format": "pt"}))
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = sum(t.nbytes for t in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
     stats = {key: {"action": dataclasses.asdict(value)} for key, value in config.norm_stats.items()}
-    _write_json(folder / "dataset_statistics.json", stats)
-    _write_json(folder / "config.json", published_config(config) | {"norm_stats": stats})
-    _write(folder / "tokenizer.json", policy.tokenizer.save)
+    write_json(folder / "dataset_statistics.json", stats)
+    write_json(folder / "config.json", published_config(config) | {"norm_stats": stats})
+    write(folder / "tokenizer.json", policy.tokenizer.save)
 
 
 def _published_stats(folder: Path) -> dict[str, NormStats]:
-    stats: dict[str, Any] = dict(_read_json(folder / "config.json").get("norm_stats") or {})
+    stats: dict[str, Any] = dict(read_json(folder / "config.json").get("norm_stats") or {})
     overlay = folder / "dataset_statistics.json"
     if overlay.exists():
-        stats |= _read_json(overlay)
+        stats |= read_json(overlay)
     try:
         return {
             key: NormStats.from_json(value["action"]) for key, value in stats.items() if "action" in value
@@ -179,7 +186,7 @@ def _to_native(policy: OpenVLAOFT, published: dict[str, Tensor], folder: Path) -
     rows = rows_of(policy)
     wanted = {theirs for _, theirs, _ in rows}
     optional = {name for name in wanted if name.startswith("value_head.")}
-    _compare_names(
+    compare_names(
         folder, published.keys(), wanted - optional, allowed=wanted | dropped_tensors(policy.config).keys()
     )
     return {ours: native_part(published[theirs], part) for ours, theirs, part in rows if theirs in published}
@@ -201,7 +208,7 @@ def _fill(
     fresh_critic: set[str] = set()
     if not any(name.startswith("value_head.") for name in tensors):
         fresh_critic = {name for name in expected if name.startswith("value_head.")}
-    _compare_names(source, tensors.keys(), expected.keys() - fresh_critic, allowed=expected.keys())
+    compare_names(source, tensors.keys(), expected.keys() - fresh_critic, allowed=expected.keys())
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         own_name, shape = expected[name]
@@ -215,52 +222,6 @@ def _fill(
         policy.value_head = None
     policy.load_state_dict(state, strict=True, assign=True)
     policy.restore_buffers()
-    if fresh_critic:
-        policy.add_value_head()
+    if policy.config.value_head != "none" and fresh_critic:
+        policy.add_value_head(policy.config.value_head)
     return policy.requires_grad_(True).eval()
-
-
-def _compare_names(source: Path, found: Any, required: Any, *, allowed: Any) -> None:
-    missing, unknown = sorted(required - found), sorted(found - allowed)
-    for problem, names in (("lacks", missing), ("has unknown", unknown)):
-        if names:
-            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-            raise CheckpointError(
-                f"{source} {problem} {len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}. It is "
-                "not a complete checkpoint of this policy: copy it again, or use its own config.json."
-            )
-
-
-def _read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing. Download or copy the checkpoint again.")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (not a mapping)
-                yield name, opened.get_tensor(name)
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{file} is truncated or not a safetensors file ({error}). Download or copy it again."
-        ) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing. Give the folder of a policy, with all of its files.")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON ({error}). Copy it again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object. Copy it again.")
-    return content
-
-
-def _write(path: Path, writer: Callable[[Path], object]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    writer(partial)
-    partial.replace(path)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    _write(path, lambda p: p.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))

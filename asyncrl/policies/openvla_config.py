@@ -40,8 +40,8 @@ class OpenVLAOFTConfig:
     """Tokens without padding. The last 256 of them are the action bins; `token_count` is the padding id."""
     value_hidden: tuple[int, int]
     """Hidden features of the value head."""
-    value_head: Literal["none", "chunk"] = "none"
-    """chunk: a critic gives one value per decision."""
+    value_head: Literal["none", "chunk", "action"] = "none"
+    """chunk: a critic gives one value per decision. action: one per step."""
     chunk: int = 8
     """Steps per decision."""
     action_dim: int = 7
@@ -97,6 +97,11 @@ class OpenVLAOFTConfig:
         return self.chunk * self.action_dim
 
     @property
+    def values(self) -> int:
+        """Values per decision that the critic gives; 0 without a critic."""
+        return {"none": 0, "chunk": 1, "action": self.chunk}[self.value_head]
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as PyTorch names it."""
         return getattr(torch, self.dtype)
@@ -138,10 +143,10 @@ def _check(config: OpenVLAOFTConfig) -> None:
         problem = f"norm_key {config.norm_key!r} is not among its statistics: {sorted(config.norm_stats)}"
     elif config.norm_key and len(config.norm_stats[config.norm_key].q01) != config.action_dim:
         problem = f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
-    elif config.value_head not in ("none", "chunk") or config.gripper not in ("none", "libero"):
-        problem = (
-            f"value_head is {config.value_head!r} (none, chunk), gripper is {config.gripper!r} (none, libero)"
-        )
+    elif config.value_head not in ("none", "chunk", "action"):
+        problem = f"value_head is {config.value_head!r} (none, chunk, action)"
+    elif config.gripper not in ("none", "libero"):
+        problem = f"gripper is {config.gripper!r} (none, libero)"
     elif config.dtype not in ("float32", "bfloat16"):
         problem = f"dtype is {config.dtype!r} (float32, bfloat16)"
     if problem:

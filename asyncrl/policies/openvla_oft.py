@@ -8,7 +8,7 @@ Dimension letters:
     B  rows      H, W  frame size in pixels      L  prompt tokens      P  patches
     D  width of the language model
     C = 8 steps per decision      A = 7 action dimensions      K = C * A slots      N = 256 action bins
-    S = L + P + K (+ 1 with a stop token) places
+    S = L + P + K (+ 1 with a stop token) places      V  values per decision: 1, or C
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -45,7 +45,8 @@ class ActionHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[B, K, D]`` hidden states to ``[B, K, N]`` float32 logits of the action bins."""
-        return nn.functional.linear(input.float(), self.weight[self.first : self.first + BINS].float())
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.linear(input.float(), self.weight[self.first : self.first + BINS].float())
 
 
 def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
@@ -101,8 +102,8 @@ class OpenVLAOFT(nn.Module):
         self.lm_head = ActionHead(config)
         self.value_head: ValueHead | None = None
         self.to(config.torch_dtype)
-        if config.value_head == "chunk":
-            self.add_value_head()
+        if config.value_head != "none":
+            self.add_value_head(config.value_head)
 
     def _apply(self, fn: Any, recurse: bool = True) -> OpenVLAOFT:
         super()._apply(fn, recurse)
@@ -117,11 +118,20 @@ class OpenVLAOFT(nn.Module):
             indices = torch.arange(self.config.patches)[None]
             self.vision.siglip.embeddings.register_buffer("position_ids", indices, persistent=False)
 
-    def add_value_head(self) -> None:
-        """Give the policy a critic with fresh random weights (for PPO on a policy that never had one)."""
-        self.config = dataclasses.replace(self.config, value_head="chunk")
-        head = ValueHead(self.config.llm_width, self.config.value_hidden)
+    def add_value_head(self, level: Literal["chunk", "action"] = "chunk") -> None:
+        """Give the policy a critic with fresh random weights (for PPO on a policy that never had one).
+
+        Args:
+            level: chunk: one value per decision. action: one per step. A critic that is there is replaced.
+        """
+        self.config = dataclasses.replace(self.config, value_head=level)
+        head = ValueHead(self.config.llm_width, self.config.value_hidden, self.config.values)
         self.value_head = head.to(self.device, self.lm_head.weight.dtype)
+
+    def drop_value_head(self) -> None:
+        """Take the critic away: actors need none, nor does grpo."""
+        self.config = dataclasses.replace(self.config, value_head="none")
+        self.value_head = None
 
     @property
     def device(self) -> torch.device:
@@ -181,9 +191,28 @@ class OpenVLAOFT(nn.Module):
         hidden_BSD = self.llm(inputs_embeds=embeddings_BSD, **places).last_hidden_state
         return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]
 
-    def value_of(self, hidden_BKD: Tensor) -> Tensor | None:
-        """Critic's value ``[B]`` float32, read at the last prompt token."""
-        return None if self.value_head is None else self.value_head(hidden_BKD[:, 0])
+    def value_of(self, hidden_BKD: Tensor, *, critic_through_policy: bool = False) -> Tensor | None:
+        """Critic's values ``[B, V]`` float32, read at the last prompt token."""
+        if self.value_head is None:
+            return None
+        hidden_BD = hidden_BKD[:, 0]
+        return self.value_head(hidden_BD if critic_through_policy else hidden_BD.detach())
+
+    def values(self, inputs: PolicyInputs, *, critic_through_policy: bool = False) -> Tensor:
+        """Critic's values alone; see `protocol.Policy.values`.
+
+        Raises:
+            ConfigError: the policy has no value head.
+        """
+        with torch.set_grad_enabled(critic_through_policy and torch.is_grad_enabled()):
+            hidden_BKD = self.readout(inputs)
+        values = self.value_of(hidden_BKD, critic_through_policy=critic_through_policy)
+        if values is None:
+            raise ConfigError(
+                "The policy was asked for values, but it has no value head (value_head is none in its "
+                "config.json). Add one with add_value_head, or use --algorithm.kind grpo."
+            )
+        return values
 
     def as_chunk(self, per_token_BK: Tensor) -> Tensor:
         """``[B, K]`` to ``[B, C, A]``."""
@@ -213,7 +242,14 @@ class OpenVLAOFT(nn.Module):
             entropy=self.as_chunk(entropy_of(logprobs_BKN)),
         )
 
-    def evaluate(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> EvaluateResult:
+    def evaluate(
+        self,
+        inputs: PolicyInputs,
+        tokens: Tensor,
+        sampling: SamplingParams,
+        *,
+        critic_through_policy: bool = False,
+    ) -> EvaluateResult:
         """Log-probs of given tokens with gradient; see `protocol.Policy.evaluate`."""
         tokens_BK = tokens.flatten(1)
         hidden_BKD = self.readout(inputs)
@@ -221,12 +257,19 @@ class OpenVLAOFT(nn.Module):
         return EvaluateResult(
             logprob=self.as_chunk(logprob_of(logprobs_BKN, tokens_BK)),
             entropy=self.as_chunk(entropy_of(logprobs_BKN)),
-            value=self.value_of(hidden_BKD),
+            value=self.value_of(hidden_BKD, critic_through_policy=critic_through_policy),
         )
 
-    def forward(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> EvaluateResult:
+    def forward(
+        self,
+        inputs: PolicyInputs,
+        tokens: Tensor,
+        sampling: SamplingParams,
+        *,
+        critic_through_policy: bool = False,
+    ) -> EvaluateResult:
         """Same as `evaluate`: sharding hooks onto `forward`."""
-        return self.evaluate(inputs, tokens, sampling)
+        return self.evaluate(inputs, tokens, sampling, critic_through_policy=critic_through_policy)
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Bins ``[..., A]`` to float32 actions in the environment's units and gripper convention."""
@@ -240,7 +283,7 @@ class OpenVLAOFT(nn.Module):
 
     def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
         """Optimizer groups of everything trainable: `policy` at `lr`, the critic (`value`) at `value_lr`."""
-        trainable = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        trainable = self.trainable_parameters()
         value = [p for name, p in trainable.items() if name.startswith("value_head.")]
         policy = [p for name, p in trainable.items() if not name.startswith("value_head.")]
         groups = [
@@ -249,9 +292,18 @@ class OpenVLAOFT(nn.Module):
         ]
         return [group for group in groups if group["params"]]
 
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """What an update changes, by stable name."""
+        return {stable_name(name): p for name, p in self.named_parameters() if p.requires_grad}
+
     def trainable_tensors(self) -> dict[str, Tensor]:
-        """What is broadcast after an update, by stable name; the tensors share memory with the parameters."""
-        return {stable_name(n): p.detach() for n, p in self.named_parameters() if p.requires_grad}
+        """The same without gradient; the tensors share memory with the parameters."""
+        return {name: p.detach() for name, p in self.trainable_parameters().items()}
+
+    def acting_tensors(self) -> dict[str, Tensor]:
+        """What actors need after an update: `trainable_tensors` without the value head."""
+        tensors = self.trainable_tensors()
+        return {name: t for name, t in tensors.items() if not name.startswith("value_head.")}
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -3,6 +3,7 @@
 Dimension letters:
     B  rows (observations)           L  prompt tokens
     H, W  image size in pixels       C = 8 steps per decision      A = 7 action dimensions
+    V  values per decision: 1 (value head of level chunk) or C (action)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 
@@ -65,7 +66,7 @@ class ActResult:
     logprob: Tensor
     """``[B, C, A]`` float32, natural log of the probability each token was sampled with."""
     value: Tensor | None
-    """``[B]`` float32 critic's estimate of the return; None without a value head."""
+    """``[B, V]`` float32 critic's estimates of the return; None without a value head."""
     entropy: Tensor
     """``[B, C, A]`` float32, nats."""
 
@@ -79,7 +80,7 @@ class EvaluateResult:
     entropy: Tensor
     """``[B, C, A]`` float32, nats."""
     value: Tensor | None
-    """``[B]`` float32; None without a value head."""
+    """``[B, V]`` float32; None without a value head."""
 
 
 class Policy(Protocol):
@@ -93,8 +94,26 @@ class Policy(Protocol):
         """Decide. Row b draws from its own stream ``seeds[b]``, whatever its place and neighbours."""
         ...
 
-    def evaluate(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> EvaluateResult:
-        """Log-probs of given tokens ``[B, C, A]`` with gradient; equal to those of `act` at equal weights."""
+    def evaluate(
+        self,
+        inputs: PolicyInputs,
+        tokens: Tensor,
+        sampling: SamplingParams,
+        *,
+        critic_through_policy: bool = False,
+    ) -> EvaluateResult:
+        """Log-probs of given tokens ``[B, C, A]`` with gradient; equal to those of `act` at equal weights.
+
+        With `critic_through_policy` the value's gradient reaches the trunk as well, not only the value head.
+        """
+        ...
+
+    def values(self, inputs: PolicyInputs, *, critic_through_policy: bool = False) -> Tensor:
+        """Critic's values ``[B, V]`` float32 with gradient, as in `evaluate`; needs no tokens.
+
+        Raises:
+            ConfigError: the policy has no value head.
+        """
         ...
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -105,6 +124,14 @@ class Policy(Protocol):
         """Optimizer groups of everything trainable; the value head has its own learning rate."""
         ...
 
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """What an update changes, by name."""
+        ...
+
     def trainable_tensors(self) -> dict[str, Tensor]:
-        """What is broadcast after an update, by name. The tensors share memory with the parameters."""
+        """The same without gradient. The tensors share memory with the parameters."""
+        ...
+
+    def acting_tensors(self) -> dict[str, Tensor]:
+        """What actors need after an update, by name: `trainable_tensors` without the value head."""
         ...

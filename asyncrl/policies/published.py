@@ -12,9 +12,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from asyncrl.policies.lora import merged_tensors, native_names
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.vision import TowerConfig, stable_name
+from asyncrl.policies.vision import TowerConfig
 
 _BLOCK_COMMON: Final = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
 _DINO_BLOCK: Final = {**_BLOCK_COMMON, "norm1": "norm1", "norm2": "norm2", "attention.o_proj": "attn.proj"}
@@ -61,9 +62,9 @@ def _block_rows(ours: str, theirs: str, names: Mapping[str, str], attention: str
 
 
 def rows_of(policy: OpenVLAOFT) -> list[Row]:
-    """One row per parameter of the policy, in the order that parts of one published tensor are joined."""
+    """One row per native parameter, in the order that parts of one published tensor are joined."""
     rows = list(_tower_rows(policy.config))
-    for name, _ in policy.named_parameters():
+    for name in native_names(policy):
         if name.startswith("llm."):
             rows.append((name, name.replace("llm.", "language_model.model.", 1), _WHOLE))
         elif name.startswith("lm_head."):
@@ -113,9 +114,9 @@ def native_part(tensor: Tensor, part: str) -> Tensor:
 
 
 def to_published(policy: OpenVLAOFT) -> dict[str, Tensor]:
-    """Every published tensor of a policy, on the CPU in `config.dtype`."""
+    """Every published tensor of a policy, adapters merged, on the CPU in `config.dtype`."""
     dtype = policy.config.torch_dtype
-    native = {stable_name(n): p.detach().to("cpu", dtype) for n, p in policy.named_parameters()}
+    native = {name: tensor.to("cpu", dtype) for name, tensor in merged_tensors(policy)}
     first = "vision.dino.embeddings.cls_token"
     places = native["vision.dino.embeddings.position_embeddings"]
     native[first] = native[first] + places[:, :1]  # fine-tuning may have given it a place

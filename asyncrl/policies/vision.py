@@ -29,16 +29,20 @@ DINO_STD: Final = (0.228515625, 0.2236328125, 0.224609375)
 REGISTERS: Final = 4
 """Extra tokens of the DINOv2 tower; they and its class token are dropped from the features."""
 
-_RENAMED = (  # transformers renamed its DINOv2 attention; files and broadcasts use the new names everywhere
+_RENAMED = (
+    # transformers renamed its DINOv2 attention; files and broadcasts use the new names everywhere
     (".attention.attention.query.", ".attention.q_proj."),
     (".attention.attention.key.", ".attention.k_proj."),
     (".attention.attention.value.", ".attention.v_proj."),
     (".attention.output.dense.", ".attention.o_proj."),
+    (".base_layer.", "."),  # what peft puts into the names of a layer with an adapter
+    (".lora_A.default.", ".lora_A."),
+    (".lora_B.default.", ".lora_B."),
 )
 
 
 def stable_name(name: str) -> str:
-    """Name of a parameter in files and broadcasts, whatever the version of transformers."""
+    """Name of a parameter in files and broadcasts, whatever the version of transformers and the adapters."""
     for old, new in _RENAMED:
         name = name.replace(old, new)
     return name

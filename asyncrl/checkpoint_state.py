@@ -1,0 +1,191 @@
+"""Weights and optimizer of a training run as files, and back: torch.distributed.checkpoint without pickle.
+
+Every rank writes its own part of every tensor, in safetensors files whose headers say where the parts belong,
+so that another number of ranks can read them. Because the headers are enough, the ranks exchange nothing:
+the planners of torch.distributed.checkpoint are used rank by rank, and its own exchange of plans, which
+pickles, is not.
+
+    model.<name>                               float32 weight
+    optimizer.<name>.<exp_avg | exp_avg_sq>    of the weight's shape
+    optimizer.<name>.step                      ``[1]``: AdamW's count of steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from asyncrl.errors import CheckpointError
+
+FILE_BYTES: Final = 2 * 2**30
+"""About how much one file holds: a file is put together in memory before it is written."""
+Parameters = Mapping[str, nn.Parameter]
+
+
+def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[str, Tensor]:
+    """Copy this rank's part of weights and optimizer to host memory.
+
+    Args:
+        parameters: What is trained, by stable name; the optimizer's own parameters.
+        optimizer: Over these parameters; it may have no state yet.
+        rank: This rank; what is not sharded is kept by rank 0 only.
+    """
+    state: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensor = torch.as_tensor(value).detach()
+            state[f"optimizer.{name}.{key}"] = tensor.reshape(1) if key == "step" else tensor
+    mine = {name: t for name, t in state.items() if rank == 0 or isinstance(t, DTensor)}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
+
+
+def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
+    """Write this rank's files into `folder`; no rank needs to wait for another.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=_files_of(state), save_distributed=True
+    )
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state), writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    # The files are numbered by the place of the plan among those of all ranks.
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    writer.write_data(planner.finish_plan(plan), planner).wait()
+
+
+def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> None:
+    """Put back what `write_state` wrote, bit for bit, whatever the number of ranks was then.
+
+    Args:
+        folder: Holds the files of all ranks.
+        parameters: What is trained, by stable name; changed in place.
+        optimizer: Fresh, over these parameters; its state is replaced.
+
+    Raises:
+        CheckpointError: A file cannot be read, or names or shapes do not fit the parameters.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        metadata = reader.read_metadata()
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise unreadable(folder, str(error)) from error
+    saved = {name: tuple(getattr(entry, "size", ())) for name, entry in metadata.state_dict_metadata.items()}
+    states = _fitting_state(saved, parameters, folder)
+    target: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    for name, state in states.items():
+        target |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    try:
+        _read(reader, metadata, target)
+    except (SafetensorError, OSError) as error:
+        raise unreadable(folder, str(error)) from error
+    optimizer.state.clear()
+    for name, state in states.items():
+        optimizer.state[parameters[name]] = state | {"step": state["step"].reshape(())}
+
+
+def random_file(rank: int) -> str:
+    """Name of the file with the states of a rank's generators."""
+    return f"random-{rank:05d}.safetensors"
+
+
+def copy_generators() -> dict[str, Tensor]:
+    """States of torch's generators: the CPU's, and that of this rank's GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_generators(path: Path) -> None:
+    """Put back what `copy_generators` returned; without the file nothing changes.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    if not path.exists():  # The checkpoint comes from fewer ranks.
+        return
+    try:
+        generators = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise unreadable(path, str(error)) from error
+    torch.set_rng_state(generators["cpu"])
+    if "cuda" in generators and torch.cuda.is_available():
+        torch.cuda.set_rng_state(generators["cuda"])
+
+
+def unreadable(path: Path, reason: str) -> CheckpointError:
+    """Return the error for a file or folder inside a checkpoint's folder."""
+    return CheckpointError(
+        f"Checkpoint file {path} cannot be read: {reason}. Delete the folder {path.parent.name}; --resume "
+        "then continues from the checkpoint before it."
+    )
+
+
+def _read(reader: HuggingFaceStorageReader, metadata: Metadata, target: dict[str, Tensor]) -> None:
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(target, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _fitting_state(
+    saved: Mapping[str, tuple[int, ...]], parameters: Parameters, folder: Path
+) -> dict[str, dict[str, Tensor]]:
+    """Make room for the optimizer's state that was saved; refuse what does not fit."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for full_name, shape in saved.items():
+        kind, _, name = full_name.partition(".")
+        key = ""
+        if kind == "optimizer":
+            name, _, key = name.rpartition(".")
+        expected = (1,) if key == "step" else tuple(parameters[name].shape) if name in parameters else None
+        if expected != shape:
+            raise CheckpointError(f"{folder}: {full_name} {list(shape)} does not fit the policy. {_REMEDY}")
+        if key:
+            like = torch.zeros(1) if key == "step" else torch.zeros_like(parameters[name].detach())
+            states.setdefault(name, {})[key] = like  # AdamW counts its steps on the CPU.
+    weightless = sorted(set(parameters) - {name.removeprefix("model.") for name in saved})
+    stateless = sorted(set(parameters) - set(states)) if states else []
+    for what, names in (("weight", weightless), ("optimizer state", stateless)):
+        if names:
+            raise CheckpointError(
+                f"{folder} has no {what} for {names[0]} and {len(names) - 1} more. {_REMEDY}"
+            )
+    return states
+
+
+_REMEDY: Final = (
+    "Resume with the policy settings of the run (its config.json), or start afresh with --policy and the "
+    "checkpoint's folder."
+)
+
+
+def _files_of(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """Spread tensors over numbered files of about `FILE_BYTES`."""
+    files: dict[str, int] = {}
+    number, room = 1, FILE_BYTES
+    for name, tensor in state.items():
+        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if room < local.nbytes and room < FILE_BYTES:
+            number, room = number + 1, FILE_BYTES
+        files[name] = number
+        room -= local.nbytes
+    return files

@@ -1,0 +1,159 @@
+"""The learner ranks of a run: they meet, spread the policy, and run the same loop; rank 0 leads it.
+
+    rank 0      opens the run (`run`), joins, learns, decides the end
+    rank k > 0  waits for the run's facts, joins, learns what it is dealt, ends when rank 0 says so
+
+The default process group holds learners only. One rank that computes in float32 needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from asyncrl.checkpoint import WRITE_DEADLINE, Checkpoints
+from asyncrl.config import TrainConfig, load_file
+from asyncrl.errors import ConfigError
+from asyncrl.launch import build, rendezvous
+from asyncrl.launch.devices import pick_device
+from asyncrl.launch.placement import Placement
+from asyncrl.learner.distributed_group import COLLECTIVE_DEADLINE, DistributedGroup, naming
+from asyncrl.learner.group import Alone, LearnerGroup
+from asyncrl.learner.nowhere import NullLog, NullPort, NullPublisher
+from asyncrl.learner.sharding import keep_masters, shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from asyncrl.launch.crew import Crew
+    from asyncrl.learner.learner import Learner, Log
+    from asyncrl.replay.ports import LearnerPort
+    from asyncrl.weights.interface import Publisher
+
+
+def check(config: TrainConfig, placement: Placement) -> None:
+    """Refuse more learner ranks than GPUs, before anything is started.
+
+    Raises:
+        ConfigError: NCCL takes one rank per GPU.
+    """
+    devices = {pick_device(config.device, rank) for rank in placement.learners}
+    if len(devices) < len(placement.learners) and devices != {torch.device("cpu")}:
+        raise ConfigError(
+            f"--placement names {len(placement.learners)} learner ranks, but this host has {len(devices)} "
+            "GPU(s), and NCCL takes one rank per GPU. Name fewer learner ranks, or use --device cpu."
+        )
+
+
+@contextmanager
+def joined(
+    config: TrainConfig,
+    ranks: int,
+    device: torch.device,
+    *,
+    while_waiting: Callable[[], object] = lambda: None,
+) -> Iterator[LearnerGroup]:
+    """Meet the other learner ranks for the time of the block; all call it at about the same time.
+
+    Args:
+        config: Of the run.
+        ranks: Number of learner ranks.
+        device: This rank's.
+        while_waiting: Called often while this rank waits for rank 0's batch.
+
+    Raises:
+        RunError: A rank did not come.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks == 1 and config.learner.precision == "fp32":
+        yield Alone()
+        return
+    rank = rendezvous.rank() if ranks > 1 else 0
+    store = rendezvous.learners_store() if ranks > 1 else HashStore()
+    with naming(f"learner rank {rank} of {ranks} to meet the other learners"):
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=COLLECTIVE_DEADLINE),
+        )
+    try:
+        with naming(f"learner rank {rank} of {ranks} to make its part of an update or a checkpoint"):
+            patience = config.max_wait + build.FIRST_WEIGHTS_DEADLINE
+            yield DistributedGroup(patience, while_waiting=while_waiting)
+    finally:
+        dist.destroy_process_group()
+
+
+def build_joined_learner(
+    config: TrainConfig,
+    start: build.Start,
+    port: LearnerPort,
+    publisher: Publisher,
+    log: Log,
+    group: LearnerGroup,
+    *,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Learner:
+    """Spread the policy over the group and build this rank's learner; collective.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the policy.
+    """
+    types = build.acting_types(start.policy)
+    if isinstance(group, Alone):
+        keep_masters(start.policy, "fp32")
+    else:
+        shard(start.policy, start.policy.device, config.learner.precision)
+    return build.build_learner(
+        config,
+        start,
+        port,
+        publisher,
+        log,
+        group,
+        types=types,
+        checkpoints=_checkpoints(config, start.run_dir, group),
+        stop_requested=stop_requested,
+    )
+
+
+def _checkpoints(config: TrainConfig, run_dir: Path, group: LearnerGroup) -> Checkpoints:
+    """Give the ranks' writers a link of their own."""
+    link: ProcessGroup | None = None
+    if group.size > 1:
+        made: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_DEADLINE))
+        link = made
+    return Checkpoints(run_dir, keep=config.keep_checkpoints, link=link)
+
+
+def follow(facts: rendezvous.RunFacts, placement: Placement, crew: Crew) -> None:
+    """Learn on a rank other than 0 until rank 0 ends the run.
+
+    Args:
+        facts: From rank 0.
+        placement: Of the run.
+        crew: This rank's children; looked after while it waits.
+
+    Raises:
+        AsyncRLError: The run failed, or another rank is gone.
+    """
+    config = load_file(Path(facts.run_dir) / "config.json")
+    torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.seed)
+    device = pick_device(config.device, rendezvous.local_rank())
+    checkpoint = Path(facts.checkpoint) if facts.checkpoint else None
+    policy = build.build_learning_policy(config, device)
+    version = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
+    start = build.Start(policy=policy, run_dir=Path(facts.run_dir), version=version, checkpoint=checkpoint)
+    with joined(config, len(placement.learners), device, while_waiting=crew.look) as group:
+        build_joined_learner(config, start, NullPort(), NullPublisher(), NullLog(), group).run()

@@ -1,0 +1,218 @@
+"""The learner ranks of a run, joined by torch.distributed's default process group (which has learners only).
+
+    rank 0         samples, then deals its batch out          waits for: the others to take their parts
+    other ranks    wait for rank 0's word: a part or the end   ended by: rank 0, or its end (the link breaks)
+
+Episodes travel as our own messages (`messaging.wire`) through gloo, as raw bytes with a header of lengths:
+
+    header   [1 + ranks] int64, to all: what follows (`_Word`), then the number of lengths for each rank
+    lengths  [n] int64, to one rank: groups, then per group: episodes, then per episode: frames, bytes of each
+    bytes    [sum] uint8, to one rank: the frames one after another
+
+Sums and full tensors are collectives on the device. Every wait ends with a `RunError` at its deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner.group import Groups
+from asyncrl.messaging.wire import decode, encode
+from asyncrl.records import Episode
+
+COLLECTIVE_DEADLINE: Final = 300.0
+"""Seconds that every rank has to join a collective; all make the same calls at about the same time."""
+LOOK_EVERY: Final = 0.02
+"""Seconds between two looks at a word that is awaited."""
+
+
+class _Word(IntEnum):
+    """What rank 0 says when it shares."""
+
+    END = 0
+    PARTS = 1
+    TOO_FEW = 2
+
+
+class DistributedGroup:
+    """A `LearnerGroup` over the default process group. Used by one thread per rank."""
+
+    def __init__(self, patience: float, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+        """Make the link for episodes; collective, like every method.
+
+        Args:
+            patience: Seconds that rank 0 may need for the next batch: the wait of the others in `share`.
+            while_waiting: Called often while this rank waits in `share`.
+        """
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.patience, self.while_waiting = patience, while_waiting
+        self._link: Any = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=patience + COLLECTIVE_DEADLINE)
+        )
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `LearnerGroup.sum`."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """See `LearnerGroup.max`."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def share(self, groups: Groups | None) -> Groups | None:
+        """See `LearnerGroup.share`; group n goes to rank ``n % size``."""
+        with naming(f"learner rank {self.rank} of {self.size} to share a batch"):
+            return self._deal(groups) if self.rank == 0 else self._take()
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `LearnerGroup.whole`; one tensor at a time, in the order of their names."""
+        found: dict[str, Tensor] = {}
+        with naming(f"learner rank {self.rank} of {self.size} to gather the weights"):
+            for name in sorted(tensors):
+                tensor = tensors[name].detach()
+                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if self.rank == 0:
+                    found[name] = full
+        return found
+
+    def _reduce(self, values: Tensor, operation: Any) -> Tensor:
+        result = values.detach().clone()
+        with naming(f"learner rank {self.rank} of {self.size} to add up readings"):
+            dist.all_reduce(result, operation)
+        return result
+
+    def _deal(self, groups: Groups | None) -> Groups | None:
+        if groups is None:
+            self._tell(_Word.END, [])
+            return None
+        if len(groups) < self.size:
+            self._tell(_Word.TOO_FEW, [])
+            raise too_few(self.size)
+        packed = [pack(groups[rank :: self.size]) for rank in range(1, self.size)]
+        self._tell(_Word.PARTS, [len(lengths) for lengths, _ in packed])
+        for rank, (lengths, frames) in enumerate(packed, start=1):
+            dist.send(lengths, rank, group=self._link)
+            dist.send(frames, rank, group=self._link)
+        return groups[:: self.size]
+
+    def _tell(self, word: _Word, counts: list[int]) -> None:
+        header = torch.tensor([word, 0, *(counts or [0] * (self.size - 1))])
+        dist.broadcast(header, 0, group=self._link)
+
+    def _take(self) -> Groups | None:
+        header = torch.zeros(1 + self.size, dtype=torch.int64)
+        awaited = dist.broadcast(header, 0, group=self._link, async_op=True)
+        assert awaited is not None  # This rank is in the group.
+        until = time.monotonic() + self.patience
+        while not awaited.is_completed() and time.monotonic() < until:
+            self.while_waiting()
+            time.sleep(LOOK_EVERY)
+        if not awaited.is_completed():
+            raise RunError(
+                f"Learner rank {self.rank} waited {self.patience:g} s for rank 0 to deal a batch. It hangs: "
+                "see its output and the actors' logs."
+            )
+        awaited.wait()
+        word, count = _Word(int(header[0])), int(header[1 + self.rank])
+        if word is _Word.TOO_FEW:
+            raise too_few(self.size)
+        if word is _Word.END:
+            return None
+        lengths = torch.zeros(count, dtype=torch.int64)
+        dist.recv(lengths, 0, group=self._link)
+        frames = torch.zeros(sum(_frame_sizes(lengths.tolist())), dtype=torch.uint8)
+        dist.recv(frames, 0, group=self._link)
+        return unpack(lengths, frames)
+
+
+def too_few(ranks: int) -> ConfigError:
+    """Return the error for a batch that cannot be dealt out."""
+    return ConfigError(
+        f"--placement names {ranks} learner ranks, but a batch has fewer groups of episodes, so one "
+        f"would have nothing to learn from. Use --algorithm.groups-per-update {ranks} or a multiple of it, "
+        "or name fewer learner ranks in --placement."
+    )
+
+
+def pack(groups: Groups) -> tuple[Tensor, Tensor]:
+    """Write groups of episodes as ``[n]`` int64 lengths and ``[sum]`` uint8 frames; see the module's text."""
+    lengths, parts = [len(groups)], []
+    for group in groups:
+        lengths.append(len(group))
+        for episode in group:
+            frames = encode("episode", episode)
+            lengths += [len(frames), *(len(frame) for frame in frames)]
+            parts += frames
+    return torch.tensor(lengths), torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+def unpack(lengths: Tensor, frames: Tensor) -> list[list[Episode]]:
+    """Read what `pack` wrote.
+
+    Raises:
+        WireError: An episode breaks the wire format.
+    """
+    numbers, place = iter(lengths.tolist()), 0
+    view = frames.numpy().data
+    groups: list[list[Episode]] = []
+    for _ in range(next(numbers)):
+        group: list[Episode] = []
+        for _ in range(next(numbers)):
+            message: list[memoryview] = []
+            for _ in range(next(numbers)):
+                size = next(numbers)
+                message.append(view[place : place + size])
+                place += size
+            episode = decode(message).episode
+            assert episode is not None  # The kind carries one.
+            group.append(episode)
+        groups.append(group)
+    return groups
+
+
+def _frame_sizes(lengths: list[int]) -> Iterator[int]:
+    numbers = iter(lengths)
+    for _ in range(next(numbers)):
+        for _ in range(next(numbers)):
+            for _ in range(next(numbers)):
+                yield next(numbers)
+
+
+@contextmanager
+def naming(awaited: str) -> Iterator[None]:
+    """Turn the failure of a collective into an error that says what was waited for.
+
+    Args:
+        awaited: For example 'learner rank 1 of 2 to gather the weights'.
+
+    Raises:
+        RunError: A peer is gone or did not come in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise RunError(
+            f"Waited in vain for {awaited}: another learner rank is gone or did not come in time "
+            f"({str(error).strip().splitlines()[-1][:200]}). See the output of the other ranks, "
+            "and continue with --resume."
+        ) from error
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error of torch.distributed means that another rank is gone, late or broken."""
+    if isinstance(error, dist.DistError):
+        return True
+    signs = ("gloo", "Connection closed", "Connection reset", "Timed out", "timed out", "NCCL")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

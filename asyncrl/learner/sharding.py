@@ -1,0 +1,92 @@
+"""A policy in, the same policy spread over the learner ranks out: FSDP2, one unit per layer.
+
+Every Llama layer and every vision block is a unit of its own, gathered when it runs and freed after it; all
+other parameters (embeddings, projector, norms, heads) are the root unit. Its parameters become DTensors, so
+the optimizer must be built afterwards. Works on one rank as well: there it only separates the float32
+weights from the bfloat16 passes.
+
+The loss of every rank is averaged by FSDP2: multiply it by the number of ranks where a sum is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from asyncrl.policies.memory import blocks
+from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.protocol import EvaluateResult
+
+Precision = Literal["fp32", "bf16"]
+
+
+def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> OpenVLAOFT:
+    """Spread a policy over the ranks of the default process group, in place.
+
+    Args:
+        policy: On `device`, the same on every rank.
+        device: This rank's; the process group must serve its type.
+        precision: bf16: passes in bfloat16, gradients added up in float32, weights kept in float32.
+    """
+    keep_masters(policy, precision)
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("learner",))
+    passes = MixedPrecisionPolicy()
+    if precision == "bf16":
+        passes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in blocks(policy):
+        fully_shard(unit, mesh=mesh, mp_policy=passes)
+    # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
+    # parameters in the module, where publishing and checkpoints expect the sharded ones.
+    fully_shard(policy, mesh=mesh, mp_policy=passes, reshard_after_forward=True)
+    if device.type == "cpu":
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot average.
+    _hook_passes(policy)
+    return policy
+
+
+def keep_masters(policy: nn.Module, precision: Precision) -> None:
+    """Make what is trained float32, and in fp32 all the rest too; in bf16 frozen weights stay as they are."""
+    for parameter in policy.parameters():
+        if precision == "fp32" or parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def _hook_passes(policy: OpenVLAOFT) -> None:
+    """Let FSDP gather the root's parameters around `evaluate` and `values`, as it does around `forward`.
+
+    FSDP looks for tensors in what a forward method returns, and not into our records: it is given tuples, of
+    tensors that are no views, because its hook on a view is lost when somebody writes into the view.
+    """
+    evaluate, values = policy.evaluate, policy.values
+
+    def evaluated_fields(self: OpenVLAOFT, *args: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        result = evaluate(*args, **more)
+        value = None if result.value is None else result.value.clone()
+        return result.logprob.clone(), result.entropy.clone(), value
+
+    def evaluate_sharded(self: OpenVLAOFT, *args: Any, **more: Any) -> EvaluateResult:
+        logprob, entropy, value = self.evaluated_fields(*args, **more)  # type: ignore[operator]
+        return EvaluateResult(logprob=logprob, entropy=entropy, value=value)
+
+    _add_forward(policy, "evaluated_fields", evaluated_fields)
+    policy.evaluate = MethodType(evaluate_sharded, policy)  # type: ignore[method-assign]
+    _add_forward(policy, "values", lambda self, *args, **more: values(*args, **more).clone())
+
+
+def _add_forward(policy: OpenVLAOFT, name: str, method: Callable[..., Any]) -> None:
+    setattr(policy, name, MethodType(method, policy))
+    register_fsdp_forward_method(policy, name)

@@ -1,0 +1,294 @@
+"""What staleness costs: algorithms and corrections at forced lags, judged by true success.
+
+    python benchmarks/staleness.py run OUT                   train and evaluate what is not yet in OUT
+    python benchmarks/staleness.py table OUT                 Markdown table
+    python benchmarks/staleness.py plot OUT staleness.png    needs matplotlib
+
+A run is `asyncrl train --inline --replay.max-lag L`: lock-step, so from update L on every batch is exactly L
+versions old. Runs of one seed share start states, groups and noise; only what is named differs. At lag 0 the
+corrections that weigh samples all have weight 1, so they share the run of `none`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import shlex
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tqdm import tqdm
+
+METHODS = {
+    "grpo": ["none", "naive", "tis", "decoupled"],
+    "ppo": ["none", "naive", "tis", "decoupled", "vtrace"],
+}
+DIVERGED = 0.0
+"""True success of a run that stopped because its gradients were not finite."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run."""
+
+    algorithm: str
+    correction: str
+    lag: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Names its files."""
+        return f"{self.algorithm}-{self.correction}-lag{self.lag}-seed{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGrid:
+    """Train and evaluate every cell of the grid that is not in the folder yet."""
+
+    out: Annotated[Path, tyro.conf.Positional]
+    lags: tuple[int, ...] = (0, 2, 4, 8, 16)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    algorithms: tuple[str, ...] = ("grpo", "ppo")
+    corrections: tuple[str, ...] = ("none", "naive", "tis", "decoupled", "vtrace")
+    jobs: int = 8
+    """Runs side by side."""
+    episodes: int = 256
+    """Episodes of each evaluation in the true simulator."""
+    evaluation_seed: int = 0
+    device: str = "auto"
+    seconds: float = 1e9
+    """Start no further run after this time."""
+    flags: str = ""
+    """Further flags for every run, as in --flags="--updates 24"."""
+    ppo_flags: str = ""
+    """Further flags for the runs of ppo."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Print the results as a Markdown table."""
+
+    out: Annotated[Path, tyro.conf.Positional]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Draw the results."""
+
+    out: Annotated[Path, tyro.conf.Positional]
+    image: Annotated[Path, tyro.conf.Positional]
+
+
+@dataclass
+class Results:
+    """Runs of one algorithm, correction and lag."""
+
+    success: list[float] = field(default_factory=list)
+    imagined: list[float] = field(default_factory=list)
+    ess: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    episodes: int = 0
+
+
+def cells(grid: RunGrid) -> list[Cell]:
+    """The grid, longest runs first."""
+    found = []
+    for algorithm in grid.algorithms:
+        for correction in METHODS[algorithm]:
+            for lag in grid.lags:
+                redundant = lag == 0 and correction in ("naive", "tis", "decoupled")
+                if correction in grid.corrections and not redundant:
+                    found += [Cell(algorithm, correction, lag, seed) for seed in grid.seeds]
+    return sorted(found, key=lambda cell: (-cell.lag, cell.seed))
+
+
+def run_grid(grid: RunGrid) -> None:
+    """Run what is missing; a result appears whole or not at all, so the grid can be cut and continued."""
+    grid.out.mkdir(parents=True, exist_ok=True)
+    missing = [cell for cell in cells(grid) if not result_file(grid.out, cell).exists()]
+    until = time.monotonic() + grid.seconds
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(grid.jobs, mp_context=context) as pool, tqdm(total=len(missing)) as bar:
+        futures = {pool.submit(run_cell, grid, cell, until): cell for cell in missing}
+        for future in as_completed(futures):
+            bar.update()
+            bar.write(f"{futures[future].name}: {future.result()}")
+
+
+def result_file(out: Path, cell: Cell) -> Path:
+    """Where the result of a run is."""
+    return out / f"{cell.name}.json"
+
+
+def run_cell(grid: RunGrid, cell: Cell, until: float) -> str:
+    """Train and evaluate in this process; returns one line."""
+    began = time.monotonic()
+    if began > until:
+        return "not started: out of time"
+    from asyncrl.commands import evaluate
+    from asyncrl.config import parse
+    from asyncrl.errors import RunError
+    from asyncrl.launch.run import run
+
+    folder, answer = grid.out / "runs" / cell.name, grid.out / f"{cell.name}.evaluation"
+    config = parse([*flags_of(grid, cell), "--run-dir", str(folder)])
+    log = grid.out / f"{cell.name}.log"
+    with log.open("w") as text, contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            run(config)
+        except RunError as error:
+            print(error)
+            return save(grid, cell, folder, {"rate": DIVERGED, "episodes": grid.episodes}, began)
+        common = ["--episodes", str(grid.episodes), "--seed", str(grid.evaluation_seed), "--workers", "1"]
+        temperature = ["--temperature", str(config.algorithm.temperature)]
+        evaluate.main([str(folder), *common, *temperature, "--device", grid.device, "--json", str(answer)])
+    return save(grid, cell, folder, json.loads(answer.read_text())["overall"], began)
+
+
+def flags_of(grid: RunGrid, cell: Cell) -> list[str]:
+    """The command line of a run, without its folder."""
+    chosen = {
+        "seed": cell.seed,
+        "device": grid.device,
+        "replay.max-lag": cell.lag,
+        "replay.keep-video-every": 0,
+        "algorithm.kind": cell.algorithm,
+        "correction.kind": cell.correction,
+    }
+    own = [text for name, value in chosen.items() for text in (f"--{name}", str(value))]
+    more = grid.ppo_flags if cell.algorithm == "ppo" else ""
+    return ["--inline", *own, *shlex.split(grid.flags), *shlex.split(more)]
+
+
+def save(grid: RunGrid, cell: Cell, folder: Path, overall: dict[str, Any], began: float) -> str:
+    """Write the result of a run: true success, and readings of its second half."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    late = rows[len(rows) // 2 :]
+
+    def mean(name: str) -> float:
+        values = [row[name] for row in late if row.get(name) is not None]
+        return sum(values) / len(values) if values else math.nan
+
+    result = asdict(cell) | {
+        "success": overall["rate"],
+        "episodes": overall["episodes"],
+        "updates": len(rows),
+        "imagined": mean("env/success_once"),
+        "ess": mean("train/actor/effective_sample_size"),
+        "kl": mean("train/actor/mismatch_kl"),
+        "measured_lag": mean("replay/lag_mean"),
+        "seconds": round(time.monotonic() - began, 1),
+        "curve": [row.get("env/success_once") for row in rows],
+        "flags": flags_of(grid, cell),
+    }
+    partial = result_file(grid.out, cell).with_suffix(".partial")
+    partial.write_text(json.dumps(result) + "\n")
+    partial.replace(result_file(grid.out, cell))
+    return f"true {overall['rate']:.1%} imagined {result['imagined']:.1%} ess {result['ess']:.2f}"
+
+
+def gather(out: Path) -> dict[tuple[str, str, int], Results]:
+    """All results by algorithm, correction and lag; lag 0 of `none` stands for all that weigh."""
+    found: dict[tuple[str, str, int], Results] = defaultdict(Results)
+    for path in sorted(out.glob("*.json")):
+        row = json.loads(path.read_text())
+        names = [row["correction"]]
+        if row["lag"] == 0 and row["correction"] == "none":
+            names = [name for name in METHODS[row["algorithm"]] if name != "vtrace"]
+        for name in names:
+            cell = found[row["algorithm"], name, row["lag"]]
+            for key in ("success", "imagined", "ess", "kl"):
+                getattr(cell, key).append(row[key])
+            cell.episodes = row["episodes"]
+    return found
+
+
+def table(out: Path) -> str:
+    """Mean true success (every seed in brackets), imagined success and effective sample size."""
+    found = gather(out)
+    lags = sorted({lag for _, _, lag in found})
+    lines = ["| algorithm | correction | " + " | ".join(f"lag {lag}" for lag in lags) + " |"]
+    lines.append("|---" * (2 + len(lags)) + "|")
+    for algorithm, corrections in METHODS.items():
+        for correction in corrections:
+            row = []
+            for lag in lags:
+                cell = found.get((algorithm, correction, lag))
+                row.append(cell_text(cell) if cell else "")
+            if any(row):
+                lines.append(f"| {algorithm} | {correction} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def cell_text(cell: Results) -> str:
+    """Mean true success in percent, the seeds' values, effective sample size."""
+    mean = sum(cell.success) / len(cell.success)
+    seeds = " ".join(f"{value:.0%}"[:-1] for value in cell.success)
+    ess = sum(cell.ess) / len(cell.ess)
+    return f"**{100 * mean:.1f}** ({seeds}) {ess:.2f}"
+
+
+def plot(out: Path, image: Path) -> None:
+    """True success over lag: one line per correction, one panel per algorithm, bars from the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = gather(out)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for axis, (algorithm, corrections) in zip(axes, METHODS.items(), strict=True):
+        for index, correction in enumerate(corrections):
+            lags = sorted(lag for a, c, lag in found if (a, c) == (algorithm, correction))
+            runs = [found[algorithm, correction, lag].success for lag in lags]
+            means = [100 * sum(run) / len(run) for run in runs]
+            low = [mean - 100 * min(run) for mean, run in zip(means, runs, strict=True)]
+            high = [100 * max(run) - mean for mean, run in zip(means, runs, strict=True)]
+            places = [lag + 0.18 * (index - 2) for lag in lags]
+            axis.errorbar(places, means, yerr=[low, high], marker="o", capsize=3, label=correction)
+        axis.set_title(algorithm.upper())
+        axis.set_xlabel("forced lag (policy versions)")
+        axis.set_xticks(sorted({lag for _, _, lag in found}))
+        axis.grid(alpha=0.3)
+        axis.legend(title="correction", fontsize=8)
+    axes[0].set_ylabel("true success after training (%)\nmean and range of the seeds")
+    figure.tight_layout()
+    figure.savefig(image, dpi=110)
+
+
+def main() -> None:
+    """Run, print or draw."""
+    chosen = tyro.extras.subcommand_cli_from_dict({"run": run_me, "table": table_me, "plot": plot_me})
+    if chosen is not None:
+        print(chosen)
+
+
+def run_me(grid: tyro.conf.OmitArgPrefixes[RunGrid]) -> None:
+    """Train and evaluate what is missing."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+    print(f"{' '.join(sys.argv)}   commit {commit.strip() or 'unknown'}")
+    run_grid(grid)
+
+
+def table_me(config: tyro.conf.OmitArgPrefixes[Table]) -> str:
+    """Print a Markdown table."""
+    return table(config.out)
+
+
+def plot_me(config: tyro.conf.OmitArgPrefixes[Plot]) -> None:
+    """Draw a picture."""
+    plot(config.out, config.image)
+
+
+if __name__ == "__main__":
+    main()

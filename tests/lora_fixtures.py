@@ -1,0 +1,65 @@
+"""A tiny policy with adapters that matter, and what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.policies.lora import add_lora, is_adapter
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.protocol import PolicyInputs
+from asyncrl.policies.vision import TowerConfig
+
+TASKS = ["put the red cube on the white plate", "lift it"]
+RANK, ALPHA = 4, 6.0
+SCALE = 1.5
+
+
+def small(**changes: Any) -> OpenVLAOFT:
+    """The same weights every time, large enough to matter everywhere."""
+    torch.manual_seed(0)
+    sizes = {
+        "dino": TowerConfig(width=24, depth=3, heads=3, mlp=48),
+        "siglip": TowerConfig(width=32, depth=4, heads=2, mlp=40),
+        "llm_layers": 2,
+    }
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(**(sizes | changes)))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return policy.eval()
+
+
+def move_adapters(policy: OpenVLAOFT, seed: int = 1, size: float = 0.1) -> None:
+    """Pretend to train: random numbers in all adapters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+
+
+def adapted(targets: Any = "all", **changes: Any) -> OpenVLAOFT:
+    """The policy of `small` with adapters that were trained."""
+    policy = small(**changes)
+    add_lora(policy, RANK, ALPHA, targets)
+    move_adapters(policy)
+    return policy
+
+
+def some_inputs(policy: OpenVLAOFT) -> PolicyInputs:
+    frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
+    return policy.preprocess(frames, TASKS)
+
+
+@torch.no_grad()
+def logits_of(policy: OpenVLAOFT) -> Tensor:
+    return policy.lm_head(policy.readout(some_inputs(policy)))
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(0, 256, (2, 8, 7), generator=torch.Generator().manual_seed(2), dtype=torch.int32)

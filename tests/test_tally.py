@@ -1,0 +1,67 @@
+"""Readings folded over micro-batches and ranks: exact means whatever the cuts, maxima, moments."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncrl import metrics as m
+from asyncrl.learner.group import Alone
+from asyncrl.learner.tally import Tally, effective_sample_size, variance
+
+CPU = torch.device("cpu")
+
+
+class Twice(Alone):
+    """Two ranks that hold the same."""
+
+    size = 2
+
+    def sum(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
+@given(cuts=st.lists(st.integers(0, 12), max_size=3))
+def test_a_mean_is_the_same_whatever_the_micro_batches_were(cuts: list[int]) -> None:
+    g = torch.Generator().manual_seed(0)
+    values, mask = torch.randn(12, 8, 7, generator=g), torch.rand(12, 8, 7, generator=g) < 0.5
+    values[~mask] = math.nan
+    tally, edges = Tally(CPU), [0, *sorted(cuts), 12]
+    for start, stop in itertools.pairwise(edges):
+        if stop > start:
+            tally.mean(m.ENTROPY_LOSS, values[start:stop], mask[start:stop])
+            tally.largest(m.IMPORTANCE_MAX, values[start:stop], mask[start:stop])
+            tally.moments("x", values[start:stop], mask[start:stop])
+    found = tally.readings(Twice())
+    valid = values[mask].double()
+    assert found[m.ENTROPY_LOSS] == pytest.approx(float(valid.mean()))
+    assert found[m.IMPORTANCE_MAX] == pytest.approx(float(valid.max()))
+    assert variance(found, "x") == pytest.approx(float(valid.var(correction=0)))
+
+
+def test_totals_are_per_optimizer_step() -> None:
+    tally = Tally(CPU)
+    for part in (1.0, 2.0, 3.0):
+        tally.total(m.LOSS, torch.tensor(part))
+    tally.steps = 2
+    assert tally.readings(Alone())[m.LOSS] == 3.0
+    assert tally.readings(Twice())[m.LOSS] == 6.0  # Each rank holds its part of the loss.
+
+
+def test_the_effective_sample_size_by_hand() -> None:
+    tally = Tally(CPU)
+    tally.moments("w", torch.tensor([1.0, 1.0, 4.0]), torch.tensor(True))
+    assert effective_sample_size(tally.readings(Alone()), "w") == pytest.approx(36 / (3 * 18))
+
+
+def test_what_has_no_valid_value_is_left_out() -> None:
+    tally = Tally(CPU)
+    tally.mean(m.RATIO, torch.ones(3), torch.tensor(False))
+    assert m.RATIO not in tally.readings(Alone())
+    assert math.isnan(variance(tally.readings(Alone()), "x"))
