@@ -158,7 +158,7 @@ def test_a_filter_that_would_replace_every_group_is_refused(kind: str) -> None:
         AlgorithmSettings(kind=kind, group_size=1, filter_groups=True)  # type: ignore[arg-type]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), st.integers(0, 2), st.integers(1, 3))
 def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, max_lag: int, per_update: int
