@@ -196,7 +196,7 @@ def _typed(value: Any, current: Any, where: str, choices: tuple[str, ...]) -> An
     if type(value) is not type(current):
         raise ConfigError(f"{where} is {value!r}, expected {type(current).__name__} like {current!r}.")
     if choices and value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1)
+        near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"Perhaps you meant {near[0]!r}." if near else f"Choose one of: {', '.join(choices)}."
         raise ConfigError(f"{where} is {value!r}, which does not exist. {hint}")
     return value

@@ -1,8 +1,8 @@
 """What staleness costs: algorithms and corrections at forced lags, judged by true success.
 
     python benchmarks/staleness.py run OUT                   train and evaluate what is not yet in OUT
-    python benchmarks/staleness.py table OUT                 Markdown table
-    python benchmarks/staleness.py plot OUT staleness.png    needs matplotlib
+    python benchmarks/staleness.py table OUT                 Markdown table; OUT may be a file of JSON lines
+    python benchmarks/staleness.py plot OUT staleness.png    needs the extra 'benchmarks' (matplotlib)
 
 A run is `asyncrl train --inline --replay.max-lag L`: lock-step, so from update L on every batch is exactly L
 versions old. Runs of one seed share start states, groups and noise; only what is named differs. At lag 0 the
@@ -87,6 +87,8 @@ class Plot:
 
     out: Annotated[Path, tyro.conf.Positional]
     image: Annotated[Path, tyro.conf.Positional]
+    before: float = 0.0
+    """True success before training, in percent, as a line; 0 = no line."""
 
 
 @dataclass
@@ -197,11 +199,18 @@ def save(grid: RunGrid, cell: Cell, folder: Path, overall: dict[str, Any], began
     return f"true {overall['rate']:.1%} imagined {result['imagined']:.1%} ess {result['ess']:.2f}"
 
 
+def lines_of(out: Path) -> list[str]:
+    """One JSON row per run, from a folder of results or from a file that holds them all."""
+    if out.is_file():
+        return out.read_text().splitlines()
+    return [path.read_text() for path in sorted(out.glob("*.json"))]
+
+
 def gather(out: Path) -> dict[tuple[str, str, int], Results]:
     """All results by algorithm, correction and lag; lag 0 of `none` stands for all that weigh."""
     found: dict[tuple[str, str, int], Results] = defaultdict(Results)
-    for path in sorted(out.glob("*.json")):
-        row = json.loads(path.read_text())
+    for line in lines_of(out):
+        row = json.loads(line)
         names = [row["correction"]]
         if row["lag"] == 0 and row["correction"] == "none":
             names = [name for name in METHODS[row["algorithm"]] if name != "vtrace"]
@@ -214,31 +223,43 @@ def gather(out: Path) -> dict[tuple[str, str, int], Results]:
 
 
 def table(out: Path) -> str:
-    """Mean true success (every seed in brackets), imagined success and effective sample size."""
+    """True success with its interval, and effective sample size: two Markdown tables."""
     found = gather(out)
     lags = sorted({lag for _, _, lag in found})
-    lines = ["| algorithm | correction | " + " | ".join(f"lag {lag}" for lag in lags) + " |"]
-    lines.append("|---" * (2 + len(lags)) + "|")
-    for algorithm, corrections in METHODS.items():
-        for correction in corrections:
-            row = []
-            for lag in lags:
-                cell = found.get((algorithm, correction, lag))
-                row.append(cell_text(cell) if cell else "")
-            if any(row):
-                lines.append(f"| {algorithm} | {correction} | " + " | ".join(row) + " |")
-    return "\n".join(lines)
+    head = "| algorithm | correction | " + " | ".join(f"lag {lag}" for lag in lags) + " |"
+    rule = "|---" * (2 + len(lags)) + "|"
+    parts = []
+    for title, text in (
+        ("True success in percent, mean and 95 % interval over the seeds", success_text),
+        ("Effective sample size, mean over the second half of the runs", ess_text),
+    ):
+        lines = [f"{title}:", "", head, rule]
+        for algorithm, corrections in METHODS.items():
+            for correction in corrections:
+                row = [found.get((algorithm, correction, lag)) for lag in lags]
+                if any(row):
+                    texts = " | ".join(text(cell) if cell else "" for cell in row)
+                    lines.append(f"| {algorithm} | {correction} | {texts} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
-def cell_text(cell: Results) -> str:
-    """Mean true success in percent, the seeds' values, effective sample size."""
-    mean = sum(cell.success) / len(cell.success)
-    seeds = " ".join(f"{value:.0%}"[:-1] for value in cell.success)
-    ess = sum(cell.ess) / len(cell.ess)
-    return f"**{100 * mean:.1f}** ({seeds}) {ess:.2f}"
+def success_text(cell: Results) -> str:
+    """Mean and half-width of the 95 % interval (Student's t over training seeds), in percent."""
+    critical = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}
+    n, mean = len(cell.success), sum(cell.success) / len(cell.success)
+    if n < 2:
+        return f"{100 * mean:.1f}"
+    spread = math.sqrt(sum((value - mean) ** 2 for value in cell.success) / (n - 1))
+    return f"{100 * mean:.1f} ± {100 * critical.get(n, 2.0) * spread / math.sqrt(n):.1f}"
 
 
-def plot(out: Path, image: Path) -> None:
+def ess_text(cell: Results) -> str:
+    """Mean effective sample size."""
+    return f"{sum(cell.ess) / len(cell.ess):.2f}"
+
+
+def plot(out: Path, image: Path, before: float) -> None:
     """True success over lag: one line per correction, one panel per algorithm, bars from the seeds."""
     import matplotlib
 
@@ -256,6 +277,8 @@ def plot(out: Path, image: Path) -> None:
             high = [100 * max(run) - mean for mean, run in zip(means, runs, strict=True)]
             places = [lag + 0.18 * (index - 2) for lag in lags]
             axis.errorbar(places, means, yerr=[low, high], marker="o", capsize=3, label=correction)
+        if before:
+            axis.axhline(before, color="grey", linestyle=":", label="before training")
         axis.set_title(algorithm.upper())
         axis.set_xlabel("forced lag (policy versions)")
         axis.set_xticks(sorted({lag for _, _, lag in found}))
@@ -287,7 +310,7 @@ def table_me(config: tyro.conf.OmitArgPrefixes[Table]) -> str:
 
 def plot_me(config: tyro.conf.OmitArgPrefixes[Plot]) -> None:
     """Draw a picture."""
-    plot(config.out, config.image)
+    plot(config.out, config.image, config.before)
 
 
 if __name__ == "__main__":

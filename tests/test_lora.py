@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.launch.outgoing import copy_policy
+from asyncrl.learner.group import Alone
 from asyncrl.policies.adapter_files import load_adapter, save_adapter
 from asyncrl.policies.checkpoints import export_openvla, load_openvla, load_policy, save_policy
 from asyncrl.policies.lora import adapters_disabled, add_lora, has_lora, merged_tensors, target_layers
@@ -400,3 +402,17 @@ def test_broken_adapter_files_are_named(tmp_path: Path) -> None:
         load_adapter(small(), tmp_path)
     with pytest.raises(CheckpointError, match="no adapters to write"):
         save_adapter(small(), tmp_path)
+
+
+def test_a_checkpoint_of_adapters_holds_the_merged_policy_and_the_adapters_alone(tmp_path: Path) -> None:
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny()).eval()
+    save_policy(policy, tmp_path / "start")
+    add_lora(policy, 2, 0.0)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters().values():
+            parameter.normal_()
+    copy_policy(policy, Alone())(tmp_path)
+    again = load_policy(tmp_path / "start")
+    load_adapter(again, tmp_path / "adapter")
+    merged, adapted = dict(merged_tensors(load_policy(tmp_path))), dict(merged_tensors(again))
+    assert all(torch.equal(merged[name], adapted[name]) for name in merged | adapted)

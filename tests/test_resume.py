@@ -75,7 +75,8 @@ def contents(run: Path) -> list[tuple[object, ...]]:
 def assert_same_run(run: Path, undisturbed: Path, leave_out: frozenset[str] = frozenset()) -> None:
     folder = Path("checkpoints") / f"update_{WHOLE:06d}"
     names = sorted(x.relative_to(run / folder) for x in (run / folder).rglob("*.safetensors"))
-    assert len(names) == 3, "policy, weights with optimizer, random streams"
+    lora = (run / folder / "adapter").is_dir()
+    assert len(names) == 3 + lora, "policy, weights with optimizer, random streams; adapters"
     for name in names:
         one, other = (load_file(x / folder / name) for x in (run, undisturbed))
         assert one.keys() == other.keys()

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
@@ -20,13 +19,14 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.config import TrainConfig, to_json
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.launch.devices import pick_device
+from asyncrl.launch.outgoing import acting_tensors, copy_policy
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.group import LearnerGroup
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
-from asyncrl.policies.checkpoints import load_policy, save_policy
-from asyncrl.policies.lora import add_lora, merged_tensors
+from asyncrl.policies.checkpoints import load_policy
+from asyncrl.policies.lora import add_lora
 from asyncrl.policies.memory import enable_gradient_checkpointing
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
@@ -249,26 +249,3 @@ def build_learner(
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)
     return learner
-
-
-def acting_types(policy: OpenVLAOFT) -> dict[str, torch.dtype]:
-    """In which types actors hold what they need; asked before the policy gets its float32 weights."""
-    return {name: tensor.dtype for name, tensor in policy.acting_tensors().items()}
-
-
-def acting_tensors(policy: OpenVLAOFT, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """What actors need, in their types; sharded as the policy is."""
-    return {name: tensor.to(types[name]) for name, tensor in policy.acting_tensors().items()}
-
-
-def copy_policy(policy: OpenVLAOFT, group: LearnerGroup) -> Callable[[Path], None]:
-    """Gather the policy in host memory, adapters merged, one tensor at a time, with all ranks.
-
-    Returns:
-        Writes the policy's files into a folder; called on rank 0, at any time, on any thread.
-    """
-    whole: dict[str, Tensor] = {}
-    for name, tensor in merged_tensors(policy):  # On shards this is a computation of all ranks together.
-        gathered = group.whole({name: tensor.to(policy.config.torch_dtype)})
-        whole |= {name: full.to("cpu", copy=True) for name, full in gathered.items()}
-    return partial(save_policy, policy, tensors=whole)

@@ -23,6 +23,7 @@ from asyncrl.config import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
 from asyncrl.launch.devices import pick_device
+from asyncrl.launch.outgoing import acting_types
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.distributed_group import COLLECTIVE_DEADLINE, DistributedGroup, naming
 from asyncrl.learner.group import Alone, LearnerGroup
@@ -109,7 +110,7 @@ def build_joined_learner(
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
     """
-    types = build.acting_types(start.policy)
+    types = acting_types(start.policy)
     if isinstance(group, Alone):
         keep_masters(start.policy, "fp32")
     else:

@@ -25,8 +25,15 @@ _PLAIN: Final = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "mod
 """Settings of peft that must be off: with them the same tensors mean another policy."""
 
 
-def save_adapter(policy: OpenVLAOFT, folder: str | Path) -> None:
+def save_adapter(
+    policy: OpenVLAOFT, folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the adapters, in their own type, as peft reads them; the value head is not among them.
+
+    Args:
+        policy: With adapters.
+        folder: Created when missing.
+        tensors: `adapter_tensors` copied before, for example gathered from shards; None: the policy's.
 
     Raises:
         CheckpointError: the policy has no adapters.
@@ -35,8 +42,9 @@ def save_adapter(policy: OpenVLAOFT, folder: str | Path) -> None:
         raise CheckpointError("The policy has no adapters to write. Use save_policy, or add_lora first.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {PREFIX + name: p.detach().cpu().contiguous() for name, p in _adapters(policy).items()}
-    write(folder / TENSORS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    chosen = adapter_tensors(policy) if tensors is None else tensors
+    files = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in chosen.items()}
+    write(folder / TENSORS, lambda path: save_file(files, path, metadata={"format": "pt"}))
     fields = _settings(policy).to_dict() | {"inference_mode": True}
     write_json(folder / CONFIG, {k: sorted(v) if isinstance(v, set) else v for k, v in fields.items()})
 
@@ -69,6 +77,11 @@ def load_adapter(policy: OpenVLAOFT, folder: str | Path) -> None:
     with torch.no_grad():
         for name, parameter in _adapters(policy).items():
             parameter.copy_(tensors[name])
+
+
+def adapter_tensors(policy: OpenVLAOFT) -> dict[str, Tensor]:
+    """The adapters by stable name, without gradient; empty when there are none."""
+    return {name: parameter.detach() for name, parameter in _adapters(policy).items()}
 
 
 def _adapters(policy: OpenVLAOFT) -> dict[str, nn.Parameter]:
