@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-BASE = {"errors", "config", "records", "metrics", "assets"}
+BASE = {"errors", "config", "recipe", "records", "metrics", "assets"}
 MODELS = {
     "pixels",
     "messaging",
@@ -25,8 +25,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "assets": {"errors"},
     "records": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "recipe"},
+    "recipe": {"errors"},
     "metrics": {"errors"},
+    "metric_advice": {"metrics"},
+    "metric_page": {"metrics", "metric_advice"},
     "pixels": set(),
     "messaging": BASE,
     "worlds": BASE | {"pixels"},
@@ -50,13 +53,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": BASE
     | MODELS
     | MIDDLE
-    | {"actors", "learner", "fitting", "evaluation", "contact_sheet", "doctor", "launch"},
+    | {"actors", "learner", "fitting", "evaluation", "contact_sheet", "doctor", "launch", "metric_page"},
 }
 LIGHT = [
     "errors",
     "config",
     "records",
     "metrics",
+    "metric_page",
     "messaging.wire",
     "replay.service",
     "replay.inspect",
