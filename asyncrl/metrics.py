@@ -1,6 +1,7 @@
 """Every number a run reports, defined once: name, how ranks and micro-batches are folded, unit and meaning.
 
-Callers log ``{m.GRAD_NORM: 3.2}``, never a bare string. `docs/metrics.md` is generated from this registry.
+Callers log ``{m.GRAD_NORM: 3.2}``, never a bare string. `docs/metrics.md` is generated from this registry
+and the advice in `metric_advice`.
 """
 
 from __future__ import annotations
@@ -57,15 +58,20 @@ POLICY_LOSS = _define("train/actor/policy_loss", Over.MEAN, "1", "Clipped policy
 ENTROPY_LOSS = _define(
     "train/entropy_loss", Over.MEAN, "nats", "Entropy of the action-token distribution, per token."
 )
-APPROX_KL = _define("train/actor/approx_kl", Over.MEAN, "nats", "KL(proximal || new) per token, k3 estimate.")
+APPROX_KL = _define(
+    "train/actor/approx_kl", Over.MEAN, "nats", "KL(before || after) the update per token, k3."
+)
 CLIP_FRACTION = _define(
-    "train/actor/clip_fraction", Over.MEAN, "share", "Valid tokens whose gradient the clip removed."
+    "train/actor/clip_fraction", Over.MEAN, "share", "Valid units whose gradient the clip removed."
 )
 CLIPPED_RATIO = _define("train/actor/clipped_ratio", Over.MEAN, "1", "Mean probability ratio after clipping.")
 GRAD_NORM = _define("train/actor/grad_norm", Over.MAX, "1", "Gradient norm before clipping.")
 LEARNING_RATE = _define("train/actor/lr", Over.LAST, "1", "Learning rate of this update.")
 MISMATCH_KL = _define(
-    "train/actor/mismatch_kl", Over.MEAN, "nats", "KL(behaviour || proximal) per token, k3; about 0 at lag 0."
+    "train/actor/mismatch_kl",
+    Over.MEAN,
+    "nats",
+    "KL(behaviour || learner's) per token, before the update, k3.",
 )
 IMPORTANCE_MEAN = _define(
     "train/actor/importance_mean", Over.MEAN, "1", "Mean importance weight after truncation."
@@ -74,13 +80,13 @@ IMPORTANCE_MAX = _define(
     "train/actor/importance_max", Over.MAX, "1", "Largest importance weight before truncation."
 )
 IMPORTANCE_CAPPED = _define(
-    "train/actor/importance_capped", Over.MEAN, "share", "Valid tokens whose weight was cut."
+    "train/actor/importance_capped", Over.MEAN, "share", "Valid units whose weight a limit changed."
 )
 ESS = _define(
     "train/actor/effective_sample_size",
     Over.MEAN,
     "share",
-    "(sum r)^2 / (n sum r^2) of the ratios proximal / behaviour, at the correction's level, untruncated.",
+    "(sum r)^2 / (n sum r^2) of the ratios learner's / behaviour, at the correction's level, untruncated.",
 )
 IMPORTANCE_ESS = _define(
     "train/actor/importance_ess", Over.MEAN, "share", "The same of the importance weights in use."
@@ -193,6 +199,18 @@ ACTORS_WAITING = _define(
     "time/actors_waiting", Over.MEAN, "share", "Share of the time the actors waited for credit."
 )
 UPDATE_SECONDS = _define("time/update", Over.MEAN, "s", "Duration of one update without the waiting.")
+DECISIONS_PER_SECOND = _define(
+    "time/decisions_per_second",
+    Over.MEAN,
+    "1/s",
+    "Decisions with a gradient, of all ranks and epochs, per second of the update.",
+)
+MFU = _define(
+    "time/mfu",
+    Over.MEAN,
+    "share",
+    "Model FLOPs of those decisions per second, of the GPUs' peak; absent where that is not known.",
+)
 PEAK_MEMORY = _define("time/peak_memory", Over.SUM, "bytes", "Peak resident memory of the learner process.")
 
 WIRE_BYTES = _define("wire/bytes", Over.LAST, "bytes", "Episode bytes received by the replay.")
@@ -220,11 +238,3 @@ def reduce(rows: Iterable[Readings]) -> dict[Metric, float]:
         for metric, value in row.items():
             collected.setdefault(metric, []).append(float(value))
     return {metric: float(_FOLD[metric.over](values)) for metric, values in collected.items()}
-
-
-def as_markdown() -> str:
-    """The reference page of all metrics."""
-    lines = ["# Metrics", "", "Generated from `asyncrl/metrics.py`; `asyncrl metrics` prints it.", ""]
-    lines += ["| name | folded by | unit | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{x.name}` | {x.over.value} | {x.unit} | {x.meaning} |" for x in REGISTRY.values()]
-    return "\n".join(lines) + "\n"

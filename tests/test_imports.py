@@ -28,6 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe": {"errors"},
     "config": {"errors", "recipe"},
     "metrics": {"errors"},
+    "metric_advice": {"metrics"},
+    "metric_page": {"metrics", "metric_advice"},
     "pixels": set(),
     "messaging": BASE,
     "worlds": BASE | {"pixels"},
@@ -51,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": BASE
     | MODELS
     | MIDDLE
-    | {"actors", "learner", "fitting", "evaluation", "contact_sheet", "doctor", "launch"},
+    | {"actors", "learner", "fitting", "evaluation", "contact_sheet", "doctor", "launch", "metric_page"},
 }
 LIGHT = [
     "errors",
@@ -59,6 +61,7 @@ LIGHT = [
     "config",
     "records",
     "metrics",
+    "metric_page",
     "messaging.wire",
     "replay.service",
     "replay.inspect",

@@ -1,13 +1,20 @@
-"""The registry of metrics: folding rules, names, and the generated page."""
+"""The registry of metrics: folding rules, names, advice, and the generated page."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl import metrics as m
-from asyncrl.metrics import Metric, Over, as_markdown, reduce
+from asyncrl.config import TrainConfig
+from asyncrl.metric_advice import ADVICE
+from asyncrl.metric_page import SECTIONS, as_markdown, section_of
+from asyncrl.metrics import Metric, Over, reduce
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
@@ -42,3 +49,33 @@ def test_the_names_others_rely_on_are_there() -> None:
 
 def test_the_page_in_docs_is_current() -> None:
     assert PAGE.read_text() == as_markdown(), "run: python -m asyncrl metrics > docs/metrics.md"
+
+
+def test_every_metric_has_advice_and_nothing_else_has() -> None:
+    assert ADVICE.keys() == set(m.REGISTRY.values())
+    assert all(text.endswith(".") for text in ADVICE.values())
+
+
+@pytest.mark.parametrize("metric", ADVICE, ids=lambda metric: metric.name)
+def test_advice_names_only_metrics_and_flags_that_exist(metric: Metric) -> None:
+    assert set(re.findall(r"`([a-z]+/[a-z_/0-9]+)`", ADVICE[metric])) <= m.REGISTRY.keys()
+    assert set(re.findall(r"--[a-z][a-z.-]*[a-z]", ADVICE[metric])) <= set(flags_of(TrainConfig()))
+
+
+def test_a_flag_that_does_not_exist_would_be_noticed() -> None:
+    assert {"--replay.max-lag", "--log-every"} <= set(flags_of(TrainConfig()))
+    assert "--replay.max-policy-lag" not in set(flags_of(TrainConfig()))
+
+
+def test_every_metric_is_in_one_section_of_the_page() -> None:
+    assert {section_of(metric) for metric in m.REGISTRY.values()} == SECTIONS.keys()
+    assert all(as_markdown().count(f"| `{name}` |") == 1 for name in m.REGISTRY)
+
+
+def flags_of(config: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from flags_of(value, f"{name}.")
+        else:
+            yield f"--{name}"

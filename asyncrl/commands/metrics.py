@@ -1,6 +1,6 @@
 """`asyncrl metrics`: the reference page of all metrics, as Markdown."""
 
-from asyncrl.metrics import as_markdown
+from asyncrl.metric_page import as_markdown
 
 
 def main(arguments: list[str]) -> int:

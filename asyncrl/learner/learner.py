@@ -27,6 +27,7 @@ from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.group import Alone, Groups, LearnerGroup
 from asyncrl.learner.process import interrupts_deferred, peak_memory
+from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.metrics import Metric
 from asyncrl.replay.ports import LearnerPort
@@ -97,6 +98,7 @@ class Learner:
         self.copy_policy = copy_policy
         self.acting_tensors = acting_tensors
         self.group = group or Alone()
+        self.throughput = Throughput(update.policy, update.config, self.group)
         self.stop_requested = stop_requested
         self.clock = clock
         self.version = 0
@@ -199,7 +201,9 @@ class Learner:
             self.version += 1
             self.groups_used += self.settings.groups_per_update
             self._half_updated = False
-        return values | {m.UPDATE_SECONDS: self.clock() - began}
+            seconds, learned = self.clock() - began, self.update.steps.policy_learns
+            pace = self.throughput.read(batch, seconds, policy_learned=learned)
+        return values | pace | {m.UPDATE_SECONDS: seconds}
 
     def _publish(self) -> None:
         self.publisher.publish(self.group.whole(self.acting_tensors()), self.version)

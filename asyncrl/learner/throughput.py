@@ -1,0 +1,121 @@
+"""A batch and the seconds its update took in, decisions per second and model FLOPs utilisation (MFU) out.
+
+    MFU = passes * FLOPs of a decision's forward pass * decisions / (seconds * peak of all ranks' GPUs)
+
+    passes 3   all weights learn: forward, gradient of the activations, gradient of the weights
+           2   only adapters learn: no gradient of the frozen weights; the adapters' own is neglected
+           1   only the critic learns, on a trunk that it does not reach (its warm-up)
+
+These are the model's FLOPs, not the hardware's: what gradient checkpointing computes again, passes without
+gradient (critic, several steps per batch, KL reference) and the optimizer step count as time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from asyncrl import metrics as m
+from asyncrl.config import TrainConfig
+from asyncrl.learner.batches import Batch
+from asyncrl.learner.group import LearnerGroup
+from asyncrl.metrics import Metric
+from asyncrl.policies.protocol import Policy, SamplingParams
+
+Precision = Literal["fp32", "bf16"]
+
+PEAK_FLOPS: Final[Mapping[str, Mapping[Precision, float]]] = {
+    "NVIDIA A100-PCIE-40GB": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA A100-SXM4-40GB": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA A100 80GB PCIe": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA A100-SXM4-80GB": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA H100 80GB HBM3": {"bf16": 989e12, "fp32": 67e12},
+    "NVIDIA H200": {"bf16": 989e12, "fp32": 67e12},
+    "NVIDIA L40S": {"bf16": 362e12, "fp32": 91.6e12},
+    "NVIDIA GeForce RTX 4090": {"bf16": 165e12, "fp32": 82.6e12},
+}
+"""Device name -> FLOPs per second of dense matrix products by the vendor's data sheet; fp32 without TF32."""
+
+
+def peak_flops(device: torch.device, precision: Precision) -> float:
+    """Peak of a device in FLOPs per second; 0 where it is not known, as on a CPU or with TF32."""
+    if device.type != "cuda" or (precision == "fp32" and torch.get_float32_matmul_precision() != "highest"):
+        return 0.0
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device), {}).get(precision, 0.0)
+
+
+def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device) -> float:
+    """FLOPs of one decision's forward pass, counted on the first `rows` decisions, without gradient.
+
+    Matrix products, convolutions and attention count, two FLOPs per multiplication and addition. On a sharded
+    policy all ranks must call it together.
+    """
+    rows = min(rows, len(batch.tasks))
+    inputs = policy.preprocess(batch.frames[:rows], batch.tasks[:rows])
+    sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        policy.evaluate(inputs, batch.tokens[:rows].to(device), sampling)
+    return counter.get_total_flops() / rows
+
+
+def trained_decisions(batch: Batch, config: TrainConfig) -> int:
+    """Decisions of the batch that have a gradient and are therefore evaluated; each once per epoch.
+
+    With grpo alone those are the decisions of groups whose episodes differ in return.
+    """
+    chosen = config.algorithm
+    teaches = batch.mask.flatten(1).any(dim=1)
+    if not (chosen.kind == "ppo" or chosen.entropy_coef or chosen.kl_coef):
+        returns_NG = batch.returns.unflatten(0, (-1, batch.group_size))
+        differs_N = returns_NG.amax(dim=1) > returns_NG.amin(dim=1)
+        teaches &= differs_N.repeat_interleave(batch.group_size)[batch.episode]
+    return int(teaches.sum()) * chosen.epochs
+
+
+class Throughput:
+    """How fast updates are. Every learner rank has one and asks it after each update."""
+
+    def __init__(self, policy: Policy, config: TrainConfig, group: LearnerGroup) -> None:
+        """Look up the device's peak; nothing is counted or exchanged before the first `read`."""
+        self.policy, self.config, self.group = policy, config, group
+        parameters = policy.trainable_parameters().values()
+        self.device = next(iter(parameters)).device
+        self.own_peak = peak_flops(self.device, config.learner.precision)
+        self._flops: float | None = None
+        self._peak = 0.0
+
+    def read(self, batch: Batch, seconds: float, *, policy_learned: bool = True) -> dict[Metric, float]:
+        """Readings of an update; collective.
+
+        Args:
+            batch: This rank's part.
+            seconds: Duration of the update on this rank.
+            policy_learned: False in the critic's warm-up.
+        """
+        if self._flops is None:
+            self._look(batch)
+        decisions = trained_decisions(batch, self.config)
+        total = float(self.group.sum(torch.tensor([float(decisions)], dtype=torch.float64))[0])
+        pace = total / max(seconds, 1e-9)
+        readings = {m.DECISIONS_PER_SECOND: pace}
+        if self._peak and self._flops:
+            readings[m.MFU] = self._passes(policy_learned) * self._flops * pace / self._peak
+        return readings
+
+    def _look(self, batch: Batch) -> None:
+        """Count a forward pass, on all ranks or on none: on shards it is a computation of all together."""
+        mine = torch.tensor([self.own_peak, float(self.own_peak > 0)], dtype=torch.float64)
+        peak, known = self.group.sum(mine).tolist()
+        self._flops = 0.0
+        if known == self.group.size:
+            self._peak = peak
+            rows = self.config.algorithm.micro_batch
+            self._flops = forward_flops(self.policy, batch, rows, self.device)
+
+    def _passes(self, policy_learned: bool) -> int:
+        if not policy_learned:
+            return 1
+        return 2 if self.config.lora.rank else 3

@@ -1,0 +1,51 @@
+"""The registry of metrics and the advice in, the reference page `docs/metrics.md` out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from asyncrl.metric_advice import ADVICE
+from asyncrl.metrics import REGISTRY, Metric
+
+SECTIONS: Final = {
+    "env/": "What was imagined, by the episodes of the batch.",
+    "rollout/": "What the episodes of the batch teach.",
+    "train/actor/": "How the policy moves, and how stale its samples are.",
+    "train/critic/": "The value head; only with --algorithm.kind ppo.",
+    "train/": "The update as a whole.",
+    "replay/": "What waits, what is old, what was dropped.",
+    "weights/": "How new weights reach the actors.",
+    "time/": "Who waits for whom, and how fast.",
+    "wire/": "Messages between processes.",
+    "eval/": "The truth.",
+}
+"""Prefix of names -> what its metrics are about. A metric belongs to the first prefix that fits."""
+FOLDED: Final = (
+    "*Folded by* says how the readings of several updates become one console row (--log-every). A *unit* is "
+    "what has one probability ratio: a token, an action or a decision (--algorithm.level)."
+)
+
+
+def section_of(metric: Metric) -> str:
+    """The prefix in `SECTIONS` that a metric belongs to."""
+    return next(prefix for prefix in SECTIONS if metric.name.startswith(prefix))
+
+
+def as_markdown() -> str:
+    """The reference page of all metrics, one table per section."""
+    lines = ["# Metrics", "", "Generated from `asyncrl/metrics.py` and `asyncrl/metric_advice.py`;"]
+    lines += ["`asyncrl metrics` prints it.", "", FOLDED]
+    for prefix, about in SECTIONS.items():
+        lines += ["", f"## {prefix.rstrip('/')}", "", about, ""]
+        lines += table(metric for metric in REGISTRY.values() if section_of(metric) == prefix)
+    return "\n".join(lines) + "\n"
+
+
+def table(metrics: Iterable[Metric]) -> list[str]:
+    """Lines of one table; a bar inside a cell is escaped."""
+    lines = ["| name | unit | folded by | meaning | healthy, and otherwise |", "|---|---|---|---|---|"]
+    for metric in metrics:
+        cells = (f"`{metric.name}`", metric.unit, metric.over.value, metric.meaning, ADVICE[metric])
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
