@@ -38,7 +38,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     temporary = tmp_path / "tmp"
     temporary.mkdir(exist_ok=True)
-    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "MARK": str(tmp_path)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(temporary), "MARK": str(tmp_path)}
     return kept | more
 
 
