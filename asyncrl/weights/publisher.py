@@ -170,7 +170,8 @@ class StorePublisher:
         try:
             action()
         except WeightSyncError as error:
-            _log.warning("Epoch %d of the weight group (%s) ended: %s", self._roster.epoch, names, error)
+            level = logging.INFO if self._closing else logging.WARNING  # At the end of a run nobody waits.
+            _log.log(level, "Epoch %d of the weight group (%s) ended: %s", self._roster.epoch, names, error)
             self._roster.changed = True
             self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
             self._link.drop()
