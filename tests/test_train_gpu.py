@@ -23,7 +23,12 @@ FOUR = "learner=0-1,actor=2-3"
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     written = write_models(tmp_path_factory.mktemp("models"))
     more = ["--device", "cuda", "--algorithm.groups-per-update", "2", "--updates", "3"]
-    return [*written, *more, "--algorithm.entropy-coef", "0.001"]  # So that groups without signal are evaluated.
+    return [
+        *written,
+        *more,
+        "--algorithm.entropy-coef",
+        "0.001",
+    ]  # So that groups without signal are evaluated.
 
 
 @pytest.mark.parametrize(

@@ -465,3 +465,15 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_after_n_in_a_row_f
     update(stale_batch())
     with pytest.raises(RunError, match=r"3 steps in a row.*--optimizer.learning-rate"):
         update(stale_batch())
+
+
+@pytest.mark.parametrize("kind", ["tis", "naive"])
+def test_several_epochs_evaluate_no_decision_more_often_and_read_staleness_once(kind: str) -> None:
+    one, three = (
+        recipe(algorithm__epochs=n, algorithm__micro_batch=1000, correction__kind=kind) for n in (1, 3)
+    )
+    policy, batch = TablePolicy(rows=8), stale_batch()
+    first, values = Update(TablePolicy(rows=8), one)(batch), Update(policy, three)(batch)
+    assert policy.evaluated == [11, 11, 11, 11]  # three epochs, and how far the policy moved
+    for metric in (m.MISMATCH_KL, m.ESS, m.IMPORTANCE_MAX):
+        assert values[metric] == first[metric]

@@ -27,7 +27,7 @@ class Before:
 
     teaching: Teaching
     start: Tensor | None = None
-    """``[D, C, A]`` float32 log-probs on the policy's device; None: the first pass finds them."""
+    """``[D, C, A]`` float32 log-probs on the policy's device; None: the first epoch finds them."""
     weights: Tensor | None = None
     """``[D, U, V]`` importance weights; None: computed per micro-batch."""
     values: Tensor | None = None
@@ -53,10 +53,11 @@ class Before:
 def needs_a_look(config: TrainConfig) -> bool:
     """Whether the whole batch must be evaluated before the first step.
 
-    With a single step the policy of the first pass is the one before the update: no pass of its own.
+    In the first pass over a whole minibatch the policy is still the one before that step. With one minibatch
+    this is the policy before the update, and what the pass found serves the later epochs.
     """
     chosen, correction = config.algorithm, config.correction
-    several = chosen.epochs * chosen.minibatches > 1
+    several = chosen.minibatches > 1
     anchored = correction.kind in ("none", "vtrace") or (
         correction.kind in WEIGHTED and correction.proximal == "recomputed"
     )

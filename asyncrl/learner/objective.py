@@ -41,7 +41,7 @@ class MicroBatch:
     behaviour: Tensor
     """``[M, C, A]`` float32 log-probs of the policy that sampled."""
     start: Tensor | None
-    """``[M, C, A]`` float32 log-probs before the update; None: these weights are still those."""
+    """``[M, C, A]`` float32 log-probs before the update; None: this pass finds them."""
     weights: Tensor | None
     """``[M, U, V]`` importance weights; None: computed from `start` and `behaviour`."""
     lag: Tensor

@@ -97,6 +97,7 @@ class Update:
             for episodes in deal_episodes(len(batch.returns), chosen.minibatches, seed):
                 self._accumulate(batch, before, self._share(batch, before, episodes), tally)
                 self.steps.step(tally)
+            before.start = before.first if before.start is None else before.start
         read_teaching(batch, before, tally, self.device)
         read_move(batch, before, self.passes, tally)
         return readings(tally.readings(self.group)) | self.steps.readings()
