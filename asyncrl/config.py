@@ -100,7 +100,8 @@ class TrainConfig:
     resume: bool = False
     """Continue the run in --run-dir (default: the newest run) from its newest checkpoint."""
     inline: bool = False
-    """All roles in one process, one after another: for debugging and tests."""
+    """All roles in one process, in turns: for debugging, tests and experiments. The lag is exactly
+    --replay.max-lag, and a run repeats itself."""
     synchronous: bool = False
     """Actors wait for every update, so that the lag is always 0: for comparison."""
     placement: str = "auto"

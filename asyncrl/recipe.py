@@ -268,6 +268,12 @@ def check_recipe(
     Raises:
         ConfigError: V-trace without a critic, a finer correction than objective, or another such pair.
     """
+    episodes = algorithm.groups_per_update * algorithm.group_size
+    if algorithm.minibatches > episodes:
+        raise ConfigError(
+            f"--algorithm.minibatches is {algorithm.minibatches}, but a batch has {episodes} episodes, and a "
+            f"minibatch holds whole ones. Use {episodes} or fewer."
+        )
     if correction.kind == "vtrace" and algorithm.kind != "ppo":
         raise ConfigError(
             f"--correction.kind is vtrace, but --algorithm.kind is {algorithm.kind}: V-trace corrects the "

@@ -189,3 +189,17 @@ def test_parts_with_the_whole_batchs_denominators_add_up(cut: int, aggregation: 
         return (aggregation_weights(mask[rows], ids, aggregation, **kwargs) * losses[rows]).sum()  # pyright: ignore
 
     torch.testing.assert_close(part(slice(cut)) + part(slice(cut, None)), part(slice(None)))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "episode_mean", "constant"])
+def test_a_rank_without_an_episode_counts_nothing(aggregation: str) -> None:
+    nothing = torch.zeros(0, 8, 7, dtype=torch.bool)
+    weights = aggregation_weights(
+        nothing,
+        torch.zeros(0, dtype=torch.int64),
+        aggregation,  # pyright: ignore
+        units=56.0,
+        episodes=1.0,
+        longest=56,
+    )
+    assert weights.shape == (0, 8, 7)

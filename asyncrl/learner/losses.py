@@ -181,6 +181,8 @@ def aggregation_weights(
         ``[D, U, V]`` float32, 0 where the mask is False.
     """
     counted = mask.float()
+    if not len(episode):  # This rank has no episode of the minibatch.
+        return counted
     if aggregation == "token_mean":
         return counted / max(units, 1.0)
     if aggregation == "constant":
