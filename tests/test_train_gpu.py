@@ -23,12 +23,8 @@ FOUR = "learner=0-1,actor=2-3"
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     written = write_models(tmp_path_factory.mktemp("models"))
     more = ["--device", "cuda", "--algorithm.groups-per-update", "2", "--updates", "3"]
-    return [
-        *written,
-        *more,
-        "--algorithm.entropy-coef",
-        "0.001",
-    ]  # So that groups without signal are evaluated.
+    evaluated = ["--algorithm.entropy-coef", "0.001"]  # Groups without signal are evaluated too.
+    return [*written, *more, *evaluated]
 
 
 @pytest.mark.parametrize(
