@@ -18,7 +18,8 @@ from asyncrl import metrics as m
 from asyncrl.checkpoint import Checkpoints
 from asyncrl.config import AlgorithmSettings, OptimizerSettings, TrainConfig
 from asyncrl.errors import RunError, SampleTimeout, WeightSyncError
-from asyncrl.learner.learner import Learner, LearnerSettings
+from asyncrl.learner.interface import LearnerSettings
+from asyncrl.learner.learner import Learner
 from asyncrl.learner.process import peak_memory
 from asyncrl.learner.update import Update
 from asyncrl.metrics import Metric

@@ -22,7 +22,8 @@ from asyncrl.launch.devices import pick_device
 from asyncrl.launch.outgoing import acting_tensors, copy_policy
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.group import LearnerGroup
-from asyncrl.learner.learner import Learner, LearnerSettings, Log
+from asyncrl.learner.interface import LearnerSettings, Log
+from asyncrl.learner.learner import Learner
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.policies.checkpoints import load_policy

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from asyncrl.launch.crew import Crew
-    from asyncrl.learner.learner import Learner, Log
+    from asyncrl.learner.interface import Log
+    from asyncrl.learner.learner import Learner
     from asyncrl.replay.ports import LearnerPort
     from asyncrl.weights.interface import Publisher
 

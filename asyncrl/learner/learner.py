@@ -14,9 +14,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.group import Alone, Groups, LearnerGroup
+from asyncrl.learner.interface import LearnerSettings, Log
 from asyncrl.learner.process import interrupts_deferred, peak_memory
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
@@ -39,31 +39,6 @@ FAREWELL: Final = 60.0
 """Seconds that a checkpoint has to be written when the run has failed."""
 
 _log = logging.getLogger(__name__)
-
-
-class Log(Protocol):
-    """Where the readings of an update go."""
-
-    def write(self, step: int, values: Mapping[Metric, float]) -> None:
-        """Record one row; `step` is the policy version."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnerSettings:
-    """Numbers of the learner's loop."""
-
-    updates: int
-    """Policy version at which the run is over."""
-    groups_per_update: int
-    checkpoint_every: int
-    """Updates between two checkpoints."""
-    max_wait: float
-    """Seconds to wait for one batch before the run ends with an error."""
-    first_weights_deadline: float
-    """Seconds the actors have to take the first version."""
-    config_hash: str = ""
-    """Identifies the settings of the run in its checkpoints."""
 
 
 class Learner:
