@@ -1,0 +1,62 @@
+"""A stranger reads a replay file with h5py alone, by the program that docs/replay_format.md prints."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from learner_fixtures import episode
+
+from asyncrl.replay.store import EpisodeStore
+
+PAGE = Path(__file__).parents[1] / "docs" / "replay_format.md"
+
+
+def program() -> str:
+    """The page's Python block, and a last line that proves who was not needed."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    assert len(blocks) == 1
+    return blocks[0] + "\nassert not any(name.startswith('asyncrl') for name in sys.modules)\n"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # -I: neither PYTHONPATH nor this folder help the stranger.
+    command = [sys.executable, "-I", "-c", program(), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_page_is_enough_to_read_an_episode(tmp_path: Path) -> None:
+    store = EpisodeStore(tmp_path, group_size=2, max_bytes=1 << 30)
+    members = [
+        episode(group=7, member=0, rows=(3, 4), success_at=10, versions=(5, 6)),
+        episode(group=7, member=1, rows=(1, 2, 5)),
+    ]
+    path = store.seal(7, members).path
+    store.close()
+    done = run(str(path))
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0].split()[0] == members[0].episode_id
+    assert "lift the red block success 0" in said[0]
+    assert "return 1.0 versions [5, 6]" in said[1]
+    assert "'frames': ((2, 2, 2, 3), 'uint8')" in said[2]
+    assert "'rewards': ((2, 8), 'float32')" in said[2]
+    assert said[3].endswith("truncated 1")
+    assert "'tokens': ((3, 8, 7), 'int32')" in said[5]
+    assert "'final_frame': ((2, 2, 3), 'uint8')" in said[5]
+
+
+def test_the_page_finds_a_damaged_file(tmp_path: Path) -> None:
+    store = EpisodeStore(tmp_path, group_size=2, max_bytes=1 << 30)
+    members = [episode(group=7, member=member, rows=(3, 4)) for member in range(2)]
+    path = store.seal(7, members).path
+    store.close()
+    content = path.read_bytes()
+    place = content.index(np.ascontiguousarray(members[0].logprobs).tobytes())
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    done = run(str(path))
+    assert done.returncode != 0
+    assert "AssertionError: logprobs" in done.stderr
