@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     for path in written:
         print(f"  {path.name}")
     print(
-        f"\nThe replay's host needs server.secret, server.public and the folder {ALLOWED}/: who is admitted.\n"
+        f"\nThe replay's host needs server.secret, server.public and the folder {ALLOWED}/: who may come.\n"
         "A client on another host needs server.public and its own NAME.secret, in a folder of mode 0700:\n"
         f"scp -p {folder}/server.public {folder}/actor-0.secret HOST:DIR/\n"
         f"To shut a client out, delete {ALLOWED}/NAME.public and restart the replay.\n\n"
