@@ -82,3 +82,33 @@ def test_a_damaged_replay_json_is_refused_or_unchanged(tmp_path: Path) -> None:
         except ReplayError:
             refused += 1
     assert refused > 400
+
+
+def test_hdf5_never_sees_a_file_whose_structure_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libhdf5 itself may crash on one, so no exception handler would help."""
+    whole, path = valid_files(tmp_path)["group"][0], tmp_path / "damaged.h5"
+
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("HDF5 opened it")
+
+    monkeypatch.setattr("h5py.File", opened)
+    path.write_bytes(whole)
+    with pytest.raises(AssertionError, match="HDF5 opened it"):
+        read_shard(path)
+    for place in [*range(0, 600, 13), *range(len(whole) - 200, len(whole), 7)]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        for read in (read_shard, read_table, read_group):
+            with pytest.raises(ReplayError, match="damaged"):
+                read(path)
+    for length in (0, 1, 27, 28, 1000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ReplayError, match="damaged"):
+            read_shard(path)
+
+
+def test_a_replay_folder_of_the_earlier_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "replay.json").write_text('{"format": "asyncrl-replay", "format_version": 1}')
+    with pytest.raises(ReplayError, match="format_version 1, this asyncrl reads 2"):
+        read_meta(tmp_path)
