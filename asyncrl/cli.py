@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "asyncrl.commands.doctor:main",
         "check this machine: versions, devices, OpenGL, shipped files",
     ),
+    "keys": ("asyncrl.commands.keys:main", "make keys for a replay that other hosts can reach"),
     "configs": ("asyncrl.commands.configs:main", "list the shipped configuration files"),
     "metrics": ("asyncrl.commands.metrics:main", "print the reference page of all metrics"),
 }

@@ -39,8 +39,18 @@ class ReplaySettings:
     """Keep every imagined frame of each n-th group for inspection; 0 = never."""
     max_gigabytes: float = 8.0
     """Oldest groups that were already used are deleted beyond this size."""
+    listen: str = ""
+    """Address the replay listens on, like tcp://10.0.0.5:5555; beyond loopback it needs --replay.keys. Empty:
+    a private socket on this host. Without effect under --inline."""
+    keys: str = ""
+    """Folder of key files from `asyncrl keys`: traffic is encrypted, and only listed clients are admitted."""
 
     def __post_init__(self) -> None:
+        if self.keys and not self.listen:
+            raise ConfigError(
+                f"--replay.keys is {self.keys}, but the replay's private socket takes no keys. "
+                "Set --replay.listen tcp://ADDRESS:PORT too, or leave the keys out."
+            )
         at_least(
             "replay.max-lag", self.max_lag, 0, "a lag cannot be negative.", "Use 2, or --synchronous for 0."
         )

@@ -40,6 +40,8 @@ class RunFacts:
     """ZeroMQ address of the replay."""
     weights_endpoint: str
     """Address where the learner publishes weights."""
+    sockets: str = ""
+    """Private folder that lies there as long as the run: rank 0 removes it as its last act."""
     checkpoint: str = ""
     """Folder from which the learners go on; empty: a new run."""
 

@@ -23,7 +23,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     import torch
 
     from asyncrl.actors.actor import Actor
-    from asyncrl.launch import build
+    from asyncrl.launch import address, build
     from asyncrl.launch.devices import pick_device
     from asyncrl.launch.placement import parse_placement, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
@@ -48,7 +48,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
         config.weights.deadline,
     )
     try:
-        port = ZmqActorPort(facts.replay_endpoint, name)
+        port = ZmqActorPort(facts.replay_endpoint, name, security=address.client_keys(config, name))
         actor = Actor(
             build.build_imagination(config, policy, dreams),
             StartStateStream(dreams.starts, config.seed),
@@ -64,11 +64,13 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 
 def replay_main(config_json: str, facts_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
+    from asyncrl.launch import address
     from asyncrl.replay.core import open_core
     from asyncrl.replay.service import serve_replay
 
     config, facts = _read(config_json, facts_json)
-    serve_replay(open_core(Path(facts.run_dir) / "replay", config), facts.replay_endpoint)
+    core = open_core(Path(facts.run_dir) / "replay", config)
+    serve_replay(core, facts.replay_endpoint, security=address.server_keys(config))
 
 
 def _read(config_json: str, facts_json: str) -> tuple[TrainConfig, RunFacts]:

@@ -12,17 +12,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.launch import rendezvous
+from asyncrl.launch import address, rendezvous
 from asyncrl.launch.crew import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.placement import Placement, check_groups, parse_placement
@@ -77,14 +74,13 @@ def _follow(placement: Placement, stop: StopFlag) -> int:
     crew = Crew(stop)
     if placement.imagines(rank):
         crew.members.append(_actor(config, facts, rank))
-    socket = Path(facts.replay_endpoint.removeprefix("ipc://"))
     try:
         if placement.learns(rank):
             from asyncrl.launch import learners
 
             learners.follow(facts, placement, crew)
         else:
-            crew.watch(over=lambda: not socket.parent.exists())  # Rank 0 removes the folder as its last act.
+            crew.watch(over=lambda: not Path(facts.sockets).exists())
         crew.end(ACTOR_FAREWELL)
     finally:
         crew.end(0.0)
@@ -114,6 +110,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     from asyncrl.logbook import Logbook
     from asyncrl.weights.publisher import build_publisher
 
+    address.check(config, placement)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
@@ -126,13 +123,14 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         Logbook(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
         ) as log,
-        _sockets() as endpoint,
+        address.opened(config) as (sockets, endpoint),
     ):
         log.banner(summary.banner(config, run_dir, placement.summary, str(device)))
         facts = RunFacts(
             run_dir=str(run_dir),
             replay_endpoint=endpoint,
             weights_endpoint=publisher.endpoint,
+            sockets=str(sockets),
             checkpoint=str(start.checkpoint or ""),
         )
         crew = Crew(stop, log.banner)
@@ -167,7 +165,9 @@ def _start(
     if placement.imagines(rank):
         crew.members.append(_actor(config, facts, rank))
     rendezvous.share(facts)
-    return WatchedReplay(ZmqLearnerPort(facts.replay_endpoint, version=version), crew)
+    security = address.client_keys(config, "learner")
+    port = ZmqLearnerPort(facts.replay_endpoint, version=version, security=security)
+    return WatchedReplay(port, crew)
 
 
 def _train(
@@ -189,15 +189,3 @@ def _train(
         quietly(publisher.close, complain)
         quietly(partial(crew.end, FAREWELL), complain)
         quietly(port.close, complain)
-
-
-@contextmanager
-def _sockets() -> Iterator[str]:
-    """Make the private folder of the replay's socket and remove it afterwards; yields the endpoint."""
-    from asyncrl.messaging.sockets import ipc_endpoint, private_folder
-
-    folder = private_folder()
-    try:
-        yield ipc_endpoint(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Endpoints and sockets: a private ipc folder or loopback tcp in, ZeroMQ sockets with safe limits out.
+"""Endpoints and sockets: a private ipc folder, loopback tcp, or any tcp with keys in, ZeroMQ sockets out.
 
-Everything else would need encryption and keys (CURVE), which are not configured, and is refused.
+Without keys (see `keys.py`) an address that other hosts can reach is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Final
 import zmq
 
 from asyncrl.errors import ConfigError
+from asyncrl.messaging.admission import secure
+from asyncrl.messaging.keys import ClientKeys, Security, ServerKeys
 from asyncrl.messaging.wire import MAX_FRAME_BYTES
 
 MAX_IPC_PATH: Final = 107
@@ -50,17 +52,17 @@ def ipc_endpoint(folder: Path, name: str = "replay") -> str:
     return check_endpoint(f"ipc://{folder / name}")
 
 
-def check_endpoint(endpoint: str) -> str:
-    """Return `endpoint` when it can be used without encryption.
+def check_endpoint(endpoint: str, security: Security | None = None) -> str:
+    """Return `endpoint` when it can be used safely.
 
     Raises:
-        ConfigError: It reaches beyond this host, is open to other users, or cannot be read.
+        ConfigError: It reaches beyond this host without keys, is open to other users, or cannot be read.
     """
     kind, _, rest = endpoint.partition("://")
     if kind == "ipc" and rest.startswith("/"):
         _check_ipc(endpoint, Path(rest))
     elif kind == "tcp":
-        _check_loopback(endpoint, rest)
+        _check_tcp(endpoint, rest, security)
     else:
         raise ConfigError(
             f"endpoint {endpoint!r} is not supported. Use ipc:///absolute/path or tcp://127.0.0.1:PORT."
@@ -85,18 +87,29 @@ def _check_ipc(endpoint: str, path: Path) -> None:
         )
 
 
-def _check_loopback(endpoint: str, rest: str) -> None:
+def _check_tcp(endpoint: str, rest: str, security: Security | None) -> None:
     host, _, port = rest.rpartition(":")
     try:
-        loopback = ipaddress.IPv4Address(host).is_loopback
+        address = ipaddress.IPv4Address(host)
     except ValueError:
-        loopback = False
-    if not loopback:
+        address = None
+    if security is None and not (address and address.is_loopback):
         raise ConfigError(
-            f"endpoint {endpoint!r} can be reached from other hosts, which needs CURVE encryption, and "
-            "that is not configured. Use ipc:// or tcp://127.0.0.1:PORT."
+            f"endpoint {endpoint!r} can be reached from other hosts, which needs a server key and an "
+            "allow-list of client keys, and neither is set. Make both with `asyncrl keys DIR` and give "
+            "--replay.keys DIR, or use ipc:// or tcp://127.0.0.1:PORT."
         )
-    if not (port.isdecimal() and 0 < int(port) < 65536):
+    if isinstance(security, ServerKeys) and not security.allowed:
+        raise ConfigError(
+            f"endpoint {endpoint!r} has a server key, but its allow-list of client keys is empty, so nobody "
+            "would be admitted. Make client keys: asyncrl keys DIR --clients learner actor-0"
+        )
+    if address is None or address.is_unspecified or address.is_multicast:
+        raise ConfigError(
+            f"endpoint {endpoint!r} does not name one address, and the others connect to the same endpoint. "
+            "Use the IPv4 address of one network interface, for example tcp://10.0.0.5:5555."
+        )
+    if not (port.isdecimal() and 0 < int(port[:6]) < 65536):
         raise ConfigError(f"endpoint {endpoint!r} has no port between 1 and 65535.")
 
 
@@ -107,14 +120,22 @@ def _limited(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[b
     return socket
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, security: ServerKeys | None = None
+) -> zmq.Socket[bytes]:
     """Bind the replay's socket. A vanished peer raises on send; a returning peer takes its name over.
+
+    Args:
+        context: Where the socket lives. With keys it must be `admission.admitting`, or nobody gets in.
+        endpoint: See `check_endpoint`.
+        security: The server's keys and its allow-list.
 
     Raises:
         ConfigError: The endpoint is not allowed, or someone else has it.
     """
-    check_endpoint(endpoint)
+    check_endpoint(endpoint, security)
     socket = _limited(context, zmq.ROUTER)
+    secure(socket, security)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.RCVHWM, BULK_HWM)
@@ -127,22 +148,38 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
     return socket
 
 
-def connect_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes
+def open_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    security: ClientKeys | None = None,
 ) -> zmq.Socket[bytes]:
-    """Connect a peer's socket; ZeroMQ reconnects it by itself.
+    """Make a peer's socket; the caller connects it to `endpoint`, and ZeroMQ reconnects it by itself.
 
     Args:
         context: Where the socket lives.
-        endpoint: Of the replay.
+        endpoint: Of the replay; see `check_endpoint`.
         identity: Unique for this process's life, so that replies find it after a reconnect.
+        security: This client's keys and the replay's public key.
     """
-    check_endpoint(endpoint)
+    check_endpoint(endpoint, security)
     socket = _limited(context, zmq.DEALER)
+    secure(socket, security)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.SNDHWM, BULK_HWM)
     socket.setsockopt(zmq.RCVHWM, CONTROL_HWM)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    return socket
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    security: ClientKeys | None = None,
+) -> zmq.Socket[bytes]:
+    """Connect a peer's socket; see `open_dealer`."""
+    socket = open_dealer(context, endpoint, identity, security)
     socket.connect(endpoint)
     return socket

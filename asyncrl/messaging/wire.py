@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import struct
 import zlib
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl import __version__
 from asyncrl.errors import WireError
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION, Episode
 
@@ -38,8 +40,8 @@ MAX_TEXT: Final = 4096
 MAX_READINGS: Final = 256
 
 KINDS: Final[dict[str, dict[str, type]]] = {
-    "hello": {"role": str, "name": str, "session": str, "version": int},
-    "welcome": {"boot": str, "known": bool},
+    "hello": {"role": str, "name": str, "session": str, "version": int, "package": str},
+    "welcome": {"boot": str, "known": bool, "package": str},
     "ping": {},
     "bye": {},
     "acquire": {"turn": int},
@@ -54,9 +56,10 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "status_reply": {"readings": dict, "contents": str},
     "stop": {},
     "stopped": {},
-    "refused": {"reason": str},
+    "refused": {"reason": str, "package": str},
 }
-"""Every kind of message with its fields. A `dict` maps names of metrics to finite numbers."""
+"""Every kind of message with its fields. `package` is the sender's version of asyncrl.
+A `dict` maps names of metrics to finite numbers."""
 WITH_EPISODE: Final = frozenset({"episode", "batch"})
 """Kinds that carry one episode."""
 
@@ -79,7 +82,7 @@ def encode(kind: str, episode: Episode | None = None, **fields: Any) -> list[Buf
     Args:
         kind: One of `KINDS`.
         episode: For kinds in `WITH_EPISODE`. Not copied: do not change its arrays before they were sent.
-        fields: Exactly the fields of the kind.
+        fields: Exactly the fields of the kind; `package` may be left out and is this version then.
 
     Returns:
         The frames.
@@ -87,6 +90,8 @@ def encode(kind: str, episode: Episode | None = None, **fields: Any) -> list[Buf
     Raises:
         WireError: The message breaks the format (a peer would refuse it).
     """
+    if "package" in KINDS.get(kind, {}):
+        fields.setdefault("package", __version__)
     _check_fields(kind, fields)
     if (episode is not None) != (kind in WITH_EPISODE):
         raise WireError(f"{kind!r} {'carries' if episode is None else 'does not carry'} an episode.")
@@ -118,7 +123,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
     header = _read_header(frames[0])
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise WireError(f"kind {str(kind)[:40]!r} is unknown. Known: {', '.join(KINDS)}.")
+        raise WireError(f"kind {_shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
     scalars, arrays = header.pop("episode", None), header.pop("arrays", None)
     _check_fields(kind, header)
     if kind not in WITH_EPISODE:
@@ -183,10 +188,16 @@ def _read_header(frame: Buffer) -> dict[str, Any]:
     schema = header.pop("schema", None)
     if type(schema) is not int or schema != SCHEMA_VERSION:
         raise WireError(
-            f"the peer speaks schema version {str(schema)[:40]}, this side {SCHEMA_VERSION}. "
+            f"the peer speaks schema version {_shown(schema)}, this side {SCHEMA_VERSION} (asyncrl "
+            f"{_shown(header.get('package', 'of unknown version'))} there, {__version__!r} here). "
             "Run the same asyncrl version on both sides."
         )
     return header
+
+
+def _shown(value: Any) -> str:
+    """Show what a peer sent: shortly, and however deep it is nested (str() gives up on that)."""
+    return reprlib.repr(value)[:80]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -246,12 +257,12 @@ def _check_shape(name: str, dtype: Any, shape: Any, sizes: dict[str, int]) -> in
     """Check one array's type and shape against `records`; remember letters in `sizes`; return its bytes."""
     spec = EPISODE_ARRAYS[name]
     if dtype != spec.dtype:
-        raise WireError(f"{name} is {str(dtype)[:40]}, expected {spec.dtype}.")
+        raise WireError(f"{name} is {_shown(dtype)}, expected {spec.dtype}.")
     if type(shape) is not list or len(shape) != len(spec.shape):
-        raise WireError(f"{name} has shape {str(shape)[:80]}, expected {list(spec.shape)}.")
+        raise WireError(f"{name} has shape {_shown(shape)}, expected {list(spec.shape)}.")
     for letter, size in zip(spec.shape, shape, strict=True):
         if type(size) is not int or not (letter != "M") <= size <= MAX_DIMENSION:
-            raise WireError(f"{name} has shape {str(shape)[:80]}: {str(size)[:40]} is no size for {letter}.")
+            raise WireError(f"{name} has shape {_shown(shape)}: {_shown(size)} is no size for {letter}.")
         expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
         if size != expected:
             raise WireError(f"{name} has shape {shape}, but {letter} is {expected} elsewhere.")
@@ -272,7 +283,7 @@ def _read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer]) -> Episod
     sizes: dict[str, int] = {}
     for name, entry, frame in zip(EPISODE_ARRAYS, arrays, frames, strict=True):
         if not isinstance(entry, list) or len(entry) != 4 or entry[0] != name:
-            raise WireError(f"the entry of array {name} is {str(entry)[:80]}.")
+            raise WireError(f"the entry of array {name} is {_shown(entry)}.")
         if _check_shape(name, entry[1], entry[2], sizes) != len(frame):
             raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
     found: dict[str, Any] = {}

@@ -14,6 +14,7 @@ from typing import Final
 
 from asyncrl import metrics as m
 from asyncrl.errors import ReplayError, SampleTimeout
+from asyncrl.messaging.keys import ClientKeys
 from asyncrl.messaging.wire import Buffer, Message, encode
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
@@ -52,7 +53,13 @@ class ZmqActorPort:
     """`ActorPort` of an actor process."""
 
     def __init__(
-        self, endpoint: str, actor_name: str, *, window: int = WINDOW, warn: Callable[[str], None] = print
+        self,
+        endpoint: str,
+        actor_name: str,
+        *,
+        window: int = WINDOW,
+        warn: Callable[[str], None] = print,
+        security: ClientKeys | None = None,
     ) -> None:
         """Connect.
 
@@ -61,8 +68,9 @@ class ZmqActorPort:
             actor_name: Unique in the run; a respawned actor keeps the name of its predecessor.
             window: Groups with unacknowledged episodes from which on no further group is acquired.
             warn: Receives one line for each episode that the replay dropped.
+            security: This actor's keys, when the replay has some.
         """
-        self._link = Connection(endpoint, "actor", actor_name, 0)
+        self._link = Connection(endpoint, "actor", actor_name, 0, security)
         self._window, self._warn = window, warn
         self._unacknowledged: dict[str, _Unacknowledged] = {}
         self._turn, self._asked_at, self._asked_boot = 0, -float("inf"), ""
@@ -201,14 +209,15 @@ class _Wish:
 class ZmqLearnerPort:
     """`LearnerPort` of the learner process."""
 
-    def __init__(self, endpoint: str, *, version: int = 0) -> None:
+    def __init__(self, endpoint: str, *, version: int = 0, security: ClientKeys | None = None) -> None:
         """Connect.
 
         Args:
             endpoint: Of the replay.
             version: Policy version the run begins or resumes at.
+            security: The learner's keys, when the replay has some.
         """
-        self._link = Connection(endpoint, "learner", "learner", version)
+        self._link = Connection(endpoint, "learner", "learner", version, security)
         self._requests = 0
         self._wish: _Wish | None = None
         self._reply: Message | None = None

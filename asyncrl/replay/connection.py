@@ -13,8 +13,11 @@ from typing import Any, Final
 
 import zmq
 
+from asyncrl import __version__
 from asyncrl.errors import ReplayError
-from asyncrl.messaging.sockets import LINGER_MS, connect_dealer
+from asyncrl.messaging.admission import Handshakes
+from asyncrl.messaging.keys import ClientKeys
+from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.wire import Buffer, Message, decode, encode
 
 PING_EVERY: Final = 1.0
@@ -24,7 +27,9 @@ PING_EVERY: Final = 1.0
 class Connection:
     """One DEALER socket that keeps itself introduced."""
 
-    def __init__(self, endpoint: str, role: str, name: str, version: int) -> None:
+    def __init__(
+        self, endpoint: str, role: str, name: str, version: int, security: ClientKeys | None = None
+    ) -> None:
         """Connect; the replay need not be there yet."""
         self.endpoint, self.role, self.name, self.version = endpoint, role, name, version
         self.session = os.urandom(8).hex()
@@ -33,7 +38,10 @@ class Connection:
         self.stopped = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket = connect_dealer(self._context, endpoint, f"{role}-{self.session}".encode())
+            self._socket = open_dealer(self._context, endpoint, f"{role}-{self.session}".encode(), security)
+            # Who can open a private ipc folder is let in.
+            self._handshakes = Handshakes(self._socket, endpoint) if endpoint.startswith("tcp") else None
+            self._socket.connect(endpoint)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -43,7 +51,7 @@ class Connection:
         """Keep in touch and return what came; waits up to `wait` seconds when nothing is there.
 
         Raises:
-            ReplayError: The replay refused a message.
+            ReplayError: The replay refused a message or this process, or is of another package version.
             WireError: It speaks another schema version, or garbage.
         """
         now = time.monotonic()
@@ -53,6 +61,8 @@ class Connection:
         found: list[Message] = []
         if wait > 0:
             self._socket.poll(max(1, int(1000 * min(wait, PING_EVERY))))
+        if self._handshakes is not None:
+            self._handshakes.check()
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -82,12 +92,19 @@ class Connection:
 
     def close(self) -> None:
         """Disconnect; what was sent is still delivered for a second."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
         self._context.destroy(linger=LINGER_MS)
 
     def _introduce(self) -> None:
         self.send_now("hello", role=self.role, name=self.name, session=self.session, version=self.version)
 
     def _welcome(self, message: Message) -> None:
+        if message["package"] != __version__:
+            raise ReplayError(
+                f"the replay at {self.endpoint} runs asyncrl {message['package'][:40]}, this process "
+                f"{__version__}. Run the same asyncrl version on both sides."
+            )
         if message["known"]:
             self.boot = message["boot"]
         else:

@@ -10,12 +10,12 @@
                                                                dropped_resume its number is granted again
     {"refused": why}                                           one episode was not admitted
 
-A crash can tear only the last line, which never took effect; opening removes it.
+Each line also has a checksum, see `lines.py`. A crash can tear only the last line,
+which never took effect; opening removes it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ReplayError
+from asyncrl.replay.lines import read_line, write_line
 
 
 class Ledger:
@@ -45,7 +46,7 @@ class Ledger:
         Raises:
             ReplayError: The disk does not take it. What is torn is removed when the ledger is opened again.
         """
-        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        line = write_line(entry) + b"\n"
         try:
             whole = os.write(self._file, line) == len(line)  # A disk that becomes full takes a part at first.
             os.fdatasync(self._file)
@@ -64,13 +65,9 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> list[dict[str, Any]
     """Read the whole lines of a ledger, also while it is written; a damaged one is reported and left out."""
     found: list[dict[str, Any]] = []
     whole = path.read_bytes() if path.exists() else b""
-    for number, line in enumerate(whole[: whole.rfind(b"\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(whole[: whole.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
         try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        if isinstance(entry, dict):
-            found.append(entry)
-        else:
-            warn(f"{path}: line {number} is damaged and was skipped.")
+            found.append(read_line(line))
+        except ValueError as error:
+            warn(f"{path}: line {number} is damaged and was skipped: {error}.")
     return found

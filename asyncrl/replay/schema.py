@@ -8,12 +8,12 @@
                    without either (final_frame) are stacked: [E, H, W, 3]
     each dataset   attributes: letters, unit, crc32 (of its little-endian bytes)
 
-Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked.
+Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked. Behind the HDF5 content
+lies a checksum of its structure (`footer.py`).
 """
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.wire import as_bytes, scalars_of
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION, Episode
+from asyncrl.replay.footer import append_footer, check_footer
 
 FORMAT: Final = "asyncrl-replay"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 LIBVER: Final = ("v110", "v110")
 """Files that HDF5 1.10 tools can read, whatever HDF5 version writes them."""
 TABLE: Final = "episodes"
@@ -61,7 +62,6 @@ _ROOT: Final[dict[str, type]] = {
     "newest_version": int,
     "successes": int,
 }
-_SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,8 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> dict[st
         for key, kind in _ROOT.items():
             file.attrs[key] = _text(root[key]) if kind is str else np.int64(root[key])
         file.attrs["crc32"] = np.uint32(_root_crc(root))
+        extents = [_extent(file[name]) for name in (TABLE, *EPISODE_ARRAYS)]
+    append_footer(path, [extent for extent in extents if extent[1]])
     return root
 
 
@@ -127,7 +129,7 @@ def read_shard(path: Path) -> Shard:
     Raises:
         ReplayError: It is torn, damaged, or of another format or schema version.
     """
-    _check_length(path)
+    _check_whole(path)
     try:
         with h5py.File(path, "r") as file:
             root = _read_root(path, file)
@@ -152,6 +154,7 @@ def describe(path: Path, attributes: dict[str, Any], episode_ids: Sequence[str])
 
 def read_table(path: Path) -> NDArray[Any]:
     """Read ``/episodes``, checked: one row per episode, named columns."""
+    _check_whole(path)
     try:
         with h5py.File(path, "r") as file:
             _read_root(path, file)
@@ -170,7 +173,7 @@ def read_group(path: Path, names: Sequence[str] = tuple(EPISODE_ARRAYS)) -> list
     Raises:
         ReplayError: It is torn, damaged, or of another format or schema version.
     """
-    _check_length(path)
+    _check_whole(path)
     try:
         with h5py.File(path, "r") as file:
             _read_root(path, file)
@@ -217,6 +220,11 @@ def _put(file: h5py.File, name: str, array: NDArray[Any], letters: str, unit: st
     dataset.attrs["letters"] = _text(letters)
     dataset.attrs["unit"] = _text(unit)
     dataset.attrs["crc32"] = np.uint32(zlib.crc32(as_bytes(array)))
+
+
+def _extent(dataset: Any) -> tuple[int, int]:
+    """Where the raw bytes of a contiguous dataset lie: offset and length; (0, 0) for an empty one."""
+    return dataset.id.get_offset() or 0, dataset.id.get_storage_size()
 
 
 def _root_crc(root: dict[str, Any]) -> int:
@@ -270,15 +278,11 @@ def _episode(row: Any, place: int, arrays: dict[str, NDArray[Any]]) -> Episode:
     return Episode(**scalars, **parts)
 
 
-def _check_length(path: Path) -> None:
-    """Compare the file's length with the one in its first bytes: HDF5 may crash on a file cut short."""
+def _check_whole(path: Path) -> None:
+    """Check length and structure before HDF5 opens the file: it may crash on a damaged one."""
     try:
-        with path.open("rb") as file:
-            start, size = file.read(48), path.stat().st_size
+        check_footer(path)
     except OSError as error:
         raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
-    if len(start) < 48 or not start.startswith(_SIGNATURE) or start[8] not in (2, 3) or start[9] != 8:
-        raise _damaged(path, "it does not begin like a file of the replay")
-    (end,) = struct.unpack_from("<Q", start, 28)
-    if end != size:
-        raise _damaged(path, f"it has {size} bytes, but says {end}")
+    except ValueError as error:
+        raise _damaged(path, str(error)) from None

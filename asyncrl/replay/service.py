@@ -8,6 +8,7 @@ ends when the learner said stop and the actors left (or 5 s later), on its stop 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -17,8 +18,11 @@ from typing import Any, Final
 
 import zmq
 
+from asyncrl import __version__
 from asyncrl import metrics as m
 from asyncrl.errors import WireError
+from asyncrl.messaging.admission import admitting
+from asyncrl.messaging.keys import ServerKeys
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Buffer, Message, decode, encode
 from asyncrl.replay.core import ReplayCore
@@ -27,6 +31,9 @@ POLL_MS: Final = 100
 """Longest sleep of the loop."""
 FAREWELL: Final = 5.0
 """Seconds the actors have to leave after the stop."""
+_LOG = logging.getLogger(__name__)
+_LOGGED: Final = 100
+"""Refused messages that are written to the log; all are counted."""
 _AT_ONCE: Final = 64
 """Messages handled before parked requests are looked at again."""
 
@@ -35,6 +42,7 @@ def serve_replay(
     core: ReplayCore,
     endpoint: str,
     *,
+    security: ServerKeys | None = None,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
 ) -> None:
@@ -43,6 +51,7 @@ def serve_replay(
     Args:
         core: Closed at the end.
         endpoint: To bind; see `sockets.check_endpoint`.
+        security: The replay's keys and whom it admits; None for an endpoint that only this user can reach.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
 
@@ -52,10 +61,11 @@ def serve_replay(
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        socket = bind_router(context, endpoint)
-        if ready is not None:
-            ready()
-        Service(core, socket).run(stop_event or threading.Event())
+        with admitting(context, security):
+            socket = bind_router(context, endpoint, security)
+            if ready is not None:
+                ready()
+            Service(core, socket).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         core.close()
@@ -121,8 +131,12 @@ class Service:
             message = decode(frames)
             if message.kind not in self._handlers:
                 raise WireError(f"the replay does not take {message.kind!r}.")
+            if message.kind == "hello":
+                _check_hello(message)
         except WireError as error:
             self._errors += 1
+            if self._errors <= _LOGGED:
+                _LOG.warning("refused a message: %s", error)
             self._send(peer, "refused", reason=str(error)[:1000])
             return
         if peer in self.actors:
@@ -179,16 +193,12 @@ class Service:
                 self.learner, self._sample = peer, None
                 self._batch.clear()
             self.core.begin(message["session"], message["version"])
-        elif message["role"] == "actor":
+        else:
             for other in [other for other, name in self.actors.items() if name == message["name"]]:
                 del self.actors[other]
                 self._acquires.pop(other, None)
             self.actors[peer] = message["name"]
             self.core.hello(message["name"], message["session"])
-        else:
-            self._errors += 1
-            self._send(peer, "refused", reason=f"role {message['role'][:40]!r} is not 'actor' or 'learner'.")
-            return
         self._ping(peer, message)
 
     def _ping(self, peer: bytes, message: Message) -> None:
@@ -259,3 +269,14 @@ class Service:
                 self._batch.clear()
             return False
         return True
+
+
+def _check_hello(message: Message) -> None:
+    """Refuse a peer of another package version or role, by name."""
+    if message["package"] != __version__:
+        raise WireError(
+            f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl {message['package'][:40]!r}, "
+            f"the replay runs {__version__!r}. Run the same asyncrl version on both sides."
+        )
+    if message["role"] not in ("actor", "learner"):
+        raise WireError(f"role {message['role'][:40]!r} is not 'actor' or 'learner'.")

@@ -23,6 +23,7 @@ from typing import Any
 from asyncrl.errors import ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
 from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.lines import read_line, write_line
 from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, describe, read_group, read_shard, write_group
 
 PATTERN = "group-*.h5"
@@ -156,11 +157,20 @@ def read_meta(folder: Path) -> dict[str, Any]:
     Raises:
         ReplayError: It is not there or cannot be read.
     """
+    path = folder / "replay.json"
     try:
-        meta = json.loads((folder / "replay.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ReplayError(f"{folder} is no replay folder: replay.json cannot be read ({error}).") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        line = path.read_bytes().strip()
+        plain = json.loads(line)
+        version = plain.get("format_version") if isinstance(plain, dict) else None
+        if type(version) is int and version != FORMAT_VERSION:
+            raise ReplayError(
+                f"{folder} was made with format_version {version}, this asyncrl reads {FORMAT_VERSION}. "
+                "Use the version that wrote it, or choose a new --run-dir."
+            )
+        meta = read_line(line)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ReplayError(f"{folder} is no replay folder: {path.name} cannot be read ({error}).") from None
+    if meta.get("format") != FORMAT:
         raise ReplayError(f"{folder} is no replay folder: replay.json does not say {FORMAT!r}.")
     return meta
 
@@ -174,7 +184,7 @@ def _check_meta(path: Path, group_size: int) -> None:
     }
     if not path.exists():
         temporary = path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(expected, indent=2) + "\n")
+        temporary.write_bytes(write_line(expected) + b"\n")
         sync(temporary)
         temporary.rename(path)
         sync(path.parent)

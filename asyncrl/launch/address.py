@@ -1,0 +1,62 @@
+"""Where the replay of a run listens and with which keys: settings in, a checked endpoint and keys out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.config import TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import Placement
+from asyncrl.messaging.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys
+from asyncrl.messaging.sockets import check_endpoint, ipc_endpoint, private_folder
+
+
+def check(config: TrainConfig, placement: Placement) -> None:
+    """Check before anything starts that the replay may listen where it should.
+
+    Raises:
+        ConfigError: The address is not safe, or a key of this run's processes is missing or not admitted.
+    """
+    if not config.replay.listen:
+        return
+    server = server_keys(config)
+    check_endpoint(config.replay.listen, server)
+    if server is None:
+        return
+    names = ["learner", *(f"actor-{rank}" for rank in placement.actors)]
+    for name in names:
+        keys = client_keys(config, name)
+        assert keys is not None
+        if keys.public not in server.allowed:
+            raise ConfigError(
+                f"--replay.keys is {config.replay.keys}, but the public key of {name} is not in its folder "
+                f"'clients', so the replay would refuse it. Put it back: asyncrl keys {config.replay.keys} "
+                f"--clients {' '.join(names)}"
+            )
+
+
+def server_keys(config: TrainConfig) -> ServerKeys | None:
+    """The replay's keys and whom it admits; None without --replay.keys."""
+    return load_server_keys(_folder(config)) if config.replay.keys else None
+
+
+def client_keys(config: TrainConfig, name: str) -> ClientKeys | None:
+    """The keys of one process of the run, 'learner' or 'actor-N'; None without --replay.keys."""
+    return load_client_keys(_folder(config), name) if config.replay.keys else None
+
+
+@contextmanager
+def opened(config: TrainConfig) -> Iterator[tuple[Path, str]]:
+    """Make the private folder that marks a living run, remove it at the end; yields it and the endpoint."""
+    folder = private_folder()
+    try:
+        yield folder, config.replay.listen or ipc_endpoint(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder(config: TrainConfig) -> Path:
+    return Path(config.replay.keys).expanduser()
