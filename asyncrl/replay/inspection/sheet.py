@@ -77,7 +77,7 @@ def require_png(path: Path) -> None:
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """Choose `count` rows evenly over the policy versions, the oldest and the newest among them."""
+    """Take `count` rows at even distances in the order of policy versions, oldest and newest among them."""
     ordered = sorted(rows, key=lambda row: (row.episode.oldest_version, row.number, row.episode.member))
     if len(ordered) <= count:
         return ordered

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -25,12 +26,12 @@ WIDTH = 256
 class Video(OfReplay):
     """Write episodes as movies with step, reward, score and policy version below the picture."""
 
-    episodes: tyro.conf.Positional[tuple[str, ...]]
+    episodes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ID...")]
     """Ids, or the beginnings of them."""
     out: Path = Path()
     """A folder for files named by the ids, or for one episode a file ending in .mp4 or .gif."""
     rate: int = 10
-    """Frames per second; steps are 20 per second of the robot's time. Without video: of observations, / 8."""
+    """Steps per second; 20 is real time. Without video, each observation is shown for about 8 steps."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.rate <= 100:
