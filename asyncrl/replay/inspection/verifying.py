@@ -66,7 +66,7 @@ def check_ledger(fates: Fates, shards: dict[int, Shard]) -> Iterator[str]:
     for number, shard in sorted(shards.items()):
         if number not in fates.granted:
             yield f"{shard.path.name}: the ledger never granted group {number}"
-        if fates.dropped.get(number) == "dropped_resume":
+        if fates.dropped.get(number) == "dropped_resume" and shard.path.exists():  # Perhaps it just did.
             yield f"{shard.path.name}: the ledger says that a resume deleted it"
         used_at = fates.used.get(number)
         if used_at is not None and used_at < shard.newest_version:
