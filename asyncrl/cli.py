@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fit": ("asyncrl.commands.fit:main", "models from recordings: policy | world | reward | starts"),
     "replay": (
         "asyncrl.replay.inspect:run_inspection",
-        "look into a replay: list | show | verify | video | stats",
+        "look into a replay: list | show | video | sheet | stats | verify | export | prune",
     ),
     "doctor": (
         "asyncrl.commands.doctor:main",

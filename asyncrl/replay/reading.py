@@ -1,29 +1,46 @@
-"""A run's replay folder in, its episodes out, for `asyncrl replay`. Reads only; works on a live run."""
+"""A run's replay folder in, its episodes out, for `asyncrl replay`. Reads only; works on a live run.
+
+A live run deletes groups that it no longer needs: a file that vanishes between listing and reading is left
+out without a word, a damaged one is reported on stderr.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
-from asyncrl.replay.ledger import read_entries
-from asyncrl.replay.schema import read_group, read_shard
+from asyncrl.replay.inspection.fates import Fate, read_fates
+from asyncrl.replay.inspection.tables import watched
+from asyncrl.replay.schema import Shard, read_group, read_shard
 from asyncrl.replay.store import PATTERN, read_meta
+
+LIGHT: Final = ("rewards", "policy_versions")
+"""The arrays that the tables need; images are left on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One episode as `list` and `stats` see it; its images were not read."""
+    """One stored episode and what became of its group. Only the arrays that were asked for are filled."""
 
     number: int
+    """Of the group."""
+    path: Path
+    """The group's file."""
     episode: Episode
     used_at: int | None
-    """Learner's version when the group was used."""
-    filtered: bool = False
-    """Whether the group was replaced because all its episodes had the same return."""
+    """Learner's version when the group was used; None when it was not."""
+    fate: Fate = "unused"
+    """What became of the group."""
+
+    @property
+    def filtered(self) -> bool:
+        """Whether the group was replaced because all its episodes had the same return."""
+        return self.fate == "filtered"
 
     @property
     def steps(self) -> int:
@@ -37,8 +54,14 @@ class Row:
         return int(self.episode.policy_versions.max())
 
     @property
+    def versions(self) -> str:
+        """The policy versions of the decisions, as text: ``3`` or ``3..4``."""
+        oldest, newest = self.episode.oldest_version, self.newest_version
+        return str(oldest) if oldest == newest else f"{oldest}..{newest}"
+
+    @property
     def lag(self) -> int | None:
-        """Lag of the oldest decision when the group was used."""
+        """Lag of the oldest decision when the group was used, in updates; None when it was not used."""
         return None if self.used_at is None else self.used_at - self.episode.oldest_version
 
 
@@ -47,6 +70,7 @@ def replay_folder(path: Path) -> Path:
 
     Raises:
         ConfigError: There is none.
+        ReplayError: Its replay.json cannot be read.
     """
     for folder in (path, path / "replay"):
         if (folder / "replay.json").is_file():
@@ -58,49 +82,65 @@ def replay_folder(path: Path) -> Path:
     )
 
 
-def read_rows(folder: Path) -> Iterator[Row]:
-    """Yield every episode of the readable files; a damaged file is reported and left out."""
-    used, filtered = read_fates(folder)
-    for path in sorted(folder.glob(PATTERN)):
+def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[Row]:
+    """Yield every episode of the readable files, in the order of groups and members.
+
+    Args:
+        folder: The replay folder.
+        names: Arrays to read, at least `LIGHT`.
+    """
+    fates = read_fates(folder, warn)
+    for path in watched(sorted(folder.glob(PATTERN)), "reading groups"):
+        shard = shard_or_none(path)
+        if shard is None:
+            continue
         try:
-            number = read_shard(path).number
-            episodes = read_group(path, ("rewards", "policy_versions"))
+            episodes = read_group(path, names)
         except ReplayError as error:
             if path.exists():
-                _warn(f"warning: {error}")
+                warn(f"warning: {error}")
             continue
+        used_at, fate = fates.used.get(shard.number), fates.of(shard.number)
         for episode in episodes:
-            yield Row(number=number, episode=episode, used_at=used.get(number), filtered=number in filtered)
+            yield Row(number=shard.number, path=path, episode=episode, used_at=used_at, fate=fate)
 
 
-def read_fates(folder: Path) -> tuple[dict[int, int], set[int]]:
-    """Read from the ledger at which version of the learner each group was used, and which were filtered."""
-    used: dict[int, int] = {}
-    filtered: set[int] = set()
-    for entry in read_entries(folder / "ledger.log", _warn):
-        match entry:
-            case {"used": list(numbers), "version": int(version)}:
-                used |= dict.fromkeys(numbers, version)
-            case {"filtered": int(number)}:
-                filtered.add(number)
-            case {"ready": int(number)} | {"dropped": int(number)}:  # A resume undid what is above.
-                used.pop(number, None)
-                filtered.discard(number)
-    return used, filtered
+def shard_or_none(path: Path) -> Shard | None:
+    """Read what a file says of itself; None when it is gone, or damaged, which is reported."""
+    try:
+        return read_shard(path)
+    except (ReplayError, FileNotFoundError) as error:
+        if path.exists():
+            warn(f"warning: {error}")
+        return None
 
 
-def find_episode(folder: Path, beginning: str) -> Episode:
-    """Find the one episode whose id begins with `beginning`.
+def reread(row: Row, names: Sequence[str] = tuple(EPISODE_ARRAYS)) -> Episode:
+    """Read an episode's other arrays.
+
+    Raises:
+        ReplayError: Its file is damaged, or the run deleted it meanwhile.
+    """
+    for episode in read_group(row.path, names):
+        if episode.episode_id == row.episode.episode_id:
+            return episode
+    raise ReplayError(
+        f"{row.path} holds another group by now: a resume wrote it again. Run the command again."
+    )
+
+
+def find_row(folder: Path, beginning: str) -> Row:
+    """Find the one episode whose id begins with `beginning`, with all its arrays.
 
     Raises:
         ConfigError: There is none, or several.
+        ReplayError: Its file is damaged.
     """
-    found: list[tuple[Path, str]] = []
-    for path in sorted(folder.glob(PATTERN)):
-        try:
-            found += [(path, x) for x in read_shard(path).episode_ids if x.startswith(beginning)]
-        except ReplayError as error:
-            _warn(f"warning: {error}")
+    found: list[tuple[Shard, str]] = []
+    for path in watched(sorted(folder.glob(PATTERN)), "looking for it"):
+        shard = shard_or_none(path)
+        if shard is not None:
+            found += [(shard, x) for x in shard.episode_ids if x.startswith(beginning)]
     if len(found) != 1:
         several = ", ".join(x for _, x in found[:5])
         raise ConfigError(
@@ -108,15 +148,22 @@ def find_episode(folder: Path, beginning: str) -> Episode:
             if not found
             else f"{len(found)} episodes' ids begin with {beginning!r}: {several} ... Give more digits."
         )
-    path, episode_id = found[0]
-    return next(episode for episode in read_group(path) if episode.episode_id == episode_id)
+    shard, episode_id = found[0]
+    fates = read_fates(folder, warn)
+    return Row(
+        number=shard.number,
+        path=shard.path,
+        episode=next(e for e in read_group(shard.path) if e.episode_id == episode_id),
+        used_at=fates.used.get(shard.number),
+        fate=fates.of(shard.number),
+    )
 
 
 def problem_with_file(path: Path, group_size: int) -> str | None:
     """Say what is wrong with a group's file, or None when it is sound."""
     try:
         number, episodes = read_shard(path).number, read_group(path, tuple(EPISODE_ARRAYS))
-    except ReplayError as error:
+    except (ReplayError, FileNotFoundError) as error:
         return str(error)
     if path.name != f"group-{number:08d}.h5":
         return f"it says that it is group {number}"
@@ -131,5 +178,6 @@ def problem_with_file(path: Path, group_size: int) -> str | None:
     return None
 
 
-def _warn(line: str) -> None:
+def warn(line: str) -> None:
+    """Report on stderr what was left out."""
     print(line, file=sys.stderr)

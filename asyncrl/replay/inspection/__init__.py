@@ -1,0 +1,1 @@
+"""What `asyncrl replay` can do with a replay folder: tables, pictures, checks, exports, pruning."""

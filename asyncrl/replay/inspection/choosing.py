@@ -1,0 +1,95 @@
+"""Which episodes a command is about: flags in, a selection of rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from asyncrl.errors import ConfigError
+from asyncrl.replay.inspection.fates import Fate
+from asyncrl.replay.reading import LIGHT, Row, read_rows, replay_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfReplay:
+    """A command about a whole replay."""
+
+    path: tyro.conf.Positional[Path]
+    """A run's folder, or its replay folder; the run may be going on."""
+
+    @property
+    def folder(self) -> Path:
+        """The replay folder.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        return replay_folder(self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfEpisodes(OfReplay):
+    """A command about some episodes. Flags of one kind widen the choice, flags of several kinds narrow it."""
+
+    task: str = ""
+    """Only tasks that contain this text."""
+    success: bool = False
+    """Only successful episodes."""
+    no_success: bool = False
+    """Only failed episodes."""
+    used: bool = False
+    """Only episodes whose group was given to the learner."""
+    unused: bool = False
+    """Only episodes whose group waits, or was dropped."""
+    filtered: bool = False
+    """Only episodes whose group was filtered: all its returns are equal."""
+    min_lag: int | None = None
+    """Only used episodes whose oldest decision was at least this many updates old."""
+    max_lag: int | None = None
+    """Only used episodes whose oldest decision was at most this many updates old."""
+    version: int | None = None
+    """Only episodes with a decision by this policy version."""
+    world_version: int | None = None
+    """Only episodes of this world model; -1: of a simulator."""
+
+    def __post_init__(self) -> None:
+        if self.min_lag is not None and self.max_lag is not None and self.min_lag > self.max_lag:
+            raise ConfigError(
+                f"--min-lag {self.min_lag} is above --max-lag {self.max_lag}, so no episode fits. Swap them."
+            )
+
+    def rows(self, names: Sequence[str] = LIGHT) -> Iterator[Row]:
+        """Read the chosen episodes, with the arrays `names`."""
+        return self.choose(read_rows(self.folder, names))
+
+    def choose(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Leave out what the flags exclude."""
+        outcomes = {True, False} if self.success == self.no_success else {self.success}
+        fates = self._fates()
+        for row in rows:
+            episode = row.episode
+            if (
+                self.task in episode.task
+                and episode.success in outcomes
+                and row.fate in fates
+                and self._lag_fits(row.lag)
+                and self.version in (None, *episode.policy_versions.tolist())
+                and self.world_version in (None, episode.world_version)
+            ):
+                yield row
+
+    def _fates(self) -> set[Fate]:
+        wanted: set[Fate] = {"used"} if self.used else set()
+        wanted |= {"unused", "dropped"} if self.unused else set()
+        wanted |= {"filtered"} if self.filtered else set()
+        return wanted or {"used", "unused", "dropped", "filtered"}
+
+    def _lag_fits(self, lag: int | None) -> bool:
+        if self.min_lag is None and self.max_lag is None:
+            return True
+        low = lag if self.min_lag is None else self.min_lag
+        high = lag if self.max_lag is None else self.max_lag
+        return lag is not None and low is not None and high is not None and low <= lag <= high

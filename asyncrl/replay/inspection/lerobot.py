@@ -1,0 +1,172 @@
+"""Samples in, a folder in the layout of LeRobot v3.0 out: one sample per step, 20 per second.
+
+meta/info.json, meta/stats.json, meta/tasks.parquet, meta/episodes/chunk-000/file-000.parquet
+data/chunk-000/file-000.parquet                             all episodes, one row per step
+videos/observation.images.agentview/chunk-000/file-000.mp4  all episodes, one frame per step
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError
+from asyncrl.replay.inspection.lerobot_meta import FEATURES, IMAGE, info_of
+from asyncrl.replay.inspection.movies import can_write_mp4, write_mp4
+from asyncrl.replay.inspection.running import Running
+from asyncrl.replay.inspection.samples import STEPS_PER_SECOND, Rate, Samples
+from asyncrl.replay.reading import Row
+
+FILE = "chunk-000/file-000"
+ENCODING = {"g": "2", "crf": "18"}
+"""A key frame every 2 frames, so that single frames are read fast; 18 is hardly told from the original."""
+
+
+def write_lerobot(out: Path, episodes: Iterable[tuple[Row, Samples]], rate: Rate) -> int:
+    """Write the episodes.
+
+    Args:
+        out: A new folder; written beside itself first, so that it is whole once it is there.
+        episodes: With their samples, all of one image size.
+        rate: "step".
+
+    Returns:
+        Samples of all episodes.
+
+    Raises:
+        ConfigError: pyarrow or PyAV is not installed.
+    """
+    _require_packages()
+    assert rate == "step"
+    unfinished = out.with_name(out.name + ".tmp")
+    books = _Books()
+    video = unfinished / "videos" / IMAGE / f"{FILE}.mp4"
+    video.parent.mkdir(parents=True)
+    write_mp4(video, books.follow(episodes), rate=STEPS_PER_SECOND, options=ENCODING)
+    books.write(unfinished)
+    unfinished.rename(out)
+    return books.index
+
+
+def _require_packages() -> None:
+    missing = [] if find_spec("pyarrow") else ["pyarrow (extra 'lerobot')"]
+    missing += [] if can_write_mp4() else ["av (extra 'video')"]
+    if missing:
+        raise ConfigError(
+            f"--format lerobot needs {' and '.join(missing)}, which is not installed. "
+            "Install it with pip install 'asyncrl[lerobot]', or use --format robomimic."
+        )
+
+
+class _Books:
+    """Everything but the frames, gathered while the frames go to the encoder."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        """Samples so far."""
+        self.size = (0, 0)
+        """Height and width of the frames in the movie, in pixels."""
+        self.rows: list[dict[str, Any]] = []
+        self.episodes: list[dict[str, Any]] = []
+        self.tasks: dict[str, int] = {}
+        self.stats: dict[str, Running] = {}
+
+    def follow(self, episodes: Iterable[tuple[Row, Samples]]) -> Iterator[NDArray[np.uint8]]:
+        """Yield every frame, ``[H, W, 3]``, and note its row."""
+        for row, samples in episodes:
+            self._note(row, samples)
+            yield from samples.images
+
+    def write(self, folder: Path) -> None:
+        """Write the tables and the JSON files."""
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+        meta = folder / "meta"
+        kinds = [(name, _arrow(pa, about)) for name, about in FEATURES.items() if name != IMAGE]
+        _write_table(folder / "data" / f"{FILE}.parquet", pa.Table.from_pylist(self.rows, pa.schema(kinds)))
+        _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self.episodes))
+        _write_table(meta / "tasks.parquet", _task_table(pa, list(self.tasks)))
+        info = info_of(len(self.episodes), self.index, len(self.tasks), self.size, STEPS_PER_SECOND)
+        (meta / "info.json").write_text(json.dumps(info, indent=4) + "\n")
+        stats = {name: running.as_dict() for name, running in self.stats.items()}
+        (meta / "stats.json").write_text(json.dumps(stats, indent=4) + "\n")
+
+    def _note(self, row: Row, samples: Samples) -> None:
+        begin, length, number = self.index, len(samples.actions), len(self.episodes)
+        task = self.tasks.setdefault(row.episode.task, len(self.tasks))
+        self.size = (samples.images.shape[1] // 2 * 2, samples.images.shape[2] // 2 * 2)
+        frames = np.arange(length)
+        columns = {
+            "action": samples.actions,
+            "next.reward": samples.rewards,
+            "next.done": samples.dones,
+            "next.success": samples.rewards > 0,
+            "timestamp": (frames / STEPS_PER_SECOND).astype(np.float32),
+            "frame_index": frames,
+            "episode_index": np.full(length, number),
+            "index": begin + frames,
+            "task_index": np.full(length, task),
+        }
+        self.rows += [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*(column.tolist() for column in columns.values()), strict=True)
+        ]
+        for name, column in columns.items():
+            self.stats.setdefault(name, Running()).add(column.reshape(length, -1))
+        self.stats.setdefault(IMAGE, Running(image=True)).add(samples.images)
+        self.index += length
+        self.episodes.append(_episode_row(row, number, begin, self.index))
+
+
+def _episode_row(row: Row, number: int, begin: int, end: int) -> dict[str, Any]:
+    """One row of meta/episodes: what LeRobot asks for, then where the episode comes from."""
+    place = {"chunk_index": 0, "file_index": 0}
+    seconds = {"from_timestamp": begin / STEPS_PER_SECOND, "to_timestamp": end / STEPS_PER_SECOND}
+    return {
+        "episode_index": number,
+        "tasks": [row.episode.task],
+        "length": end - begin,
+        **{f"data/{name}": value for name, value in place.items()},
+        "dataset_from_index": begin,
+        "dataset_to_index": end,
+        **{f"videos/{IMAGE}/{name}": value for name, value in (place | seconds).items()},
+        **{f"meta/episodes/{name}": value for name, value in place.items()},
+        "asyncrl/episode_id": row.episode.episode_id,
+        "asyncrl/success": row.episode.success,
+        "asyncrl/policy_version": row.episode.oldest_version,
+    }
+
+
+def _arrow(pa: Any, about: dict[str, Any]) -> Any:
+    kind = {"float32": pa.float32(), "int64": pa.int64(), "bool": pa.bool_()}[about["dtype"]]
+    (length,) = about["shape"]
+    return kind if length == 1 else pa.list_(kind, length)
+
+
+def _task_table(pa: Any, tasks: list[str]) -> Any:
+    """The tasks with their numbers; the note for pandas makes the text the index, as LeRobot expects."""
+    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks)})
+    columns = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
+    note = {
+        "index_columns": ["task"],
+        "column_indexes": [],
+        "columns": [
+            {"name": n, "field_name": n, "pandas_type": p, "numpy_type": t, "metadata": None}
+            for n, p, t in columns
+        ],
+        "pandas_version": "2.0.0",
+    }
+    return table.replace_schema_metadata({"pandas": json.dumps(note)})
+
+
+def _write_table(path: Path, table: Any) -> None:
+    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)

@@ -1,0 +1,129 @@
+"""`asyncrl replay sheet`: stored episodes in, one picture of successes and failures out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.records import Episode
+from asyncrl.replay.inspection.choosing import OfEpisodes
+from asyncrl.replay.inspection.drawing import GREEN, INK, PAPER, RED, captioned, enlarged, font
+from asyncrl.replay.inspection.tables import watched
+from asyncrl.replay.reading import Row, reread, warn
+
+WIDTH = 96
+"""Least width of one picture in pixels."""
+SPACE = 10
+"""Pixels between episodes."""
+HEAD = 26
+"""Height of the headings in pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet(OfEpisodes):
+    """Draw episodes in rows: first, middle and last observation, and the final frame of each."""
+
+    out: Path
+    """File to write, ending in .png."""
+    successes: int = 6
+    """Successful episodes to draw."""
+    failures: int = 6
+    """Failed episodes to draw."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, count in (("successes", self.successes), ("failures", self.failures)):
+            if count < 0:
+                raise ConfigError(f"--{name} is {count}, but it counts episodes. Use 0 for none.")
+        if self.successes == self.failures == 0:
+            raise ConfigError(
+                "--successes and --failures are both 0, which leaves nothing to draw. Raise one."
+            )
+        require_png(self.out)
+
+    def run(self) -> int:
+        """Draw successes at the left and failures at the right, old versions at the top."""
+        rows = list(self.rows())
+        if not rows:
+            raise ConfigError(
+                f"{self.path} holds no episode that fits. `asyncrl replay stats` says what it has."
+            )
+        columns, heads = [], []
+        for name, success, count in (("successes", True, self.successes), ("failures", False, self.failures)):
+            half = [row for row in rows if row.episode.success == success]
+            columns.append(_tiles(spread(half, count), name))
+            heads.append(f"{len(columns[-1])} of {len(half)} {name}")
+        if not any(columns):
+            raise ConfigError(f"{self.path} holds no episode to draw. Raise --successes or --failures.")
+        lay_out(columns, heads).save(self.out)
+        print(f"{self.out}: {heads[0]}, {heads[1]}")
+        return 0
+
+
+def require_png(path: Path) -> None:
+    """Refuse a name that no picture can be written to.
+
+    Raises:
+        ConfigError: It does not end in .png, or its folder does not exist.
+    """
+    if path.suffix != ".png":
+        raise ConfigError(f"--out {path} must end in .png.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path} is not in an existing folder. Make {path.parent} first.")
+
+
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """Take `count` rows at even distances in the order of policy versions, oldest and newest among them."""
+    ordered = sorted(rows, key=lambda row: (row.episode.oldest_version, row.number, row.episode.member))
+    if len(ordered) <= count:
+        return ordered
+    if count < 2:
+        return ordered[:count]
+    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
+
+
+def tile(row: Row, episode: Episode) -> Image.Image:
+    """Draw one episode: four pictures in a row with two lines below them."""
+    last = len(episode.frames) - 1
+    frames = [*episode.frames[[0, last // 2, last]], episode.final_frame]
+    pictures = [enlarged(frame, WIDTH) for frame in frames]
+    width, height = pictures[0].size
+    strip = Image.new("RGB", (4 * width + 6, height), PAPER)
+    for place, picture in enumerate(pictures):
+        strip.paste(picture, (place * (width + 2), 0))
+    outcome = "success" if episode.success else "no success"
+    about = f"{outcome} in {row.steps} steps   version {row.versions}   {episode.episode_id[:8]}"
+    return captioned(strip, [episode.task, about], edge=GREEN if episode.success else RED)
+
+
+def lay_out(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -> Image.Image:
+    """Lay columns of tiles side by side under their headings; a tile fits the largest one's place."""
+    tiles = [tile for column in columns for tile in column]
+    width = max(tile.width for tile in tiles) + SPACE
+    height = max(tile.height for tile in tiles) + SPACE
+    shown = [(column, head) for column, head in zip(columns, heads, strict=True) if column]
+    rows = max(len(column) for column, _ in shown)
+    size = (len(shown) * width + SPACE, HEAD + rows * height + SPACE)
+    sheet = Image.new("RGB", size, PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for place, (column, head) in enumerate(shown):
+        left = SPACE + place * width
+        draw.text((left, SPACE // 2), head, fill=INK, font=font(16))
+        for rank, picture in enumerate(column):
+            sheet.paste(picture, (left, HEAD + SPACE // 2 + rank * height))
+    return sheet
+
+
+def _tiles(rows: Sequence[Row], what: str) -> list[Image.Image]:
+    """Draw what can still be read; a live run may have deleted some meanwhile."""
+    tiles = []
+    for row in watched(rows, f"drawing {what}"):
+        try:
+            tiles.append(tile(row, reread(row)))
+        except ReplayError as error:
+            warn(f"warning: left out: {error}")
+    return tiles

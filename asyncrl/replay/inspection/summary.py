@@ -1,0 +1,162 @@
+"""`asyncrl replay stats`: stored episodes in, success, lag and lengths out as text, JSON or a picture."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.records import CHUNK
+from asyncrl.replay.inspection.charts import Bar, Panel, draw_panels
+from asyncrl.replay.inspection.choosing import OfEpisodes
+from asyncrl.replay.inspection.sheet import require_png
+from asyncrl.replay.inspection.tables import bar, table
+from asyncrl.replay.reading import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(OfEpisodes):
+    """Sum up: success by task and policy version, lag of the decisions, lengths of the episodes."""
+
+    out: Path | None = None
+    """Also draw the bars into this file, ending in .png."""
+    json: bool = False
+    """Print JSON instead of bars."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out is not None:
+            require_png(self.out)
+
+    def run(self) -> int:
+        """Print the bars, and draw them if asked to."""
+        summary = sum_up(self.rows())
+        if not summary.episodes.total:
+            raise ConfigError(
+                f"{self.path} holds no episode that fits. Widen the flags, or wait for the run."
+            )
+        print(json.dumps(summary.as_dict(), indent=1) if self.json else text_of(summary))
+        if self.out is not None:
+            draw_panels(heading(summary), panels(summary)).save(self.out)
+            if not self.json:
+                print(f"\ndrawn in {self.out}")
+        return 0
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Episodes and how many of them succeeded."""
+
+    total: int = 0
+    won: int = 0
+
+    @property
+    def share(self) -> float:
+        """Successes over episodes, in [0, 1]."""
+        return self.won / self.total if self.total else 0.0
+
+    def add(self, won: bool) -> None:
+        """Count one episode."""
+        self.total += 1
+        self.won += won
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """What `stats` says."""
+
+    episodes: Tally = field(default_factory=Tally)
+    by_task: dict[str, Tally] = field(default_factory=dict)
+    by_version: dict[int, Tally] = field(default_factory=dict)
+    """By the version of the oldest decision of an episode."""
+    lags: Counter[int] = field(default_factory=Counter)
+    """Lag in updates -> decisions of the used groups."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Decisions begun until success or truncation -> episodes."""
+    steps: int = 0
+    """Until success or truncation, of all episodes."""
+    groups: dict[int, str] = field(default_factory=dict)
+    """Group -> its fate."""
+
+    def add(self, row: Row) -> None:
+        """Count one episode."""
+        won = row.episode.success
+        self.episodes.add(won)
+        self.by_task.setdefault(row.episode.task, Tally()).add(won)
+        self.by_version.setdefault(row.episode.oldest_version, Tally()).add(won)
+        if row.used_at is not None:
+            self.lags.update(row.used_at - int(v) for v in row.episode.policy_versions)
+        self.lengths[-(-row.steps // CHUNK)] += 1
+        self.steps += row.steps
+        self.groups[row.number] = row.fate
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON; success is a share in [0, 1], lags and lengths count decisions."""
+
+        def told(tally: Tally) -> dict[str, float]:
+            return {"episodes": tally.total, "successes": tally.won, "success": round(tally.share, 6)}
+
+        return {
+            **told(self.episodes),
+            "mean_steps": round(self.steps / max(1, self.episodes.total), 3),
+            "groups": dict(sorted(Counter(self.groups.values()).items())),
+            "by_task": {task: told(self.by_task[task]) for task in sorted(self.by_task)},
+            "by_version": {str(v): told(self.by_version[v]) for v in sorted(self.by_version)},
+            "decisions_by_lag": {str(lag): self.lags[lag] for lag in sorted(self.lags)},
+            "episodes_by_decisions": {str(n): self.lengths[n] for n in sorted(self.lengths)},
+        }
+
+
+def sum_up(rows: Iterable[Row]) -> Summary:
+    """Count episodes."""
+    summary = Summary()
+    for row in rows:
+        summary.add(row)
+    return summary
+
+
+def heading(summary: Summary) -> str:
+    """One line about all episodes."""
+    told = Counter(summary.groups.values())
+    fates = ", ".join(f"{told[fate]} {fate}" for fate in sorted(told))
+    mean = summary.steps / max(1, summary.episodes.total)
+    return (
+        f"{summary.episodes.total} episodes, {summary.episodes.share:.1%} successful, "
+        f"{mean:.1f} steps on average; {len(summary.groups)} groups: {fates}"
+    )
+
+
+def panels(summary: Summary) -> list[Panel]:
+    """The bars by topic; a topic without numbers is left out."""
+    all_panels = [
+        Panel(title="success by task", bars=_shares(summary.by_task), full=1.0),
+        Panel(title="success by policy version", bars=_shares(summary.by_version), full=1.0),
+        Panel(title="decisions by lag when used (updates)", bars=_counts(summary.lags)),
+        Panel(title="episodes by length (decisions of 8 steps)", bars=_counts(summary.lengths)),
+    ]
+    return [panel for panel in all_panels if panel.bars]
+
+
+def text_of(summary: Summary) -> str:
+    """The bars for a terminal."""
+    parts = [heading(summary)]
+    for panel in panels(summary):
+        rows = [(each.name, each.text, bar(each.value, panel.most)) for each in panel.bars]
+        parts.append(f"{panel.title}\n{table([('', '', ''), *rows])[1:]}")
+    return "\n\n".join(parts)
+
+
+def _shares(tallies: dict[Any, Tally]) -> list[Bar]:
+    keys: list[Hashable] = sorted(tallies)
+    return [
+        Bar(name=str(key), value=tallies[key].share, text=f"{tallies[key].share:.1%} of {tallies[key].total}")
+        for key in keys
+    ]
+
+
+def _counts(counter: Counter[int]) -> list[Bar]:
+    return [Bar(name=str(key), value=counter[key], text=str(counter[key])) for key in sorted(counter)]
