@@ -9,8 +9,9 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
+from asyncrl.replay.layout import read_group
 from asyncrl.replay.ledger import read_entries
-from asyncrl.replay.schema import read_group, read_shard
+from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import PATTERN, read_meta
 
 
