@@ -84,6 +84,8 @@ def read_fates(folder: Path) -> tuple[dict[int, int], set[int]]:
                 used |= dict.fromkeys(numbers, version)
             case {"filtered": int(number)}:
                 filtered.add(number)
+            case {"ready": int(number), "uses": [*_, int(version)]}:
+                used[number] = version
             case {"ready": int(number)} | {"dropped": int(number)}:  # A resume undid what is above.
                 used.pop(number, None)
                 filtered.discard(number)

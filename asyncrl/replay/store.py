@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ReplayError
+from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
+from asyncrl.replay.disk import is_full, reserve
 from asyncrl.replay.index import ShardIndex
 from asyncrl.replay.layout import Buffers, GroupReader
 from asyncrl.replay.ledger import Ledger
@@ -72,19 +73,21 @@ class EpisodeStore:
             episodes: All members.
 
         Raises:
-            ReplayError: The disk does not take it. Nothing is left behind.
+            DiskFull: There is no space. Nothing is left behind; it can be tried again.
+            ReplayError: The disk does not take it for another reason. Nothing is left behind.
         """
         path = self.folder / f"group-{number:08d}.h5"
         temporary = path.with_suffix(".h5.tmp")
         try:
             members = sorted(episodes, key=lambda episode: episode.member)
+            reserve(self.folder, members)
             written = write_group(temporary, number, members)
             sync(temporary)
             temporary.rename(path)
             sync(self.folder)
         except (OSError, RuntimeError) as error:  # The latter is how h5py reports a full disk on closing.
             temporary.unlink(missing_ok=True)
-            raise ReplayError(
+            raise (DiskFull if is_full(error) else ReplayError)(
                 f"group {number} could not be written to {self.folder}: {error}. "
                 "Free disk space, or lower --replay.max-gigabytes."
             ) from None
@@ -112,16 +115,22 @@ class EpisodeStore:
             self._quarantine(shard.path, str(error))
             return None
 
-    def trim(self, expendable: Iterable[int]) -> list[int]:
-        """Delete groups, lowest number first, until the size is within the limit; return what was deleted."""
-        deleted: list[int] = []
-        if self.total_bytes <= self.max_bytes:
-            return deleted
-        for number in sorted(set(expendable) & self.shards.keys()):
-            if self.total_bytes <= self.max_bytes:
-                break
+    def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
+        """Delete groups, lowest number first, until the size is within the limit; return what was deleted.
+
+        Args:
+            expendable: Groups that may be deleted.
+            aged: Groups that are deleted whatever the size.
+        """
+        deleted = sorted(set(aged) & self.shards.keys())
+        for number in deleted:
             self._delete(number)
-            deleted.append(number)
+        if self.total_bytes > self.max_bytes:
+            for number in sorted(set(expendable) & self.shards.keys()):
+                if self.total_bytes <= self.max_bytes:
+                    break
+                self._delete(number)
+                deleted.append(number)
         return deleted
 
     def remove(self, number: int) -> None:
