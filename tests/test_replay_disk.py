@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_attempts_become_rarer_and_a_group_too_old_stops_waiting(tmp_path: Path,
     for _ in range(1000):
         clock.now += 0.1
         core.tend()
-    gaps = [later - sooner for sooner, later in zip(attempts, attempts[1:], strict=False)]
+    gaps = [later - sooner for sooner, later in itertools.pairwise(attempts)]
     assert gaps == pytest.approx([1, 2, 4, 8, 16, 30, 30][: len(gaps)], abs=0.15)
     core.set_version(1)
     assert not core.disk.groups
