@@ -75,7 +75,7 @@ def torchrl_storage(groups: list[list[Episode]], folder: Path) -> Callable[[int]
     for place, group in enumerate(groups):
         stacked = {name: torch.from_numpy(np.stack([getattr(e, name) for e in group])) for name in names}
         storage.set(range(place * size, (place + 1) * size), TensorDict(stacked, [size]))
-    return lambda place: storage.get(torch.arange(place * size, (place + 1) * size)).clone()
+    return lambda place: storage.get(torch.arange(place * size, (place + 1) * size))
 
 
 def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) -> dict[str, list[float]]:
