@@ -26,6 +26,8 @@ from asyncrl.recipe import (
     check_recipe,
 )
 
+ReplayOrder = Literal["oldest", "newest", "uniform", "prioritized"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings:
@@ -44,6 +46,12 @@ class ReplaySettings:
     a private socket on this host. Without effect under --inline."""
     keys: str = ""
     """Folder of key files from `asyncrl keys`: traffic is encrypted, and only listed clients are admitted."""
+    max_age_versions: int = 0
+    """Groups that were already used are deleted when their newest decision is older than this. 0: never."""
+    uses: int = 1
+    """A group is trained on in up to this many updates, as long as the lag bound lets it."""
+    order: ReplayOrder = "oldest"
+    """Which groups an update gets. prioritized: by chance, in proportion to the spread of their returns."""
 
     def __post_init__(self) -> None:
         if self.keys and not self.listen:
@@ -57,6 +65,10 @@ class ReplaySettings:
         at_least("replay.group-deadline", self.group_deadline, 1, "imagining a group takes time.", "Use 300.")
         at_least("replay.keep-video-every", self.keep_video_every, 0, "it counts groups.", "Use 0 for never.")
         at_least("replay.max-gigabytes", self.max_gigabytes, 0.01, "the run must fit.", "Use 8.")
+        at_least(
+            "replay.max-age-versions", self.max_age_versions, 0, "it counts versions.", "Use 0 for never."
+        )
+        at_least("replay.uses", self.uses, 1, "a group is used at least once.", "Use 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +160,12 @@ class TrainConfig:
         at_least("checkpoint-every", self.checkpoint_every, 1, "it counts updates.", "Use 10.")
         at_least("keep-checkpoints", self.keep_checkpoints, 1, "the newest one must stay.", "Use 3.")
         at_least("log-every", self.log_every, 1, "it counts updates.", "Use 1.")
+        if self.replay.uses > self.max_lag + 1:
+            raise ConfigError(
+                f"--replay.uses is {self.replay.uses}, but with a lag of at most {self.max_lag} "
+                f"(--replay.max-lag, --synchronous) a group lasts for {self.max_lag + 1} updates, "
+                f"once in each. Use at most {self.max_lag + 1}, or a larger lag."
+            )
         check_recipe(self.algorithm, self.correction, self.critic)
 
     @property

@@ -6,6 +6,7 @@
     ├── AssetError           start states, world-model files or an OpenGL library that could not be found
     ├── WireError            a message that does not follow the wire format
     ├── ReplayError          the replay store or its service cannot do what was asked
+    │   ├── DiskFull         a group could not be written for lack of space; the replay waits for it
     │   └── SampleTimeout    no complete, fresh groups arrived before the deadline
     ├── WeightSyncError      new weights did not arrive in time
     └── RunError             a run cannot go on (an actor died too often, too many bad updates)
@@ -36,6 +37,10 @@ class WireError(AsyncRLError):
 
 class ReplayError(AsyncRLError):
     """The replay cannot do what was asked."""
+
+
+class DiskFull(ReplayError):
+    """There is no space for a group. Nothing was written; it can be tried again."""
 
 
 class SampleTimeout(ReplayError):

@@ -136,6 +136,12 @@ _REPLAY: Final = {
     m.DROPPED_INVALID: "0. Otherwise an actor runs other settings or other code than the learner, or a "
     "file is damaged: `asyncrl replay verify`.",
     m.DUPLICATES: "0, or a few after a broken connection: an episode was sent again and recognised.",
+    m.DROPPED_LAG_DECISIONS: "As the episodes.",
+    m.DROPPED_DEADLINE_DECISIONS: "As the episodes.",
+    m.DROPPED_RESUME_DECISIONS: "As the episodes.",
+    m.DROPPED_INVALID_DECISIONS: "As the episodes.",
+    m.DISK_WAITING: "0. Growing: the disk is full. Nothing is lost and nothing is granted; free space, "
+    "or lower --replay.max-gigabytes.",
     m.REPLAY_BYTES: "Levels off near --replay.max-gigabytes. Above it: only used groups are deleted, and "
     "those that wait need more. Fewer videos: --replay.keep-video-every.",
 }

@@ -173,7 +173,14 @@ DROPPED_RESUME = _define(
     "Dropped on a resume and imagined again: incomplete, or of versions that were lost.",
 )
 DROPPED_INVALID = _define("replay/dropped_invalid", Over.LAST, "episodes", "Refused: inconsistent content.")
+DROPPED_LAG_DECISIONS, DROPPED_DEADLINE_DECISIONS, DROPPED_RESUME_DECISIONS, DROPPED_INVALID_DECISIONS = (
+    _define(f"{dropped.name}_decisions", Over.LAST, "decisions", f"Decisions in `{dropped.name}`.")
+    for dropped in (DROPPED_LAG, DROPPED_DEADLINE, DROPPED_RESUME, DROPPED_INVALID)
+)
 DUPLICATES = _define("replay/duplicates", Over.LAST, "episodes", "Received again and recognised.")
+DISK_WAITING = _define(
+    "replay/disk_waiting", Over.LAST, "s", "Time that complete groups waited for disk space."
+)
 REPLAY_BYTES = _define("replay/bytes", Over.LAST, "bytes", "Size of the HDF5 files.")
 
 WEIGHTS_VERSION = _define("weights/version", Over.LAST, "versions", "Version last published.")

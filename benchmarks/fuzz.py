@@ -33,8 +33,9 @@ from mutations import checksum_of_group, content, damaged_file, judge, mutated, 
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.wire import decode
 from asyncrl.replay import schema
+from asyncrl.replay.layout import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
-from asyncrl.replay.schema import read_group, read_shard, read_table
+from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import read_meta
 
 DEADLINE = 20.0
@@ -113,7 +114,7 @@ def read_files(unguarded: bool) -> None:
 def _content(path: Path) -> str:
     if path.suffix == ".h5":
         read_shard(path)
-        read_table(path)
+        read_layout(path)
         return str(checksum_of_group(read_group(path)))
     if path.suffix == ".json":
         return json.dumps(read_meta(path.parent))

@@ -35,7 +35,8 @@ from tqdm import tqdm
 
 from asyncrl.config import TrainConfig, overlay
 from asyncrl.records import Episode
-from asyncrl.replay.core import ReplayCore, open_core
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.opening import open_core
 
 SETTINGS = {"algorithm": {"group_size": 2, "groups_per_update": 2}, "replay": {"max_lag": 1000}}
 TRACED = (

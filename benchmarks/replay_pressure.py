@@ -87,7 +87,7 @@ def act(
 
 def keep(settings: Settings, endpoint: str, folder: str) -> None:
     """The replay process."""
-    from asyncrl.replay.core import open_core
+    from asyncrl.replay.opening import open_core
     from asyncrl.replay.service import serve_replay
 
     table = {

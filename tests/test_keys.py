@@ -22,7 +22,7 @@ from asyncrl.messaging.keys import ClientKeys, create_keys, load_client_keys, lo
 from asyncrl.messaging.sockets import bind_router, check_endpoint, connect_dealer
 from asyncrl.messaging.wire import encode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.core import open_core
+from asyncrl.replay.opening import open_core
 from asyncrl.replay.service import serve_replay
 
 

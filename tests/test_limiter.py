@@ -11,7 +11,8 @@ from test_wire import make_episode
 
 from asyncrl import metrics as m
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.limiter import Limiter, number_of
+from asyncrl.replay.groups import ReadyGroup, number_of
+from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.store import EpisodeStore
 
 
@@ -67,7 +68,7 @@ def test_credit_and_min_version_follow_the_formula(max_lag: int, per_update: int
         # Nothing was dropped, so all that was granted is used or of use.
         assert given_away == (max_lag + version + 1) * per_update
         for number in range(version * per_update, (version + 1) * per_update):
-            limiter.make_ready(number, version, version)
+            limiter.make_ready(number, ReadyGroup(oldest_version=version, newest_version=version))
         limiter.use(list(range(version * per_update, (version + 1) * per_update)))
 
 
@@ -229,7 +230,7 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
     def books(core: ReplayCore) -> list[object]:
         limiter = core.limiter
         numbers = [limiter.used, limiter.next_number, sorted(limiter.ready), sorted(limiter.open)]
-        return [*numbers, limiter.closed, +core.counts]
+        return [*numbers, limiter.closed, +core.tally.episodes]
 
     held = list[tuple[int, int]]()
     core, learner, acknowledged, used, pending = (

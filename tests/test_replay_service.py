@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
 from asyncrl.messaging.sockets import bind_router, connect_dealer, ipc_endpoint, private_folder
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.core import open_core
+from asyncrl.replay.opening import open_core
 from asyncrl.replay.ports import ActorPort, GroupGrant, RunStopped
 from asyncrl.replay.service import Service, serve_replay
 

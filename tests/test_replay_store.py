@@ -14,8 +14,9 @@ from test_wire import assert_same, make_episode
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay import schema
+from asyncrl.replay.layout import read_group
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.schema import read_group, read_shard
+from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import EpisodeStore
 
 

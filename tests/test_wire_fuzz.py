@@ -19,8 +19,9 @@ from mutations import (
 
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.wire import KINDS, decode
+from asyncrl.replay.layout import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
-from asyncrl.replay.schema import read_group, read_shard, read_table
+from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import read_meta
 
 
@@ -54,7 +55,7 @@ def test_a_damaged_group_file_is_refused_or_unchanged(tmp_path: Path) -> None:
         path.write_bytes(whole)
         try:
             read_shard(path)
-            read_table(path)
+            read_layout(path)
             assert checksum_of_group(read_group(path)) in genuine
         except ReplayError:
             refused += 1
@@ -99,7 +100,7 @@ def test_hdf5_never_sees_a_file_whose_structure_is_damaged(
         read_shard(path)
     for place in [*range(0, 600, 13), *range(len(whole) - 200, len(whole), 7)]:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        for read in (read_shard, read_table, read_group):
+        for read in (read_shard, read_layout, read_group):
             with pytest.raises(ReplayError, match="damaged"):
                 read(path)
     for length in (0, 1, 27, 28, 1000, len(whole) // 2, len(whole) - 1):

@@ -14,8 +14,8 @@ from asyncrl.launch import build, learners, rendezvous, summary
 from asyncrl.launch.crew import StopFlag
 from asyncrl.launch.devices import pick_device
 from asyncrl.logbook import Logbook
-from asyncrl.replay.core import open_core
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.opening import open_core
 from asyncrl.weights.inline import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 

@@ -65,7 +65,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 def replay_main(config_json: str, facts_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.launch import address
-    from asyncrl.replay.core import open_core
+    from asyncrl.replay.opening import open_core
     from asyncrl.replay.service import serve_replay
 
     config, facts = _read(config_json, facts_json)

@@ -7,74 +7,59 @@ gets the batch; a file that a resume gives up is deleted before the ledger says 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from asyncrl import metrics as m
-from asyncrl.config import TrainConfig
-from asyncrl.errors import WireError
+from asyncrl.errors import DiskFull, WireError
 from asyncrl.messaging.wire import scalars_of
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.replay.limiter import Limiter, ReadyGroup, number_of
+from asyncrl.replay.disk import DiskWait
+from asyncrl.replay.groups import ReadyGroup, number_of, ready_group
+from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.outcomes import SuccessWindow, constant
 from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.recall import Session, recall
 from asyncrl.replay.store import EpisodeStore
-
-COUNTERS: dict[ReceiptStatus, Metric] = {
-    "stored": m.EPISODES,
-    "duplicate": m.DUPLICATES,
-    "dropped_lag": m.DROPPED_LAG,
-    "dropped_deadline": m.DROPPED_DEADLINE,
-    "dropped_invalid": m.DROPPED_INVALID,
-    "dropped_resume": m.DROPPED_RESUME,
-}
-
-
-def open_core(
-    folder: Path,
-    config: TrainConfig,
-    warn: Callable[[str], None] = print,
-) -> ReplayCore:
-    """Open the replay of a run with its settings, recovering what is in `folder`."""
-    store = EpisodeStore(
-        folder,
-        group_size=config.algorithm.group_size,
-        max_bytes=int(config.replay.max_gigabytes * 1e9),
-        warn=warn,
-    )
-    limiter = Limiter(
-        group_size=config.algorithm.group_size,
-        groups_per_update=config.algorithm.groups_per_update,
-        max_lag=config.max_lag,
-        group_deadline=config.replay.group_deadline,
-        keep_video_every=config.replay.keep_video_every,
-        filter_groups=config.algorithm.filter_groups,
-    )
-    return ReplayCore(store, limiter)
+from asyncrl.replay.tally import Tally
 
 
 class ReplayCore:
     """The store and the limiter, kept in step."""
 
-    def __init__(self, store: EpisodeStore, limiter: Limiter) -> None:
-        """Recover the books from the store's ledger and files."""
-        self.store, self.limiter = store, limiter
+    def __init__(
+        self,
+        store: EpisodeStore,
+        limiter: Limiter,
+        *,
+        max_age: int = 0,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        """Recover the books from the store's ledger and files.
+
+        Args:
+            store: The files.
+            limiter: With empty books.
+            max_age: Versions after which a closed group's file is deleted; 0: only for its size.
+            warn: Receives a line when the disk is full.
+        """
+        self.store, self.limiter, self.max_age = store, limiter, max_age
         self.stopped = False
         """Whether the learner ended the run."""
-        self.actors: dict[str, str] = {}
-        """Every actor seen -> its session."""
-        self.counts: Counter[ReceiptStatus] = Counter()
+        self.tally, self.session = Tally(), Session()
+        self.disk = DiskWait(limiter.clock, warn)
         self._waiting: dict[str, float] = {}
         self._receipts: list[tuple[str, Receipt]] = []
-        self._learner, self._request, self._batch = "", "", list[int]()
-        self._success, self._successes = SuccessWindow(), dict[int, int]()
+        self._success = SuccessWindow()
         for entry in store.ledger.entries:
-            self._recall(entry)
+            recall(entry, limiter, self.tally, self.session)
         self._recover_ready()
         self._count_successes()
+
+    @property
+    def actors(self) -> dict[str, str]:
+        """Every actor seen -> its session."""
+        return self.session.actors
 
     def begin(self, session: str, version: int, *, in_turns: bool = False) -> None:
         """Note a learner at `version`. A new session starts or resumes the run; a known one reconnected.
@@ -84,10 +69,11 @@ class ReplayCore:
             version: Its policy version.
             in_turns: See `Limiter.plan_resume`.
         """
-        if session != self._learner:
+        if session != self.session.learner:
             self._rewind(version, in_turns=in_turns)
             self.store.ledger.append(learner=session, version=version)
-            self._note_learner(session, version)
+            self.limiter.begin(version)
+            self.session.learner, self.session.request, self.session.batch = session, "", []
             self._count_successes()
         self.set_version(version)
 
@@ -101,11 +87,11 @@ class ReplayCore:
         self.limiter.hear(actor)
 
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
-        """Grant a group to an actor, or None without credit. The same `turn` >= 0 gets the same grant."""
+        """Grant a group to an actor, or None without credit or disk space. The same `turn` >= 0: the same."""
         self.actors.setdefault(actor, "")
         self.tend()
         granted = len(self.limiter.open)
-        grant = self.limiter.grant(actor, turn)
+        grant = self.limiter.grant(actor, turn, withhold=bool(self.disk.groups))
         if grant is not None and len(self.limiter.open) > granted:
             self.store.ledger.append(
                 grant=grant.number, actor=actor, turn=turn, min_version=grant.min_version
@@ -117,12 +103,13 @@ class ReplayCore:
         receipt = self._judge(episode)
         number = number_of(episode.group_id)
         if receipt.status == "held" and self.limiter.complete(number):
-            self._seal(number, newest=episode.episode_id)
-            receipt = Receipt(episode_id=episode.episode_id, status="stored")
+            if self._seal(number, newest=episode.episode_id):
+                receipt = Receipt(episode_id=episode.episode_id, status="stored")
         elif receipt.status != "held":
-            self.counts[receipt.status] += 1
+            decisions = len(episode.policy_versions) if receipt.status != "duplicate" else 0
+            self.tally.add(receipt.status, 1, decisions)
             if receipt.status != "duplicate":
-                self.store.ledger.append(refused=receipt.status)
+                self.store.ledger.append(refused=receipt.status, decisions=decisions)
             group = self.limiter.open.get(number)
             if group is not None and receipt.status.startswith("dropped"):
                 # The group cannot become complete any more: its credit is worth more than its siblings.
@@ -138,7 +125,7 @@ class ReplayCore:
         return due
 
     def sample(self, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:
-        """Give the oldest complete groups away, or None when there are too few.
+        """Give complete groups away, in the limiter's order, or None when there are too few.
 
         Args:
             groups: How many.
@@ -149,8 +136,9 @@ class ReplayCore:
             Groups of episodes in the order of their members.
         """
         self.set_version(version)
-        if request and request == self._request and self.store.shards.keys() >= set(self._batch):
-            again = [self.store.load(number) for number in self._batch]
+        last = self.session
+        if request and request == last.request and self.store.shards.keys() >= set(last.batch):
+            again = [self.store.load(number) for number in last.batch]
             if None not in again:
                 return [group for group in again if group is not None]
         while (numbers := self.limiter.pick(groups)) is not None:
@@ -158,7 +146,8 @@ class ReplayCore:
             sound = [group for group in batch if group is not None]
             if len(sound) == len(batch):
                 self.store.ledger.append(used=numbers, request=request, version=version)
-                self._note_use(numbers, request)
+                self.limiter.use(numbers)
+                self.session.request, self.session.batch = request, numbers
                 self._trim()
                 return sound
             for number, group in zip(numbers, batch, strict=True):
@@ -174,11 +163,18 @@ class ReplayCore:
         self.tend()
 
     def tend(self) -> None:
-        """Give up what is overdue or too old. Call it often."""
+        """Give up what is overdue or too old; try again what the disk did not take. Call it often."""
         for number in self.limiter.stale():
-            self._drop(number, "dropped_lag")
+            if number in self.limiter.used_at:
+                self.limiter.retire(number)
+            else:
+                self._drop(number, "dropped_lag")
         for number in self.limiter.overdue():
             self._drop(number, "dropped_deadline")
+        if self.disk.due:
+            for number in sorted(self.disk.groups):
+                if not self._seal(number):
+                    break
 
     def report_waiting(self, actor: str, share: float) -> None:
         """Note the share of time an actor waited for credit."""
@@ -191,11 +187,12 @@ class ReplayCore:
 
     def status(self) -> dict[Metric, float]:
         """Read `replay/*` (without the lag of batches) and `time/actors_waiting`. Changes nothing."""
-        readings = {metric: float(self.counts[status]) for status, metric in COUNTERS.items()}
+        readings = self.tally.readings()
         readings[m.GROUPS_READY] = float(len(self.limiter.ready))
         readings[m.GROUPS_IN_FLIGHT] = float(len(self.limiter.open))
         readings[m.FILTERED_GROUPS] = float(len(self.limiter.filtered))
         readings[m.REPLAY_BYTES] = float(self.store.total_bytes)
+        readings[m.DISK_WAITING] = self.disk.seconds
         if self._success.last is not None:
             readings[m.REPLAY_SUCCESS] = self._success.last
         if self._waiting:
@@ -205,12 +202,11 @@ class ReplayCore:
     def contents(self) -> str:
         """Say in one line what the replay holds, for an error message."""
         held = sum(len(group.members) for group in self.limiter.open.values())
-        dropped = {status: n for status, n in self.counts.items() if status.startswith("dropped")}
         filtered = f"{len(self.limiter.filtered)} filtered; " if self.limiter.filter_groups else ""
-        reasons = ", ".join(f"{n} {status[8:]}" for status, n in sorted(dropped.items())) or "none"
+        waiting = f"{len(self.disk.groups)} groups wait for disk space; " if self.disk.groups else ""
         return (
             f"{len(self.limiter.ready)} groups ready, {len(self.limiter.open)} in flight with {held} episodes"
-            f"; {filtered}episodes dropped: {reasons}; actors seen: "
+            f"; {waiting}{filtered}episodes dropped: {self.tally.reasons()}; actors seen: "
             f"{', '.join(sorted(self.actors)) or 'none'}; version {self.limiter.version}, "
             f"credit for {self.limiter.credit} more groups"
         )
@@ -228,34 +224,50 @@ class ReplayCore:
             return Receipt(episode_id=episode.episode_id, status="dropped_invalid", reason=str(error))
         return self.limiter.judge(episode)
 
-    def _seal(self, number: int, newest: str) -> None:
+    def _seal(self, number: int, newest: str = "") -> bool:
+        """Store a complete group; False when the disk is full. The episode `newest` gets no receipt here."""
         group = self.limiter.open[number]
         members = list(group.members.values())
-        shard = self.store.seal(number, members)
+        try:
+            shard = self.store.seal(number, members)
+        except DiskFull as error:
+            self.disk.failed(number, error)
+            return False
+        if self.disk.groups:
+            self.disk.over(number)
+            self.store.ledger.keep_spare()
         for sibling in members:
-            self.counts["stored"] += 1
+            self.tally.add("stored")
             if sibling.episode_id != newest:
                 self._receipts.append((group.actor, Receipt(episode_id=sibling.episode_id, status="stored")))
-        self.limiter.make_ready(number, shard.oldest_version, shard.newest_version)
+        self.limiter.make_ready(number, ready_group(shard))
         self._success.add(shard.attributes["successes"], len(members))
         if self.limiter.filter_groups and constant(members):
             self._filter(number)
         self._trim()
+        return True
 
     def _filter(self, number: int) -> None:
         shard = self.store.shards[number]
         successes = int(shard.attributes["successes"])
         self.store.ledger.append(filtered=number, newest_version=shard.newest_version, successes=successes)
         self.limiter.filter(number, shard.newest_version)
-        self._successes[number] = successes
+        self.session.filtered_successes[number] = successes
 
     def _drop(self, number: int, status: ReceiptStatus, stored: bool = False) -> None:
         stored = stored or number in self.limiter.ready
+        shard = self.store.shards.get(number)
         group = self.limiter.drop(number, status)
+        self.disk.over(number)
         episodes = list(group.members.values()) if group else []
         count = self.limiter.group_size if stored else len(episodes)
-        self.counts[status] += count
-        self.store.ledger.append(dropped=number, status=status, episodes=count, stored=stored)
+        decisions = sum(len(episode.policy_versions) for episode in episodes)
+        if stored:
+            decisions = shard.decisions if shard else 0
+        self.tally.add(status, count, decisions)
+        self.store.ledger.append(
+            dropped=number, status=status, episodes=count, stored=stored, decisions=decisions
+        )
         for episode in episodes:
             receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")
             self._receipts.append((group.actor if group else episode.actor, receipt))
@@ -264,9 +276,10 @@ class ReplayCore:
         """Undo what a resume at `version` makes undone: see `Limiter.plan_resume`."""
         stored = self._stored()
         plan = self.limiter.plan_resume(version, stored, in_turns=in_turns)
-        for number in plan.ready:
-            self.store.ledger.append(ready=number)
-            self.limiter.make_ready(number, stored[number].oldest_version, stored[number].newest_version)
+        for number, uses in plan.ready.items():
+            self.store.ledger.append(ready=number, **({"uses": uses} if uses else {}))
+            self.limiter.take_back(number, uses)
+            self.limiter.make_ready(number, stored[number])
         for number, status in plan.drop.items():
             was_stored = number not in self.limiter.open
             if status == "dropped_resume":
@@ -274,24 +287,25 @@ class ReplayCore:
             self._drop(number, status, stored=was_stored)
 
     def _stored(self) -> dict[int, ReadyGroup]:
-        return {
-            number: ReadyGroup(oldest_version=shard.oldest_version, newest_version=shard.newest_version)
-            for number, shard in self.store.shards.items()
-        }
+        return {number: ready_group(shard) for number, shard in self.store.shards.items()}
 
     def _recover_ready(self) -> None:
         """Make the sealed groups ready that the ledger did not close; filter what a crash left unfiltered."""
         for number, group in self._stored().items():
             if number in self.limiter.closed:
                 continue
-            self.limiter.make_ready(number, group.oldest_version, group.newest_version)
-            self.counts["stored"] += self.limiter.group_size
+            self.limiter.make_ready(number, group)
+            if number in self.limiter.used_at:
+                continue
+            self.tally.add("stored", self.limiter.group_size)
             if self.limiter.filter_groups:
                 episodes = self.store.load(number)
                 if episodes is None:
                     self._drop(number, "dropped_invalid", stored=True)
                 elif constant(episodes):
                     self._filter(number)
+        for number in self.limiter.used_at.keys() - self.limiter.ready.keys() - self.limiter.closed.keys():
+            self.limiter.retire(number)
 
     def _count_successes(self) -> None:
         """Count the complete groups whose newest decision is of the learner's version, after a restart."""
@@ -300,51 +314,18 @@ class ReplayCore:
         for number, newest_version in (complete | self.limiter.filtered).items():
             if newest_version == self.limiter.version:
                 shard = self.store.shards.get(number)
-                successes = shard.attributes["successes"] if shard else self._successes[number]
+                successes = (
+                    shard.attributes["successes"] if shard else self.session.filtered_successes[number]
+                )
                 self._success.add(successes, self.limiter.group_size)
 
-    def _note_learner(self, session: str, version: int) -> None:
-        self.limiter.begin(version)
-        self._learner, self._request, self._batch = session, "", []
-
-    def _note_use(self, numbers: list[int], request: str) -> None:
-        self.limiter.use(numbers)
-        self._request, self._batch = request, numbers
-
     def _trim(self) -> None:
-        closed, again = self.limiter.closed, set(self._batch)
-        self.store.trim(number for number in self.store.shards if number in closed and number not in again)
-
-    def _recall(self, entry: dict[str, Any]) -> None:
-        """Repeat one decision of the ledger; its consequences have entries of their own."""
-        match entry:
-            case {"learner": str(session), "version": int(version)}:
-                self._note_learner(session, version)
-            case {"actor": str(actor), "session": str(session)}:
-                self.actors[actor] = session
-            case {"grant": int(number), "actor": str(actor), "turn": int(turn), "min_version": int(lowest)}:
-                self.actors.setdefault(actor, "")
-                self.limiter.reopen(number, actor, turn, lowest)
-            case {"used": list(numbers), "request": str(request), "version": int(version)}:
-                self.limiter.version = max(self.limiter.version, version)
-                self._note_use(numbers, request)
-                self.counts["stored"] += self.limiter.group_size * len(numbers)
-            case {"filtered": int(number), "newest_version": int(version), "successes": int(successes)}:
-                self.limiter.filter(number, version)
-                self._successes[number] = successes
-                self.counts["stored"] += self.limiter.group_size
-            case {"ready": int(number)}:
-                self.limiter.forget(number)
-                self.counts["stored"] -= self.limiter.group_size  # Counted again when it is found or used.
-            case {"refused": status} if status in COUNTERS:
-                self.counts[status] += 1
-            case {
-                "dropped": int(number),
-                "status": status,
-                "episodes": int(count),
-                "stored": bool(stored),
-            } if status in COUNTERS:
-                if stored and number not in self.limiter.closed:
-                    self.counts["stored"] += count
-                self.limiter.drop(number, status)
-                self.counts[status] += count
+        """Delete closed groups that are too old or too much; what a repeated request may get again stays."""
+        if not self.max_age and self.store.total_bytes <= self.store.max_bytes:
+            return
+        closed, again = self.limiter.closed, set(self.session.batch)
+        expendable = {n: shard for n, shard in self.store.shards.items() if n in closed and n not in again}
+        oldest = self.limiter.version - self.max_age
+        self.store.trim(
+            expendable, aged=[n for n, s in expendable.items() if self.max_age and s.newest_version < oldest]
+        )

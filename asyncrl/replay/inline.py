@@ -85,7 +85,9 @@ class InlineLearnerPort:
         self._core.set_version(version)
         while True:
             busy = self._imagine is not None and self._imagine()
-            if not busy and (batch := self._core.sample(groups, version)) is not None:
+            self._core.tend()
+            in_flight = busy or self._core.disk.groups
+            if not in_flight and (batch := self._core.sample(groups, version)) is not None:
                 return batch
             if self._imagine is None or time.monotonic() >= deadline:
                 raise SampleTimeout(

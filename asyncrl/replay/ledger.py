@@ -12,18 +12,25 @@
 
 Each line also has a checksum, see `lines.py`. A crash can tear only the last line,
 which never took effect; opening removes it.
+
+When groups cannot be written for lack of space, decisions still have to be. So 1 MiB lies ready in
+`ledger.spare`, given back to the disk when a line finds no space.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.errors import ReplayError
+from asyncrl.replay.disk import is_full
 from asyncrl.replay.lines import read_line, write_line
+
+SPARE_BYTES: Final = 1 << 20
 
 
 class Ledger:
@@ -39,6 +46,8 @@ class Ledger:
             os.ftruncate(self._file, sound)
         self.entries = read_entries(path, warn)
         """What was found when it was opened."""
+        self._spare = path.with_suffix(".spare")
+        self.keep_spare()
 
     def append(self, **entry: Any) -> None:
         """Add one line; when this returns it is durable.
@@ -47,13 +56,30 @@ class Ledger:
             ReplayError: The disk does not take it. What is torn is removed when the ledger is opened again.
         """
         line = write_line(entry) + b"\n"
+        size = os.fstat(self._file).st_size
         try:
-            whole = os.write(self._file, line) == len(line)  # A disk that becomes full takes a part at first.
-            os.fdatasync(self._file)
+            self._write(line)
         except OSError as error:
-            raise self._refused(str(error)) from None
-        if not whole:
-            raise self._refused("it took only a part of a line")
+            if not (is_full(error) and self._spare.exists()):
+                raise self._refused(str(error)) from None
+            self._spare.unlink()
+            os.ftruncate(self._file, size)
+            try:
+                self._write(line)
+            except OSError as again:
+                raise self._refused(str(again)) from None
+
+    def keep_spare(self) -> None:
+        """Set space aside for the time when there is none; without space now, nothing happens."""
+        if not self._spare.exists() or self._spare.stat().st_size < SPARE_BYTES:
+            with contextlib.suppress(OSError), self._spare.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+
+    def _write(self, line: bytes) -> None:
+        """Append and sync; a disk that becomes full takes a part at first, and nothing of the rest."""
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fdatasync(self._file)
 
     def _refused(self, why: str) -> ReplayError:
         return ReplayError(

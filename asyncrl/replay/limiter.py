@@ -9,42 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from asyncrl.records import Episode, problem_with
+from asyncrl.replay.groups import OpenGroup, ReadyGroup, misfit, number_of
+from asyncrl.replay.order import Order, pick_in_order
 from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
-
-
-@dataclass(kw_only=True)
-class OpenGroup:
-    """A granted group that is not complete."""
-
-    grant: GroupGrant
-    actor: str
-    turn: int
-    """The actor's count of acquisitions; a repeated question gets the same grant."""
-    granted_at: float
-    first_at: float | None = None
-    """When its first episode came, in seconds of the limiter's clock."""
-    members: dict[int, Episode] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadyGroup:
-    """A complete group that waits to be used."""
-
-    oldest_version: int
-    newest_version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumption:
-    """What a learner that begins at an earlier version changes in the books."""
-
-    ready: tuple[int, ...]
-    """Groups used by updates that are lost; they wait to be used again."""
-    drop: dict[int, ReceiptStatus]
-    """Groups to give up. The numbers with `dropped_resume` are granted again."""
+from asyncrl.replay.resumption import Resumption, plan_resume
 
 
 class Limiter:
@@ -59,23 +29,27 @@ class Limiter:
         group_deadline: float = 300.0,
         keep_video_every: int = 0,
         filter_groups: bool = False,
+        uses: int = 1,
+        order: Order = "oldest",
+        seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start with an empty book; see `config` for the settings."""
         self.group_size, self.groups_per_update, self.max_lag = group_size, groups_per_update, max_lag
         self.group_deadline, self.keep_video_every, self.clock = group_deadline, keep_video_every, clock
-        self.filter_groups = filter_groups
+        self.filter_groups, self.uses, self.seed = filter_groups, uses, seed
+        self.order: Order = order
         self.version = 0
         """The learner's newest policy version."""
         self.used = 0
-        """Groups the updates up to `version` have used. Filtered groups are none of them."""
+        """Places of groups in the batches given away: the sampling cursor. Filtered groups took none."""
         self.next_number = 0
         self.open: dict[int, OpenGroup] = {}
         self.ready: dict[int, ReadyGroup] = {}
         self.closed: dict[int, ReceiptStatus] = {}
         """Group number -> what a late or repeated episode of it is told."""
-        self.used_at: dict[int, int] = {}
-        """Closed group -> the learner's version when it was used."""
+        self.used_at: dict[int, tuple[int, ...]] = {}
+        """Ready or closed group -> the learner's version at each use."""
         self.filtered: dict[int, int] = {}
         """Closed group whose episodes all had the same return -> version of its newest decision."""
         self.again: set[int] = set()
@@ -84,13 +58,19 @@ class Limiter:
 
     @property
     def ahead(self) -> int:
-        """Groups used, or granted and still of use."""
-        return self.used + len(self.open) + len(self.ready)
+        """Uses made, and uses that granted groups still promise."""
+        left = sum(self.uses - len(self.used_at.get(number, ())) for number in self.ready)
+        return self.used + self.uses * len(self.open) + left
 
     @property
     def credit(self) -> int:
-        """Groups that may be granted now: what the learner can use before the lag bound drops it."""
-        return max(0, (self.max_lag + self.version + 1) * self.groups_per_update - self.ahead)
+        """Groups that may be granted now: what the learner can use before the lag bound drops it.
+
+        With several uses a batch still needs as many different groups, so there is credit for these.
+        """
+        line = (self.max_lag + self.version + 1) * self.groups_per_update - self.ahead
+        batch = min(self.groups_per_update, (self.version + 1) * self.groups_per_update - self.used)
+        return max(0, -(-line // self.uses), batch - len(self.open) - len(self.ready))
 
     def hear(self, actor: str) -> None:
         """Note a sign of life."""
@@ -100,19 +80,21 @@ class Limiter:
         """Whether an actor gave no sign of life for `group_deadline` seconds."""
         return self._heard.get(actor, -float("inf")) < self.clock() - self.group_deadline
 
-    def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
+    def grant(self, actor: str, turn: int = -1, *, withhold: bool = False) -> GroupGrant | None:
         """Grant the next group, or None without credit.
 
         Args:
             actor: Who imagines it.
             turn: Same turn, same grant; -1 never repeats.
+            withhold: Grant nothing new, whatever the credit.
         """
         for group in self.open.values():
             if turn >= 0 and group.actor == actor and group.turn == turn:
                 return group.grant
-        if not self.credit:
+        if withhold or not self.credit:
             return None
-        min_version = max(0, self.ahead // self.groups_per_update - self.max_lag)
+        first_use = self.ahead // self.groups_per_update
+        min_version = max(0, min(first_use - self.max_lag, self.version))
         return self.reopen(min(self.again, default=self.next_number), actor, turn, min_version)
 
     def reopen(self, number: int, actor: str, turn: int, min_version: int) -> GroupGrant:
@@ -143,7 +125,7 @@ class Limiter:
         present = group.members.get(episode.member)
         if present is not None and present.episode_id == episode.episode_id:
             return receipt("duplicate")
-        problem = problem_with(episode) or self._misfit(group, episode)
+        problem = problem_with(episode) or misfit(group, episode, self.group_size)
         if problem:
             return receipt("dropped_invalid", problem)
         if self.version - episode.oldest_version > self.max_lag:
@@ -156,33 +138,39 @@ class Limiter:
         group.members[episode.member] = episode
         return receipt("held")
 
-    def _misfit(self, group: OpenGroup, episode: Episode) -> str | None:
-        if episode.group_size != self.group_size:
-            return f"group size {episode.group_size}, this run has {self.group_size}"
-        if episode.member in group.members:
-            return f"member {episode.member} came twice, with different ids"
-        for sibling in group.members.values():
-            if sibling.final_frame.shape != episode.final_frame.shape:
-                return f"images of {episode.final_frame.shape}, its siblings have {sibling.final_frame.shape}"
-            if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
-                return "its siblings have another task or start state"
-        return None
-
     def complete(self, number: int) -> bool:
         """Whether all members of an open group are there."""
         return number in self.open and len(self.open[number].members) == self.group_size
 
-    def make_ready(self, number: int, oldest_version: int, newest_version: int) -> None:
-        """Move a stored group to the ready ones."""
+    def make_ready(self, number: int, group: ReadyGroup) -> None:
+        """Move a stored group to the ready ones. What it was used for before stays known."""
+        used_at = self.used_at.get(number, ())
         self._take_out(number)
-        self.ready[number] = ReadyGroup(oldest_version=oldest_version, newest_version=newest_version)
+        self.ready[number] = group
+        if used_at:
+            self.used_at[number] = used_at
 
     def use(self, numbers: list[int]) -> None:
-        """Note that groups were given to the learner at `version`. Each is used once."""
+        """Note that groups were given to the learner at `version`. Each is closed after `uses` times."""
         for number in numbers:
-            self._close(number, "duplicate")
-            self.used_at[number] = self.version
+            self.open.pop(number, None)  # When the ledger is recalled, before the files are looked at.
+            used_at = (*self.used_at.get(number, ()), self.version)
+            if len(used_at) >= self.uses:
+                self._close(number, "duplicate")
+            self.used_at[number] = used_at
         self.used += len(numbers)
+
+    def retire(self, number: int) -> None:
+        """Close a group that was used but not as often as it might have been. That drops nothing."""
+        used_at = self.used_at[number]
+        self._close(number, "duplicate")
+        self.used_at[number] = used_at
+
+    def take_back(self, number: int, kept: tuple[int, ...]) -> None:
+        """Undo the uses of a group but those at the versions `kept`; it is in no other book then."""
+        self._take_out(number)
+        if kept:
+            self.used_at[number] = kept
 
     def filter(self, number: int, newest_version: int) -> None:
         """Close a stored group that teaches nothing: its credit returns, and it does not count as used."""
@@ -200,10 +188,6 @@ class Limiter:
             self.again.add(number)
         return group
 
-    def forget(self, number: int) -> None:
-        """Take a group out of all books; its number is not granted by this."""
-        self._take_out(number)
-
     def _close(self, number: int, status: ReceiptStatus) -> OpenGroup | None:
         group = self._take_out(number)
         self.closed[number] = status
@@ -217,14 +201,17 @@ class Limiter:
         return self.open.pop(number, None)
 
     def overdue(self) -> list[int]:
-        """Open groups to give up: first episode too long ago, or none yet and an actor that fell silent."""
+        """Open groups to give up: first episode too long ago, or none yet and an actor that fell silent.
+
+        A complete one waits for the disk; that is not its actor's fault.
+        """
         latest = self.clock() - self.group_deadline
         found = []
         for number, group in self.open.items():
             since = group.first_at
             if since is None:
                 since = max(group.granted_at, self._heard.get(group.actor, group.granted_at))
-            if since < latest:
+            if since < latest and not self.complete(number):
                 found.append(number)
         return found
 
@@ -237,61 +224,24 @@ class Limiter:
         return [number for number, version in oldest.items() if self.version - version > self.max_lag]
 
     def pick(self, groups: int) -> list[int] | None:
-        """Choose the oldest ready groups within the lag bound at `version`; None when there are too few.
+        """Choose ready groups within the lag bound at `version`, in `order`; None when there are too few.
 
         A group with a decision of a later version than the learner's waits until the learner is there.
         """
-        usable = [
-            number
+        usable = {
+            number: group
             for number, group in sorted(self.ready.items())
             if group.newest_version <= self.version and self.version - group.oldest_version <= self.max_lag
-        ]
-        return usable[:groups] if len(usable) >= groups else None
+        }
+        if len(usable) < groups:
+            return None
+        return pick_in_order(usable, groups, self.order, seed=self.seed, cursor=self.used)
 
     def plan_resume(
         self, version: int, stored: Mapping[int, ReadyGroup], *, in_turns: bool = False
     ) -> Resumption:
-        """Say what has to change before a learner begins at `version`, as after a resume.
-
-        The aim is that it sees what it would have seen without the interruption. What is open belongs to
-        actors that are gone, what a later version imagined to updates that are lost: both are imagined again
-        under the same numbers, which decide start states and seeds. What a lost update used, and this version
-        may use, waits again.
-
-        Args:
-            version: Where the learner goes on.
-            stored: Groups whose files exist.
-            in_turns: Actor and learner take turns: `version` imagines all its groups before one is used.
-                When it had not completed them, all are imagined again: an episode's last digits depend on its
-                neighbours in the actor's batch.
-        """
-        drop: dict[int, ReceiptStatus] = dict.fromkeys(self.open, "dropped_resume")
-        ready = []
-        for number, newest_version in self.filtered.items():
-            if newest_version > version:
-                drop[number] = "dropped_resume"
-        for number, used_at in self.used_at.items():
-            if used_at >= version:
-                verdict = self._verdict(stored.get(number), version)
-                if verdict is None:
-                    ready.append(number)
-                else:
-                    drop[number] = verdict
-        for number, group in self.ready.items():
-            if (verdict := self._verdict(group, version)) is not None:
-                drop[number] = verdict
-        kept = {number: stored[number].newest_version for number in {*ready, *self.ready} - drop.keys()}
-        if in_turns and len(kept) < (self.max_lag + 1) * self.groups_per_update:
-            for number, newest_version in (kept | self.filtered).items():
-                if newest_version == version:
-                    drop[number] = "dropped_resume"
-        return Resumption(ready=tuple(sorted(set(ready) - drop.keys())), drop=dict(sorted(drop.items())))
-
-    def _verdict(self, group: ReadyGroup | None, version: int) -> ReceiptStatus | None:
-        """Why a learner that begins at `version` may not use a group, or None when it may."""
-        if group is None or group.newest_version > version:
-            return "dropped_resume"
-        return "dropped_lag" if version - group.oldest_version > self.max_lag else None
+        """See `resumption.plan_resume`."""
+        return plan_resume(self, version, stored, in_turns=in_turns)
 
     def begin(self, version: int) -> None:
         """Start at `version`, after the changes of `plan_resume`.
@@ -301,8 +251,3 @@ class Limiter:
         """
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)
-
-
-def number_of(group_id: str) -> int:
-    """Return the number in a `GroupGrant.group_id`, or -1 when it is none."""
-    return int(group_id) if len(group_id) == 8 and group_id.isascii() and group_id.isdecimal() else -1

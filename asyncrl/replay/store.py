@@ -2,6 +2,7 @@
 
     replay.json                format, versions and group size
     ledger.log                 see `ledger.py`
+    index.log                  a cache of what the files say; see `index.py`
     lock                       held by the one process that writes
     group-00000012.h5          a sealed group; `.h5.tmp` while it is written
     quarantine/                files that could not be read
@@ -20,11 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ReplayError
+from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
+from asyncrl.replay.disk import is_full, reserve
+from asyncrl.replay.index import ShardIndex
+from asyncrl.replay.layout import Buffers, GroupReader
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.lines import read_line, write_line
-from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, describe, read_group, read_shard, write_group
+from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, describe, read_shard, write_group
 
 PATTERN = "group-*.h5"
 
@@ -56,17 +60,11 @@ class EpisodeStore:
         """Group number -> sealed file."""
         self.episode_ids: set[str] = set()
         """Every episode that was ever stored and seen by this object; recognises duplicates."""
-        for path in sorted(folder.glob(PATTERN)):
-            try:
-                self._index(read_shard(path))
-            except ReplayError as error:
-                self._quarantine(path, str(error))
-        self.ledger = Ledger(folder / "ledger.log", warn)
-
-    @property
-    def total_bytes(self) -> int:
+        self.total_bytes = 0
         """Size of all sealed files."""
-        return sum(shard.size for shard in self.shards.values())
+        self._reader, self._index = GroupReader(), ShardIndex(folder / "index.log", warn)
+        self._recover()
+        self.ledger = Ledger(folder / "ledger.log", warn)
 
     def seal(self, number: int, episodes: Sequence[Episode]) -> Shard:
         """Write a complete group durably; when this returns it survives a crash.
@@ -76,64 +74,108 @@ class EpisodeStore:
             episodes: All members.
 
         Raises:
-            ReplayError: The disk does not take it. Nothing is left behind.
+            DiskFull: There is no space. Nothing is left behind; it can be tried again.
+            ReplayError: The disk does not take it for another reason. Nothing is left behind.
         """
         path = self.folder / f"group-{number:08d}.h5"
         temporary = path.with_suffix(".h5.tmp")
         try:
             members = sorted(episodes, key=lambda episode: episode.member)
-            attributes = write_group(temporary, number, members)
+            reserve(self.folder, members)
+            written = write_group(temporary, number, members)
             sync(temporary)
             temporary.rename(path)
             sync(self.folder)
         except (OSError, RuntimeError) as error:  # The latter is how h5py reports a full disk on closing.
             temporary.unlink(missing_ok=True)
-            raise ReplayError(
+            raise (DiskFull if is_full(error) else ReplayError)(
                 f"group {number} could not be written to {self.folder}: {error}. "
                 "Free disk space, or lower --replay.max-gigabytes."
             ) from None
-        shard = describe(path, attributes, [episode.episode_id for episode in members])
-        self._index(shard)
+        shard = describe(path, written.attributes, written.table)
+        self._reader.remember(path, written)
+        self._enter(shard)
+        self._index.add(shard)
         return shard
 
-    def load(self, number: int) -> list[Episode] | None:
-        """Read a group; None when its file is damaged, which is then in quarantine."""
+    def load(
+        self, number: int, *, buffers: Buffers | None = None, verify: bool = False
+    ) -> list[Episode] | None:
+        """Read a group; None when its file is damaged, which is then in quarantine.
+
+        Args:
+            number: Of a group in `shards`.
+            buffers: See `GroupReader.read`; the episodes are then valid until the next load into them.
+            verify: Check the checksums also when they were checked before.
+        """
         shard = self.shards[number]
         try:
-            return read_group(shard.path)
+            return self._reader.read(shard.path, buffers=buffers, verify=verify, attributes=shard.attributes)
         except ReplayError as error:
-            del self.shards[number]
+            self._take_out(number)
             self._quarantine(shard.path, str(error))
             return None
 
-    def trim(self, expendable: Iterable[int]) -> list[int]:
-        """Delete groups, lowest number first, until the size is within the limit; return what was deleted."""
-        deleted: list[int] = []
-        total = self.total_bytes
-        for number in sorted(set(expendable) & self.shards.keys()):
-            if total <= self.max_bytes:
-                break
-            shard = self.shards.pop(number)
-            shard.path.unlink(missing_ok=True)
-            total -= shard.size
-            deleted.append(number)
+    def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
+        """Delete groups, lowest number first, until the size is within the limit; return what was deleted.
+
+        Args:
+            expendable: Groups that may be deleted.
+            aged: Groups that are deleted whatever the size.
+        """
+        deleted = sorted(set(aged) & self.shards.keys())
+        for number in deleted:
+            self._delete(number)
+        if self.total_bytes > self.max_bytes:
+            for number in sorted(set(expendable) & self.shards.keys()):
+                if self.total_bytes <= self.max_bytes:
+                    break
+                self._delete(number)
+                deleted.append(number)
         return deleted
 
     def remove(self, number: int) -> None:
         """Delete a group durably, so that its number can be sealed again."""
-        shard = self.shards.pop(number, None)
-        if shard is not None:
-            shard.path.unlink(missing_ok=True)
+        if number in self.shards:
+            self._delete(number)
             sync(self.folder)
 
     def close(self) -> None:
         """Let another process write to the folder."""
+        self._index.close()
         self.ledger.close()
         self._unlock()
 
-    def _index(self, shard: Shard) -> None:
+    def _recover(self) -> None:
+        """Find the sealed files: in the index where it can be believed, else in the files themselves."""
+        misses = 0
+        for path in sorted(self.folder.glob(PATTERN)):
+            shard = self._index.find(path)
+            try:
+                misses += shard is None
+                self._enter(shard or read_shard(path))
+            except ReplayError as error:
+                self._quarantine(path, str(error))
+        complete = not misses and self._index.lines == len(self.shards)
+        self._index.begin(self.shards.values(), complete=complete)
+
+    def _enter(self, shard: Shard) -> None:
+        self._take_out(shard.number)
         self.shards[shard.number] = shard
+        self.total_bytes += shard.size
         self.episode_ids.update(shard.episode_ids)
+
+    def _take_out(self, number: int) -> Shard | None:
+        shard = self.shards.pop(number, None)
+        if shard is not None:
+            self.total_bytes -= shard.size
+            self._reader.forget(shard.path)
+        return shard
+
+    def _delete(self, number: int) -> None:
+        shard = self._take_out(number)
+        assert shard is not None
+        shard.path.unlink(missing_ok=True)
 
     def _quarantine(self, path: Path, why: str) -> None:
         away = self.folder / "quarantine"

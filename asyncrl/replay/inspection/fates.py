@@ -48,6 +48,10 @@ class Fates:
             case {"filtered": int(number), "newest_version": int(newest), "successes": int(successes)}:
                 self._forget(number)
                 self.filtered[number] = {"newest_version": newest, "successes": successes}
+            case {"ready": int(number), "uses": [*_, int(version)]}:  # A resume undid only the later uses.
+                self._forget(number)
+                self.used[number] = version
+                self.again.add(number)
             case {"ready": int(number)}:
                 self._forget(number)
                 self.again.add(number)

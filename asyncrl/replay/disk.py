@@ -1,0 +1,91 @@
+"""Waiting for a full disk: failed attempts in, when to try again and how long it took out.
+
+While groups wait they stay in memory and nothing new is granted, so what is held is bounded by the credit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from asyncrl.errors import DiskFull
+from asyncrl.records import EPISODE_ARRAYS, Episode
+
+FIRST_PAUSE: Final = 0.5
+LONGEST_PAUSE: Final = 30.0
+"""Seconds between two attempts; doubled from the first to the longest."""
+MARGIN: Final = 1 << 16
+"""Bytes of a group's file beside its arrays, at most (about 10 kB for 8 episodes)."""
+
+
+def reserve(folder: Path, episodes: Sequence[Episode]) -> None:
+    """Find out whether there is space for a group before any of it is written.
+
+    The space is given back at once, for HDF5 makes the file itself. When another process takes it in between,
+    that is found when the group is written.
+
+    Raises:
+        OSError: There is no space.
+    """
+    size = MARGIN + sum(getattr(episode, name).nbytes for episode in episodes for name in EPISODE_ARRAYS)
+    path = folder / "space.tmp"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.posix_fallocate(handle, 0, size)
+    finally:
+        os.close(handle)
+        path.unlink()
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error of writing means that there is no space, also one that h5py wraps."""
+    number = getattr(error, "errno", None)
+    return number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+
+
+class DiskWait:
+    """The complete groups that the disk does not take."""
+
+    def __init__(self, clock: Callable[[], float], warn: Callable[[str], None]) -> None:
+        """Wait for nothing yet.
+
+        Args:
+            clock: Seconds.
+            warn: Receives one line when waiting begins and one when it is over.
+        """
+        self._clock, self._warn = clock, warn
+        self.groups: set[int] = set()
+        """Numbers of the groups that wait."""
+        self._since, self._retry_at, self._pause, self._before = 0.0, 0.0, FIRST_PAUSE, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time waited since the replay was opened."""
+        return self._before + (self._clock() - self._since if self.groups else 0.0)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to try again."""
+        return bool(self.groups) and self._clock() >= self._retry_at
+
+    def failed(self, number: int, error: DiskFull) -> None:
+        """Note that a group could not be written."""
+        if not self.groups:
+            self._since, self._pause = self._clock(), FIRST_PAUSE
+            self._warn(f"replay: waiting for disk space, actors get no new groups: {error}")
+        else:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self.groups.add(number)
+        self._retry_at = self._clock() + self._pause
+
+    def over(self, number: int) -> None:
+        """Note that a group was written or given up."""
+        if number in self.groups:
+            now_waited = self.seconds
+            self.groups.discard(number)
+            if not self.groups:
+                self._before = now_waited
+                self._warn(f"replay: goes on after {self._clock() - self._since:.1f} s without disk space")

@@ -1,0 +1,129 @@
+"""What the files of a store say, remembered beside them: opening 10,000 files costs a stat and 4 KiB each.
+
+    index.log    one line per sealed group: CRC-32 of the rest of the line, then JSON
+
+A cache, never an authority. An entry counts only when its checksum holds and its file has the size, the time
+of writing and the first 4 KiB that it had; every other file is read, and the index is written anew. So a line
+needs no fsync: a crash loses or tears lines, and those groups are read from their files. When a group is
+loaded, the attributes in its file are compared with those of its entry.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.records import SCHEMA_VERSION
+from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, ROOT, Shard
+
+HEAD: Final = 4096
+"""Bytes at the beginning of a file that its entry knows the checksum of."""
+_VERSIONS: Final = {"format": FORMAT, "format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
+
+
+class ShardIndex:
+    """The lines of `index.log`. Nothing here fails: without an index the files are read."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        """Read what is there; `warn` receives a line when the index can no longer be written."""
+        self.path, self._warn, self._file = path, warn, -1
+        self.lines = 0
+        """Lines found, right or wrong."""
+        self._entries = self._read()
+
+    def find(self, path: Path) -> Shard | None:
+        """Return what is known of a file, or None when it has to be read."""
+        entry = self._entries.get(path.name)
+        if entry is None:
+            return None
+        try:
+            found = path.stat()
+            if [found.st_size, found.st_mtime_ns, _head(path)] != entry["file"]:
+                return None
+            attributes = {key: kind(entry["attributes"][key]) for key, kind in ROOT.items()}
+            if any(attributes[key] != value for key, value in _VERSIONS.items()):
+                return None
+            return Shard(
+                path=path,
+                number=attributes["group_number"],
+                oldest_version=attributes["oldest_version"],
+                newest_version=attributes["newest_version"],
+                size=found.st_size,
+                mtime_ns=found.st_mtime_ns,
+                decisions=int(entry["decisions"]),
+                episode_ids=tuple(map(str, entry["episode_ids"])),
+                attributes=attributes,
+            )
+        except (OSError, KeyError, TypeError, ValueError):
+            return None
+
+    def add(self, shard: Shard) -> None:
+        """Remember a file that is durable."""
+        if self._file < 0:
+            return
+        try:
+            os.write(self._file, _line(shard))
+        except OSError as error:
+            self._give_up(error)
+
+    def begin(self, shards: Iterable[Shard], *, complete: bool) -> None:
+        """Open the index for new lines; unless it is `complete`, write it anew with `shards` first."""
+        self._entries = {}
+        try:
+            if not complete:
+                temporary = self.path.with_suffix(".log.tmp")
+                temporary.write_bytes(b"".join(map(_line, shards)))
+                temporary.replace(self.path)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _give_up(self, error: OSError) -> None:
+        self.close()
+        self._warn(f"{self.path} could not be written: {error}. The next start is slower; nothing is lost.")
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except OSError:
+            return {}
+        self.lines, found = len(lines), dict[str, dict[str, Any]]()
+        for line in lines:
+            try:
+                if int(line[:8], 16) != zlib.crc32(line[9:]):
+                    continue
+                entry = json.loads(line[9:])
+                found[entry["name"]] = entry
+            except (ValueError, TypeError, KeyError):
+                continue
+        return found
+
+
+def _head(path: Path) -> int:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        return zlib.crc32(os.pread(handle, HEAD, 0))
+    finally:
+        os.close(handle)
+
+
+def _line(shard: Shard) -> bytes:
+    entry = {
+        "name": shard.path.name,
+        "file": [shard.size, shard.mtime_ns, _head(shard.path)],
+        "attributes": shard.attributes,
+        "decisions": shard.decisions,
+        "episode_ids": shard.episode_ids,
+    }
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    return b"%08x %b\n" % (zlib.crc32(text), text)

@@ -1,0 +1,47 @@
+"""Which of the usable groups the learner gets: groups in, numbers out.
+
+Chance follows from seed and cursor alone. The cursor counts the places in the batches given away, so the same
+seed over the same groups gives the same batches, also after a restart. Every number has its own draw: other
+groups do not change it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Final
+
+from asyncrl.config import ReplayOrder
+from asyncrl.replay.groups import ReadyGroup
+
+Order = ReplayOrder
+FLOOR: Final = 0.05
+"""Least weight of a group in `prioritized`: one without spread (0 of at most 0.5) comes rarely, but comes."""
+
+
+def pick_in_order(
+    usable: Mapping[int, ReadyGroup], groups: int, order: Order, *, seed: int, cursor: int
+) -> list[int]:
+    """Choose `groups` different groups.
+
+    Args:
+        usable: Group number -> group; at least `groups` of them.
+        groups: How many.
+        order: oldest, newest: by number. uniform: each alike. prioritized: in proportion to the spread of
+            returns, at least `FLOOR`, without repetition.
+        seed: Of the run.
+        cursor: See above.
+    """
+    numbers = sorted(usable)
+    if order == "oldest":
+        return numbers[:groups]
+    if order == "newest":
+        return numbers[: -groups - 1 : -1]
+
+    def key(number: int) -> float:  # An exponential waiting time at the rate of the weight: the soonest win.
+        draw = random.Random(f"{seed}/{cursor}/{number}").random()
+        weight = 1.0 if order == "uniform" else max(FLOOR, usable[number].spread)
+        return -math.log(1.0 - draw) / weight
+
+    return sorted(numbers, key=lambda number: (key(number), number))[:groups]

@@ -1,0 +1,65 @@
+"""The ledger in, the books as they were out. Consequences of an entry have entries of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.tally import COUNTERS, Tally
+
+
+@dataclass(kw_only=True)
+class Session:
+    """Who takes part, and what the learner was given last."""
+
+    learner: str = ""
+    """The learner's session."""
+    request: str = ""
+    """The learner's last answered request."""
+    batch: list[int] = field(default_factory=list)
+    """Groups of the answer."""
+    actors: dict[str, str] = field(default_factory=dict)
+    """Every actor seen -> its session."""
+    filtered_successes: dict[int, int] = field(default_factory=dict)
+    """Filtered group -> its successful episodes."""
+
+
+def recall(entry: dict[str, Any], limiter: Limiter, tally: Tally, session: Session) -> None:
+    """Repeat one decision of the ledger."""
+    size = limiter.group_size
+    match entry:
+        case {"learner": str(learner), "version": int(version)}:
+            limiter.begin(version)
+            session.learner, session.request, session.batch = learner, "", []
+        case {"actor": str(actor), "session": str(of_actor)}:
+            session.actors[actor] = of_actor
+        case {"grant": int(number), "actor": str(actor), "turn": int(turn), "min_version": int(lowest)}:
+            session.actors.setdefault(actor, "")
+            limiter.reopen(number, actor, turn, lowest)
+        case {"used": list(numbers), "request": str(request), "version": int(version)}:
+            limiter.version = max(limiter.version, version)
+            tally.add("stored", size * sum(number not in limiter.used_at for number in numbers))
+            limiter.use(numbers)
+            session.request, session.batch = request, numbers
+        case {"filtered": int(number), "newest_version": int(version), "successes": int(successes)}:
+            limiter.filter(number, version)
+            session.filtered_successes[number] = successes
+            tally.add("stored", size)
+        case {"ready": int(number)}:
+            kept = tuple(entry.get("uses", ()))
+            limiter.take_back(number, kept)
+            if not kept:
+                tally.add("stored", -size)  # Counted again when it is found or used.
+        case {"refused": status} if status in COUNTERS:
+            tally.add(status, 1, entry.get("decisions", 0))
+        case {
+            "dropped": int(number),
+            "status": status,
+            "episodes": int(count),
+            "stored": bool(stored),
+        } if status in COUNTERS:
+            if stored and number not in limiter.closed and number not in limiter.used_at:
+                tally.add("stored", count)
+            limiter.drop(number, status)
+            tally.add(status, count, entry.get("decisions", 0))

@@ -1,0 +1,83 @@
+"""A resume in, what it changes in the books out. Reads the limiter, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncrl.replay.groups import ReadyGroup
+from asyncrl.replay.ports import ReceiptStatus
+
+if TYPE_CHECKING:
+    from asyncrl.replay.limiter import Limiter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """What a learner that begins at an earlier version changes in the books."""
+
+    ready: dict[int, tuple[int, ...]]
+    """Groups used by updates that are lost, which wait to be used again -> versions of uses that count."""
+    drop: dict[int, ReceiptStatus]
+    """Groups to give up. The numbers with `dropped_resume` are granted again."""
+
+
+def plan_resume(
+    limiter: Limiter, version: int, stored: Mapping[int, ReadyGroup], *, in_turns: bool = False
+) -> Resumption:
+    """Say what has to change before a learner begins at `version`, as after a resume.
+
+    The aim is that it sees what it would have seen without the interruption. What is open belongs to
+    actors that are gone, what a later version imagined to updates that are lost: both are imagined again
+    under the same numbers, which decide start states and seeds. What a lost update used, and this version
+    may use, waits again. A group that also counting updates used was learned from: it is never dropped.
+
+    Args:
+        limiter: With the books before the resume.
+        version: Where the learner goes on.
+        stored: Groups whose files exist.
+        in_turns: Actor and learner take turns: `version` imagines all its groups before one is used.
+            When it had not completed them, all are imagined again: an episode's last digits depend on its
+            neighbours in the actor's batch.
+    """
+    drop: dict[int, ReceiptStatus] = dict.fromkeys(limiter.open, "dropped_resume")
+    ready = dict[int, tuple[int, ...]]()
+    for number, newest_version in limiter.filtered.items():
+        if newest_version > version:
+            drop[number] = "dropped_resume"
+    for number, used_at in limiter.used_at.items():
+        counting = tuple(at for at in used_at if at < version)
+        if len(counting) < len(used_at):
+            verdict = _verdict(stored.get(number), version, limiter.max_lag)
+            if verdict is None:
+                ready[number] = counting
+            elif not counting:
+                drop[number] = verdict
+    for number, group in limiter.ready.items():
+        verdict = _verdict(group, version, limiter.max_lag)
+        if verdict is not None and not limiter.used_at.get(number):
+            drop[number] = verdict
+    kept = {number: stored[number].newest_version for number in {*ready, *limiter.ready} - drop.keys()}
+    if in_turns and not _whole(limiter, {n: len(ready.get(n, limiter.used_at.get(n, ()))) for n in kept}):
+        for number, newest_version in (kept | limiter.filtered).items():
+            if newest_version == version:
+                drop[number] = "dropped_resume"
+    return Resumption(
+        ready={number: ready[number] for number in sorted(ready.keys() - drop.keys())},
+        drop=dict(sorted(drop.items())),
+    )
+
+
+def _whole(limiter: Limiter, uses: Mapping[int, int]) -> bool:
+    """Whether the groups that are kept (number -> uses that count) are all that would have been granted."""
+    left = sum(limiter.uses - count for count in uses.values())
+    batch = limiter.groups_per_update
+    return left >= (limiter.max_lag + 1) * batch and len(uses) >= batch
+
+
+def _verdict(group: ReadyGroup | None, version: int, max_lag: int) -> ReceiptStatus | None:
+    """Why a learner that begins at `version` may not use a group, or None when it may."""
+    if group is None or group.newest_version > version:
+        return "dropped_resume"
+    return "dropped_lag" if version - group.oldest_version > max_lag else None

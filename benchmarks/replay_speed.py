@@ -1,0 +1,150 @@
+"""The replay against the plain ways of doing the same, in interleaved rounds of one run.
+
+    python benchmarks/replay_speed.py
+
+Ratios are speeds relative to the plain way (above 1: the replay is quicker), from the medians of all rounds:
+
+    seal            a group's file, durable, against a raw file of the same bytes, as durable
+    fresh, reused   whole groups from the page cache against copies out of np.memmap; not verified
+    verified        the same into fresh memory with every checksum checked, as on the first read of a file
+    small           all but the images of a group, against h5py
+    torchrl         whole groups against LazyMemmapStorage, when torchrl is installed
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from replay_episodes import make_group
+
+from asyncrl.records import EPISODE_ARRAYS, Episode
+from asyncrl.replay.layout import Buffers, GroupReader, read_layout
+from asyncrl.replay.store import EpisodeStore, sync
+
+SIZES = {"tabletop": (6, 64), "large": (32, 224)}
+"""Decisions and pixels per side of an episode."""
+SMALL = tuple(name for name in EPISODE_ARRAYS if name not in ("frames", "final_frame", "video"))
+
+
+def write_raw(folder: Path, number: int, parts: list[memoryview]) -> None:
+    """Make the same bytes durable in the same way, without a format."""
+    path = folder / f"raw-{number}"
+    with path.with_suffix(".tmp").open("xb", buffering=0) as file:
+        for part in parts:
+            file.write(part)
+    sync(path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+    sync(folder)
+
+
+def by_memmap(path: Path) -> list[Any]:
+    """Copy every array out of a mapping of the file. The places are read before the clock starts."""
+    layout = read_layout(path)
+    mapped = np.memmap(path, np.uint8, "r")
+    spans = [(p.offset, p.offset + p.nbytes) for p in layout.places.values()]
+    return [lambda: [np.array(mapped[begin:end]) for begin, end in spans]]
+
+
+def by_h5py(path: Path) -> None:
+    """Read the small arrays of a file."""
+    with h5py.File(path, "r") as file:
+        for name in SMALL:
+            file[name][...]  # type: ignore[index]
+
+
+def torchrl_storage(groups: list[list[Episode]], folder: Path) -> Callable[[int], Any] | None:
+    """Fill a LazyMemmapStorage with one row per episode; return what reads a group."""
+    try:
+        import torch
+        from tensordict import TensorDict
+        from torchrl.data import LazyMemmapStorage
+    except ImportError:
+        return None
+    size = len(groups[0])
+    storage = LazyMemmapStorage(size * len(groups), scratch_dir=str(folder))
+    names = [name for name in EPISODE_ARRAYS if name != "video"]
+    for place, group in enumerate(groups):
+        stacked = {name: torch.from_numpy(np.stack([getattr(e, name) for e in group])) for name in names}
+        storage.set(range(place * size, (place + 1) * size), TensorDict(stacked, [size]))
+    return lambda place: storage.get(torch.arange(place * size, (place + 1) * size))
+
+
+def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Seconds per round of every way, in interleaved rounds."""
+    episodes = [make_group(number, size=8, decisions=decisions, image=image) for number in range(groups)]
+    seconds = defaultdict[str, list[float]](list)
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        work()
+        seconds[name].append(time.perf_counter() - began)
+
+    raw = [
+        [getattr(e, n).reshape(-1).view(np.uint8).data for n in EPISODE_ARRAYS for e in g] for g in episodes
+    ]
+    for turn in range(rounds):
+        store = EpisodeStore(folder / f"seal-{turn}", group_size=8, max_bytes=1 << 60)
+        for number, group in enumerate(episodes):
+            timed("raw write", lambda: write_raw(folder, number, raw[number]))  # noqa: B023
+            timed("seal", lambda: store.seal(number, group))  # noqa: B023
+        for path in folder.glob("raw-*"):
+            path.unlink()
+        store.close()
+        if turn:
+            for path in (folder / f"seal-{turn}").iterdir():
+                path.unlink()
+    paths = sorted((folder / "seal-0").glob("group-*.h5"))
+    reader, buffers = GroupReader(), Buffers()
+    mapped = [by_memmap(path)[0] for path in paths]
+    stored = torchrl_storage(episodes, folder / "torchrl")
+    for path in paths:
+        reader.read(path)
+    for _ in range(rounds):
+        for place, path in enumerate(paths):
+            timed("memmap", mapped[place])
+            timed("fresh", lambda: reader.read(path))  # noqa: B023
+            timed("reused", lambda: reader.read(path, buffers=buffers))  # noqa: B023
+            timed("verified", lambda: reader.read(path, verify=True))  # noqa: B023
+            timed("h5py small", lambda: by_h5py(path))  # noqa: B023
+            timed("small", lambda: reader.read(path, SMALL))  # noqa: B023
+            if stored is not None:
+                timed("torchrl", lambda: stored(place))  # noqa: B023
+    return seconds
+
+
+def report(name: str, seconds: dict[str, list[float]]) -> None:
+    """Print the medians and ratios of one size."""
+    median = {way: statistics.median(times) for way, times in seconds.items()}
+    print(f"{name}: ms per group: " + ", ".join(f"{way} {1e3 * t:.2f}" for way, t in median.items()))
+    pairs = [("raw write", "seal"), ("memmap", "fresh"), ("memmap", "reused"), ("memmap", "verified")]
+    pairs.append(("h5py small", "small"))
+    if "torchrl" in median:
+        pairs += [("torchrl", "fresh"), ("torchrl", "reused")]
+    else:
+        print("  torchrl is not installed")
+    for plain, ours in pairs:
+        print(f"  {ours} / {plain}: {median[plain] / median[ours]:.2f}x")
+
+
+def main() -> None:
+    """Measure both sizes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--groups", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    for name, (decisions, image) in SIZES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            report(name, measure(decisions, image, arguments.groups, arguments.rounds, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

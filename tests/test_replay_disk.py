@@ -1,0 +1,129 @@
+"""A full disk: nothing acknowledged is lost, nothing new is granted, and work goes on when space returns."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from test_limiter import Clock, fill, make_limiter
+from test_wire import make_episode
+
+from asyncrl import metrics as m
+from asyncrl.errors import DiskFull
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.store import EpisodeStore
+
+
+class Disk:
+    """`posix_fallocate` of a disk that has space or has none."""
+
+    def __init__(self) -> None:
+        self.full = False
+
+    def __call__(self, handle: int, offset: int, size: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+    monkeypatch.setattr(os, "posix_fallocate", disk)
+    return disk
+
+
+def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk) -> None:
+    clock, lines = Clock(), list[str]()
+    limiter = make_limiter(max_lag=1, per_update=2, clock=clock)
+    core = ReplayCore(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9), limiter, warn=lines.append)
+    core.begin("learner", 0)
+    assert [core.grant("actor-0", turn).number for turn in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
+    assert fill(core, 0, (0,)) == ["held", "stored"]
+    disk.full = True
+    assert fill(core, 1, (0,)) == ["held", "held"]
+    assert fill(core, 2, (0,)) == ["held", "held"]
+    assert core.admit(make_episode(1, 0, versions=(0,))).status == "held", "sent again: known, not durable"
+    assert core.grant("actor-0", 3) is None
+    assert core.grant("actor-0", 2) is not None, "what was granted stays granted"
+    assert "2 groups wait for disk space" in core.contents()
+    core.take_receipts()
+    for _ in range(30):  # Far beyond the deadline of groups.
+        clock.now += 10.0
+        core.tend()
+    assert len(lines) == 1
+    assert "waiting for disk space" in lines[0]
+    assert core.status()[m.DISK_WAITING] == pytest.approx(300.0)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert core.take_receipts() == []
+    disk.full = False
+    clock.now += 31.0
+    core.tend()
+    assert {receipt.status for _, receipt in core.take_receipts()} == {"stored"}
+    assert sorted(core.limiter.ready) == [0, 1, 2]
+    assert core.grant("actor-0", 3) is not None
+    assert core.status()[m.DISK_WAITING] == pytest.approx(331.0)
+    assert len(lines) == 2
+    core.close()
+    assert sorted(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9).shards) == [0, 1, 2]
+
+
+def test_attempts_become_rarer_and_a_group_too_old_stops_waiting(tmp_path: Path, disk: Disk) -> None:
+    clock, attempts = Clock(), list[float]()
+    core = ReplayCore(
+        EpisodeStore(tmp_path, group_size=2, max_bytes=10**9),
+        make_limiter(max_lag=0, per_update=1, clock=clock),
+        warn=lambda _: None,
+    )
+    core.begin("learner", 0)
+    core.grant("actor-0")
+    disk.full = True
+    fill(core, 0, (0,))
+    failed = core.disk.failed
+    core.disk.failed = lambda *about: (attempts.append(clock.now), failed(*about))[0]  # type: ignore[method-assign]
+    for _ in range(1000):
+        clock.now += 0.1
+        core.tend()
+    gaps = [later - sooner for sooner, later in itertools.pairwise(attempts)]
+    assert gaps == pytest.approx([1, 2, 4, 8, 16, 30, 30][: len(gaps)], abs=0.15)
+    core.set_version(1)
+    assert not core.disk.groups
+    assert core.status()[m.DROPPED_LAG] == 2
+    core.close()
+
+
+def test_the_ledger_goes_on_with_its_spare_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, write = Ledger(tmp_path / "ledger.log", print), os.write
+    assert (tmp_path / "ledger.spare").stat().st_size == 1 << 20
+
+    def half(handle: int, line: bytes) -> int:
+        """Space for five bytes more, until the spare space is given back."""
+        if (tmp_path / "ledger.spare").exists():
+            if len(line) < 20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(handle, line[:5])
+        return write(handle, line)
+
+    monkeypatch.setattr(os, "write", half)
+    ledger.append(refused="dropped_lag")
+    ledger.append(refused="dropped_invalid")
+    ledger.close()
+    entries = Ledger(tmp_path / "ledger.log", print).entries
+    assert entries == [{"refused": "dropped_lag"}, {"refused": "dropped_invalid"}]
+
+
+def test_a_disk_that_fills_up_while_a_group_is_written_counts_as_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("Unable to flush file (errno = 28, error message = 'No space left on device')")
+
+    monkeypatch.setattr("asyncrl.replay.store.write_group", full)
+    with pytest.raises(DiskFull, match="max-gigabytes"):
+        store.seal(0, [make_episode(0, member) for member in range(2)])
+    store.close()
