@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl import waits
 from asyncrl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class WriterThread:
         if self._thread is None:
             return
         began = time.monotonic()
-        self._thread.join(deadline)
+        with waits.waiting(waits.CHECKPOINT, deadline):
+            self._thread.join(deadline)
         self._waited += time.monotonic() - began
         if self._thread.is_alive():
             raise CheckpointError(

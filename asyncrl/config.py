@@ -145,6 +145,11 @@ class TrainConfig:
     """Updates between two console rows."""
     max_wait: float = 600.0
     """Seconds the learner waits for one batch before it ends the run with an error."""
+    start_deadline: float = 600.0
+    """Seconds that all processes have to load their models, meet, and take the first weights."""
+    hang_after: float = 900.0
+    """Seconds that one round of an actor or one update may take. Then the stacks of all processes are written
+    and the process is ended: an actor is respawned, a learner is a failed rank for torchrun."""
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
@@ -159,6 +164,9 @@ class TrainConfig:
         at_least("updates", self.updates, 1, "a run without updates trains nothing.", "Use 40.")
         at_least("checkpoint-every", self.checkpoint_every, 1, "it counts updates.", "Use 10.")
         at_least("keep-checkpoints", self.keep_checkpoints, 1, "the newest one must stay.", "Use 3.")
+        at_least("max-wait", self.max_wait, 1, "imagining a batch takes time.", "Use 600.")
+        at_least("start-deadline", self.start_deadline, 1, "loading models takes time.", "Use 600.")
+        at_least("hang-after", self.hang_after, 1, "an update takes time.", "Use 900.")
         at_least("log-every", self.log_every, 1, "it counts updates.", "Use 1.")
         if self.replay.uses > self.max_lag + 1:
             raise ConfigError(

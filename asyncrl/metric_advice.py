@@ -10,6 +10,7 @@ from typing import Final
 
 from asyncrl import metrics as m
 from asyncrl.metrics import Metric
+from asyncrl.waits import WAITS
 
 _ENV: Final = {
     m.SUCCESS_ONCE: "Rises over updates. When it rises and `asyncrl evaluate` does not, the policy "
@@ -189,6 +190,12 @@ _EVAL: Final = {
     "compare it with `env/success_once` to see what the world model promises too much.",
 }
 
+_WAIT: Final = {
+    wait.metric: f"At most {wait.deadline}. Ended by {wait.ended_by}. At the deadline: {wait.then}."
+    for wait in WAITS.values()
+    if wait.metric.name.startswith("wait/")
+}
+
 ADVICE: Final[dict[Metric, str]] = {
     **_ENV,
     **_ROLLOUT,
@@ -200,5 +207,6 @@ ADVICE: Final[dict[Metric, str]] = {
     **_TIME,
     **_WIRE,
     **_EVAL,
+    **_WAIT,
 }
 """Metric -> what is healthy, and what to do otherwise. Flags are written with their dashes."""

@@ -16,6 +16,7 @@ SECTIONS: Final = {
     "train/": "The update as a whole.",
     "replay/": "What waits, what is old, what was dropped.",
     "weights/": "How new weights reach the actors.",
+    "wait/": "Seconds in each wait, summed over the processes of this host since each of them began.",
     "time/": "Who waits for whom, and how fast.",
     "wire/": "Messages between processes.",
     "eval/": "The truth.",

@@ -41,6 +41,8 @@ def _define(name: str, over: Over, unit: str, meaning: str) -> Metric:
     return REGISTRY[name]
 
 
+define = _define
+
 SUCCESS_ONCE = _define(
     "env/success_once", Over.MEAN, "share", "Imagined episodes that succeeded, by the reward model."
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-BASE = {"errors", "recipe", "config", "records", "metrics", "assets"}
+BASE = {"errors", "recipe", "config", "records", "metrics", "assets", "activity", "waits"}
 MODELS = {
     "pixels",
     "messaging",
@@ -23,12 +23,14 @@ MODELS = {
 MIDDLE = {"replay", "weights"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "activity": set(),
     "assets": {"errors"},
     "records": {"errors"},
     "recipe": {"errors"},
     "config": {"errors", "recipe"},
     "metrics": {"errors"},
-    "metric_advice": {"metrics"},
+    "waits": {"activity", "metrics"},
+    "metric_advice": {"metrics", "waits"},
     "metric_page": {"metrics", "metric_advice"},
     "pixels": set(),
     "messaging": BASE,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl import metrics as m
+from asyncrl import waits
 from asyncrl.config import TrainConfig
 from asyncrl.metric_advice import ADVICE
 from asyncrl.metric_page import SECTIONS, as_markdown, section_of
@@ -79,3 +80,8 @@ def flags_of(config: Any, prefix: str = "") -> Iterator[str]:
             yield from flags_of(value, f"{name}.")
         else:
             yield f"--{name}"
+
+
+def test_the_page_of_waits_is_current() -> None:
+    page = PAGE.with_name("waits.md").read_text()
+    assert page == waits.as_markdown(), "run: python -m asyncrl metrics --waits > docs/waits.md"

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl import waits
+from asyncrl.activity import now_doing
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.slots import Slots, finished_episode
 from asyncrl.replay.ports import ActorPort, RunStopped
@@ -21,8 +23,6 @@ CREDIT_WAIT = 0.2
 """Seconds an idle actor waits for credit before it looks at its messages and weights again."""
 REPORT_EVERY = 2.0
 """Seconds between two reports of the share of time spent waiting."""
-WEIGHTS_DEADLINE = 300.0
-"""Seconds until the first weights must have arrived; the learner may still be loading its models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,10 @@ class ActorSettings:
     max_decisions: int
     success_threshold: float
     run_seed: int
+    start_deadline: float = 600.0
+    """Seconds until the first weights must have arrived; the learner may still be loading its models."""
+    hang_after: float = 900.0
+    """Seconds that one round may take."""
 
 
 class Actor:
@@ -61,7 +65,8 @@ class Actor:
     def run(self) -> None:
         """Imagine until the replay (or, before there are weights, the learner) says that the run is over."""
         try:
-            self.version = self.receiver.wait_for_first(WEIGHTS_DEADLINE)
+            with waits.waiting(waits.FIRST_WEIGHTS, self.settings.start_deadline):
+                self.version = self.receiver.wait_for_first(self.settings.start_deadline)
             while not self.port.stopped:
                 self.round()
         except (ChannelClosed, RunStopped):
@@ -73,10 +78,12 @@ class Actor:
         Returns:
             False when there was nothing to imagine: no episode under way or pending, and no credit.
         """
+        now_doing("talking to the replay", self.settings.hang_after)
         self.port.serve()
         self._report()
         self.version = self.receiver.swap_into(self.imagination.policy.acting_tensors())
         self._acquire(0.0)
+        now_doing(f"imagining with version {self.version}", self.settings.hang_after)
         places = self.slots.fill(self.version)
         if places:
             self.imagination.begin(self.slots, places)
@@ -84,6 +91,7 @@ class Actor:
             self._idle(wait)
             return bool(self.slots.pending)
         self.imagination.step(self.slots, self.version)
+        now_doing("handing over episodes", self.settings.hang_after)
         self._hand_over()
         return True
 
@@ -98,9 +106,11 @@ class Actor:
         """Nothing to imagine: wait for credit, or (holding a grant) for the policy version it asks for."""
         began = time.monotonic()
         if self.slots.pending:
-            self.receiver.wait_newer(self.version, wait)
+            with waits.waiting(waits.NEWER_WEIGHTS):
+                self.receiver.wait_newer(self.version, wait)
         else:
-            self._acquire(wait)
+            with waits.waiting(waits.CREDIT):
+                self._acquire(wait)
         self._waited += time.monotonic() - began
 
     def _hand_over(self) -> None:

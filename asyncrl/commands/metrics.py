@@ -1,9 +1,12 @@
-"""`asyncrl metrics`: the reference page of all metrics, as Markdown."""
+"""`asyncrl metrics [--waits]`: the reference page of all metrics, or of all waits, as Markdown."""
 
-from asyncrl.metric_page import as_markdown
+from asyncrl import metric_page, waits
+from asyncrl.errors import ConfigError
 
 
 def main(arguments: list[str]) -> int:
-    """Print the page; takes no arguments."""
-    print(as_markdown(), end="")
+    """Print a page."""
+    if arguments not in ([], ["--waits"]):
+        raise ConfigError(f"the arguments are {' '.join(arguments)}. Usage: asyncrl metrics [--waits]")
+    print(waits.as_markdown() if arguments else metric_page.as_markdown(), end="")
     return 0

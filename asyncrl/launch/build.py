@@ -39,9 +39,6 @@ from asyncrl.weights.transports import TransportName
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan import WanState, WanWorld, load_world
 
-FIRST_WEIGHTS_DEADLINE = 300.0
-"""Seconds the first actor has to load its models and take the first version."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -166,6 +163,8 @@ def actor_settings(config: TrainConfig, name: str) -> ActorSettings:
         max_decisions=config.actor.max_decisions,
         success_threshold=config.actor.success_threshold,
         run_seed=config.seed,
+        start_deadline=config.start_deadline,
+        hang_after=config.hang_after,
     )
 
 
@@ -176,7 +175,8 @@ def learner_settings(config: TrainConfig) -> LearnerSettings:
         groups_per_update=config.algorithm.groups_per_update,
         checkpoint_every=config.checkpoint_every,
         max_wait=config.max_wait,
-        first_weights_deadline=FIRST_WEIGHTS_DEADLINE,
+        hang_after=config.hang_after,
+        first_weights_deadline=config.start_deadline,
         config_hash=config_hash(config),
     )
 

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from asyncrl import metrics as m
+from asyncrl import waits
 from asyncrl.errors import AsyncRLError, ReplayError
 from asyncrl.launch.supervisor import State, Supervisor
 from asyncrl.metrics import Metric
@@ -77,9 +78,10 @@ class Crew:
     def settle(self, name: str) -> None:
         """Look until the child `name` does not wait for its respawn; nobody waits for the others."""
         self.look()
-        while any(member.name == name and member.poll() is State.BACKING_OFF for member in self.members):
-            time.sleep(LOOK_EVERY)
-            self.look()
+        with waits.waiting(waits.RESPAWN):
+            while any(member.name == name and member.poll() is State.BACKING_OFF for member in self.members):
+                time.sleep(LOOK_EVERY)
+                self.look()
 
     def watch(self, over: Callable[[], bool]) -> None:
         """Look until all children have finished, a stop is asked for, or the run is `over` without them.
@@ -117,13 +119,14 @@ class WatchedReplay:
     def status(self) -> dict[Metric, float]:
         """See `LearnerPort.status`."""
         until = time.monotonic() + ANSWER_DEADLINE
-        while True:
-            self._crew.settle(REPLAY)
-            try:
-                return self._port.status()
-            except ReplayError:
-                if time.monotonic() > until:
-                    raise
+        with waits.waiting(waits.REPLAY_STATUS, 2 * ANSWER_DEADLINE):
+            while True:
+                self._crew.settle(REPLAY)
+                try:
+                    return self._port.status()
+                except ReplayError:
+                    if time.monotonic() > until:
+                        raise
 
     def stop(self) -> None:
         """See `LearnerPort.stop`."""
@@ -153,11 +156,12 @@ class WatchedPublisher:
             KeyboardInterrupt: A stop was asked for; the learner then ends the run in order.
         """
         until = time.monotonic() + deadline
-        while self._publisher.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
-            if self._crew.look():
-                raise KeyboardInterrupt
-            time.sleep(LOOK_EVERY)
-        self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()), actors)
+        with waits.waiting(waits.FIRST_ACTOR, deadline):
+            while self._publisher.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
+                if self._crew.look():
+                    raise KeyboardInterrupt
+                time.sleep(LOOK_EVERY)
+            self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()), actors)
 
     def status(self) -> dict[Metric, float]:
         """See `Publisher.status`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl import activity
 from asyncrl.actors.actor import Actor
 from asyncrl.config import TrainConfig
 from asyncrl.errors import ConfigError
@@ -33,6 +34,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     device = pick_device(config.device)
     start = build.prepare(config, device)
     run_dir = start.run_dir
+    activity.join(run_dir, "inline")
     publisher, receiver = build_inline()
     dreams = build.build_dreams(config, device)
     imagination = build.build_imagination(config, build.build_policy(config, device), dreams)

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from asyncrl import waits
 from asyncrl.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-DEADLINE = 120.0
-"""Seconds that all ranks of a job have to meet."""
+DEADLINE = 600.0
+"""Seconds that all ranks of a job have to meet, where no setting says so."""
 _KEY = "run_facts"
 
 
@@ -107,7 +108,8 @@ def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ)
     until = time.monotonic() + deadline
     try:
         store = _store(deadline, environ)
-        store.wait([_KEY], _left(until))
+        with waits.waiting(waits.MEETING, deadline):
+            store.wait([_KEY], _left(until))
         text = store.get(_KEY).decode()
         store.set(f"{_KEY}/read/{me}", "yes")
     except dist.DistError as error:

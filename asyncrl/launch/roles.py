@@ -11,6 +11,7 @@ import logging
 import os
 from pathlib import Path
 
+from asyncrl import activity, waits
 from asyncrl.config import TrainConfig, overlay
 from asyncrl.launch.rendezvous import RunFacts, local_rank, world_size
 
@@ -31,6 +32,8 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     from asyncrl.worlds.start_states import StartStateStream
 
     config, facts = _read(config_json, facts_json)
+    activity.join(Path(facts.run_dir), name)
+    activity.now_doing("loading models", config.start_deadline)
     placement = parse_placement(config.placement, world_size(), 0)
     # One learner mostly waits for the actors; each further one has cores of its own.
     taken = (len(placement.learners) - 1) * config.learner.threads
@@ -57,7 +60,8 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
             build.actor_settings(config, name),
         )
         actor.run()
-        port.close(FAREWELL)
+        with waits.waiting(waits.FAREWELL, FAREWELL):
+            port.close(FAREWELL)
     finally:
         receiver.close()
 
@@ -69,6 +73,8 @@ def replay_main(config_json: str, facts_json: str) -> None:
     from asyncrl.replay.service import serve_replay
 
     config, facts = _read(config_json, facts_json)
+    activity.join(Path(facts.run_dir), "replay")
+    activity.now_doing("opening the files", config.start_deadline)
     core = open_core(Path(facts.run_dir) / "replay", config)
     serve_replay(core, facts.replay_endpoint, security=address.server_keys(config))
 

@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl import activity
 from asyncrl.config import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import address, rendezvous
 from asyncrl.launch.crew import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
 from asyncrl.launch.devices import pick_device
+from asyncrl.launch.hang_watch import HangWatch
 from asyncrl.launch.placement import Placement, check_groups, parse_placement
 from asyncrl.launch.rendezvous import RunFacts
 from asyncrl.launch.supervisor import Supervisor
@@ -51,7 +53,7 @@ def run(config: TrainConfig) -> int:
         placement = _placement(config)
         if rendezvous.rank() == 0:
             return _learn(config, placement, stop)
-        return _follow(placement, stop)
+        return _follow(config, placement, stop)
 
 
 def _placement(config: TrainConfig) -> Placement:
@@ -67,10 +69,11 @@ def _placement(config: TrainConfig) -> Placement:
     return placement
 
 
-def _follow(placement: Placement, stop: StopFlag) -> int:
+def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
-    facts, rank = rendezvous.receive(), rendezvous.rank()
+    facts, rank = rendezvous.receive(config.start_deadline), rendezvous.rank()
     config = load_file(Path(facts.run_dir) / "config.json")
+    activity.join(Path(facts.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
     crew = Crew(stop)
     if placement.imagines(rank):
         crew.members.append(_actor(config, facts, rank))
@@ -118,6 +121,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     transport = build.transport_of(config, placement)
     start = build.prepare(config, device)
     run_dir = start.run_dir
+    activity.join(run_dir, "learner-0")
     publisher = build_publisher(transport, device=device, deadline=config.weights.deadline)
     with (
         Logbook(
@@ -133,7 +137,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             sockets=str(sockets),
             checkpoint=str(start.checkpoint or ""),
         )
-        crew = Crew(stop, log.banner)
+        crew, watch = Crew(stop, log.banner), HangWatch(run_dir, log.banner)
         try:
             port = _start(config, placement, facts, start.version, crew)
             with learners.joined(config, len(placement.learners), device) as group:
@@ -148,6 +152,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
                 )
                 _train(learner, port, publisher, crew, run_dir)
         finally:
+            watch.close()
             crew.end(0.0)
             publisher.close()
         log.banner(summary.closing(config, run_dir))
@@ -164,7 +169,7 @@ def _start(
     rank = rendezvous.rank()
     if placement.imagines(rank):
         crew.members.append(_actor(config, facts, rank))
-    rendezvous.share(facts)
+    rendezvous.share(facts, config.start_deadline)
     security = address.client_keys(config, "learner")
     port = ZmqLearnerPort(facts.replay_endpoint, version=version, security=security)
     return WatchedReplay(port, crew)

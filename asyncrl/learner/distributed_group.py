@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl import waits
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.group import Groups
 from asyncrl.messaging.wire import decode, encode
@@ -114,9 +115,10 @@ class DistributedGroup:
         awaited = dist.broadcast(header, 0, group=self._link, async_op=True)
         assert awaited is not None  # This rank is in the group.
         until = time.monotonic() + self.patience
-        while not awaited.is_completed() and time.monotonic() < until:
-            self.while_waiting()
-            time.sleep(LOOK_EVERY)
+        with waits.waiting(waits.PART, self.patience):
+            while not awaited.is_completed() and time.monotonic() < until:
+                self.while_waiting()
+                time.sleep(LOOK_EVERY)
         if not awaited.is_completed():
             raise RunError(
                 f"Learner rank {self.rank} waited {self.patience:g} s for rank 0 to deal a batch. It hangs: "

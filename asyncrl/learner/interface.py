@@ -30,5 +30,7 @@ class LearnerSettings:
     """Seconds to wait for one batch before the run ends with an error."""
     first_weights_deadline: float
     """Seconds the actors have to take the first version."""
+    hang_after: float = 900.0
+    """Seconds that one update may take."""
     config_hash: str = ""
     """Identifies the settings of the run in its checkpoints."""

@@ -19,8 +19,9 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from asyncrl import checkpoint
+from asyncrl import checkpoint, waits
 from asyncrl import metrics as m
+from asyncrl.activity import doing
 from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
@@ -124,8 +125,9 @@ class Learner:
             batch = self._next_batch()
             if (part := self.group.share(batch)) is None:
                 return
-            values = self._learn(part) | describe(batch or part, version=self.version - 1)
-            self._publish()
+            with doing(f"updating version {self.version}", self.settings.hang_after):
+                values = self._learn(part) | describe(batch or part, version=self.version - 1)
+                self._publish()
             self.log.write(self.version, values | self._status())
             if self.version % self.settings.checkpoint_every == 0:
                 self._save()
@@ -138,7 +140,8 @@ class Learner:
             if not self._met_actors:
                 self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
                 self._met_actors, self._row_began = True, self.clock()
-            return self._sample()
+            with waits.waiting(waits.BATCH, self.settings.max_wait):
+                return self._sample()
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
             return None

@@ -20,6 +20,7 @@ import zmq
 
 from asyncrl import __version__
 from asyncrl import metrics as m
+from asyncrl.activity import now_doing
 from asyncrl.errors import WireError
 from asyncrl.messaging.admission import admitting
 from asyncrl.messaging.keys import ServerKeys
@@ -29,6 +30,8 @@ from asyncrl.replay.core import ReplayCore
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""
+HANGS_AFTER: Final = 300.0
+"""Seconds that handling what is there may take; a disk that needs longer is not there any more."""
 FAREWELL: Final = 5.0
 """Seconds the actors have to leave after the stop."""
 _LOG = logging.getLogger(__name__)
@@ -113,6 +116,7 @@ class Service:
 
     def turn(self, wait_ms: int) -> None:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
+        now_doing("serving", HANGS_AFTER)
         if self.socket.poll(wait_ms):
             self._receive()
         self.core.tend()

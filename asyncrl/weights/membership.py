@@ -12,12 +12,15 @@ Actors come and go; a group of a fixed set of members lives for one *epoch*. In 
     8  a registration, a failure: drop the link, 2        8  a newer offer: drop the link, 3; not in it: 1
 
 A member that is not ready in time is left behind: it is absent from the next offer and registers again when
-it can. A failed member sets `e<epoch>/broken`, so that the learner need not wait for its deadline.
+it can. A failed member sets `e<epoch>/broken`, so that the learner need not wait for its deadline. One that
+died says nothing: NCCL would wait for it for ever. All are processes of this host, so the learner asks the
+operating system.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -25,12 +28,15 @@ from typing import Any
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from asyncrl import activity
 from asyncrl.errors import WeightSyncError
 
 POLL_SECONDS = 0.02
 """Pause between two looks at the store."""
 READY_SECONDS = 2.0
 """Longest wait for the members' answer to an offer, which involves no weights."""
+STOPPED_SECONDS = 2.0
+"""A member whose process is halted for so long is left behind; a profiler halts one for less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,9 @@ class Member:
     """Why the actor will not take part; empty for a proper member."""
     leaving: bool = False
     """Takes the registration of this ticket back."""
+    pid: int = 0
+    started: int = 0
+    """See `activity.started`; 0 where the system does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +89,11 @@ class Roster:
         """Name of an actor that will not take part -> why."""
         self.changed = False
         """The members are not those of the last offer, or its epoch failed."""
+        self._stopped_since: dict[str, float] = {}
         store.set("joins", "")
 
     def admit(self) -> bool:
-        """Read new registrations. Returns whether there were any."""
+        """Read new registrations, and leave behind who died. Returns whether there were registrations."""
         rows = self._store.get("joins").decode().splitlines()
         fresh, self._seen = rows[self._seen :], len(rows)
         for row in fresh:
@@ -99,6 +109,8 @@ class Roster:
             staying = tuple(other for other in self.members if other not in gone)
             self.members = staying if member.leaving else (*staying, member)
             self.changed |= bool(gone) or not member.leaving
+        if lost := [member for member in self.members if self._lost(member)]:
+            self.leave_behind(lost)
         return bool(fresh)
 
     def offer(self) -> int:
@@ -112,9 +124,9 @@ class Roster:
         return self.epoch
 
     @property
-    def replaced(self) -> bool:
-        """Whether a member of this epoch left or registered again since the offer."""
-        return not set(self.offered) <= set(self.members)
+    def gone(self) -> list[Member]:
+        """List the members of this epoch that died, left or registered again since the offer."""
+        return [member for member in self.offered if member not in self.members]
 
     def missing(self, what: str) -> list[Member]:
         """List the members that have not answered `what` in this epoch."""
@@ -125,6 +137,16 @@ class Roster:
         """Go on without `late`; they see it in the next offer and may register again."""
         self.members = tuple(member for member in self.members if member not in late)
         self.changed = True
+
+    def _lost(self, member: Member) -> bool:
+        """Whether a member's process is dead, or halted for too long."""
+        if not member.started:
+            return False
+        if not activity.is_stopped(member.pid):
+            self._stopped_since.pop(member.ticket, None)
+            return activity.started(member.pid) != member.started
+        since = self._stopped_since.setdefault(member.ticket, time.monotonic())
+        return time.monotonic() - since > STOPPED_SECONDS
 
     def confirm(self) -> None:
         """Tell the members, all of which are ready, to form the link."""
@@ -247,7 +269,8 @@ class Seat:
         return True
 
     def _append(self, **row: Any) -> str:
-        text = json.dumps({"name": self.name, "ticket": self.ticket, **row})
+        process = {"pid": os.getpid(), "started": activity.started(os.getpid())}
+        text = json.dumps({"name": self.name, "ticket": self.ticket, **process, **row})
         store: Any = self._store
         store.append("joins", text + "\n")  # atomic, unlike a counter and a key that belongs to it
         return text

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl import metrics as m
+from asyncrl import waits
 from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
 from asyncrl.weights import layout, transports
@@ -186,13 +187,17 @@ class StorePublisher:
         self._sent_in_epoch = -1
         if not roster.members:
             return
-        if late := self._await_members("ready", min(READY_SECONDS, self._deadline)):
+        patience = min(READY_SECONDS, self._deadline)
+        with waits.waiting(waits.READY, patience, f" of epoch {epoch}"):
+            late = self._await_members("ready", patience)
+        if late:
             roster.leave_behind(late)
             raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
         roster.confirm()
         size, store = 1 + len(roster.offered), epoch_store(self.endpoint, epoch, self._deadline)
         slots = self._outbox.slots
-        self._link.form("forming the weight group", lambda: self._transport.lead(store, size, slots))
+        with waits.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
+            self._link.form("forming the weight group", lambda: self._transport.lead(store, size, slots))
         self._k = 0
 
     def _send(self, snapshot: Snapshot) -> None:
@@ -204,8 +209,12 @@ class StorePublisher:
             checksum = layout.checksum(self._outbox.slots[snapshot.slot])
         begun = time.monotonic()
         roster.announce(self._k, Header(version=snapshot.version, slot=snapshot.slot, checksum=checksum))
-        self._link.use(f"broadcasting version {snapshot.version}", lambda link: link.send(snapshot.slot))
-        if late := self._await_members(f"took/{self._k}", self._deadline):
+        about = f" version {snapshot.version}"
+        with waits.waiting(waits.BROADCAST, self._deadline, about):
+            self._link.use("broadcasting" + about, lambda link: link.send(snapshot.slot))
+        with waits.waiting(waits.RECEIPTS, self._deadline, about):
+            late = self._await_members(f"took/{self._k}", self._deadline)
+        if late:
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
         roster.clean_up(self._k)
         self._k += 1
@@ -235,7 +244,9 @@ class StorePublisher:
         if self._closing:
             return "the publisher is closing"
         self._roster.admit()
-        return "a member left or registered again" if self._roster.replaced else self._roster.broken()
+        if gone := self._roster.gone:
+            return f"{_names(gone)} died, left or registered again"
+        return self._roster.broken()
 
 
 def build_publisher(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from asyncrl import waits
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import layout, transports
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
@@ -195,16 +196,18 @@ class StoreReceiver:
         offer = self._seat.offer()
         rank, size = self._seat.rank(offer), 1 + len(offer.members)
         store = epoch_store(self._endpoint, self._epoch, self._deadline)
-        self._link.form(self._state, lambda: self._transport.follow(store, rank, size))
+        with waits.waiting(waits.JOINING, self._deadline, f", epoch {self._epoch}"):
+            self._link.form(self._state, lambda: self._transport.follow(store, rank, size))
         self._state = f"member of epoch {self._epoch}, waiting for a version"
 
     def _receive(self, header: Header) -> None:
         """Take one version into the spare buffers and, when it is whole, make them the complete ones."""
         spare = self._spare
         try:
-            self._link.use(
-                f"receiving version {header.version}", lambda link: link.receive(header.slot, spare)
-            )
+            with waits.waiting(waits.RECEIVING, self._deadline, f": version {header.version}"):
+                self._link.use(
+                    f"receiving version {header.version}", lambda link: link.receive(header.slot, spare)
+                )
         except WeightSyncError:
             # An abandoned broadcast may still write into these buffers.
             self._spare = layout.allocate(self._manifest, self._transport.device)

@@ -1,0 +1,241 @@
+"""What every process of a run is doing, and since when: named activities in, a table for anyone out.
+
+    run/processes/actor-1     which process it is; one row per thread: what, since when, how long it may; and
+                              how many seconds went into each of `waits.WAITS`
+    run/processes/actor-1.stacks   where its threads were, each time somebody asked (`dump_stacks`)
+
+The file is shared memory: telling costs microseconds, nothing is sent, and what a process was doing can still
+be read when it hangs or is dead. A signal makes the interpreter write the stacks, even while it is stuck in a
+library and runs no Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+FOLDER: Final = "processes"
+STACKS: Final = ".stacks"
+_MAGIC: Final = b"ARLPROC1"
+_HEAD: Final = struct.Struct("<8sQQ")
+"""Magic, process id, its start (see `started`)."""
+_ROW: Final = struct.Struct("<d d 24s 88s")
+"""Since (0: an unused or changing row), seconds it may take (0: any), thread, what."""
+_ROWS: Final = 16
+_TOTALS: Final = struct.Struct("<32d")
+_COUNTED_FROM: Final = _HEAD.size + _ROWS * _ROW.size
+_SIZE: Final = _COUNTED_FROM + _TOTALS.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doing:
+    """One thread's activity."""
+
+    thread: str
+    what: str
+    seconds: float
+    """Since it began."""
+    allowed: float
+    """Seconds it may take; 0: any."""
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it takes longer than it may."""
+        return 0 < self.allowed < self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One process of a run."""
+
+    role: str
+    pid: int
+    alive: bool
+    doing: tuple[Doing, ...]
+
+
+class _Board:
+    """This process's file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        fresh.write_bytes(_HEAD.pack(_MAGIC, os.getpid(), started(os.getpid())).ljust(_SIZE, b"\0"))
+        with fresh.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _SIZE)
+        fresh.replace(path)
+        self._places: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def write(self, what: str, allowed: float) -> None:
+        """Set the row of this thread. A board without a free row stays as it is."""
+        place = self._place()
+        if place >= _ROWS:
+            return
+        begin = _HEAD.size + place * _ROW.size
+        thread = threading.current_thread().name.encode()[:24]
+        self._memory[begin : begin + 8] = bytes(8)
+        since = time.monotonic() if what else 0.0
+        row = _ROW.pack(since, allowed, thread, what.encode()[:88])
+        self._memory[begin + 8 : begin + _ROW.size] = row[8:]
+        self._memory[begin : begin + 8] = row[:8]
+
+    def add(self, place: int, seconds: float) -> None:
+        """Add to one of the totals."""
+        with self._lock:
+            total = struct.unpack_from("<d", self._memory, _COUNTED_FROM + 8 * place)[0]
+            struct.pack_into("<d", self._memory, _COUNTED_FROM + 8 * place, total + seconds)
+
+    def _place(self) -> int:
+        thread = threading.get_ident()
+        place = self._places.get(thread)
+        if place is None:
+            with self._lock:  # Rows of ended threads are free again: Python reuses their numbers.
+                place = self._places.setdefault(thread, len(self._places))
+        return place
+
+
+_board: _Board | None = None
+_run_dir = Path()
+_early = dict[int, float]()
+"""Totals from before `join`."""
+_now = threading.local()
+
+
+def join(run_dir: Path, role: str) -> None:
+    """Tell from now on what this process does, as `role` of the run in `run_dir`."""
+    global _board, _run_dir
+    path = run_dir / FOLDER / role
+    _board, _run_dir = _Board(path), run_dir
+    while _early:
+        _board.add(*_early.popitem())
+    faulthandler.register(
+        signal.SIGUSR1, file=path.with_name(role + STACKS).open("a"), all_threads=True, chain=False
+    )
+
+
+@contextmanager
+def doing(what: str, allowed: float = 0.0) -> Iterator[None]:
+    """Tell what this thread does within the block; afterwards it does again what it did before.
+
+    Args:
+        what: Name of the activity.
+        allowed: Seconds it may take; see `Doing.overdue`. 0: any.
+    """
+    before: tuple[str, float] = getattr(_now, "doing", ("", 0.0))
+    now_doing(what, allowed)
+    try:
+        yield
+    finally:
+        now_doing(*before)
+
+
+def now_doing(what: str, allowed: float = 0.0) -> None:
+    """Tell what this thread does from now on; does nothing in a process that did not `join` a run."""
+    _now.doing = (what, allowed)
+    if _board is not None:
+        _board.write(what, allowed)
+
+
+@contextmanager
+def counted(place: int) -> Iterator[None]:
+    """Add the seconds of the block to the total number `place` of this process."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        count(place, time.monotonic() - began)
+
+
+def count(place: int, amount: float) -> None:
+    """Add to the total number `place` of this process."""
+    if _board is None:
+        _early[place] = _early.get(place, 0.0) + amount
+    else:
+        _board.add(place, amount)
+
+
+def totals() -> tuple[float, ...]:
+    """Read the totals of `count`, summed over the processes on this host of the run that this one joined.
+
+    Returns:
+        Nothing in a process that did not `join` one.
+    """
+    boards = _boards(_run_dir).values() if _board is not None else ()
+    return tuple(map(sum, zip(*(_TOTALS.unpack_from(board, _COUNTED_FROM) for board in boards), strict=True)))
+
+
+def read(run_dir: Path) -> list[Process]:
+    """Read what the processes of a run on this host are doing, or were doing when they died."""
+    return [_process(role, content) for role, content in _boards(run_dir).items()]
+
+
+def dump_stacks(run_dir: Path) -> list[Path]:
+    """Make every living process of a run append the stacks of its threads; returns the files."""
+    asked = []
+    for process in read(run_dir):
+        if process.alive:
+            os.kill(process.pid, signal.SIGUSR1)
+            asked.append(run_dir / FOLDER / (process.role + STACKS))
+    return asked
+
+
+def started(pid: int) -> int:
+    """When a process began, in clock ticks since boot: with its id it names one process for ever.
+
+    Returns:
+        0 when it is gone, or where the system does not tell.
+    """
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was halted, by SIGSTOP or a debugger."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on (number 3 in its manual page)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _boards(run_dir: Path) -> dict[str, bytes]:
+    """Role -> content of its file; files of another kind are left out."""
+    found = {}
+    for path in sorted((run_dir / FOLDER).glob("[!.]*")):
+        with contextlib.suppress(OSError):  # A process that begins anew replaces its file.
+            content = path.read_bytes()
+            if len(content) == _SIZE and content[: len(_MAGIC)] == _MAGIC:
+                found[path.name] = content
+    return found
+
+
+def _process(role: str, content: bytes) -> Process:
+    _, pid, began = _HEAD.unpack_from(content)
+    rows = (_ROW.unpack_from(content, _HEAD.size + place * _ROW.size) for place in range(_ROWS))
+    now = time.monotonic()
+    doing = tuple(
+        Doing(thread=_text(thread), what=_text(what), seconds=now - since, allowed=allowed)
+        for since, allowed, thread, what in rows
+        if since > 0
+    )
+    return Process(role=role, pid=pid, alive=started(pid) == began, doing=doing)
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,65 @@
+"""Ends hangs: what the processes of a run are doing in, all their stacks and the end of a stuck one out.
+
+the watch's thread (rank 0)  consumes   activities, once a second     ended by: `close`
+                             produces   run/processes/*.stacks, and SIGKILL for a child or SIGABRT for itself
+
+A child that was ended is respawned like one that died. A learner that was ended is a failed rank: torchrun
+starts the job again (`--max-restarts`) or ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from asyncrl import activity
+
+LOOK_EVERY: Final = 1.0
+STACKS_SECONDS: Final = 2.0
+"""Time that processes get to write their stacks before one of them is ended."""
+
+
+class HangWatch:
+    """Looks after the processes of a run on this host."""
+
+    def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
+        """Start looking; `tell` receives a line per hang."""
+        self.run_dir, self._tell = run_dir, tell
+        self.hangs = 0
+        """Processes that were ended because they hung."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """End what takes longer than it may."""
+        for process in activity.read(self.run_dir):
+            late = next((doing for doing in process.doing if doing.overdue), None)
+            if process.alive and late is not None:
+                self._end(process, late)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closing.set()
+        self._thread.join(LOOK_EVERY + 2 * STACKS_SECONDS)
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_EVERY):
+            self.look()
+
+    def _end(self, process: activity.Process, late: activity.Doing) -> None:
+        activity.dump_stacks(self.run_dir)
+        self._tell(
+            f"{process.role} (process {process.pid}) hangs: {late.what!r} takes {late.seconds:.0f} s, "
+            f"allowed are {late.allowed:.0f} (--hang-after, or the wait's own deadline). It is ended; the "
+            f"stacks of all processes are in {self.run_dir / activity.FOLDER}"
+        )
+        self.hangs += 1
+        time.sleep(STACKS_SECONDS)
+        me = process.pid == os.getpid()
+        os.kill(process.pid, signal.SIGABRT if me else signal.SIGKILL)

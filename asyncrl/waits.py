@@ -1,0 +1,243 @@
+"""Every wait of a run, defined once: who waits for what, how long at most, and what happens then.
+
+`waiting` tells others of it while it lasts (`activity`) and adds the seconds to its metric. The table in
+`docs/waits.md` is generated from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from asyncrl import activity
+from asyncrl import metrics as m
+from asyncrl.metrics import Metric, Over
+
+_PREFIX: Final = "wait/"
+GRACE: Final = 60.0
+"""Seconds beyond its own deadline after which a wait counts as a hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """One kind of wait."""
+
+    name: str
+    """What the process says that it does."""
+    owner: str
+    """Which process and thread waits."""
+    deadline: str
+    """A flag, or seconds."""
+    ended_by: str
+    """What ends it in a run that is well."""
+    then: str
+    """What happens at the deadline."""
+    place: int
+    """Where its seconds are counted in `activity`."""
+    metric: Metric
+
+
+WAITS: dict[str, Wait] = {}
+
+
+def _define(
+    key: str, name: str, owner: str, deadline: str, ended_by: str, then: str, metric: Metric | None = None
+) -> Wait:
+    metric = metric or m.define(f"{_PREFIX}{key}", Over.LAST, "s", f"{owner.capitalize()}: {name}.")
+    WAITS[key] = Wait(
+        name=name,
+        owner=owner,
+        deadline=deadline,
+        ended_by=ended_by,
+        then=then,
+        place=len(WAITS),
+        metric=metric,
+    )
+    return WAITS[key]
+
+
+MEETING = _define(
+    "meeting",
+    "waiting for rank 0 to say where the run is",
+    "every rank but 0",
+    "--start-deadline",
+    "rank 0, once it has loaded the models",
+    "the rank ends with an error that names rank 0's address",
+)
+FIRST_ACTOR = _define(
+    "first_actor",
+    "waiting for an actor to take the first weights",
+    "learner",
+    "--start-deadline",
+    "the first actor that loaded its models",
+    "the run ends with an error that names who registered and what is missing",
+)
+BATCH = _define(
+    "batch",
+    "waiting for a batch",
+    "learner",
+    "--max-wait",
+    "the actors; a stop request",
+    "the run ends with an error that says what the replay holds",
+)
+PART = _define(
+    "part",
+    "waiting for rank 0 to deal a batch",
+    "learner ranks but 0",
+    "--max-wait + --start-deadline",
+    "rank 0, or its end",
+    "the rank ends with an error",
+)
+REPLAY_STATUS = _define(
+    "replay_status",
+    "asking the replay how it is",
+    "learner",
+    "60",
+    "the replay, also one that was just respawned",
+    "the run ends with an error",
+)
+CHECKPOINT = _define(
+    "checkpoint",
+    "waiting for the checkpoint before to be written",
+    "learner",
+    "600",
+    "the writer's thread",
+    "the run ends with an error that names the checkpoint",
+)
+READY = _define(
+    "ready",
+    "waiting for the members' answer to an offer",
+    "learner's publisher",
+    "2",
+    "the members; the death of one",
+    "who did not answer is left behind and may register again",
+)
+FORMING = _define(
+    "forming",
+    "forming the weight group",
+    "learner's publisher",
+    "--weights.deadline",
+    "all members; the death of one; a new registration",
+    "the group is given up and formed anew",
+)
+BROADCAST = _define(
+    "broadcast",
+    "broadcasting weights",
+    "learner's publisher",
+    "--weights.deadline",
+    "the transport; the death of a member",
+    "the group is given up and formed anew with those that answer",
+)
+RECEIPTS = _define(
+    "receipts",
+    "waiting for the members' receipts",
+    "learner's publisher",
+    "--weights.deadline",
+    "the members; the death of one",
+    "the group is given up and formed anew with those that answer",
+)
+FIRST_WEIGHTS = _define(
+    "first_weights",
+    "waiting for the first weights",
+    "actor",
+    "--start-deadline",
+    "the learner's first version, or its end",
+    "the actor ends with an error and is respawned",
+)
+JOINING = _define(
+    "joining",
+    "forming the weight group",
+    "actor's receiver",
+    "--weights.deadline",
+    "all members; a newer offer",
+    "the actor gives this group up and waits for the next",
+)
+RECEIVING = _define(
+    "receiving",
+    "receiving weights",
+    "actor's receiver",
+    "--weights.deadline",
+    "the transport; a newer offer",
+    "the actor gives this group up, goes on with the weights it has and waits for the next",
+)
+CREDIT = _define(
+    "credit",
+    "waiting for credit",
+    "actor",
+    "none; it looks every 0.2 s",
+    "the learner's next batch; the run's end",
+    "nothing: an actor that is ahead has to wait",
+)
+NEWER_WEIGHTS = _define(
+    "newer_weights",
+    "waiting for the weights that its group asks for",
+    "actor",
+    "none; it looks every 0.2 s",
+    "the learner's next version; the run's end",
+    "nothing: the learner's own deadline ends a run without versions",
+)
+FAREWELL = _define(
+    "farewell",
+    "handing over the last episodes",
+    "actor",
+    "5",
+    "the replay's receipts",
+    "the actor ends; the episodes are imagined again after a resume",
+)
+RESPAWN = _define(
+    "respawn",
+    "waiting to respawn the replay",
+    "learner",
+    "30",
+    "the back-off of a child that died",
+    "it is respawned, up to --actor.max-respawns times in a row",
+)
+DISK = _define(
+    "disk",
+    "waiting for disk space",
+    "replay",
+    "none; it tries every 0.5 to 30 s",
+    "space on the disk",
+    "nothing new is granted meanwhile, and nothing acknowledged is lost",
+    m.DISK_WAITING,
+)
+
+
+@contextmanager
+def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]:
+    """Tell and count a wait for the length of the block.
+
+    Args:
+        wait: Which.
+        allowed: Its deadline in seconds; GRACE later it counts as a hang. 0: it has none.
+        about: What in particular is waited for, as ``": version 3"``.
+    """
+    with (
+        activity.doing(wait.name + about, allowed + GRACE if allowed else 0.0),
+        activity.counted(wait.place),
+    ):
+        yield
+
+
+def readings(run_dir: Path) -> dict[Metric, float]:
+    """Seconds of every wait, summed over the processes of this host since each of them began."""
+    totals = activity.totals(run_dir)
+    return {
+        wait.metric: totals[wait.place] for wait in WAITS.values() if wait.metric.name.startswith(_PREFIX)
+    }
+
+
+def as_markdown() -> str:
+    """The reference page of all waits."""
+    lines = ["# Waits", "", "Generated from `asyncrl/waits.py`; `asyncrl metrics --waits` prints it.", ""]
+    lines += [
+        "| wait | who | at most (s) | ended by | at the deadline | metric |",
+        "|---|---|---|---|---|---|",
+    ]
+    for wait in WAITS.values():
+        cells = (wait.name, wait.owner, wait.deadline, wait.ended_by, wait.then, f"`{wait.metric.name}`")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

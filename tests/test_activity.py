@@ -1,0 +1,152 @@
+"""What processes say they do, read from outside; and their stacks, also from one that is stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl import activity, waits
+from asyncrl import metrics as m
+from asyncrl.launch.hang_watch import HangWatch
+
+CHILD = """
+import ctypes, sys, threading, time
+from pathlib import Path
+from asyncrl import activity, waits
+from asyncrl import metrics as m
+
+activity.join(Path(sys.argv[1]), "actor-1")
+
+def receive():
+    activity.now_doing("waiting for version 3")
+    time.sleep(60)
+
+threading.Thread(target=receive, name="receiver", daemon=True).start()
+def stuck_in_a_library():
+    with activity.doing("imagining", float(sys.argv[2])):
+        lock, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+        library.pthread_mutex_lock(lock)
+        library.pthread_mutex_lock(lock)  # For ever, and PyDLL keeps the interpreter's lock: no Python runs.
+time.sleep(0.3)
+print("ready", flush=True)
+stuck_in_a_library()
+"""
+
+
+def wait_for(true: Callable[[], object], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def child(tmp_path: Path, request: pytest.FixtureRequest):
+    allowed = getattr(request, "param", 600.0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path), str(allowed)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    wait_for(lambda: any("imagining" in doing.what for p in activity.read(tmp_path) for doing in p.doing))
+    yield process
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+def test_every_thread_says_what_it_does_and_since_when(child: subprocess.Popen[str], tmp_path: Path) -> None:
+    (process,) = activity.read(tmp_path)
+    assert (process.role, process.pid, process.alive) == ("actor-1", child.pid, True)
+    said = {doing.thread: doing for doing in process.doing}
+    assert said["MainThread"].what == "imagining"
+    assert said["receiver"].what == "waiting for version 3"
+    assert 0 <= said["MainThread"].seconds < 10
+    assert not said["MainThread"].overdue
+
+
+def test_the_dead_still_say_what_they_did(child: subprocess.Popen[str], tmp_path: Path) -> None:
+    child.kill()
+    child.wait(10)
+    (process,) = activity.read(tmp_path)
+    assert not process.alive
+    assert "imagining" in [doing.what for doing in process.doing]
+    assert activity.dump_stacks(tmp_path) == []
+
+
+def test_a_process_that_runs_no_python_writes_its_stacks(
+    child: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    (file,) = activity.dump_stacks(tmp_path)
+    wait_for(lambda: "receive" in file.read_text())
+    wait_for(lambda: "stuck_in_a_library" in file.read_text())
+    assert child.poll() is None
+
+
+@pytest.mark.parametrize("child", [0.5], indirect=True)
+def test_a_hanging_child_is_ended_and_its_stacks_are_kept(
+    child: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    watch = HangWatch(tmp_path, said.append)
+    assert child.wait(15) == -signal.SIGKILL
+    watch.close()
+    assert watch.hangs == 1
+    assert "'imagining' takes" in said[0]
+    assert "stuck_in_a_library" in (tmp_path / "processes" / "actor-1.stacks").read_text()
+
+
+def test_a_stopped_process_and_a_reused_number_are_told_apart(child: subprocess.Popen[str]) -> None:
+    began = activity.started(child.pid)
+    assert began > 0
+    assert not activity.is_stopped(child.pid)
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_for(lambda: activity.is_stopped(child.pid))
+    os.kill(child.pid, signal.SIGCONT)
+    wait_for(lambda: not activity.is_stopped(child.pid))
+    assert activity.started(child.pid) == began
+    assert activity.started(2**22 + 1) == 0
+
+
+def test_activities_nest_and_damaged_files_are_left_out(tmp_path: Path) -> None:
+    activity.join(tmp_path, "learner-0")
+    (tmp_path / "processes" / "noise").write_bytes(b"\1" * 10)
+    with activity.doing("updating", 5.0):
+        with activity.doing("reading", 1.0):
+            (process,) = activity.read(tmp_path)
+            assert [doing.what for doing in process.doing] == ["reading"]
+        (process,) = activity.read(tmp_path)
+        assert [(doing.what, doing.allowed) for doing in process.doing] == [("updating", 5.0)]
+    (process,) = activity.read(tmp_path)
+    assert process.doing == ()
+
+
+def test_waits_are_counted_also_from_before_the_process_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activity, "_board", None)
+    with waits.waiting(waits.MEETING, 10.0):
+        time.sleep(0.05)
+    assert waits.readings() == {}
+    activity.join(tmp_path, "learner-1")
+    with waits.waiting(waits.BATCH, 10.0, " of 4 groups"):
+        (process,) = activity.read(tmp_path)
+        time.sleep(0.02)
+    (doing,) = process.doing
+    assert (doing.what, doing.allowed) == ("waiting for a batch of 4 groups", 10.0 + waits.GRACE)
+    activity.join(tmp_path, "learner-0")  # The file of another process of the run counts too.
+    with waits.waiting(waits.BATCH, 10.0):
+        time.sleep(0.02)
+    waits.note_respawn()
+    found = waits.readings()
+    assert 0.05 <= found[waits.MEETING.metric] < 5.0
+    assert 0.04 <= found[waits.BATCH.metric] < 5.0
+    assert found[m.RESPAWNS] == 1
+    assert found[waits.PART.metric] == 0
