@@ -175,6 +175,7 @@ _TIME: Final = {
     m.MFU: "Compare it between settings of one machine. Low: passes are too small, raise "
     "--algorithm.micro-batch. Passes without gradient (critic, several steps per batch, KL reference) and "
     "the recomputation of --learner.gradient-checkpointing are not counted, so both lower it.",
+    m.RESPAWNS: "0. Otherwise read the first traceback in the log of the process that the console names.",
     m.PEAK_MEMORY: "Levels off after the first checkpoints. It is host memory, of rank 0 and without its "
     "children; steady growth is a leak.",
 }

@@ -220,6 +220,12 @@ MFU = _define(
     "share",
     "Model FLOPs of those decisions per second, of the GPUs' peak; absent where that is not known.",
 )
+RESPAWNS = _define(
+    "time/respawns",
+    Over.LAST,
+    "processes",
+    "Actors and replays that died and were started again, since torchrun last started the ranks.",
+)
 PEAK_MEMORY = _define("time/peak_memory", Over.SUM, "bytes", "Peak resident memory of the learner process.")
 
 WIRE_BYTES = _define("wire/bytes", Over.LAST, "bytes", "Episode bytes received by the replay.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from asyncrl import activity
@@ -17,6 +16,8 @@ from asyncrl import metrics as m
 from asyncrl.metrics import Metric, Over
 
 _PREFIX: Final = "wait/"
+_RESPAWNS: Final = 31
+"""Where respawns are counted in `activity`."""
 GRACE: Final = 60.0
 """Seconds beyond its own deadline after which a wait counts as a hang."""
 
@@ -222,12 +223,18 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
         yield
 
 
-def readings(run_dir: Path) -> dict[Metric, float]:
-    """Seconds of every wait, summed over the processes of this host since each of them began."""
-    totals = activity.totals(run_dir)
-    return {
-        wait.metric: totals[wait.place] for wait in WAITS.values() if wait.metric.name.startswith(_PREFIX)
-    }
+def note_respawn() -> None:
+    """Count a child that was respawned."""
+    activity.count(_RESPAWNS, 1)
+
+
+def readings() -> dict[Metric, float]:
+    """Seconds of every wait, and respawns; of the processes on this host since each of them began."""
+    totals = activity.totals()
+    if not totals:
+        return {}
+    waited = {w.metric: totals[w.place] for w in WAITS.values() if w.metric.name.startswith(_PREFIX)}
+    return waited | {m.RESPAWNS: totals[_RESPAWNS]}
 
 
 def as_markdown() -> str:

@@ -21,6 +21,7 @@ from enum import Enum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from asyncrl import waits
 from asyncrl.errors import RunError
 from asyncrl.launch.child import run_child
 
@@ -104,6 +105,7 @@ class Supervisor:
                 return State.BACKING_OFF
             self._due = None
             self.respawns += 1
+            waits.note_respawn()
             self._child = self._spawn()
             return State.RUNNING
         if self._child.exitcode is None:

@@ -195,6 +195,7 @@ class Learner:
         return {
             **self.replay.status(),
             **self.publisher.status(),
+            **waits.readings(),
             m.GROUPS_PER_MINUTE: 60 * self.settings.groups_per_update / seconds,
             m.LEARNER_WAITING: waited / seconds,
             m.CHECKPOINT_WAITING: self.checkpoints.waited(),
