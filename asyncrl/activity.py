@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 FOLDER: Final = "processes"
 STACKS: Final = ".stacks"
@@ -108,6 +108,7 @@ class _Board:
 
 _board: _Board | None = None
 _run_dir = Path()
+_stacks: TextIO | None = None
 _early = dict[int, float]()
 """Totals from before `join`."""
 _now = threading.local()
@@ -115,14 +116,15 @@ _now = threading.local()
 
 def join(run_dir: Path, role: str) -> None:
     """Tell from now on what this process does, as `role` of the run in `run_dir`."""
-    global _board, _run_dir
+    global _board, _run_dir, _stacks
     path = run_dir / FOLDER / role
     _board, _run_dir = _Board(path), run_dir
     while _early:
         _board.add(*_early.popitem())
-    faulthandler.register(
-        signal.SIGUSR1, file=path.with_name(role + STACKS).open("a"), all_threads=True, chain=False
-    )
+    before, _stacks = _stacks, path.with_name(role + STACKS).open("a")
+    faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True, chain=False)
+    if before is not None:
+        before.close()
 
 
 @contextmanager
