@@ -120,7 +120,7 @@ def test_dying_too_often_ends_with_the_first_traceback_and_the_log_once(tmp_path
         child.poll()
     message = str(caught.value)
     assert message.startswith(
-        "actor-1 died 2 times (allowed respawns: 1), last with exit code 1. Its first error:"
+        "actor-1 died 2 times in a row (allowed respawns: 1), last with exit code 1. Its first error:"
     )
     chain = [
         message.index(part) for part in ("KeyError: 'the cause'", "direct cause", "ValueError: life x\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,10 @@ from asyncrl.config import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.messaging.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys
-from asyncrl.messaging.sockets import check_endpoint, ipc_endpoint, private_folder
+from asyncrl.messaging.sockets import PREFIX, check_endpoint, ipc_endpoint, private_folder
+
+SOCKETS = "sockets"
+"""File of the run folder that names the private folder of its sockets."""
 
 
 def check(config: TrainConfig, placement: Placement) -> None:
@@ -49,13 +53,26 @@ def client_keys(config: TrainConfig, name: str) -> ClientKeys | None:
 
 
 @contextmanager
-def opened(config: TrainConfig) -> Iterator[tuple[Path, str]]:
-    """Make the private folder that marks a living run, remove it at the end; yields it and the endpoint."""
+def opened(config: TrainConfig, run_dir: Path) -> Iterator[tuple[Path, str]]:
+    """Make the private folder that marks a living run, remove it at the end; yields it and the endpoint.
+
+    The run's folder names it, so that the next process of the run can remove what a killed one left.
+    """
+    _remove_left_over(run_dir / SOCKETS)
     folder = private_folder()
+    (run_dir / SOCKETS).write_text(str(folder))
     try:
         yield folder, config.replay.listen or ipc_endpoint(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        (run_dir / SOCKETS).unlink()
+
+
+def _remove_left_over(note: Path) -> None:
+    if note.exists():
+        folder = Path(note.read_text())
+        if folder.name.startswith(PREFIX) and folder.is_dir() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder)
 
 
 def _folder(config: TrainConfig) -> Path:

@@ -187,17 +187,24 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]
 
 
-def prepare(config: TrainConfig, device: torch.device) -> Start:
+def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> Start:
     """Check that all models load and fit, then make or find the run's folder.
+
+    Args:
+        config: Of the run.
+        device: Of the learner.
+        again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
 
     Raises:
         ConfigError: Something is missing or does not fit. A new run's folder does not exist then.
     """
+    if again is not None:
+        config = replace(config, run_dir=str(again), resume=run_folder.has_checkpoint(again))
     dreams = build_dreams(config, torch.device("cpu"))
     policy = build_learning_policy(config, device)
     check_tasks(policy, dreams.starts)
     if not config.resume:
-        return Start(policy=policy, run_dir=run_folder.create(config), version=0, checkpoint=None)
+        return Start(policy=policy, run_dir=again or run_folder.create(config), version=0, checkpoint=None)
     run_dir = run_folder.create(config)
     folder = checkpoint.latest(run_dir)
     assert folder is not None  # The run folder was found by its checkpoints.

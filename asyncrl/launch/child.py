@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 
+LOOK_EVERY = 0.5
+"""Seconds between two looks after the parent where the kernel does not tell."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,11 +59,12 @@ def die_with_parent(parent: int) -> None:
         if os.getppid() != parent:  # It died before the kernel was told.
             os._exit(1)
     else:
-        threading.Thread(target=_end_after_parent, name="end after parent", daemon=True).start()
+        threading.Thread(
+            target=_end_after_parent, args=(parent,), name="end after parent", daemon=True
+        ).start()
 
 
-def _end_after_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()  # Ended by the parent's death; that is its purpose, so it has no deadline.
+def _end_after_parent(parent: int) -> None:
+    while os.getppid() == parent:  # Ended by the parent's death; that is its purpose, so it has no deadline.
+        time.sleep(LOOK_EVERY)
     os._exit(1)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import waits
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 DEADLINE = 600.0
 """Seconds that all ranks of a job have to meet, where no setting says so."""
-_KEY = "run_facts"
+_KEY, _RUN_KEY = "run_facts", "run_dir"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,30 @@ def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ)
     return RunFacts(**json.loads(text))
 
 
+def agent(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Process id of torchrun, which started this process; None when something else did."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None
+
+
+def attempt(environ: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun started the ranks again (`--max-restarts`)."""
+    return _number("TORCHELASTIC_RESTART_COUNT", 0, environ)
+
+
+def remember_run(run_dir: Path, environ: Mapping[str, str] = os.environ) -> None:
+    """Leave the run folder for the rank 0 of a next attempt; does nothing where there will be none."""
+    if _agent_has_store(environ):
+        _store(DEADLINE, environ, every_attempt=True).set(_RUN_KEY, str(run_dir))
+
+
+def run_of_earlier_attempt(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of the run that torchrun started again; None in the first attempt, or when it had none."""
+    if not (attempt(environ) and _agent_has_store(environ)):
+        return None
+    store = _store(DEADLINE, environ, every_attempt=True)
+    return Path(store.get(_RUN_KEY).decode()) if store.check([_RUN_KEY]) else None
+
+
 def learners_store(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> Store:
     """Open the store in which several learner ranks meet; it lives as long as torchrun.
 
@@ -145,7 +170,7 @@ def learners_store(deadline: float = DEADLINE, environ: Mapping[str, str] = os.e
         ) from None
 
 
-def _store(deadline: float, environ: Mapping[str, str]) -> Store:
+def _store(deadline: float, environ: Mapping[str, str], *, every_attempt: bool = False) -> Store:
     from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     host, port = _address(environ)
@@ -160,8 +185,8 @@ def _store(deadline: float, environ: Mapping[str, str]) -> Store:
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"asyncrl/{environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
+    part = "job" if every_attempt else attempt(environ)
+    return PrefixStore(f"asyncrl/{environ.get('TORCHELASTIC_RUN_ID', '')}/{part}", store)
 
 
 def _listen(host: str, port: int, environ: Mapping[str, str]) -> int:

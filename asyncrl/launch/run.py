@@ -21,6 +21,7 @@ from asyncrl import activity
 from asyncrl.config import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import address, rendezvous
+from asyncrl.launch.child import die_with_parent
 from asyncrl.launch.crew import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.hang_watch import HangWatch
@@ -45,6 +46,8 @@ def run(config: TrainConfig) -> int:
         ConfigError: Something that cannot work; nothing was started.
         AsyncRLError: The run failed.
     """
+    if (torchrun := rendezvous.agent()) is not None:
+        die_with_parent(torchrun)
     with StopFlag().listening() as stop:
         if config.inline:
             from asyncrl.launch.inline import run_inline
@@ -83,11 +86,16 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
 
             learners.follow(facts, placement, crew)
         else:
-            crew.watch(over=lambda: not Path(facts.sockets).exists())
-        crew.end(ACTOR_FAREWELL)
+            crew.watch(over=lambda: not (Path(facts.sockets).exists() and _learner_lives(facts)))
+        crew.end(ACTOR_FAREWELL if _learner_lives(facts) else 0.0)
     finally:
         crew.end(0.0)
     return 0
+
+
+def _learner_lives(facts: RunFacts) -> bool:
+    """Whether rank 0 is there to end the run in order. It is not when something killed it."""
+    return any(p.alive for p in activity.read(Path(facts.run_dir)) if p.role == "learner-0")
 
 
 def _actor(config: TrainConfig, facts: RunFacts, rank: int) -> Supervisor:
@@ -119,17 +127,22 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     device = pick_device(config.device, rendezvous.local_rank())
     learners.check(config, placement)
     transport = build.transport_of(config, placement)
-    start = build.prepare(config, device)
+    start = build.prepare(config, device, rendezvous.run_of_earlier_attempt())
     run_dir = start.run_dir
+    rendezvous.remember_run(run_dir)
     activity.join(run_dir, "learner-0")
     publisher = build_publisher(transport, device=device, deadline=config.weights.deadline)
     with (
         Logbook(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
         ) as log,
-        address.opened(config) as (sockets, endpoint),
+        address.opened(config, run_dir) as (sockets, endpoint),
     ):
         log.banner(summary.banner(config, run_dir, placement.summary, str(device)))
+        if attempt := rendezvous.attempt():
+            log.banner(
+                f"torchrun started the ranks again (restart {attempt}); on from version {start.version}"
+            )
         facts = RunFacts(
             run_dir=str(run_dir),
             replay_endpoint=endpoint,

@@ -27,6 +27,8 @@ from asyncrl.launch.child import run_child
 
 MAX_BACK_OFF = 30.0
 """Longest pause before a respawn, in seconds."""
+HEALTHY_SECONDS = 600.0
+"""A child that lived so long was well: deaths before it are forgotten."""
 KILL_DEADLINE = 5.0
 """Seconds the operating system has to end a killed child."""
 
@@ -69,12 +71,16 @@ class Supervisor:
             target: What the child calls, 'package.module:function'; imported by the child only.
             args: Text arguments of the function; pass anything larger as JSON.
             log_path: File that receives the child's output, appended to.
-            max_respawns: The child may die this often and come back; one death more raises.
-            back_off: Seconds before the first respawn, >= 0; doubled each time, at most 30.
+            max_respawns: The child may die this often in a row and come back; one death more raises. A
+                child that lived for HEALTHY_SECONDS begins a new row.
+            back_off: Seconds before the first respawn of a row, >= 0; doubled each time, at most 30.
             clock: Seconds that never go backwards.
         """
         self.name = name
         self.respawns = 0
+        """How often it came back."""
+        self._deaths = 0
+        """In a row, of children that did not live long."""
         self._call = (target, args, str(log_path))
         self._log_path = log_path
         self._max_respawns = max_respawns
@@ -96,7 +102,7 @@ class Supervisor:
         """Look after the child, without waiting: respawn it when its back-off is over.
 
         Raises:
-            RunError: it died more than `max_respawns` times.
+            RunError: it died more than `max_respawns` times in a row.
         """
         if self._stopped:
             return State.FINISHED
@@ -112,9 +118,10 @@ class Supervisor:
             return State.RUNNING
         if self._child.exitcode == 0:
             return State.FINISHED
-        if self.respawns >= self._max_respawns:
+        self._deaths = 1 if self._clock() - self._born >= HEALTHY_SECONDS else self._deaths + 1
+        if self._deaths > self._max_respawns:
             raise RunError(self._obituary(self._child.exitcode))
-        self._due = self._clock() + min(self._back_off * 2**self.respawns, MAX_BACK_OFF)
+        self._due = self._clock() + min(self._back_off * 2 ** (self._deaths - 1), MAX_BACK_OFF)
         return State.BACKING_OFF
 
     def wait(self, deadline: float) -> bool:
@@ -149,6 +156,7 @@ class Supervisor:
         context = multiprocessing.get_context("spawn")
         child = context.Process(target=run_child, args=(self.name, *self._call), name=self.name, daemon=True)
         child.start()
+        self._born = self._clock()
         return child
 
     def _obituary(self, exit_code: int) -> str:
@@ -157,7 +165,7 @@ class Supervisor:
             with self._log_path.open("rb") as log:
                 log.seek(self._log_start)
                 text = log.read().decode(errors="replace")
-        times = "1 time" if self.respawns == 0 else f"{self.respawns + 1} times"
+        times = "1 time" if self._deaths == 1 else f"{self._deaths} times in a row"
         allowed = f"(allowed respawns: {self._max_respawns})"
         head = f"{self.name} died {times} {allowed}, last {_ending(exit_code)}."
         cause = first_traceback(text)

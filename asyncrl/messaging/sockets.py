@@ -21,6 +21,8 @@ from asyncrl.messaging.wire import MAX_FRAME_BYTES
 
 MAX_IPC_PATH: Final = 107
 """Longest path of a unix socket, in bytes."""
+PREFIX: Final = "asyncrl-"
+"""How the names of private folders begin."""
 LINGER_MS: Final = 1000
 BULK_HWM: Final = 4
 """Messages queued in a direction that carries episodes. ZeroMQ counts messages, not bytes."""
@@ -37,7 +39,7 @@ def private_folder() -> Path:
     Raises:
         ConfigError: The temporary folder's path is too long.
     """
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     if len(os.fsencode(folder)) > MAX_IPC_PATH - 20:
         folder.rmdir()
         raise ConfigError(
