@@ -109,6 +109,20 @@ def test_a_dead_child_comes_back_after_a_back_off_that_doubles(tmp_path):
     assert child.poll() is State.FINISHED
 
 
+def test_a_child_that_lived_long_begins_a_new_row(tmp_path):
+    clock = Clock()
+    child = Supervisor("actor", target(kill_itself), (), tmp_path / "log", 2, 4.0, clock)
+    for life, pause in ((1.0, 4.0), (700.0, 4.0), (20.0, 4.0)):  # A new row; then one death more is allowed.
+        assert child.wait(DEADLINE)
+        clock.now += life
+        assert child.poll() is State.BACKING_OFF
+        clock.now += pause + 0.01
+        assert child.poll() is State.RUNNING
+    assert child.wait(DEADLINE)
+    with pytest.raises(RunError, match="died 3 times in a row"):
+        child.poll()
+
+
 def test_dying_too_often_ends_with_the_first_traceback_and_the_log_once(tmp_path):
     log = tmp_path / "log"
     log.write_text("Traceback (most recent call last):\n  of an earlier run\nOldError\n")

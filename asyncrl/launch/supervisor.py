@@ -29,6 +29,8 @@ MAX_BACK_OFF = 30.0
 """Longest pause before a respawn, in seconds."""
 HEALTHY_SECONDS = 600.0
 """A child that lived so long was well: deaths before it are forgotten."""
+QUICK_SECONDS = 10.0
+"""A child that lived shorter makes the next pause twice as long."""
 KILL_DEADLINE = 5.0
 """Seconds the operating system has to end a killed child."""
 
@@ -73,7 +75,8 @@ class Supervisor:
             log_path: File that receives the child's output, appended to.
             max_respawns: The child may die this often in a row and come back; one death more raises. A
                 child that lived for HEALTHY_SECONDS begins a new row.
-            back_off: Seconds before the first respawn of a row, >= 0; doubled each time, at most 30.
+            back_off: Seconds before a respawn, >= 0; doubled each time it lives shorter than QUICK_SECONDS, at
+                most 30.
             clock: Seconds that never go backwards.
         """
         self.name = name
@@ -81,6 +84,7 @@ class Supervisor:
         """How often it came back."""
         self._deaths = 0
         """In a row, of children that did not live long."""
+        self._quick_deaths = 0
         self._call = (target, args, str(log_path))
         self._log_path = log_path
         self._max_respawns = max_respawns
@@ -118,10 +122,12 @@ class Supervisor:
             return State.RUNNING
         if self._child.exitcode == 0:
             return State.FINISHED
-        self._deaths = 1 if self._clock() - self._born >= HEALTHY_SECONDS else self._deaths + 1
+        lived = self._clock() - self._born
+        self._deaths = 1 if lived >= HEALTHY_SECONDS else self._deaths + 1
+        self._quick_deaths = 0 if lived >= QUICK_SECONDS else self._quick_deaths + 1
         if self._deaths > self._max_respawns:
             raise RunError(self._obituary(self._child.exitcode))
-        self._due = self._clock() + min(self._back_off * 2 ** (self._deaths - 1), MAX_BACK_OFF)
+        self._due = self._clock() + min(self._back_off * 2 ** max(0, self._quick_deaths - 1), MAX_BACK_OFF)
         return State.BACKING_OFF
 
     def wait(self, deadline: float) -> bool:
