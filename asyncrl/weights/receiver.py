@@ -49,7 +49,8 @@ class StoreReceiver:
         self._link = EpochLink(deadline, self._given_up)
         self._epoch, self._k, self._damaged = 0, 0, 0
         self._epoch_failed = False
-        self._spare = layout.allocate(manifest, transport.device)
+        self._spare: layout.Buffers | None = None
+        """Where the next version goes; made when it comes, so that an answer to an offer never waits for it."""
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
         self._complete = layout.allocate(manifest, transport.device)
@@ -202,7 +203,8 @@ class StoreReceiver:
 
     def _receive(self, header: Header) -> None:
         """Take one version into the spare buffers and, when it is whole, make them the complete ones."""
-        spare = self._spare
+        spare = self._spare or layout.allocate(self._manifest, self._transport.device)
+        self._spare = spare
         try:
             with waits.waiting(waits.RECEIVING, self._deadline, f": version {header.version}"):
                 self._link.use(
@@ -210,7 +212,7 @@ class StoreReceiver:
                 )
         except WeightSyncError:
             # An abandoned broadcast may still write into these buffers.
-            self._spare = layout.allocate(self._manifest, self._transport.device)
+            self._spare = None
             raise
         # The learner reuses its buffers only after our receipt or after a newer offer.
         if reason := self._given_up():

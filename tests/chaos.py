@@ -1,0 +1,249 @@
+"""Ends processes of a run at random moments, and says what became of the run: settings in, a report out.
+
+The run is a real one under torchrun, on loopback. Only processes that it started are signalled, each by the
+process id and start that it wrote itself. One seed, one sequence of roles, signals and delays; what a process
+was doing when it was hit is read from the run (`asyncrl.activity`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl import activity
+from asyncrl.replay.ledger import read_entries
+from asyncrl.replay.schema import read_shard
+from asyncrl.replay.store import PATTERN
+
+ENTRY: Final = Path(__file__).with_name("chaos_entry.py")
+WEIGHTS: Final = {"actor-1": 5, "actor-2": 5, "replay": 5, "learner-0": 2, "rank-1": 1}
+"""How often each role is hit, relative to the others."""
+SIGNALS: Final = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
+"""What actors and replay get; the ranks of torchrun always get SIGKILL."""
+STOPPED_SECONDS: Final = 3.0
+MOMENTS: Final = ("", "imagining", "handing over", "receiving", "sealing", "broadcasting")
+"""What a process should be doing when it is hit, where it does so within a second; '': anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run with its kills."""
+
+    kills: int = 30
+    updates: int = 40
+    at_once: int = 2
+    """Processes that are hit in one moment."""
+    seed: int = 0
+    deadline: float = 600.0
+
+
+@dataclass(kw_only=True)
+class Hit:
+    """One process that was hit."""
+
+    role: str
+    signal: str
+    doing: str
+    pid: int
+    at: float
+    recovered: float | None = None
+    """Seconds until a process of this role was at work again."""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What became of a run."""
+
+    hits: list[Hit] = field(default_factory=list)
+    returncode: int | None = None
+    output: str = ""
+    versions: int = 0
+    """Updates in metrics.jsonl, each version once."""
+    longest_wait: float = 0.0
+    """Longest time the learner waited for a batch, in seconds."""
+    acknowledged: int = 0
+    lost: list[str] = field(default_factory=list)
+    """Episodes that were acknowledged and are neither stored nor given up by name."""
+    doubled: list[str] = field(default_factory=list)
+    """Episodes that two updates of the final policy learned from."""
+    too_old: list[dict[str, Any]] = field(default_factory=list)
+    """Batches with a decision beyond the lag bound."""
+    left_over: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Chaos:
+    """A run that is being hit."""
+
+    def __init__(self, plan: Plan, folder: Path, flags: Sequence[str], environment: dict[str, str]) -> None:
+        """Start it in `folder`; `flags` name its models."""
+        self.plan, self.folder, self.run = plan, folder, folder / "run"
+        self.random, self.report = random.Random(plan.seed), Report()
+        self._began, self._version = time.monotonic(), 0
+        self._open_gate(0.0)
+        self._mark = f"CHAOS_NOTES={folder / 'notes.jsonl'}"
+        settings = {
+            "updates": plan.updates,
+            "run-dir": self.run,
+            "checkpoint-every": 2,
+            "replay.max-lag": 2,
+            "replay.max-gigabytes": 8,
+            "actor.max-respawns": 1000,
+            "weights.deadline": 20,
+        }
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+        self.process = subprocess.Popen(
+            [*torchrun, "--max-restarts", "1000", "--monitor-interval", "0.1", str(ENTRY), *flags]
+            + [text for name, value in settings.items() for text in (f"--{name}", str(value))],
+            env=environment | {"CHAOS_NOTES": str(folder / "notes.jsonl")},
+            stdout=(folder / "output").open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def finish(self) -> Report:
+        """Hit it until the plan is fulfilled, wait for its end, and look at what it left."""
+        try:
+            while len(self.report.hits) < self.plan.kills and self.process.poll() is None:
+                self._open_gate(len(self.report.hits) / self.plan.kills)
+                self._watch(self.random.uniform(0.0, 1.5))
+                self._strike()
+            self._open_gate(1.0)
+            self._watch_until(lambda: self.process.poll() is not None)
+        finally:
+            self._end()
+        self._look_at_what_is_left()
+        return self.report
+
+    def _open_gate(self, share: float) -> None:
+        """Let the learner go on up to a share of its updates, and a little further."""
+        part = self.folder / "gate.new"
+        part.write_text(str(int(share * self.plan.updates) + 3))
+        part.replace(self.folder / "gate")
+
+    def _strike(self) -> None:
+        """Hit some living processes at once, then wait until all roles work again."""
+        roles = list(WEIGHTS)
+        chosen = set(self.random.choices(roles, list(WEIGHTS.values()), k=self.plan.at_once))
+        moment, plain = self.random.choice(MOMENTS), self.random.choice(SIGNALS)
+        until = time.monotonic() + 1.0
+        while moment and not any(moment in d.what for p in self._living() for d in p.doing):
+            if time.monotonic() > until:
+                break
+        hits = []
+        for process in self._living():
+            if process.role in chosen and len(self.report.hits) < self.plan.kills:
+                number = plain if process.role not in ("learner-0", "rank-1") else signal.SIGKILL
+                what = "; ".join(doing.what for doing in process.doing) or "nothing"
+                os.kill(process.pid, number)
+                name = signal.Signals(number).name
+                hits.append(
+                    Hit(role=process.role, signal=name, doing=what, pid=process.pid, at=time.monotonic())
+                )
+        self.report.hits += hits
+        if any(hit.signal == "SIGSTOP" for hit in hits):
+            self._watch(STOPPED_SECONDS)
+            for hit in hits:
+                if hit.signal == "SIGSTOP":
+                    os.kill(hit.pid, signal.SIGCONT)
+        self._await_recovery(hits)
+
+    def _await_recovery(self, hits: list[Hit]) -> None:
+        def recovered() -> bool:
+            for process in self._living():
+                for hit in hits:
+                    anew = process.pid != hit.pid or hit.signal == "SIGSTOP"
+                    if hit.role == process.role and hit.recovered is None and anew and at_work(process):
+                        hit.recovered = time.monotonic() - hit.at
+            return all(hit.recovered is not None for hit in hits)
+
+        self._watch_until(recovered)
+
+    def _watch(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        self._watch_until(lambda: time.monotonic() > until)
+
+    def _watch_until(self, true: Any) -> None:
+        """Look at the run until something is true or it ended."""
+        while not true() and self.process.poll() is None:
+            if time.monotonic() - self._began > self.plan.deadline:
+                activity.dump_stacks(self.run)
+                time.sleep(1.0)
+                raise AssertionError(f"not done after {self.plan.deadline:g} s:\n{self.describe()}")
+            rows = self.run / "metrics.jsonl"
+            if rows.exists() and (lines := rows.read_text().splitlines()):
+                self._version = int(json.loads(lines[-1])["step"])
+            time.sleep(0.02)
+
+    def _living(self) -> list[activity.Process]:
+        return [process for process in activity.read(self.run) if process.alive]
+
+    def _end(self) -> None:
+        """End torchrun, if it still runs, and with it everything that it started."""
+        self.report.seconds = time.monotonic() - self._began
+        if self.process.poll() is None:
+            self.process.kill()
+        self.report.returncode = self.process.wait(10)
+        until = time.monotonic() + 10
+        while (left := left_over(self._mark)) and time.monotonic() < until:
+            time.sleep(0.05)
+        self.report.left_over = left
+        self.report.output = (self.folder / "output").read_text()
+
+    def describe(self) -> str:
+        """Say what every process does, for an error message."""
+        told = [f"{p.role} alive={p.alive}: {p.doing}" for p in activity.read(self.run)]
+        return "\n".join([f"version {self._version}, {len(self.report.hits)} hits", *told])
+
+    def _look_at_what_is_left(self) -> None:
+        notes = [json.loads(line) for line in (self.folder / "notes.jsonl").read_text().splitlines()]
+        steps = [json.loads(line)["step"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        assert steps == sorted(set(steps))
+        self.report.versions = len(steps)
+        stored = {x["receipt"]: x["group"] for x in notes if x.get("status") == "stored"}
+        self.report.acknowledged = len(stored)
+        self.report.lost = sorted(self._missing(stored))
+        batches = [x for x in notes if "batch" in x]
+        self.report.longest_wait = max(x["waited"] for x in batches)
+        self.report.too_old = [x for x in batches if x["version"] - x["oldest"] > 2]
+        learned = {x["version"]: x["batch"] for x in batches}  # The last batch of a version is what counts.
+        uses = Counter(episode for batch in learned.values() for episode in batch)
+        self.report.doubled = sorted(episode for episode, count in uses.items() if count > 1)
+
+    def _missing(self, stored: dict[str, int]) -> set[str]:
+        """Acknowledged episodes that are in no file, and whose group the ledger does not say was given up."""
+        files = (self.run / "replay").glob(PATTERN)
+        found = {episode for path in files for episode in read_shard(path).episode_ids}
+        entries = read_entries(self.run / "replay" / "ledger.log", print)
+        given_up = {entry["dropped"] for entry in entries if entry.get("dropped") is not None}
+        return {episode for episode, group in stored.items() if group not in given_up} - found
+
+
+def at_work(process: activity.Process) -> bool:
+    """Whether a process has started up."""
+    said = " ".join(doing.what for doing in process.doing)
+    return any(x in said for x in ("imagining", "credit", "serving", "batch", "updating")) or (
+        process.role.startswith("rank-")
+    )
+
+
+def left_over(mark: str) -> list[str]:
+    """Processes with `mark` in their environment that still run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes() and (folder / "cmdline").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # Ended meanwhile, or somebody else's.
+    return found
