@@ -110,9 +110,9 @@ def check_device_memory(subject: Subject) -> Finding | None:
         needed[place] += rank_needs(subject.config, subject.sizes, placement, rank)
     free = {place: free_on(place) for place in needed}
     seen = "; ".join(
-        f"{place}: {needed[place] / GIB:.2f} of {free[place] / GIB:.1f} GiB free" for place in needed
+        f"{place}: {needed[place] / GIB:.2f} of {free[place] / GIB:.1f} GiB that are free" for place in needed
     )
-    seen += " for weights and training state"
+    seen = f"weights and training state take {seen}"
     tight = [place for place in needed if needed[place] > free[place]]
     if tight:
         return warning(

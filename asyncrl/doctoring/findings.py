@@ -76,7 +76,7 @@ def look(name: str, check: Callable[[], Finding | None], deadline: float) -> Fin
     def run() -> None:
         try:
             found.append(check())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             found.append(broken(name, f"cannot be checked: {type(error).__name__}: {one_line(error)}"))
         finally:
             done.set()
@@ -87,8 +87,6 @@ def look(name: str, check: Callable[[], Finding | None], deadline: float) -> Fin
         done.wait(deadline - PROGRESS_AFTER)
     if found:
         return found[0]
-    if done.is_set():  # Not an Exception: the check ended the thread, as SystemExit does.
-        return broken(name, "cannot be checked: the check ended without an answer.")
     return broken(
         name,
         f"the check did not end within {deadline:g} s.",

@@ -10,6 +10,7 @@ The link is made and used as the weight channel does it (`weights.transports`).
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,9 +51,12 @@ def serve(connection: Connection, parent: int, device: str, log: str) -> None:
         connection: To the parent.
         parent: Its process id; this process ends with it.
         device: 'cpu' or 'cuda:N'.
-        log: File that receives what is printed here.
+        log: File that receives what is printed here; '' sends all of it to stderr.
     """
-    redirect_output(log)
+    if log:
+        redirect_output(log)
+    else:
+        os.dup2(2, 1)  # NCCL prints to stdout, which belongs to the report.
     die_with_parent(parent)
     # The parent's end of the pipe closes when it has heard enough.
     with suppress(EOFError, BrokenPipeError):

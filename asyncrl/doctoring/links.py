@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,10 +26,10 @@ from asyncrl.launch.devices import pick_device
 from asyncrl.weights.store import open_store
 
 DEADLINE: Final = 60.0
-"""Seconds for all pairs together."""
+"""Seconds in which pairs are begun; one that might not end before is left out and named."""
 START_DEADLINE: Final = 30.0
 """Seconds that a child has to import torch and to reach its device."""
-PAIR_DEADLINE: Final = 10.0
+PAIR_DEADLINE: Final = 15.0
 KILL_DEADLINE: Final = 2.0
 """Seconds the operating system has to end a killed child, before it is left alone."""
 GPU_BYTES, GPU_TIMES = 64 << 20, 8
@@ -103,13 +103,14 @@ def measure(
         devices: 'cuda:N', or 'cpu' several times.
         nbytes: Size of the buffer.
         times: A send is this many broadcasts of it.
-        deadline: Seconds in all. A pair that there is no time for is left out and says so.
+        deadline: Seconds. A pair that might not end within them is not begun.
         pair_deadline: Seconds of one pair, once its children have started.
         serve: What a child does, `link_member.serve`.
     """
     until = time.monotonic() + deadline
     store, endpoint = open_store("127.0.0.1:0")
-    pairs = list(combinations(range(len(devices)), 2)) or [(0,)]
+    # Neighbours first: pairs of one sick device do not take the time of all the others.
+    pairs = sorted(combinations(range(len(devices)), 2), key=lambda pair: pair[1] - pair[0]) or [(0,)]
     results = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         crew = _Crew(devices, Path(folder), serve)
@@ -117,22 +118,20 @@ def measure(
             crew.start(range(len(devices)))
             for number, pair in enumerate(pairs):
                 name = " - ".join(_names(devices)[index] for index in pair)
-                if time.monotonic() >= until:
+                if time.monotonic() + pair_deadline > until:
                     results.append(Result(pair=name, tested=False))
                     continue
-                tasks = [
-                    Task(
-                        number=number,
-                        endpoint=endpoint,
-                        rank=rank,
-                        size=len(pair),
-                        bytes=nbytes,
-                        times=times,
-                        seconds=pair_deadline,
-                    )
-                    for rank in range(len(pair))
-                ]
-                results.append(_measure_pair(crew, name, pair, tasks, until))
+                task = Task(
+                    number=number,
+                    endpoint=endpoint,
+                    rank=0,
+                    size=len(pair),
+                    bytes=nbytes,
+                    times=times,
+                    seconds=pair_deadline,
+                )
+                tasks = [replace(task, rank=rank) for rank in range(len(pair))]
+                results.append(_measure_pair(crew, name, pair, tasks))
         finally:
             crew.end()
     del store  # Until here: it serves the endpoint.
@@ -144,14 +143,13 @@ def _names(devices: Sequence[str]) -> list[str]:
     return [name if devices.count(name) == 1 else f"{name} process {i}" for i, name in enumerate(devices)]
 
 
-def _measure_pair(crew: _Crew, name: str, pair: Sequence[int], tasks: Sequence[Task], until: float) -> Result:
+def _measure_pair(crew: _Crew, name: str, pair: Sequence[int], tasks: Sequence[Task]) -> Result:
     try:
         crew.start(pair)
-        for index in pair:
-            crew.hear(index, min(until, time.monotonic() + START_DEADLINE), "did not start")
+        crew.wait_until_ready(pair)
         for index, task in zip(pair, tasks, strict=True):
             crew.tell(index, task)
-        end = min(until, time.monotonic() + tasks[0].seconds)
+        end = time.monotonic() + tasks[0].seconds
         answers = [crew.hear(index, end, "hangs") for index in pair]
     except WeightSyncError as error:
         crew.drop(pair)
@@ -168,12 +166,12 @@ class _Crew:
         self._devices, self._folder, self._serve = devices, folder, serve
         self._children: dict[int, tuple[Any, Connection]] = {}
         self._ready: set[int] = set()
+        self._killed: list[Any] = []
 
     def start(self, indices: Sequence[int]) -> None:
         """Start the children that are not there; they get ready side by side."""
         context = multiprocessing.get_context("spawn")
-        # NCCL prints to stdout; asked for by the user, it goes where the report does not.
-        log = "/dev/stderr" if "NCCL_DEBUG" in os.environ else str(self._folder / "log")
+        log = "" if "NCCL_DEBUG" in os.environ else str(self._folder / "log")
         for index in indices:
             if index not in self._children:
                 ours, theirs = context.Pipe()
@@ -183,6 +181,18 @@ class _Crew:
                 theirs.close()
                 self._children[index] = (child, ours)
 
+    def wait_until_ready(self, indices: Sequence[int]) -> None:
+        """Wait until children have started.
+
+        Raises:
+            WeightSyncError: One did not within `START_DEADLINE`, or cannot reach its device.
+        """
+        until = time.monotonic() + START_DEADLINE
+        for index in indices:
+            if index not in self._ready:
+                self.hear(index, until, "did not start")
+                self._ready.add(index)
+
     def tell(self, index: int, task: Task) -> None:
         """Send a task."""
         try:
@@ -191,13 +201,11 @@ class _Crew:
             raise WeightSyncError(self._ended(index)) from None
 
     def hear(self, index: int, until: float, otherwise: str) -> dict[str, Any]:
-        """Wait for a child's answer: to its task, or when it has none that it is ready.
+        """Wait for a child's next message.
 
         Raises:
             WeightSyncError: It says that it failed, ended, or did not answer until then.
         """
-        if otherwise == "did not start" and index in self._ready:
-            return {}
         name, connection = _names(self._devices)[index], self._children[index][1]
         if not connection.poll(max(0.0, until - time.monotonic())):
             raise WeightSyncError(f"{otherwise} ({name} gave no answer in time)")
@@ -207,7 +215,6 @@ class _Crew:
             raise WeightSyncError(self._ended(index)) from None
         if "problem" in answer:
             raise WeightSyncError(f"failed ({name}: {answer['problem']})")
-        self._ready.add(index)
         return answer
 
     def _ended(self, index: int) -> str:
@@ -216,16 +223,17 @@ class _Crew:
         return f"failed (the process of {_names(self._devices)[index]} ended with code {child.exitcode})"
 
     def drop(self, indices: Sequence[int]) -> None:
-        """Kill children; those that outlive it hang inside the operating system and are left alone."""
+        """Kill children without waiting: the next pair need not wait for a driver."""
         for index in indices:
             child, connection = self._children.pop(index)
             self._ready.discard(index)
             connection.close()
             child.kill()
+            self._killed.append(child)
 
     def end(self) -> None:
-        """Kill all."""
-        children = [child for child, _ in self._children.values()]
+        """Kill all. Whoever outlives it hangs inside the operating system and is left alone."""
         self.drop(list(self._children))
-        for child in children:
-            child.join(KILL_DEADLINE)
+        until = time.monotonic() + KILL_DEADLINE
+        for child in self._killed:
+            child.join(max(0.0, until - time.monotonic()))

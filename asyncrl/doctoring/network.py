@@ -103,7 +103,7 @@ def _cannot_bind(name: str, host: str, port: int, error: OSError) -> Finding:
         advice = "Use the address of one of its interfaces: ip -brief address"
         return broken(name, f"{host} is no address of this host.", advice)
     if error.errno == errno.EADDRINUSE:
-        owner = holder(port) or "a process of another user"
+        owner = holder(port) or "a process that is not seen from here"
         return broken(name, f"port {port} is taken by {owner}.", "End it, or choose another port.")
     return broken(name, f"{host}:{port} cannot be opened ({one_line(error)}).", "Choose another port.")
 

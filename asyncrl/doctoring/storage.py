@@ -69,14 +69,14 @@ def check_run_folder(subject: Subject) -> Finding:
 def check_free_disk(subject: Subject) -> Finding:
     """Compare what replay and checkpoints may come to with what is free."""
     config, place = subject.config, _place(subject.config)
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(place).free + _held(config)
     # While a checkpoint is written, all that are kept still lie there.
     checkpoints = (config.keep_checkpoints + 1) * subject.sizes.checkpoint if subject.sizes else 0
     replay = int(config.replay.max_gigabytes * 1e9)
+    size = f"{checkpoints / GIB:.2f}" if subject.sizes else "an unknown size"
     seen = (
-        f"{free / GIB:.1f} GiB in {place}; the replay may take {replay / GIB:.1f}, "
-        f"{config.keep_checkpoints + 1} checkpoints "
-        + (f"{checkpoints / GIB:.2f}" if subject.sizes else "an unknown size")
+        f"{free / GIB:.1f} GiB in {place}{', with what the run has already' * config.resume}; "
+        f"the replay may take {replay / GIB:.1f}, {config.keep_checkpoints + 1} checkpoints {size}"
     )
     if free < checkpoints:
         advice = "Free space, lower --keep-checkpoints, or choose another --run-dir."
@@ -85,6 +85,17 @@ def check_free_disk(subject: Subject) -> Finding:
         advice = "Lower --replay.max-gigabytes, or choose another --run-dir."
         return warning("free disk", f"{seen}: actors would wait for space.", advice)
     return ok("free disk", seen)
+
+
+def _held(config: TrainConfig) -> int:
+    """Bytes that a run to be resumed has on the disk already."""
+    if not config.resume:
+        return 0
+    try:
+        folder = run_folder.locate(config)
+    except ConfigError:  # The line about the run folder says so.
+        return 0
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check_disk_speed(subject: Subject) -> Finding:
