@@ -73,7 +73,11 @@ def test_a_check_that_crashes_is_a_finding_of_its_own(check, words) -> None:
 
 def test_a_check_that_hangs_is_left_behind(capsys) -> None:
     release = threading.Event()
-    finding = look("disk", lambda: release.wait(60) and None, 0.2)
+
+    def hang() -> None:
+        release.wait(60)
+
+    finding = look("disk", hang, 0.2)
     release.set()
     assert finding is not None
     assert (finding.verdict, finding.seen) == (Verdict.BROKEN, "the check did not end within 0.2 s.")
@@ -155,14 +159,14 @@ def test_missing_shipped_files_are_rebuilt(tmp_path, monkeypatch) -> None:
 
 def test_models_that_do_not_fit_are_named(tmp_path) -> None:
     write_models(tmp_path)
-    given = {"policy": str(tmp_path / "policy"), "world": str(tmp_path / "world")}
-    fitting = Subject(config=TrainConfig(**given, start_states=str(tmp_path / "starts.h5")))
+    folders = TrainConfig(policy=str(tmp_path / "policy"), world=str(tmp_path / "world"))
+    fitting = Subject(config=replace(folders, start_states=str(tmp_path / "starts.h5")))
     finding = models.check_models(fitting)
     assert finding.verdict is Verdict.OK, finding
     assert "8 start states" in finding.seen
     assert "64 x 64 pixels" in finding.seen
     save_start_states(tmp_path / "small.h5", [start_state(0, 32)])
-    wrong = Subject(config=TrainConfig(**given, start_states=str(tmp_path / "small.h5")))
+    wrong = Subject(config=replace(folders, start_states=str(tmp_path / "small.h5")))
     finding = models.check_models(wrong)
     assert finding.verdict is Verdict.BROKEN
     assert "(32, 32, 3)" in finding.seen
@@ -251,8 +255,9 @@ def test_too_few_open_files_are_a_warning_with_the_command() -> None:
 
 def test_missing_shared_memory_is_a_warning(tmp_path) -> None:
     subject = Subject(config=TrainConfig())
-    assert machine.check_shared_memory(subject, tmp_path).verdict is Verdict.OK
-    assert machine.check_shared_memory(subject, tmp_path / "none").verdict is Verdict.WARNING
-    little = machine.check_shared_memory(subject, Path("/dev/pts"))  # A file system without space.
-    assert little.verdict is Verdict.WARNING
-    assert "--shm-size" in little.advice
+    assert machine.check_shared_memory(subject, tmp_path, gpus=2).verdict is Verdict.OK
+    for without_space in (tmp_path / "none", Path("/dev/pts")):
+        finding = machine.check_shared_memory(subject, without_space, gpus=2)
+        assert finding.verdict is Verdict.WARNING
+        assert "--shm-size" in finding.advice
+        assert machine.check_shared_memory(subject, without_space, gpus=1).verdict is Verdict.OK

@@ -17,9 +17,8 @@ GPUS = torch.cuda.device_count()
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 def test_one_gpu_forms_a_group_alone() -> None:
     (result,) = links.measure(["cuda:0"], links.GPU_BYTES, links.GPU_TIMES)
-    assert result.problem == ""
-    assert result.pair == "cuda:0"
-    assert len(result.rates) == 1
+    assert result == links.Result(pair="cuda:0")
+    assert links.judge("GPU links", [result], links.GPU_BYTES, "nccl").seen == "nccl, cuda:0 alone"
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")

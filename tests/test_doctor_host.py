@@ -147,6 +147,12 @@ def test_a_taken_port_is_broken_and_its_holder_is_named(tmp_path: Path) -> None:
     assert network.holder(port) == ""
 
 
+def test_a_connection_does_not_hold_its_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
+        client.connect(server.getsockname())
+        assert network.holder(client.getsockname()[1]) == ""
+
+
 def test_an_address_of_another_host_is_broken(tmp_path: Path) -> None:
     create_keys(tmp_path / "keys", ["learner", "actor-0"])
     finding = certain(

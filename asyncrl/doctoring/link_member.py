@@ -16,9 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Final
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
 
 from asyncrl.launch.child import die_with_parent, redirect_output
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 ROUNDS: Final = 3
 """Measured sends of each way, after one that is not measured: the first sets connections up."""
@@ -111,8 +115,15 @@ def exchange(task: Task, device: str) -> list[float]:
         found.append(_median_seconds(lambda: link.send(0) if sends else link.receive(0, buffers)))  # noqa: B023
         if not bool((buffer == 1 + way).all()):
             raise WeightSyncError("what arrived is not what was sent.")
+        _meet(store, task)
         link.abort()
     return found
+
+
+def _meet(store: Store, task: Task) -> None:
+    """Wait until both ends are done: neither takes its memory away while the other may still read it."""
+    store.set(f"done/{task.rank}", "yes")
+    store.wait([f"done/{rank}" for rank in range(task.size)], timedelta(seconds=task.seconds))
 
 
 def _median_seconds(action: Callable[[], None]) -> float:

@@ -49,7 +49,7 @@ class Result:
     pair: str
     """For people, like 'cuda:0 - cuda:1'."""
     rates: tuple[float, ...] = ()
-    """GB/s of each way; empty when it failed."""
+    """GB/s of each way; empty when it failed, or for a GPU that is alone."""
     problem: str = ""
     tested: bool = True
     """False: there was no time left for it."""
@@ -72,7 +72,9 @@ def check_links(subject: Subject) -> Finding:
 def judge(name: str, results: Sequence[Result], nbytes: int, carrier: str) -> Finding:
     """Sum the pairs up in a finding."""
     rates = [(rate, result.pair) for result in results for rate in result.rates]
-    seen = f"{carrier}, {nbytes >> 20} MiB each way"
+    seen = f"{carrier}, {results[0].pair} alone"
+    if rates or len(results) > 1:
+        seen = f"{carrier}, {nbytes >> 20} MiB each way"
     if rates:
         lowest, pair = min(rates)
         seen += f": lowest {lowest:.3g} GB/s ({pair})"
@@ -154,6 +156,8 @@ def _measure_pair(crew: _Crew, name: str, pair: Sequence[int], tasks: Sequence[T
     except WeightSyncError as error:
         crew.drop(pair)
         return Result(pair=name, problem=str(error))
+    if len(pair) == 1:
+        return Result(pair=name)
     slower = [max(seconds) for seconds in zip(*(answer["seconds"] for answer in answers), strict=True)]
     moved = tasks[0].bytes * tasks[0].times
     return Result(pair=name, rates=tuple(moved / seconds / 1e9 for seconds in slower))

@@ -14,8 +14,8 @@ from asyncrl.errors import AssetError
 from asyncrl.launch.placement import ranks_named
 
 GIB: Final = 2**30
-MIB: Final = 2**20
 LOW_MEMORY: Final = 4 * GIB
+SHARED: Final = Path("/dev/shm")  # noqa: S108
 LOW_SHARED: Final = GIB
 """NCCL moves data through shared memory between GPUs that cannot reach each other directly."""
 OPEN_FILES: Final = 256
@@ -70,18 +70,27 @@ def _cgroup(name: str) -> str:
     return path.read_text().strip() if path.is_file() else ""
 
 
-def check_shared_memory(_: Subject, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108
-    """Whether there is shared memory for NCCL. Without GPUs it is not used, and only named."""
-    if not folder.is_dir():
-        return warning("shared memory", f"there is no {folder}.", "NCCL may need it: mount a tmpfs there.")
-    usage = shutil.disk_usage(folder)
-    seen = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {folder}"
-    if usage.free < LOW_SHARED:
+def gpus_of_host() -> int:
+    """How many NVIDIA GPUs the driver shows; asked without torch."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def check_shared_memory(_: Subject, folder: Path = SHARED, gpus: int | None = None) -> Finding:
+    """Whether several GPUs have the shared memory that NCCL may use between them.
+
+    Args:
+        folder: Where shared memory is mounted.
+        gpus: None: as many as the host has.
+    """
+    usage = shutil.disk_usage(folder) if folder.is_dir() else None
+    free, total = (usage.free, usage.total) if usage else (0, 0)
+    seen = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free in {folder}"
+    if (gpus_of_host() if gpus is None else gpus) < 2:
+        return ok("shared memory", f"{seen} (needed between several GPUs only)")
+    if free < LOW_SHARED:
+        advice = "Start the container with --shm-size=8g, or delete what was left there."
         return warning(
-            "shared memory",
-            f"{seen}.",
-            f"NCCL may want {LOW_SHARED // GIB} GiB between several GPUs: start the container with "
-            "--shm-size=8g, or delete what is left there. Without GPUs it is not used.",
+            "shared memory", f"{seen}; NCCL may want {LOW_SHARED // GIB} GiB between GPUs.", advice
         )
     return ok("shared memory", seen)
 
