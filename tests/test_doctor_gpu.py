@@ -18,7 +18,9 @@ GPUS = torch.cuda.device_count()
 def test_one_gpu_forms_a_group_alone() -> None:
     (result,) = links.measure(["cuda:0"], links.GPU_BYTES, links.GPU_TIMES)
     assert result == links.Result(pair="cuda:0")
-    assert links.judge("GPU links", [result], links.GPU_BYTES, "nccl").seen == "nccl, cuda:0 alone"
+    assert links.judge("GPU links", [result], links.GPU_BYTES, "nccl").seen == (
+        "nccl forms a group on cuda:0, which is alone"
+    )
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.launch.child import die_with_parent, redirect_output

@@ -72,9 +72,9 @@ def check_links(subject: Subject) -> Finding:
 def judge(name: str, results: Sequence[Result], nbytes: int, carrier: str) -> Finding:
     """Sum the pairs up in a finding."""
     rates = [(rate, result.pair) for result in results for rate in result.rates]
-    seen = f"{carrier}, {results[0].pair} alone"
-    if rates or len(results) > 1:
-        seen = f"{carrier}, {nbytes >> 20} MiB each way"
+    seen = f"{carrier}, {nbytes >> 20} MiB each way"
+    if list(results) == [Result(pair=results[0].pair)]:
+        return ok(name, f"{carrier} forms a group on {results[0].pair}, which is alone")
     if rates:
         lowest, pair = min(rates)
         seen += f": lowest {lowest:.3g} GB/s ({pair})"
