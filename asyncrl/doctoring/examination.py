@@ -50,7 +50,7 @@ CHECKS: Final = (
     Check(name="device memory", where="devices:check_device_memory"),
     Check(name="free disk", where="storage:check_free_disk"),
     Check(name="disk speed", where="storage:check_disk_speed"),
-    Check(name="links", where="links:check_links", deadline=120.0),
+    Check(name="links", where="links:check_links", deadline=180.0),
 )
 """In the order of the report; what the models need comes after them."""
 

@@ -27,18 +27,19 @@ from asyncrl.weights.store import open_store
 
 DEADLINE: Final = 60.0
 """Seconds in which pairs are begun; one that might not end before is left out and named."""
-START_DEADLINE: Final = 30.0
+START_DEADLINE: Final = 60.0
 """Seconds that a child has to import torch and to reach its device."""
 PAIR_DEADLINE: Final = 15.0
 KILL_DEADLINE: Final = 2.0
 """Seconds the operating system has to end a killed child, before it is left alone."""
 GPU_BYTES, GPU_TIMES = 64 << 20, 8
 CPU_BYTES, CPU_TIMES = 8 << 20, 1
-WHAT_TO_DO: Final = (
-    "See why with: NCCL_DEBUG=INFO asyncrl doctor (NCCL's words go to stderr). Often an NVLink or fabric "
-    "manager that is not up (nvidia-smi topo -m, nvidia-smi nvlink -s), PCIe ACS or an IOMMU between GPUs "
-    "(try NCCL_P2P_DISABLE=1), or too little /dev/shm; or leave a GPU out with CUDA_VISIBLE_DEVICES."
-)
+WHAT_TO_DO: Final = {
+    "gloo": "Look for a firewall on loopback, or for what else keeps this host busy.",
+    "nccl": "See why with: NCCL_DEBUG=INFO asyncrl doctor (NCCL's words go to stderr). Often an NVLink or "
+    "fabric manager that is not up (nvidia-smi topo -m, nvidia-smi nvlink -s), PCIe ACS or an IOMMU "
+    "between GPUs (try NCCL_P2P_DISABLE=1), or too little /dev/shm; CUDA_VISIBLE_DEVICES leaves a GPU out.",
+}
 Serve = Callable[[Connection, int, str, str], None]
 
 
@@ -83,7 +84,7 @@ def judge(name: str, results: Sequence[Result], nbytes: int, carrier: str) -> Fi
         seen += f"; all: {', '.join(each)}"
     if failed := [result for result in results if result.problem]:
         named = "; ".join(f"{result.pair} {result.problem}" for result in failed)
-        return broken(name, f"{seen}; {len(failed)} of {len(results)} failed: {named}.", WHAT_TO_DO)
+        return broken(name, f"{seen}; {len(failed)} of {len(results)} failed: {named}.", WHAT_TO_DO[carrier])
     if untested := [result.pair for result in results if not result.tested]:
         advice = "Start it again with fewer GPUs: CUDA_VISIBLE_DEVICES."
         return warning(name, f"{seen}; there was no time for {', '.join(untested)}.", advice)
