@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "doctor": (
         "asyncrl.commands.doctor:main",
-        "check this machine: versions, devices, OpenGL, shipped files",
+        "check everything a run needs on this host: [CONFIG.toml] [--flags]",
     ),
     "keys": ("asyncrl.commands.keys:main", "make keys for a replay that other hosts can reach"),
     "configs": ("asyncrl.commands.configs:main", "list the shipped configuration files"),

@@ -239,7 +239,7 @@ def _typed(value: Any, current: Any, where: str, choices: tuple[str, ...]) -> An
     return value
 
 
-def parse(arguments: list[str], prog: str = "asyncrl train") -> TrainConfig:
+def parse(arguments: list[str], prog: str = "asyncrl train", description: str | None = None) -> TrainConfig:
     """Read `[CONFIG.toml] [--flags]`: the file gives the defaults, the flags win. Help and errors exit."""
     import tyro
 
@@ -247,4 +247,4 @@ def parse(arguments: list[str], prog: str = "asyncrl train") -> TrainConfig:
     default = TrainConfig()
     if arguments and arguments[0].endswith((".toml", ".json")):
         default = load_file(Path(arguments.pop(0)))
-    return tyro.cli(TrainConfig, args=arguments, default=default, prog=prog)
+    return tyro.cli(TrainConfig, args=arguments, default=default, prog=prog, description=description)

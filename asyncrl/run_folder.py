@@ -30,7 +30,7 @@ def create(config: TrainConfig) -> Path:
     Raises:
         ConfigError: the folder exists without `--resume`, nothing can be resumed, or it cannot be written.
     """
-    folder = _to_resume(config) if config.resume else _fresh(config.run_dir)
+    folder = locate(config)
     try:
         for name in SUB_FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -41,6 +41,15 @@ def create(config: TrainConfig) -> Path:
             f"--run-dir {folder} cannot be written ({error.strerror}). Choose another folder."
         ) from None
     return folder.resolve()
+
+
+def locate(config: TrainConfig) -> Path:
+    """Say which folder the run would use now; makes nothing.
+
+    Raises:
+        ConfigError: the folder exists without `--resume`, or nothing can be resumed.
+    """
+    return _to_resume(config) if config.resume else _fresh(config.run_dir)
 
 
 def newest(run_root: Path) -> Path:

@@ -50,12 +50,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fitting": BASE | MODELS,
     "evaluation": BASE | MODELS,
     "contact_sheet": BASE | MODELS,
-    "doctor": BASE | MODELS,
+    "doctoring": BASE | MODELS | MIDDLE | {"launch"},
     "launch": BASE | MODELS | MIDDLE | {"actors", "learner", "evaluation"},
     "commands": BASE
     | MODELS
     | MIDDLE
-    | {"actors", "learner", "fitting", "evaluation", "contact_sheet", "doctor", "launch", "metric_page"},
+    | {"actors", "learner", "fitting", "evaluation", "contact_sheet", "doctoring", "launch", "metric_page"},
 }
 LIGHT = [
     "errors",
@@ -68,6 +68,11 @@ LIGHT = [
     "replay.service",
     "replay.inspect",
     "cli",
+    "commands.doctor",
+    "doctoring.examination",
+    "doctoring.devices",
+    "doctoring.network",
+    "doctoring.storage",
 ]
 
 

@@ -1,11 +1,30 @@
-"""`asyncrl doctor`: check this machine."""
+"""`asyncrl doctor [CONFIG.toml] [--flags]`: check everything that a run with these settings needs here."""
 
-from asyncrl.doctor import doctor
+from __future__ import annotations
+
+from asyncrl.config import TrainConfig
+from asyncrl.doctoring.examination import doctor
+from asyncrl.doctoring.subject import Subject
+
+JSON = "--json"
+ABOUT = (
+    "Check everything that `asyncrl train` with the same settings needs on this host; nothing is started. "
+    f"Exit code 1 when it cannot run. {JSON}: print the findings as a JSON list, each with name, verdict "
+    "(ok, warning or BROKEN), seen and advice."
+)
 
 
 def main(arguments: list[str]) -> int:
     """Print what works and what is missing; exit code 1 when training cannot run."""
-    if arguments:
-        print("usage: asyncrl doctor\n\nChecks versions, devices, OpenGL, sockets and the shipped files.")
-        return 0 if arguments[0] in ("-h", "--help") else 2
-    return doctor()
+    as_json = JSON in arguments
+    arguments = [argument for argument in arguments if argument != JSON]
+    subject = _read(arguments) if arguments else Subject(config=TrainConfig())
+    return doctor(subject, as_json=as_json)
+
+
+def _read(arguments: list[str]) -> Subject:
+    """Read the settings as `train` does. Only now: without arguments an incomplete installation will do."""
+    from asyncrl.commands.train import read_settings
+
+    config = read_settings(arguments, f"asyncrl doctor [{JSON}]", ABOUT)
+    return Subject(config=config, where=" ".join(arguments))

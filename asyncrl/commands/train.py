@@ -14,9 +14,7 @@ from asyncrl.launch.placement import parse_placement, ranks_named
 
 def main(arguments: list[str]) -> int:
     """Run this process's part of a run, or start torchrun when the placement needs more ranks."""
-    config = parse(arguments)
-    if config.resume:
-        config = _with_settings_of_run(config, arguments)
+    config = read_settings(arguments)
     ranks = ranks_named(config.placement)
     if ranks > 1 and "RANK" not in os.environ and not config.inline:
         parse_placement(config.placement, ranks, 0)  # What cannot work is said before torchrun starts.
@@ -24,6 +22,18 @@ def main(arguments: list[str]) -> int:
     from asyncrl.launch.run import run
 
     return run(config)
+
+
+def read_settings(
+    arguments: list[str], prog: str = "asyncrl train", description: str | None = None
+) -> TrainConfig:
+    """Read `[CONFIG.toml] [--flags]`; with --resume on top of the settings of the run that goes on.
+
+    Raises:
+        ConfigError: A setting cannot work, or there is nothing to resume. Help and mistyped flags exit.
+    """
+    config = parse(arguments, prog, description)
+    return _with_settings_of_run(config, arguments) if config.resume else config
 
 
 def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainConfig:

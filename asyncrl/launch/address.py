@@ -24,10 +24,7 @@ def check(config: TrainConfig, placement: Placement) -> None:
     Raises:
         ConfigError: The address is not safe, or a key of this run's processes is missing or not admitted.
     """
-    if not config.replay.listen:
-        return
-    server = server_keys(config)
-    check_endpoint(config.replay.listen, server)
+    server = check_listen(config)
     if server is None:
         return
     names = ["learner", *(f"actor-{rank}" for rank in placement.actors)]
@@ -40,6 +37,18 @@ def check(config: TrainConfig, placement: Placement) -> None:
                 f"'clients', so the replay would refuse it. Put it back: asyncrl keys {config.replay.keys} "
                 f"--clients {' '.join(names)}"
             )
+
+
+def check_listen(config: TrainConfig) -> ServerKeys | None:
+    """Check the address alone; returns the keys that it is used with.
+
+    Raises:
+        ConfigError: The address is not safe, or the replay's own keys cannot be used.
+    """
+    server = server_keys(config)
+    if config.replay.listen:
+        check_endpoint(config.replay.listen, server)
+    return server
 
 
 def server_keys(config: TrainConfig) -> ServerKeys | None:

@@ -187,6 +187,18 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]
 
 
+def load_models(config: TrainConfig, device: torch.device) -> tuple[OpenVLAOFT, Dreams]:
+    """Load all models of a run and check that they fit each other; the policy goes to `device`.
+
+    Raises:
+        ConfigError: Something is missing or does not fit.
+    """
+    dreams = build_dreams(config, torch.device("cpu"))
+    policy = build_learning_policy(config, device)
+    check_tasks(policy, dreams.starts)
+    return policy, dreams
+
+
 def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> Start:
     """Check that all models load and fit, then make or find the run's folder.
 
@@ -200,9 +212,7 @@ def prepare(config: TrainConfig, device: torch.device, again: Path | None = None
     """
     if again is not None:
         config = replace(config, run_dir=str(again), resume=run_folder.has_checkpoint(again))
-    dreams = build_dreams(config, torch.device("cpu"))
-    policy = build_learning_policy(config, device)
-    check_tasks(policy, dreams.starts)
+    policy, _ = load_models(config, device)
     if not config.resume:
         return Start(policy=policy, run_dir=again or run_folder.create(config), version=0, checkpoint=None)
     run_dir = run_folder.create(config)

@@ -75,7 +75,7 @@ class Supervisor:
             log_path: File that receives the child's output, appended to.
             max_respawns: The child may die this often in a row and come back; one death more raises. A
                 child that lived for HEALTHY_SECONDS begins a new row.
-            back_off: Seconds before a respawn, >= 0; doubled each time it lives shorter than QUICK_SECONDS, at
+            back_off: Seconds before a respawn, >= 0; doubled when it lived shorter than QUICK_SECONDS, at
                 most 30.
             clock: Seconds that never go backwards.
         """

@@ -50,7 +50,7 @@ class StoreReceiver:
         self._epoch, self._k, self._damaged = 0, 0, 0
         self._epoch_failed = False
         self._spare: layout.Buffers | None = None
-        """Where the next version goes; made when it comes, so that an answer to an offer never waits for it."""
+        """Where the next version goes; made when it comes: no answer to an offer waits for it."""
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
         self._complete = layout.allocate(manifest, transport.device)

@@ -1,0 +1,144 @@
+"""GPUs, and what --placement puts on them, in; findings out."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from asyncrl.config import TrainConfig
+from asyncrl.doctoring.findings import Finding, broken, ok, one_line, warning
+from asyncrl.doctoring.machine import GIB, free_memory
+from asyncrl.doctoring.subject import Sizes, Subject
+from asyncrl.errors import ConfigError
+from asyncrl.launch.devices import pick_device
+from asyncrl.launch.placement import Placement, check_groups, parse_placement, ranks_named
+
+if TYPE_CHECKING:
+    import torch
+
+HOST: Final = "memory of the host"
+
+
+def check_devices(_: Subject) -> Finding:
+    """Name the GPUs, or say why torch sees none."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            import torch
+        except (ImportError, OSError) as error:
+            return broken("devices", f"torch cannot be imported: {one_line(error)}.", "Install torch again.")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+        return ok("devices", ", ".join(f"{x.name} {x.total_memory / GIB:.0f} GiB" for x in properties))
+    if torch.version.cuda and said:
+        why = one_line(said[0].message)
+        return warning("devices", f"CPU; torch is built for CUDA {torch.version.cuda}, but: {why}")
+    return ok("devices", "CPU (no CUDA device)")
+
+
+def placement_of(config: TrainConfig) -> Placement:
+    """Placement of a run that `asyncrl train` starts with these settings.
+
+    Raises:
+        ConfigError: It cannot work.
+    """
+    return parse_placement(config.placement, ranks_named(config.placement), 0)
+
+
+def check_placement(subject: Subject) -> Finding:
+    """Whether the ranks, the devices and the carrier of the weights go together."""
+    import torch
+
+    from asyncrl.launch import build, learners
+    from asyncrl.weights.transports import build_transport
+
+    config = subject.config
+    try:
+        placement = placement_of(config)
+        check_groups(placement, config.algorithm.groups_per_update)
+        learners.check(config, placement)
+        by_rank = devices_of(config, placement)
+        transport = build.transport_of(config, placement)
+        if by_rank[0].type == "cpu":
+            build_transport(transport, by_rank[0], config.weights.deadline)
+    except ConfigError as error:
+        return broken("placement", one_line(error))
+    spread = ", ".join(f"rank {rank} ({_roles(placement, rank)}) on {on}" for rank, on in by_rank.items())
+    seen = f"{spread}; weights by {transport}"
+    gpus = torch.cuda.device_count() if by_rank[0].type == "cuda" else 0
+    actors = [by_rank[rank] for rank in placement.actors]
+    if transport == "nccl" and len({by_rank[0], *actors}) < 1 + len(actors):
+        advice = "Use --weights.transport auto, or place every actor on a GPU of its own."
+        return broken("placement", f"{seen}, but NCCL takes one process per GPU.", advice)
+    if gpus and len(by_rank) > gpus:
+        advice = f"Name at most {gpus} ranks for the best speed."
+        return warning("placement", f"{seen}; {len(by_rank)} ranks share {gpus} GPU(s).", advice)
+    if config.placement == "auto" and gpus > 1:
+        seen += f" (torchrun --nproc-per-node {gpus} uses all {gpus} GPUs)"
+    return ok("placement", seen)
+
+
+def devices_of(config: TrainConfig, placement: Placement) -> dict[int, torch.device]:
+    """The device of every rank.
+
+    Raises:
+        ConfigError: --device is cuda and there is none.
+    """
+    ranks = sorted({*placement.learners, *placement.actors})
+    return {rank: pick_device(config.device, rank) for rank in ranks}
+
+
+def _roles(placement: Placement, rank: int) -> str:
+    roles = ("learner" if placement.learns(rank) else "", "actor" if placement.imagines(rank) else "")
+    return " + ".join(filter(None, roles))
+
+
+def check_device_memory(subject: Subject) -> Finding | None:
+    """Compare what weights and training state need with what is free; None while either is unknown."""
+    if subject.sizes is None:
+        return None
+    try:
+        placement = placement_of(subject.config)
+        by_rank = devices_of(subject.config, placement)
+    except ConfigError:  # The line about the placement says so.
+        return None
+    needed: Counter[str] = Counter()
+    for rank, device in by_rank.items():
+        place = str(device) if device.type == "cuda" else HOST
+        needed[place] += rank_needs(subject.config, subject.sizes, placement, rank)
+    free = {place: free_on(place) for place in needed}
+    seen = "; ".join(
+        f"{place}: {needed[place] / GIB:.2f} of {free[place] / GIB:.1f} GiB that are free" for place in needed
+    )
+    seen = f"weights and training state take {seen}"
+    tight = [place for place in needed if needed[place] > free[place]]
+    if tight:
+        return warning(
+            "device memory",
+            f"{seen}: too much for {', '.join(tight)}, and activations come on top.",
+            "Use --lora.rank, --learner.precision bf16, more learner ranks, or other devices for the actors.",
+        )
+    return ok("device memory", f"{seen} (activations come on top)")
+
+
+def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: int) -> int:
+    """Bytes of weights and training state on a rank's device; activations are not counted."""
+    needed = 0
+    if placement.learns(rank):
+        needed += (sizes.masters + sizes.training) // len(placement.learners)
+        if config.algorithm.kl_coef and not config.lora.rank:
+            needed += sizes.policy  # The frozen reference.
+        if rank == 0:
+            needed += 2 * sizes.version  # One version is sent while the next one is packed.
+    if placement.imagines(rank):
+        needed += sizes.policy + sizes.dreams + sizes.version  # A version arrives beside the policy.
+    return needed
+
+
+def free_on(place: str) -> int:
+    """Bytes that are free on 'cuda:N', or for this process in the host's memory."""
+    import torch
+
+    return free_memory() if place == HOST else int(torch.cuda.mem_get_info(torch.device(place))[0])

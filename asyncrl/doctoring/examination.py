@@ -1,0 +1,93 @@
+"""The settings of a run in, one line per finding out, each as soon as it is known."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Final
+
+from asyncrl.doctoring.findings import Finding, Verdict, look, ok, render
+from asyncrl.doctoring.packages import NEEDED, check_package
+from asyncrl.doctoring.subject import Subject
+
+DEADLINE: Final = 60.0
+"""Seconds of a check that has no deadline of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report, or none."""
+
+    name: str
+    """Of the finding when the check crashes."""
+    where: str
+    """'module:function' in this package. Imported when it runs, for what is missing is a finding too."""
+    deadline: float = DEADLINE
+    """Seconds."""
+
+
+CHECKS: Final = (
+    Check(name="torchvision", where="packages:check_torchvision"),
+    Check(name="OpenGL", where="machine:check_opengl"),
+    Check(name="CPU cores", where="machine:check_cores"),
+    Check(name="memory", where="machine:check_memory"),
+    Check(name="shared memory", where="machine:check_shared_memory"),
+    Check(name="open files", where="machine:check_open_files"),
+    Check(name="run folder", where="storage:check_run_folder"),
+    Check(name="file system", where="storage:check_file_system"),
+    Check(name="file locks", where="storage:check_locks"),
+    Check(name="sockets", where="network:check_sockets"),
+    Check(name="TMPDIR", where="network:check_temporary_folder"),
+    Check(name="replay.listen", where="network:check_listen"),
+    Check(name="keys", where="network:check_keys"),
+    Check(name="devices", where="devices:check_devices"),
+    Check(name="placement", where="devices:check_placement"),
+    Check(name="shipped files", where="models:check_shipped_files"),
+    Check(name="models", where="models:check_models", deadline=600.0),
+    Check(name="device memory", where="devices:check_device_memory"),
+    Check(name="free disk", where="storage:check_free_disk"),
+    Check(name="disk speed", where="storage:check_disk_speed"),
+    Check(name="links", where="links:check_links", deadline=180.0),
+)
+"""In the order of the report; what the models need comes after them."""
+
+
+def doctor(subject: Subject, *, as_json: bool) -> int:
+    """Print the report, as lines or as a JSON list. Returns 0 when training can run here, else 1."""
+    findings = []
+    for finding in examine(subject):
+        findings.append(finding)
+        if not as_json:
+            print(render(finding), flush=True)
+    broken = [finding.name for finding in findings if finding.verdict is Verdict.BROKEN]
+    if as_json:
+        rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
+        print(json.dumps(rows, indent=2))
+    else:
+        end = f"Training cannot run: {', '.join(broken)}." if broken else "Training can run: asyncrl train"
+        print(f"\n{end}")
+    return int(bool(broken))
+
+
+def examine(subject: Subject) -> Iterator[Finding]:
+    """Make all checks, one after the other."""
+    yield ok("settings", f"{subject.where}: {_summary(subject)}")
+    checks = [("Python", partial(_call, "packages:check_python", subject), DEADLINE)]
+    checks += [(name, partial(check_package, name, lowest), DEADLINE) for name, lowest in NEEDED.items()]
+    checks += [(check.name, partial(_call, check.where, subject), check.deadline) for check in CHECKS]
+    for name, action, deadline in checks:
+        if finding := look(name, action, deadline):
+            yield finding
+
+
+def _call(where: str, subject: Subject) -> Finding | None:
+    module, _, function = where.partition(":")
+    return getattr(importlib.import_module(f"asyncrl.doctoring.{module}"), function)(subject)
+
+
+def _summary(subject: Subject) -> str:
+    config = subject.config
+    return f"{config.algorithm.kind}, {config.updates} updates, policy {config.policy}, world {config.world}"

@@ -1,0 +1,94 @@
+"""A check in, a `Finding` out, whatever the check does: crash, hang, or take long. No torch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+NAME_WIDTH: Final = 14
+PROGRESS_AFTER: Final = 2.0
+"""Seconds after which a check that still runs is named on stderr."""
+
+
+class Verdict(Enum):
+    """What a finding means for training."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "BROKEN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    verdict: Verdict
+    seen: str
+    advice: str = ""
+    """What to do; empty when all is well, or when `seen` is an error that says it."""
+
+
+def ok(name: str, seen: str) -> Finding:
+    """Return a finding of something that works."""
+    return Finding(name=name, verdict=Verdict.OK, seen=seen)
+
+
+def warning(name: str, seen: str, advice: str = "") -> Finding:
+    """Return a finding that a run may survive."""
+    return Finding(name=name, verdict=Verdict.WARNING, seen=seen, advice=advice)
+
+
+def broken(name: str, seen: str, advice: str = "") -> Finding:
+    """Return a finding that no run survives."""
+    return Finding(name=name, verdict=Verdict.BROKEN, seen=seen, advice=advice)
+
+
+def render(finding: Finding) -> str:
+    """One aligned line of the report."""
+    text = f"{finding.seen} {finding.advice}".rstrip()
+    return f"{finding.name:<{NAME_WIDTH}}{finding.verdict.value:<9}{text}"
+
+
+def one_line(error: object) -> str:
+    """Shorten an error to a line of at most 400 characters."""
+    return " ".join(str(error).split())[:400]
+
+
+def look(name: str, check: Callable[[], Finding | None], deadline: float) -> Finding | None:
+    """Run a check. This is the boundary: whatever goes wrong in one check, the others are still made.
+
+    The check runs on a thread, because a file system or a driver that hangs cannot be interrupted; such a
+    thread is left behind and ends with the program.
+
+    Args:
+        name: Of the finding, when the check itself has none to give.
+        check: Returns its finding, or None where there is nothing to say.
+        deadline: Seconds.
+    """
+    found: list[Finding | None] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            found.append(check())
+        except (Exception, SystemExit) as error:
+            found.append(broken(name, f"cannot be checked: {type(error).__name__}: {one_line(error)}"))
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name=f"check of {name}", daemon=True).start()
+    if not done.wait(min(PROGRESS_AFTER, deadline)):
+        print(f"{name}: still looking, for at most {deadline:g} s", file=sys.stderr, flush=True)
+        done.wait(deadline - PROGRESS_AFTER)
+    if found:
+        return found[0]
+    return broken(
+        name,
+        f"the check did not end within {deadline:g} s.",
+        "A disk, a network file system or a driver hangs; see `dmesg`.",
+    )

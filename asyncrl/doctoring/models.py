@@ -1,0 +1,104 @@
+"""The settings' models in, their sizes out: loaded and fitted to each other as a run would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl import assets, checkpoint, run_folder
+from asyncrl.config import TrainConfig
+from asyncrl.doctoring.findings import Finding, broken, ok, one_line
+from asyncrl.doctoring.subject import Sizes, Subject
+from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.launch import build
+from asyncrl.launch.build import Dreams
+from asyncrl.policies.openvla_oft import OpenVLAOFT, count_parameters
+
+MIB: Final = 2**20
+SHIPPED: Final = "tabletop"
+
+
+def check_shipped_files(subject: Subject) -> Finding | None:
+    """Whether the shipped models are complete; None when the settings name others only."""
+    config = subject.config
+    if SHIPPED not in (config.policy, config.world, config.start_states):
+        return None
+    try:
+        found = (
+            assets.policy_folder(SHIPPED),
+            assets.world_folder(SHIPPED),
+            assets.start_states_file(SHIPPED),
+        )
+    except CheckpointError:
+        return broken(
+            "shipped files",
+            f"asyncrl/assets/{SHIPPED} is incomplete (policy, world, start_states.h5).",
+            "Install asyncrl again, or rebuild them with torchrun_scripts/rebuild_assets.sh",
+        )
+    files = [path for root in found for path in (root, *root.rglob("*")) if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    return ok("shipped files", f"{SHIPPED} policy, world and start states, {size / MIB:.1f} MiB")
+
+
+def check_models(subject: Subject) -> Finding:
+    """Load everything on the CPU, note the sizes in `subject`, and with --resume verify the checkpoint."""
+    config = subject.config
+    try:
+        policy, dreams = build.load_models(config, torch.device("cpu"))
+        resumed = _verify_checkpoint(config)
+    except AsyncRLError as error:
+        return broken("models", one_line(error))
+    sizes = subject.sizes = measure(config, policy, dreams)
+    tasks = {state.task for state in dreams.starts}
+    pixels = dreams.world.image_size
+    return ok(
+        "models",
+        f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "
+        f"{sizes.policy / MIB:.1f} MiB; world and reward {sizes.dreams / MIB:.1f} MiB; "
+        f"{len(dreams.starts)} start states with {len(tasks)} tasks, {pixels} x {pixels} pixels{resumed}",
+    )
+
+
+def measure(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Sizes:
+    """Add up the bytes of the models of a run.
+
+    Args:
+        config: Of the run.
+        policy: As `build.build_learning_policy` returns it.
+        dreams: World and reward model.
+    """
+    parameters = list(policy.parameters())
+    wide = config.learner.precision == "fp32"
+    world = dreams.world
+    modules: tuple[nn.Module, ...] = (world.transformer, world.vae, dreams.reward.network)
+    pixels = world.image_size
+    return Sizes(
+        policy=_bytes(chain(parameters, policy.buffers())),
+        parameters=count_parameters(policy),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
+        version=_bytes(policy.acting_tensors().values()),
+        dreams=sum(_bytes(chain(module.parameters(), module.buffers())) for module in modules),
+        frame=3 * pixels * pixels,
+    )
+
+
+def _verify_checkpoint(config: TrainConfig) -> str:
+    if not config.resume:
+        return ""
+    folder = checkpoint.latest(run_folder.locate(config))
+    assert folder is not None  # The run folder was found by its checkpoints.
+    checkpoint.verify(folder)
+    return f"; goes on from {folder.name}"
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M"
