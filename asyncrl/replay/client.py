@@ -14,8 +14,9 @@ from typing import Final
 
 from asyncrl import metrics as m
 from asyncrl.errors import ReplayError, SampleTimeout
+from asyncrl.messaging.episodes import Buffer
 from asyncrl.messaging.keys import ClientKeys
-from asyncrl.messaging.wire import Buffer, Message, encode
+from asyncrl.messaging.wire import Message, encode
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection

@@ -16,9 +16,10 @@ import zmq
 from asyncrl import __version__
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.admission import Handshakes
+from asyncrl.messaging.episodes import Buffer
 from asyncrl.messaging.keys import ClientKeys
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
-from asyncrl.messaging.wire import Buffer, Message, decode, encode
+from asyncrl.messaging.wire import Message, decode, encode
 
 PING_EVERY: Final = 1.0
 """Seconds; also how often an unanswered question is repeated."""

@@ -22,9 +22,10 @@ from asyncrl import __version__
 from asyncrl import metrics as m
 from asyncrl.errors import WireError
 from asyncrl.messaging.admission import admitting
+from asyncrl.messaging.episodes import Buffer
 from asyncrl.messaging.keys import ServerKeys
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
-from asyncrl.messaging.wire import WITH_EPISODE, Buffer, Message, decode, encode
+from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.replay.core import ReplayCore
 
 POLL_MS: Final = 100
