@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -12,11 +13,16 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 from asyncrl.messaging.fields import check_keys, check_value, shown
+from asyncrl.messaging.shared import SHARED_ARRAYS, RingMissing, RingReader
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
 
 Buffer = bytes | bytearray | memoryview
 
+MAX_FRAME_BYTES: Final = 256 * 2**20
+MAX_MESSAGE_BYTES: Final = 512 * 2**20
 MAX_DIMENSION: Final = 2**20
+NOT_SHARED: Final[Mapping[str, int]] = MappingProxyType({})
+"""Offsets in the ring of an episode that is sent in frames."""
 
 
 def scalars_of(episode: Episode) -> dict[str, Any]:
@@ -41,26 +47,53 @@ def as_bytes(array: NDArray[Any]) -> memoryview:
     return little.reshape(-1).view(np.uint8).data
 
 
-def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
+def check_sizes(lengths: Sequence[int]) -> None:
+    """Refuse arrays or frames that are too large, alone or together."""
+    if max(lengths) > MAX_FRAME_BYTES or sum(lengths) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"the largest frame or array has {max(lengths)} bytes and all have {sum(lengths)}; allowed are "
+            f"{MAX_FRAME_BYTES} and {MAX_MESSAGE_BYTES}. Smaller images or --replay.keep-video-every 0 help."
+        )
+
+
+def write_arrays(
+    episode: Episode, offsets: Mapping[str, int] = NOT_SHARED
+) -> tuple[list[list[Any]], list[Buffer]]:
     """Return the header's entries and the frames of an episode's arrays; the frames are no copies.
+
+    Args:
+        episode: Whose arrays.
+        offsets: Array -> its offset in the sender's ring, for those that were copied there.
 
     Raises:
         WireError: An array has a type or a shape that an episode cannot have.
     """
     entries: list[list[Any]] = []
     payload: list[Buffer] = []
+    lengths: list[int] = []
     sizes: dict[str, int] = {}
     for name in EPISODE_ARRAYS:
         array = np.ascontiguousarray(getattr(episode, name))
         _check_shape(name, array.dtype.name, list(array.shape), sizes)
         frame = as_bytes(array)
-        entries.append([name, array.dtype.name, list(array.shape), zlib.crc32(frame)])
-        payload.append(frame)
+        entry: list[Any] = [name, array.dtype.name, list(array.shape), zlib.crc32(frame)]
+        shared = name in offsets
+        entries.append([*entry, offsets[name]] if shared else entry)
+        payload.append(b"" if shared else frame)
+        lengths.append(len(frame))
+    check_sizes(lengths)
     return entries, payload
 
 
-def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer]) -> Episode:
-    """Read what the header says of an episode, and its frames. The arrays are fresh, writable copies.
+def read_episode(
+    scalars: Any, arrays: Any, frames: Sequence[Buffer], ring: RingReader | None
+) -> tuple[Episode, int]:
+    """Read what the header says of an episode, its frames, and its arrays in the ring.
+
+    Arrays from frames are fresh, writable copies; those in the ring are read-only views of it.
+
+    Returns:
+        The episode, and how many of its bytes lie in the ring.
 
     Raises:
         WireError: Whatever is wrong with it.
@@ -75,19 +108,37 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer]) -> Episode
         raise WireError(
             f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {len(EPISODE_ARRAYS)}."
         )
-    sizes: dict[str, int] = {}
-    for name, entry, frame in zip(EPISODE_ARRAYS, arrays, frames, strict=True):
-        if not isinstance(entry, list) or len(entry) != 4 or entry[0] != name:
-            raise WireError(f"the entry of array {name} is {shown(entry)}.")
-        if _check_shape(name, entry[1], entry[2], sizes) != len(frame):
-            raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
-    found: dict[str, Any] = {}
-    for (name, spec), entry, frame in zip(EPISODE_ARRAYS.items(), arrays, frames, strict=True):
-        if type(entry[3]) is not int or zlib.crc32(frame) != entry[3]:
+    found, shared_bytes = _locate(arrays, frames, ring)
+    read: dict[str, Any] = {}
+    for (name, spec), entry, content in zip(EPISODE_ARRAYS.items(), arrays, found, strict=True):
+        if type(entry[3]) is not int or zlib.crc32(content) != entry[3]:
             raise WireError(f"the checksum of {name} does not match: it was changed on its way.")
-        little = np.dtype(spec.dtype).newbyteorder("<")
-        found[name] = np.frombuffer(frame, little).reshape(entry[2]).astype(spec.dtype, copy=True)
-    return Episode(**scalars, **found)
+        array = np.frombuffer(content, np.dtype(spec.dtype).newbyteorder("<")).reshape(entry[2])
+        read[name] = array.astype(spec.dtype, copy=len(entry) == 4)
+    return Episode(**scalars, **read), shared_bytes
+
+
+def _locate(arrays: list[Any], frames: Sequence[Buffer], ring: RingReader | None) -> tuple[list[Buffer], int]:
+    """Check all sizes; return where each array's bytes are, and how many of them lie in the ring."""
+    sizes: dict[str, int] = {}
+    found: list[Buffer] = []
+    for name, entry, frame in zip(EPISODE_ARRAYS, arrays, frames, strict=True):
+        if not isinstance(entry, list) or len(entry) not in (4, 5) or entry[0] != name:
+            raise WireError(f"the entry of array {name} is {shown(entry)}.")
+        size, shared = _check_shape(name, entry[1], entry[2], sizes), len(entry) == 5
+        if len(frame) != (0 if shared else size):
+            raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
+        found.append(_in_ring(name, entry[4], size, ring) if shared else frame)
+    check_sizes([len(content) for content in found])
+    return found, sum(map(len, found)) - sum(map(len, frames))
+
+
+def _in_ring(name: str, offset: Any, size: int, ring: RingReader | None) -> memoryview:
+    if ring is None:
+        raise RingMissing(f"{name} lies in a ring of shared memory that this side has not mapped.")
+    if name not in SHARED_ARRAYS or type(offset) is not int:
+        raise WireError(f"{name} cannot lie at {shown(offset)} of the ring.")
+    return ring.view(offset, size)
 
 
 def _check_id(episode_id: str) -> None:

@@ -2,7 +2,8 @@
 
     frame 0    magic b"ARL1" | u32 crc32(body) | body: JSON {"schema", "kind", fields of the kind,
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
-    frame 1..  one raw frame per array of `records.EPISODE_ARRAYS`, little-endian, C order, in that order
+    frame 1..  one raw frame per array of `records.EPISODE_ARRAYS`, little-endian, C order, in that order;
+               empty when the array's entry has a fifth part: its offset in the sender's ring (`shared`)
 
 Which fields a kind has, and which arrays of which type and rank an episode has, is fixed here and in
 `records`; a peer only says sizes, and every size is checked before anything is allocated. `decode` raises
@@ -14,21 +15,27 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncrl import __version__
 from asyncrl.errors import WireError
-from asyncrl.messaging.episodes import Buffer, read_episode, scalars_of, write_arrays
+from asyncrl.messaging.episodes import (
+    NOT_SHARED,
+    Buffer,
+    check_sizes,
+    read_episode,
+    scalars_of,
+    write_arrays,
+)
 from asyncrl.messaging.fields import check_keys, check_value, shown
+from asyncrl.messaging.shared import RingReader
 from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSION, Episode
 
 MAGIC: Final = b"ARL1"
 _PREFIX: Final = struct.Struct("<4sI")
 MAX_HEADER_BYTES: Final = 64 * 1024
-MAX_FRAME_BYTES: Final = 256 * 2**20
-MAX_MESSAGE_BYTES: Final = 512 * 2**20
 MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS)
 
 KINDS: Final[dict[str, dict[str, type]]] = {
@@ -48,6 +55,8 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "status_reply": {"readings": dict, "contents": str},
     "stop": {},
     "stopped": {},
+    "ring": {"host": str, "name": str, "pid": int, "fd": int, "bytes": int},
+    "ring_answer": {"name": str, "mapped": bool, "reason": str},
     "refused": {"reason": str, "package": str},
 }
 """Every kind of message with its fields. `package` is the sender's version of asyncrl.
@@ -63,17 +72,26 @@ class Message:
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     episode: Episode | None = None
+    shared_bytes: int = 0
+    """Bytes of the episode that came through the ring."""
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
 
 
-def encode(kind: str, episode: Episode | None = None, **fields: Any) -> list[Buffer]:
+def encode(
+    kind: str,
+    episode: Episode | None = None,
+    offsets: Mapping[str, int] = NOT_SHARED,
+    /,
+    **fields: Any,
+) -> list[Buffer]:
     """Write a message.
 
     Args:
         kind: One of `KINDS`.
         episode: For kinds in `WITH_EPISODE`. Not copied: do not change its arrays before they were sent.
+        offsets: Array of the episode -> its offset in this process's ring; its frame is left empty.
         fields: Exactly the fields of the kind; `package` may be left out and is this version then.
 
     Returns:
@@ -91,17 +109,22 @@ def encode(kind: str, episode: Episode | None = None, **fields: Any) -> list[Buf
     payload: list[Buffer] = []
     if episode is not None:
         header["episode"] = scalars_of(episode)
-        header["arrays"], payload = write_arrays(episode)
+        header["arrays"], payload = write_arrays(episode, offsets)
     body = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     frames: list[Buffer] = [_PREFIX.pack(MAGIC, zlib.crc32(body)) + body, *payload]
     _check_sizes(frames)
     return frames
 
 
-def decode(frames: Sequence[Buffer]) -> Message:
-    """Read a message. The arrays are fresh, aligned and writable copies.
+def decode(frames: Sequence[Buffer], ring: RingReader | None = None) -> Message:
+    """Read a message. Arrays in frames are fresh, writable copies; those in the ring are read-only views.
+
+    Args:
+        frames: As they came.
+        ring: The sender's, when it has one.
 
     Raises:
+        RingMissing: An array lies in a ring, and there is none.
         WireError: Whatever is wrong with it.
     """
     _check_sizes(frames)
@@ -117,7 +140,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
                 f"{kind!r} carries no episode, but came with one or with {len(frames) - 1} arrays."
             )
         return Message(kind=kind, fields=header)
-    return Message(kind=kind, fields=header, episode=read_episode(scalars, arrays, frames[1:]))
+    episode, shared_bytes = read_episode(scalars, arrays, frames[1:], ring)
+    return Message(kind=kind, fields=header, episode=episode, shared_bytes=shared_bytes)
 
 
 def _check_sizes(frames: Sequence[Buffer]) -> None:
@@ -128,11 +152,7 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
         raise WireError(
             f"the header has {lengths[0]} bytes; allowed are {_PREFIX.size} to {MAX_HEADER_BYTES}."
         )
-    if max(lengths) > MAX_FRAME_BYTES or sum(lengths) > MAX_MESSAGE_BYTES:
-        raise WireError(
-            f"the largest frame has {max(lengths)} bytes and all have {sum(lengths)}; allowed are "
-            f"{MAX_FRAME_BYTES} and {MAX_MESSAGE_BYTES}. Smaller images or --replay.keep-video-every 0 help."
-        )
+    check_sizes(lengths)
 
 
 def _read_header(frame: Buffer) -> dict[str, Any]:
