@@ -83,7 +83,7 @@ def serve(endpoint: str) -> None:
             answers = [encode("welcome", boot="0", known=True)]
         elif message.kind == "ring":
             reason = rings.announced(peer.bytes, message.fields)
-            answers = [encode("ring_answer", name=message["name"], mapped=not reason, reason=reason)]
+            answers = [encode("ring_answer", mapped=not reason, reason=reason)]
         elif message.kind == "bye":
             rings.forget(peer.bytes)
         elif message.episode is not None:

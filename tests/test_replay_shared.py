@@ -259,7 +259,7 @@ def test_one_process_of_the_replay_gets_a_place_in_the_ring_once(
     replay = bind_router(context, endpoint)
     actor = ZmqActorPort(endpoint, "actor-0", shared_bytes=RING)
     answer(replay, actor, "hello", reply="welcome", boot="b", known=True)
-    about = answer(replay, actor, "ring", reply="ring_answer", name="x", mapped=True, reason="")
+    about = answer(replay, actor, "ring", reply="ring_answer", mapped=True, reason="")
     rings = Rings(RING)
     assert rings.announced(b"a", about.fields) == ""
     deadline = time.monotonic() + 15

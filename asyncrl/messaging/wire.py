@@ -56,7 +56,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "stop": {},
     "stopped": {},
     "ring": {"host": str, "name": str, "pid": int, "fd": int, "bytes": int},
-    "ring_answer": {"name": str, "mapped": bool, "reason": str},
+    "ring_answer": {"mapped": bool, "reason": str},
     "refused": {"reason": str, "package": str},
 }
 """Every kind of message with its fields. `package` is the sender's version of asyncrl.

@@ -236,7 +236,7 @@ class Service:
             return
         if reason:
             _LOG.info("episodes of %s come through the socket: %s", self.actors[peer][:40], reason)
-        self._send(peer, "ring_answer", name=message["name"], mapped=not reason, reason=reason[:1000])
+        self._send(peer, "ring_answer", mapped=not reason, reason=reason[:1000])
 
     def _acquire(self, peer: bytes, message: Message) -> None:
         if peer in self.actors:
