@@ -36,8 +36,7 @@ class _Unacknowledged:
     offsets: Mapping[str, int]
     """Array -> its place in the ring."""
     frames: list[Buffer]
-    by_ring: bool
-    """Whether `frames` name those places, or hold copies of all arrays."""
+    """They name those places, where there are some."""
     boot: str = ""
     """Replay process it was sent to."""
     sent_at: float = -float("inf")
@@ -48,10 +47,9 @@ class _Unacknowledged:
         """Whether it should be sent (again) to the replay process `boot`."""
         return self.boot != boot or now - self.sent_at >= (HELD_RESEND_AFTER if self.held else RESEND_AFTER)
 
-    def leave_ring(self) -> None:
+    def without_ring(self) -> list[Buffer]:
         """Encode it for the socket. What the socket still holds must not change, so this copies."""
-        self.frames = [bytes(frame) for frame in encode("episode", self.episode)]
-        self.by_ring = False
+        return [bytes(frame) for frame in encode("episode", self.episode)]
 
 
 class Outbox:
@@ -101,9 +99,7 @@ class Outbox:
         if ring is not None and offsets:
             views = {name: ring.view(at, getattr(episode, name)) for name, at in offsets.items()}
             episode = dataclasses.replace(episode, **views)
-        self._items[episode.episode_id] = _Unacknowledged(
-            episode=episode, offsets=offsets, frames=frames, by_ring=bool(offsets)
-        )
+        self._items[episode.episode_id] = _Unacknowledged(episode=episode, offsets=offsets, frames=frames)
 
     def hear(self, message: Message) -> None:
         """Take in a receipt, or the answer about the ring."""
@@ -121,11 +117,10 @@ class Outbox:
         for item in self._items.values():
             if not item.due(boot, now):
                 continue
-            if item.by_ring and self._ring is not None and not self._answered:
+            if item.offsets and not self._answered:
                 continue
-            if item.by_ring and (item.boot == boot or not self._mapped):
-                item.leave_ring()
-            if not self._link.send_frames(item.frames):
+            by_socket = item.offsets and (item.boot == boot or not self._mapped)
+            if not self._link.send_frames(item.without_ring() if by_socket else item.frames):
                 return
             item.boot, item.sent_at, item.held = boot, now, False
 
