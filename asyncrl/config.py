@@ -52,6 +52,9 @@ class ReplaySettings:
     """A group is trained on in up to this many updates, as long as the lag bound lets it."""
     order: ReplayOrder = "oldest"
     """Which groups an update gets. prioritized: by chance, in proportion to the spread of their returns."""
+    shared_megabytes: int = 256
+    """Shared memory (MiB) through which an actor hands pictures to a replay on its host; what does not fit
+    goes through the socket. Memory is taken when it is used. 0: sockets only."""
 
     def __post_init__(self) -> None:
         if self.keys and not self.listen:
@@ -67,6 +70,9 @@ class ReplaySettings:
         at_least("replay.max-gigabytes", self.max_gigabytes, 0.01, "the run must fit.", "Use 8.")
         at_least(
             "replay.max-age-versions", self.max_age_versions, 0, "it counts versions.", "Use 0 for never."
+        )
+        at_least(
+            "replay.shared-megabytes", self.shared_megabytes, 0, "it is a size.", "Use 256, or 0 for none."
         )
         at_least("replay.uses", self.uses, 1, "a group is used at least once.", "Use 1.")
 

@@ -182,6 +182,10 @@ _TIME: Final = {
 
 _WIRE: Final = {
     m.WIRE_BYTES: "Grows steadily; 0 with --inline.",
+    m.SHARED_BYTES: "Most of `wire/bytes`, if arrays of 64 KiB or more are sent. 0: the replay's log says "
+    "why; actors on other hosts use the socket.",
+    m.UNSHARED: "0, or few: an episode that is sent again counts too. Otherwise the rings are full: raise "
+    "--replay.shared-megabytes.",
     m.WIRE_ERRORS: "0. Otherwise something else talks to the replay's port, or processes run different "
     "versions.",
 }

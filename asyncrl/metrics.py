@@ -229,6 +229,10 @@ RESPAWNS = _define(
 PEAK_MEMORY = _define("time/peak_memory", Over.SUM, "bytes", "Peak resident memory of the learner process.")
 
 WIRE_BYTES = _define("wire/bytes", Over.LAST, "bytes", "Episode bytes received by the replay.")
+SHARED_BYTES = _define("wire/shared_bytes", Over.LAST, "bytes", "Those that came through shared memory.")
+UNSHARED = _define(
+    "wire/unshared", Over.LAST, "episodes", "Large ones that used the socket though their actor has a ring."
+)
 WIRE_ERRORS = _define(
     "wire/errors", Over.LAST, "messages", "Messages refused because they broke the wire format."
 )

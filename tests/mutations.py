@@ -17,6 +17,7 @@ from typing import Any
 from test_wire import SAMPLES, make_episode, pack, unpack
 
 from asyncrl.errors import WireError
+from asyncrl.messaging.shared import SHARED_ARRAYS, RingReader, RingWriter
 from asyncrl.messaging.wire import KINDS, WITH_EPISODE, Message, decode, encode
 from asyncrl.records import problem_with
 from asyncrl.replay.ledger import Ledger
@@ -30,6 +31,10 @@ EXTREMES: list[Any] = [
     *("../x", "\ud800", "NaN", [], {}, [[]], [1] * 100, {"a": 1.0}, ["uint8"], "|O", ">u1", [2**40] * 4),
 ]
 """Values put in place of header entries."""
+RING = 2**16
+"""Bytes of the ring that the messages of `shared_messages` fill almost."""
+FORGED = {"forge", "bomb", "misplace"}
+"""Kinds of damage after which the checksum of the header is right again."""
 SLACK = 16 * 2**20
 """Bytes that decoding may take beyond twice the message: a parsed header of 64 KiB, and what Python keeps."""
 
@@ -43,6 +48,30 @@ def valid_messages() -> list[Frames]:
         for episode in episodes if kind in WITH_EPISODE else [None]:
             found.append([bytes(frame) for frame in encode(kind, episode, **fields)])
     return found
+
+
+def shared_messages(ring: RingWriter) -> list[Frames]:
+    """Messages with episodes whose pictures lie in the ring, also twice the same and next to each other."""
+    found = []
+    for number, size in enumerate((4, 4, 8, 16, 16)):
+        episode = make_episode(number, number % 2, image=size, video=number > 2)
+        for _ in range(1 + (number == 4)):
+            names = SHARED_ARRAYS[: 1 + number % 3]
+            offsets = {name: ring.put(getattr(episode, name)) for name in names}
+            placed = {name: offset for name, offset in offsets.items() if offset is not None}
+            found.append([bytes(frame) for frame in encode("episode", episode, placed)])
+    return found
+
+
+class WatchedRing(RingReader):
+    """A ring that notes a view outside of it."""
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """See `RingReader.view`."""
+        found = super().view(offset, size)
+        assert 0 <= offset <= offset + size <= self.size, "outside of the ring"
+        assert len(found) == size, "not what was asked for"
+        return found
 
 
 def content(message: Message) -> bytes:
@@ -171,7 +200,28 @@ def forge(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
     return pack(header, payload)
 
 
+def misplace(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    """Say another place in the ring, or one for an array that has none, and make the checksum right again."""
+    header, payload = unpack(rng.choice([frames for frames in pool if len(frames) > 1]))
+    place, other = rng.randrange(len(payload)), rng.choice(header["arrays"])
+    entry = header["arrays"][place]
+    offset = entry[4] if len(entry) == 5 else 0
+    near = [offset + step for step in (-1, 1, -64, 64, RING - 1, -RING)]
+    near += [0, RING, RING - 1, RING - 64, rng.randrange(RING), other[-1]]
+    change = rng.randrange(4)
+    if change == 0:
+        entry[4:] = []
+    elif change == 1:
+        entry[1:4] = other[1:4]
+    else:
+        entry[4:] = [rng.choice(near if change == 2 else EXTREMES)]
+        payload[place] = b"" if rng.random() < 0.5 else payload[place]
+    return pack(header, payload)
+
+
 MESSAGES = [
+    misplace,
+    misplace,
     damage_frame,
     damage_frame,
     drop_frame,
@@ -184,11 +234,20 @@ MESSAGES = [
 ]
 
 
-def judge(frames: Frames, genuine: set[bytes], *, forged: bool) -> str:
+def _said(frames: Frames) -> str:
+    """What the header says, without places in a ring."""
+    header = unpack(frames)[0]
+    if isinstance(header.get("arrays"), list):
+        header["arrays"] = [entry[:4] for entry in header["arrays"]]
+    return json.dumps(header, sort_keys=True)
+
+
+def judge(frames: Frames, genuine: set[bytes], ring: RingReader | None = None, *, forged: bool) -> str:
     """Decode and say 'refused' or 'accepted'. Call with tracemalloc running.
 
     Args:
         frames: What arrives.
+        ring: Of the sender.
         genuine: Contents that may be accepted.
         forged: The sender made the checksum right: what its header says may be accepted, and only that.
 
@@ -199,7 +258,7 @@ def judge(frames: Frames, genuine: set[bytes], *, forged: bool) -> str:
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
-        message = decode(frames)
+        message = decode(frames, ring)
     except WireError:
         message = None
     taken = tracemalloc.get_traced_memory()[1] - before
@@ -208,10 +267,8 @@ def judge(frames: Frames, genuine: set[bytes], *, forged: bool) -> str:
     if message is None:
         return "refused"
     if forged:
-        said, meant = unpack(frames)[0], unpack(encode(message.kind, message.episode, **message.fields))[0]
-        assert json.dumps(said, sort_keys=True) == json.dumps(meant, sort_keys=True), (
-            "not what the header says"
-        )
+        meant = encode(message.kind, message.episode, **message.fields)
+        assert _said(frames) == _said([bytes(frame) for frame in meant]), "not what the header says"
     else:
         assert content(message) in genuine, "altered content was accepted"
     if message.episode is not None:

@@ -15,6 +15,7 @@ from test_wire import assert_same, make_episode
 from asyncrl import metrics as m
 from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
+from asyncrl.messaging.shared import Rings
 from asyncrl.messaging.sockets import bind_router, connect_dealer, ipc_endpoint, private_folder
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
@@ -304,7 +305,7 @@ def answer(router: zmq.Socket[bytes], port: ZmqActorPort, kind: str, **fields: o
 def test_an_episode_whose_last_receipt_was_lost_is_settled_later(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.replay.client.HELD_RESEND_AFTER", 0.2)
+    monkeypatch.setattr("asyncrl.replay.outbox.HELD_RESEND_AFTER", 0.2)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     replay, actor = bind_router(context, endpoint), ZmqActorPort(endpoint, "actor-0")
     answer(replay, actor, "hello", reply="welcome", boot="b", known=True)
@@ -352,7 +353,7 @@ def scripted(tmp_path: Path) -> Iterator[tuple[Service, ScriptedSocket, Clock]]:
     """A service with credit for one group, a learner and the actors a and b, on a clock of its own."""
     clock, socket = Clock(), ScriptedSocket()
     core = make_core(tmp_path, make_limiter(per_update=1, max_lag=0, clock=clock))
-    service = Service(core, socket)  # type: ignore[arg-type]
+    service = Service(core, socket, Rings(0))  # type: ignore[arg-type]
     socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0)
     for name in ("a", "b"):
         socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0)

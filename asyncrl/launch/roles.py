@@ -51,7 +51,12 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
         config.weights.deadline,
     )
     try:
-        port = ZmqActorPort(facts.replay_endpoint, name, security=address.client_keys(config, name))
+        port = ZmqActorPort(
+            facts.replay_endpoint,
+            name,
+            shared_bytes=config.replay.shared_megabytes * 2**20,
+            security=address.client_keys(config, name),
+        )
         actor = Actor(
             build.build_imagination(config, policy, dreams),
             StartStateStream(dreams.starts, config.seed),
@@ -69,6 +74,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 def replay_main(config_json: str, facts_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.launch import address
+    from asyncrl.launch.placement import parse_placement
     from asyncrl.replay.opening import open_core
     from asyncrl.replay.service import serve_replay
 
@@ -76,7 +82,13 @@ def replay_main(config_json: str, facts_json: str) -> None:
     activity.join(Path(facts.run_dir), "replay")
     activity.now_doing("opening the files", config.start_deadline)
     core = open_core(Path(facts.run_dir) / "replay", config)
-    serve_replay(core, facts.replay_endpoint, security=address.server_keys(config))
+    actors = len(parse_placement(config.placement, world_size(), 0).actors)
+    serve_replay(
+        core,
+        facts.replay_endpoint,
+        security=address.server_keys(config),
+        shared_bytes=actors * config.replay.shared_megabytes * 2**20,
+    )
 
 
 def _read(config_json: str, facts_json: str) -> tuple[TrainConfig, RunFacts]:

@@ -2,7 +2,8 @@
 
     frame 0    magic b"ARL1" | u32 crc32(body) | body: JSON {"schema", "kind", fields of the kind,
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
-    frame 1..  one raw frame per array of `records.EPISODE_ARRAYS`, little-endian, C order, in that order
+    frame 1..  one raw frame per array of `records.EPISODE_ARRAYS`, little-endian, C order, in that order;
+               empty when the array's entry has a fifth part: its offset in the sender's ring (`shared`)
 
 Which fields a kind has, and which arrays of which type and rank an episode has, is fixed here and in
 `records`; a peer only says sizes, and every size is checked before anything is allocated. `decode` raises
@@ -12,32 +13,30 @@ Which fields a kind has, and which arrays of which type and rank an episode has,
 from __future__ import annotations
 
 import json
-import math
-import reprlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from asyncrl import __version__
 from asyncrl.errors import WireError
-from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION, Episode
-
-Buffer = bytes | bytearray | memoryview
+from asyncrl.messaging.episodes import (
+    NOT_SHARED,
+    Buffer,
+    check_sizes,
+    read_episode,
+    scalars_of,
+    write_arrays,
+)
+from asyncrl.messaging.fields import check_keys, check_value, shown
+from asyncrl.messaging.shared import RingReader
+from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSION, Episode
 
 MAGIC: Final = b"ARL1"
 _PREFIX: Final = struct.Struct("<4sI")
 MAX_HEADER_BYTES: Final = 64 * 1024
-MAX_FRAME_BYTES: Final = 256 * 2**20
-MAX_MESSAGE_BYTES: Final = 512 * 2**20
 MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS)
-MAX_DIMENSION: Final = 2**20
-MAX_TEXT: Final = 4096
-MAX_READINGS: Final = 256
 
 KINDS: Final[dict[str, dict[str, type]]] = {
     "hello": {"role": str, "name": str, "session": str, "version": int, "package": str},
@@ -56,6 +55,8 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "status_reply": {"readings": dict, "contents": str},
     "stop": {},
     "stopped": {},
+    "ring": {"host": str, "name": str, "pid": int, "fd": int, "bytes": int},
+    "ring_answer": {"mapped": bool, "reason": str},
     "refused": {"reason": str, "package": str},
 }
 """Every kind of message with its fields. `package` is the sender's version of asyncrl.
@@ -71,17 +72,26 @@ class Message:
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     episode: Episode | None = None
+    shared_bytes: int = 0
+    """Bytes of the episode that came through the ring."""
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
 
 
-def encode(kind: str, episode: Episode | None = None, **fields: Any) -> list[Buffer]:
+def encode(
+    kind: str,
+    episode: Episode | None = None,
+    offsets: Mapping[str, int] = NOT_SHARED,
+    /,
+    **fields: Any,
+) -> list[Buffer]:
     """Write a message.
 
     Args:
         kind: One of `KINDS`.
         episode: For kinds in `WITH_EPISODE`. Not copied: do not change its arrays before they were sent.
+        offsets: Array of the episode -> its offset in this process's ring; its frame is left empty.
         fields: Exactly the fields of the kind; `package` may be left out and is this version then.
 
     Returns:
@@ -99,31 +109,29 @@ def encode(kind: str, episode: Episode | None = None, **fields: Any) -> list[Buf
     payload: list[Buffer] = []
     if episode is not None:
         header["episode"] = scalars_of(episode)
-        header["arrays"] = []
-        sizes: dict[str, int] = {}
-        for name in EPISODE_ARRAYS:
-            array = np.ascontiguousarray(getattr(episode, name))
-            _check_shape(name, array.dtype.name, list(array.shape), sizes)
-            frame = as_bytes(array)
-            header["arrays"].append([name, array.dtype.name, list(array.shape), zlib.crc32(frame)])
-            payload.append(frame)
+        header["arrays"], payload = write_arrays(episode, offsets)
     body = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     frames: list[Buffer] = [_PREFIX.pack(MAGIC, zlib.crc32(body)) + body, *payload]
     _check_sizes(frames)
     return frames
 
 
-def decode(frames: Sequence[Buffer]) -> Message:
-    """Read a message. The arrays are fresh, aligned and writable copies.
+def decode(frames: Sequence[Buffer], ring: RingReader | None = None) -> Message:
+    """Read a message. Arrays in frames are fresh, writable copies; those in the ring are read-only views.
+
+    Args:
+        frames: As they came.
+        ring: The sender's, when it has one.
 
     Raises:
+        RingMissing: An array lies in a ring, and there is none.
         WireError: Whatever is wrong with it.
     """
     _check_sizes(frames)
     header = _read_header(frames[0])
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise WireError(f"kind {_shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
+        raise WireError(f"kind {shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
     scalars, arrays = header.pop("episode", None), header.pop("arrays", None)
     _check_fields(kind, header)
     if kind not in WITH_EPISODE:
@@ -132,29 +140,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
                 f"{kind!r} carries no episode, but came with one or with {len(frames) - 1} arrays."
             )
         return Message(kind=kind, fields=header)
-    return Message(kind=kind, fields=header, episode=_read_episode(scalars, arrays, frames[1:]))
-
-
-def scalars_of(episode: Episode) -> dict[str, Any]:
-    """Return an episode's scalars as plain Python values, checked.
-
-    Raises:
-        WireError: One of them cannot be sent or stored.
-    """
-    try:
-        scalars = {name: kind(getattr(episode, name)) for name, kind in EPISODE_SCALARS.items()}
-    except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"a scalar of the episode has the wrong type: {error}.") from None
-    for name, kind in EPISODE_SCALARS.items():
-        _check_value(name, scalars[name], kind)
-    _check_id(scalars["episode_id"])
-    return scalars
-
-
-def as_bytes(array: NDArray[Any]) -> memoryview:
-    """Return the bytes of a contiguous array, little-endian, without a copy where possible."""
-    little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-    return little.reshape(-1).view(np.uint8).data
+    episode, shared_bytes = read_episode(scalars, arrays, frames[1:], ring)
+    return Message(kind=kind, fields=header, episode=episode, shared_bytes=shared_bytes)
 
 
 def _check_sizes(frames: Sequence[Buffer]) -> None:
@@ -165,11 +152,7 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
         raise WireError(
             f"the header has {lengths[0]} bytes; allowed are {_PREFIX.size} to {MAX_HEADER_BYTES}."
         )
-    if max(lengths) > MAX_FRAME_BYTES or sum(lengths) > MAX_MESSAGE_BYTES:
-        raise WireError(
-            f"the largest frame has {max(lengths)} bytes and all have {sum(lengths)}; allowed are "
-            f"{MAX_FRAME_BYTES} and {MAX_MESSAGE_BYTES}. Smaller images or --replay.keep-video-every 0 help."
-        )
+    check_sizes(lengths)
 
 
 def _read_header(frame: Buffer) -> dict[str, Any]:
@@ -188,16 +171,11 @@ def _read_header(frame: Buffer) -> dict[str, Any]:
     schema = header.pop("schema", None)
     if type(schema) is not int or schema != SCHEMA_VERSION:
         raise WireError(
-            f"the peer speaks schema version {_shown(schema)}, this side {SCHEMA_VERSION} (asyncrl "
-            f"{_shown(header.get('package', 'of unknown version'))} there, {__version__!r} here). "
+            f"the peer speaks schema version {shown(schema)}, this side {SCHEMA_VERSION} (asyncrl "
+            f"{shown(header.get('package', 'of unknown version'))} there, {__version__!r} here). "
             "Run the same asyncrl version on both sides."
         )
     return header
-
-
-def _shown(value: Any) -> str:
-    """Show what a peer sent: shortly, and however deep it is nested (str() gives up on that)."""
-    return reprlib.repr(value)[:80]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -214,82 +192,6 @@ def _no_constant(name: str) -> Any:
 def _check_fields(kind: str, fields: dict[str, Any]) -> None:
     if kind not in KINDS:
         raise WireError(f"kind {kind[:40]!r} is unknown. Known: {', '.join(KINDS)}.")
-    _check_keys(kind, fields, KINDS[kind])
+    check_keys(kind, fields, KINDS[kind])
     for name, expected in KINDS[kind].items():
-        _check_value(f"{kind}.{name}", fields[name], expected)
-
-
-def _check_keys(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    if found.keys() != expected.keys():
-        raise WireError(f"{where} has the fields {sorted(found)[:20]!s:.200}, expected {sorted(expected)}.")
-
-
-def _check_value(where: str, value: Any, expected: type) -> None:
-    if type(value) is not expected:
-        raise WireError(f"{where} is a {type(value).__name__}, expected {expected.__name__}.")
-    if isinstance(value, str):
-        _check_text(where, value)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise WireError(f"{where} does not fit into 64 bits.")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise WireError(f"{where} is {value}, expected a finite number.")
-    elif isinstance(value, dict):
-        if len(value) > MAX_READINGS:
-            raise WireError(f"{where} has {len(value)} entries, allowed are {MAX_READINGS}.")
-        for name, number in value.items():
-            _check_text(where, name)
-            _check_value(where, number, float)
-
-
-def _check_text(where: str, text: str) -> None:
-    if len(text) > MAX_TEXT:
-        raise WireError(f"{where} has {len(text)} characters, allowed are {MAX_TEXT}.")
-    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise WireError(f"{where} holds a character that is not text (NUL or a lone surrogate).")
-
-
-def _check_id(episode_id: str) -> None:
-    if len(episode_id) != 32 or not set(episode_id) <= set("0123456789abcdef"):
-        raise WireError(f"episode_id {episode_id[:40]!r} is not 32 lower-case hexadecimal digits.")
-
-
-def _check_shape(name: str, dtype: Any, shape: Any, sizes: dict[str, int]) -> int:
-    """Check one array's type and shape against `records`; remember letters in `sizes`; return its bytes."""
-    spec = EPISODE_ARRAYS[name]
-    if dtype != spec.dtype:
-        raise WireError(f"{name} is {_shown(dtype)}, expected {spec.dtype}.")
-    if type(shape) is not list or len(shape) != len(spec.shape):
-        raise WireError(f"{name} has shape {_shown(shape)}, expected {list(spec.shape)}.")
-    for letter, size in zip(spec.shape, shape, strict=True):
-        if type(size) is not int or not (letter != "M") <= size <= MAX_DIMENSION:
-            raise WireError(f"{name} has shape {_shown(shape)}: {_shown(size)} is no size for {letter}.")
-        expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
-        if size != expected:
-            raise WireError(f"{name} has shape {shape}, but {letter} is {expected} elsewhere.")
-    return math.prod(shape) * np.dtype(spec.dtype).itemsize
-
-
-def _read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer]) -> Episode:
-    if not isinstance(scalars, dict) or not isinstance(arrays, list):
-        raise WireError("the message lacks its episode or the list of its arrays.")
-    _check_keys("the episode", scalars, EPISODE_SCALARS)
-    for name, expected in EPISODE_SCALARS.items():
-        _check_value(name, scalars[name], expected)
-    _check_id(scalars["episode_id"])
-    if not len(arrays) == len(frames) == len(EPISODE_ARRAYS):
-        raise WireError(
-            f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {len(EPISODE_ARRAYS)}."
-        )
-    sizes: dict[str, int] = {}
-    for name, entry, frame in zip(EPISODE_ARRAYS, arrays, frames, strict=True):
-        if not isinstance(entry, list) or len(entry) != 4 or entry[0] != name:
-            raise WireError(f"the entry of array {name} is {_shown(entry)}.")
-        if _check_shape(name, entry[1], entry[2], sizes) != len(frame):
-            raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
-    found: dict[str, Any] = {}
-    for (name, spec), entry, frame in zip(EPISODE_ARRAYS.items(), arrays, frames, strict=True):
-        if type(entry[3]) is not int or zlib.crc32(frame) != entry[3]:
-            raise WireError(f"the checksum of {name} does not match: it was changed on its way.")
-        little = np.dtype(spec.dtype).newbyteorder("<")
-        found[name] = np.frombuffer(frame, little).reshape(entry[2]).astype(spec.dtype, copy=True)
-    return Episode(**scalars, **found)
+        check_value(f"{kind}.{name}", fields[name], expected)

@@ -15,38 +15,20 @@ from typing import Final
 from asyncrl import metrics as m
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.keys import ClientKeys
-from asyncrl.messaging.wire import Buffer, Message, encode
+from asyncrl.messaging.wire import Message
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.ports import GroupGrant, RunStopped
 
 __all__ = ["InlineActorPort", "InlineLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
 
 RESEND_AFTER: Final = 10.0
-"""Seconds until an episode or a request for a batch that was not answered at all is sent again."""
-HELD_RESEND_AFTER: Final = 60.0
-"""Seconds until an episode of an incomplete group is sent again: the receipt that settles it may be lost."""
+"""Seconds until a request for a batch that was not answered at all is sent again."""
 WINDOW: Final = 32
 """Groups with unacknowledged episodes from which on an actor gets no further grant."""
-
-
-@dataclass(kw_only=True)
-class _Unacknowledged:
-    """An episode that is not known to be durable."""
-
-    group_id: str
-    frames: list[Buffer]
-    boot: str = ""
-    """Replay process it was sent to."""
-    sent_at: float = -float("inf")
-    held: bool = False
-    """That process said it has it; what became of its group is said later, but only once."""
-
-    def due(self, boot: str, now: float) -> bool:
-        """Whether it should be sent (again) to the replay process `boot`."""
-        return self.boot != boot or now - self.sent_at >= (HELD_RESEND_AFTER if self.held else RESEND_AFTER)
 
 
 class ZmqActorPort:
@@ -58,6 +40,7 @@ class ZmqActorPort:
         actor_name: str,
         *,
         window: int = WINDOW,
+        shared_bytes: int = 0,
         warn: Callable[[str], None] = print,
         security: ClientKeys | None = None,
     ) -> None:
@@ -67,12 +50,13 @@ class ZmqActorPort:
             endpoint: Of the replay.
             actor_name: Unique in the run; a respawned actor keeps the name of its predecessor.
             window: Groups with unacknowledged episodes from which on no further group is acquired.
+            shared_bytes: Size of the ring of shared memory to a replay on this host; 0: sockets only.
             warn: Receives one line for each episode that the replay dropped.
             security: This actor's keys, when the replay has some.
         """
         self._link = Connection(endpoint, "actor", actor_name, 0, security)
-        self._window, self._warn = window, warn
-        self._unacknowledged: dict[str, _Unacknowledged] = {}
+        self._outbox = Outbox(self._link, shared_bytes, warn)
+        self._window = window
         self._turn, self._asked_at, self._asked_boot = 0, -float("inf"), ""
         self._grant: GroupGrant | None = None
 
@@ -84,7 +68,7 @@ class ZmqActorPort:
     @property
     def unacknowledged(self) -> int:
         """Episodes that are not known to be durable."""
-        return len(self._unacknowledged)
+        return len(self._outbox)
 
     def acquire_group(self, timeout: float) -> GroupGrant | None:
         """See `ActorPort.acquire_group`. A request without credit stays at the replay for the next call."""
@@ -107,8 +91,7 @@ class ZmqActorPort:
         """See `ActorPort.push`."""
         if self.stopped:
             return
-        frames = encode("episode", episode)
-        self._unacknowledged[episode.episode_id] = _Unacknowledged(group_id=episode.group_id, frames=frames)
+        self._outbox.add(episode)
         self._exchange(0)
 
     def serve(self) -> None:
@@ -123,11 +106,11 @@ class ZmqActorPort:
         """See `ActorPort.close`."""
         end = time.monotonic() + deadline
         try:
-            while self._unacknowledged and not self.stopped:
+            while self._outbox and not self.stopped:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise ReplayError(
-                        f"{len(self._unacknowledged)} episodes of actor {self._link.name!r} were not "
+                        f"{len(self._outbox)} episodes of actor {self._link.name!r} were not "
                         f"acknowledged by the replay at {self._link.endpoint} within {deadline:g} s. Look at "
                         "the replay's log; members of incomplete groups are never acknowledged."
                     )
@@ -135,45 +118,23 @@ class ZmqActorPort:
             self._link.send_now("bye")
         finally:
             self._link.close()
+            self._outbox.close()
 
     def _exchange(self, wait: float) -> None:
-        self._send_due()
+        self._outbox.send_due()
         for message in self._link.exchange(wait):
-            if message.kind == "receipt":
-                self._settle(message)
-            elif message.kind == "grant" and message["turn"] == self._turn:
+            self._outbox.hear(message)
+            if message.kind == "grant" and message["turn"] == self._turn:
                 self._grant = GroupGrant(
                     number=message["number"],
                     min_version=message["min_version"],
                     keep_video=message["keep_video"],
                 )
-        self._send_due()
-
-    def _settle(self, message: Message) -> None:
-        status, waiting = message["status"], self._unacknowledged.get(message["episode_id"])
-        if waiting is None:
-            return
-        if status == "held":
-            waiting.held = True
-            return
-        del self._unacknowledged[message["episode_id"]]
-        if status == "dropped_invalid":
-            self._warn(f"replay: episode {message['episode_id']} was dropped: {message['reason']}")
-
-    def _send_due(self) -> None:
-        boot, now = self._link.boot, time.monotonic()
-        if not boot or self.stopped:
-            return
-        for episode in self._unacknowledged.values():
-            if not episode.due(boot, now):
-                continue
-            if not self._link.send_frames(episode.frames):
-                return
-            episode.boot, episode.sent_at, episode.held = boot, now, False
+        self._outbox.send_due()
 
     def _ask(self) -> None:
         boot, now = self._link.boot, time.monotonic()
-        full = len({episode.group_id for episode in self._unacknowledged.values()}) >= self._window
+        full = self._outbox.groups >= self._window
         if not boot or full or (self._asked_boot == boot and now - self._asked_at < PING_EVERY):
             return
         if self._link.send_now("acquire", turn=self._turn):

@@ -16,9 +16,10 @@ import zmq
 from asyncrl import __version__
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.admission import Handshakes
+from asyncrl.messaging.episodes import Buffer
 from asyncrl.messaging.keys import ClientKeys
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
-from asyncrl.messaging.wire import Buffer, Message, decode, encode
+from asyncrl.messaging.wire import Message, decode, encode
 
 PING_EVERY: Final = 1.0
 """Seconds; also how often an unanswered question is repeated."""
@@ -35,6 +36,8 @@ class Connection:
         self.session = os.urandom(8).hex()
         self.boot = ""
         """Which process of the replay knows this port; empty: none."""
+        self.introductions = 0
+        """How often it introduced itself; a process of the replay forgets what it was told before."""
         self.stopped = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -97,6 +100,7 @@ class Connection:
         self._context.destroy(linger=LINGER_MS)
 
     def _introduce(self) -> None:
+        self.introductions += 1
         self.send_now("hello", role=self.role, name=self.name, session=self.session, version=self.version)
 
     def _welcome(self, message: Message) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from asyncrl import metrics as m
 from asyncrl.errors import DiskFull, WireError
-from asyncrl.messaging.wire import scalars_of
+from asyncrl.messaging.episodes import scalars_of
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.disk import DiskWait

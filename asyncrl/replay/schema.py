@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
-from asyncrl.messaging.wire import as_bytes, scalars_of
+from asyncrl.messaging.episodes import as_bytes, scalars_of
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION, Episode
 from asyncrl.replay.footer import append_footer, check_footer
 

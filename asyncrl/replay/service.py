@@ -23,9 +23,11 @@ from asyncrl import metrics as m
 from asyncrl.activity import now_doing
 from asyncrl.errors import WireError
 from asyncrl.messaging.admission import admitting
+from asyncrl.messaging.episodes import Buffer
 from asyncrl.messaging.keys import ServerKeys
+from asyncrl.messaging.shared import SHARED_FROM, RingMissing, Rings, same_host
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
-from asyncrl.messaging.wire import WITH_EPISODE, Buffer, Message, decode, encode
+from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.replay.core import ReplayCore
 
 POLL_MS: Final = 100
@@ -46,6 +48,7 @@ def serve_replay(
     endpoint: str,
     *,
     security: ServerKeys | None = None,
+    shared_bytes: int = 0,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
 ) -> None:
@@ -55,6 +58,7 @@ def serve_replay(
         core: Closed at the end.
         endpoint: To bind; see `sockets.check_endpoint`.
         security: The replay's keys and whom it admits; None for an endpoint that only this user can reach.
+        shared_bytes: What the rings of shared memory of all actors on this host may have; 0: sockets only.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
 
@@ -68,7 +72,8 @@ def serve_replay(
             socket = bind_router(context, endpoint, security)
             if ready is not None:
                 ready()
-            Service(core, socket).run(stop_event or threading.Event())
+            rings = Rings(shared_bytes if same_host(endpoint) else 0)
+            Service(core, socket, rings).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         core.close()
@@ -77,9 +82,9 @@ def serve_replay(
 class Service:
     """The loop around one ROUTER socket."""
 
-    def __init__(self, core: ReplayCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, core: ReplayCore, socket: zmq.Socket[bytes], rings: Rings) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.socket = core, socket
+        self.core, self.socket, self.rings = core, socket, rings
         self.boot = os.urandom(8).hex()
         self.actors: dict[bytes, str] = {}
         """Routing id -> name of each actor that is there."""
@@ -90,11 +95,12 @@ class Service:
         self._batch: deque[list[Buffer]] = deque()
         self._batch_of = ""
         """The request that `_batch` answers."""
-        self._bytes, self._errors = 0, 0
+        self._bytes, self._shared_bytes, self._unshared, self._errors = 0, 0, 0, 0
         self._handlers: dict[str, Callable[[bytes, Message], None]] = {
             "hello": self._hello,
             "ping": self._ping,
             "bye": self._bye,
+            "ring": self._ring,
             "acquire": self._acquire,
             "episode": self._episode,
             "waiting": self._report_waiting,
@@ -132,21 +138,21 @@ class Service:
 
     def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
         try:
-            message = decode(frames)
+            message = decode(frames, self.rings.get(peer))
             if message.kind not in self._handlers:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
                 _check_hello(message)
         except WireError as error:
-            self._errors += 1
-            if self._errors <= _LOGGED:
-                _LOG.warning("refused a message: %s", error)
-            self._send(peer, "refused", reason=str(error)[:1000])
+            if isinstance(error, RingMissing) and peer not in self.actors:
+                self._send(peer, "welcome", boot=self.boot, known=False)  # As below.
+            else:
+                self._refuse(peer, error)
             return
         if peer in self.actors:
             self.core.limiter.hear(self.actors[peer])
         if message.kind in WITH_EPISODE:
-            self._bytes += sum(len(frame) for frame in frames)
+            self._count(peer, message, frames)
         if self.core.stopped and message.kind not in ("bye", "status", "stop"):
             self._send(peer, "stopped")
         elif message.kind == "hello" or peer in self.actors or peer == self.learner:
@@ -154,6 +160,18 @@ class Service:
         elif message.kind != "bye":
             # Sent to an earlier process of this service. The peer introduces itself and says it again.
             self._send(peer, "welcome", boot=self.boot, known=False)
+
+    def _refuse(self, peer: bytes, error: WireError) -> None:
+        self._errors += 1
+        if self._errors <= _LOGGED:
+            _LOG.warning("refused a message: %s", error)
+        self._send(peer, "refused", reason=str(error)[:1000])
+
+    def _count(self, peer: bytes, message: Message, frames: list[Buffer]) -> None:
+        lengths = [len(frame) for frame in frames]
+        self._bytes += sum(lengths) + message.shared_bytes
+        self._shared_bytes += message.shared_bytes
+        self._unshared += self.rings.get(peer) is not None and max(lengths) >= SHARED_FROM
 
     def _answer(self) -> None:
         """Send what is due: receipts, grants, the batch."""
@@ -199,8 +217,7 @@ class Service:
             self.core.begin(message["session"], message["version"])
         else:
             for other in [other for other, name in self.actors.items() if name == message["name"]]:
-                del self.actors[other]
-                self._acquires.pop(other, None)
+                self._bye(other, message)
             self.actors[peer] = message["name"]
             self.core.hello(message["name"], message["session"])
         self._ping(peer, message)
@@ -211,6 +228,19 @@ class Service:
     def _bye(self, peer: bytes, message: Message) -> None:
         self._acquires.pop(peer, None)
         self.actors.pop(peer, None)
+        self.rings.forget(peer)
+
+    def _ring(self, peer: bytes, message: Message) -> None:
+        if peer not in self.actors:
+            return
+        try:
+            reason = self.rings.announced(peer, message.fields)
+        except WireError as error:
+            self._refuse(peer, error)
+            return
+        if reason:
+            _LOG.info("episodes of %s come through the socket: %s", self.actors[peer][:40], reason)
+        self._send(peer, "ring_answer", mapped=not reason, reason=reason[:1000])
 
     def _acquire(self, peer: bytes, message: Message) -> None:
         if peer in self.actors:
@@ -242,6 +272,7 @@ class Service:
     def _status(self, peer: bytes, message: Message) -> None:
         readings = self.core.status()
         readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self._errors)}
+        readings |= {m.SHARED_BYTES: float(self._shared_bytes), m.UNSHARED: float(self._unshared)}
         named = {metric.name: value for metric, value in readings.items()}
         self._send(peer, "status_reply", readings=named, contents=self.core.contents()[:4000])
 

@@ -1,0 +1,162 @@
+"""An episode in and out of the header and the frames of a message, for `wire`. Pure; sizes come first."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import WireError
+from asyncrl.messaging.fields import check_keys, check_value, shown
+from asyncrl.messaging.shared import SHARED_ARRAYS, RingMissing, RingReader
+from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_FRAME_BYTES: Final = 256 * 2**20
+MAX_MESSAGE_BYTES: Final = 512 * 2**20
+MAX_DIMENSION: Final = 2**20
+NOT_SHARED: Final[Mapping[str, int]] = MappingProxyType({})
+"""Offsets in the ring of an episode that is sent in frames."""
+
+
+def scalars_of(episode: Episode) -> dict[str, Any]:
+    """Return an episode's scalars as plain Python values, checked.
+
+    Raises:
+        WireError: One of them cannot be sent or stored.
+    """
+    try:
+        scalars = {name: kind(getattr(episode, name)) for name, kind in EPISODE_SCALARS.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"a scalar of the episode has the wrong type: {error}.") from None
+    for name, kind in EPISODE_SCALARS.items():
+        check_value(name, scalars[name], kind)
+    _check_id(scalars["episode_id"])
+    return scalars
+
+
+def as_bytes(array: NDArray[Any]) -> memoryview:
+    """Return the bytes of a contiguous array, little-endian, without a copy where possible."""
+    little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+    return little.reshape(-1).view(np.uint8).data
+
+
+def check_sizes(lengths: Sequence[int]) -> None:
+    """Refuse arrays or frames that are too large, alone or together."""
+    if max(lengths) > MAX_FRAME_BYTES or sum(lengths) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"the largest frame or array has {max(lengths)} bytes and all have {sum(lengths)}; allowed are "
+            f"{MAX_FRAME_BYTES} and {MAX_MESSAGE_BYTES}. Smaller images or --replay.keep-video-every 0 help."
+        )
+
+
+def write_arrays(
+    episode: Episode, offsets: Mapping[str, int] = NOT_SHARED
+) -> tuple[list[list[Any]], list[Buffer]]:
+    """Return the header's entries and the frames of an episode's arrays; the frames are no copies.
+
+    Args:
+        episode: Whose arrays.
+        offsets: Array -> its offset in the sender's ring, for those that were copied there.
+
+    Raises:
+        WireError: An array has a type or a shape that an episode cannot have.
+    """
+    entries: list[list[Any]] = []
+    payload: list[Buffer] = []
+    lengths: list[int] = []
+    sizes: dict[str, int] = {}
+    for name in EPISODE_ARRAYS:
+        array = np.ascontiguousarray(getattr(episode, name))
+        _check_shape(name, array.dtype.name, list(array.shape), sizes)
+        frame = as_bytes(array)
+        entry: list[Any] = [name, array.dtype.name, list(array.shape), zlib.crc32(frame)]
+        shared = name in offsets
+        entries.append([*entry, offsets[name]] if shared else entry)
+        payload.append(b"" if shared else frame)
+        lengths.append(len(frame))
+    check_sizes(lengths)
+    return entries, payload
+
+
+def read_episode(
+    scalars: Any, arrays: Any, frames: Sequence[Buffer], ring: RingReader | None
+) -> tuple[Episode, int]:
+    """Read what the header says of an episode, its frames, and its arrays in the ring.
+
+    Arrays from frames are fresh, writable copies; those in the ring are read-only views of it.
+
+    Returns:
+        The episode, and how many of its bytes lie in the ring.
+
+    Raises:
+        WireError: Whatever is wrong with it.
+    """
+    if not isinstance(scalars, dict) or not isinstance(arrays, list):
+        raise WireError("the message lacks its episode or the list of its arrays.")
+    check_keys("the episode", scalars, EPISODE_SCALARS)
+    for name, expected in EPISODE_SCALARS.items():
+        check_value(name, scalars[name], expected)
+    _check_id(scalars["episode_id"])
+    if not len(arrays) == len(frames) == len(EPISODE_ARRAYS):
+        raise WireError(
+            f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {len(EPISODE_ARRAYS)}."
+        )
+    found, shared_bytes = _locate(arrays, frames, ring)
+    read: dict[str, Any] = {}
+    for (name, spec), entry, content in zip(EPISODE_ARRAYS.items(), arrays, found, strict=True):
+        if type(entry[3]) is not int or zlib.crc32(content) != entry[3]:
+            raise WireError(f"the checksum of {name} does not match: it was changed on its way.")
+        array = np.frombuffer(content, np.dtype(spec.dtype).newbyteorder("<")).reshape(entry[2])
+        read[name] = array.astype(spec.dtype, copy=len(entry) == 4)
+    return Episode(**scalars, **read), shared_bytes
+
+
+def _locate(arrays: list[Any], frames: Sequence[Buffer], ring: RingReader | None) -> tuple[list[Buffer], int]:
+    """Check all sizes; return where each array's bytes are, and how many of them lie in the ring."""
+    sizes: dict[str, int] = {}
+    found: list[Buffer] = []
+    for name, entry, frame in zip(EPISODE_ARRAYS, arrays, frames, strict=True):
+        if not isinstance(entry, list) or len(entry) not in (4, 5) or entry[0] != name:
+            raise WireError(f"the entry of array {name} is {shown(entry)}.")
+        size, shared = _check_shape(name, entry[1], entry[2], sizes), len(entry) == 5
+        if len(frame) != (0 if shared else size):
+            raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
+        found.append(_in_ring(name, entry[4], size, ring) if shared else frame)
+    check_sizes([len(content) for content in found])
+    return found, sum(map(len, found)) - sum(map(len, frames))
+
+
+def _in_ring(name: str, offset: Any, size: int, ring: RingReader | None) -> memoryview:
+    if ring is None:
+        raise RingMissing(f"{name} lies in a ring of shared memory that this side has not mapped.")
+    if name not in SHARED_ARRAYS or type(offset) is not int:
+        raise WireError(f"{name} cannot lie at {shown(offset)} of the ring.")
+    return ring.view(offset, size)
+
+
+def _check_id(episode_id: str) -> None:
+    if len(episode_id) != 32 or not set(episode_id) <= set("0123456789abcdef"):
+        raise WireError(f"episode_id {episode_id[:40]!r} is not 32 lower-case hexadecimal digits.")
+
+
+def _check_shape(name: str, dtype: Any, shape: Any, sizes: dict[str, int]) -> int:
+    """Check one array's type and shape against `records`; remember letters in `sizes`; return its bytes."""
+    spec = EPISODE_ARRAYS[name]
+    if dtype != spec.dtype:
+        raise WireError(f"{name} is {shown(dtype)}, expected {spec.dtype}.")
+    if type(shape) is not list or len(shape) != len(spec.shape):
+        raise WireError(f"{name} has shape {shown(shape)}, expected {list(spec.shape)}.")
+    for letter, size in zip(spec.shape, shape, strict=True):
+        if type(size) is not int or not (letter != "M") <= size <= MAX_DIMENSION:
+            raise WireError(f"{name} has shape {shown(shape)}: {shown(size)} is no size for {letter}.")
+        expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
+        if size != expected:
+            raise WireError(f"{name} has shape {shape}, but {letter} is {expected} elsewhere.")
+    return math.prod(shape) * np.dtype(spec.dtype).itemsize
