@@ -118,7 +118,7 @@ def _content(path: Path) -> str:
         return str(checksum_of_group(read_group(path)))
     if path.suffix == ".json":
         return json.dumps(read_meta(path.parent))
-    return json.dumps(read_entries(path, lambda line: None))
+    return json.dumps(list(read_entries(path, lambda line: None)))
 
 
 def fuzz_messages(settings: Settings) -> tuple[Counter[tuple[str, str]], list[str]]:

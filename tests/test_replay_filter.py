@@ -29,7 +29,13 @@ from asyncrl.replay.store import EpisodeStore
 
 
 def open_filter(
-    folder: Path, *, per_update: int = 1, max_lag: int = 1, max_bytes: int = 10**9, filtering: bool = True
+    folder: Path,
+    *,
+    per_update: int = 1,
+    max_lag: int = 1,
+    max_bytes: int = 10**9,
+    filtering: bool = True,
+    horizon: int = 20,
 ) -> ReplayCore:
     limiter = Limiter(
         group_size=2,
@@ -37,6 +43,7 @@ def open_filter(
         max_lag=max_lag,
         group_deadline=1e6,
         filter_groups=filtering,
+        horizon=horizon,
         clock=Clock(),
     )
     return ReplayCore(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
@@ -168,7 +175,7 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
     pending: list[GroupGrant] = []
 
     def reopened() -> ReplayCore:
-        core = open_filter(folder, per_update=per_update, max_lag=max_lag)
+        core = open_filter(folder, per_update=per_update, max_lag=max_lag, horizon=0)
         core.begin("learner", learner)
         return core
 
@@ -202,8 +209,8 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
                 core.close()
                 core = reopened()
         limiter = core.limiter
-        dropped = sum(status.startswith("dropped") for status in limiter.closed.values())
-        parts = [limiter.used, len(limiter.filtered), dropped, len(limiter.open), len(limiter.ready)]
+        dropped = sum("dropped" in entry for entry in core.store.ledger.read())
+        parts = [limiter.used, limiter.filtered_groups, dropped, len(limiter.open), len(limiter.ready)]
         assert grants == limiter.next_number == sum(parts)
         assert limiter.used == learner * per_update
         assert limiter.credit == (max_lag + learner + 1) * per_update - parts[0] - parts[3] - parts[4]
@@ -279,6 +286,7 @@ def learn(open_it: Callable[[], ReplayCore], *, begin: int, end: int, rounds: in
     st.integers(0, 3),
     st.integers(1, 3),
     st.booleans(),
+    st.integers(0, 5),
 )
 def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
     tmp_path_factory: pytest.TempPathFactory,
@@ -286,12 +294,14 @@ def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
     max_lag: int,
     per_update: int,
     filtering: bool,
+    horizon: int,
 ) -> None:
-    """Killed in the middle of a group or not, resumed from any earlier version, several times."""
-    folder, updates = tmp_path_factory.mktemp("replay"), 5
+    """Killed in the middle of a group or not, resumed from any version up to the horizon, several times."""
+    folder, updates = tmp_path_factory.mktemp("replay"), 7
+    about = {"per_update": per_update, "max_lag": max_lag, "filtering": filtering, "horizon": horizon}
 
     def opener(name: str) -> Callable[[], ReplayCore]:
-        return lambda: open_filter(folder / name, per_update=per_update, max_lag=max_lag, filtering=filtering)
+        return lambda: open_filter(folder / name, **about)  # type: ignore[arg-type]
 
     whole = learn(opener("whole"), begin=0, end=updates)
     for version, (used, _) in whole.items():
@@ -301,7 +311,8 @@ def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
         lost = learn(opener("killed"), begin=begin, end=updates, rounds=data.draw(st.integers(0, 50)))
         disturbed |= lost
         reached = max(reached, begin + len(lost))
-        begin = data.draw(st.integers(begin, begin + len(lost)))
+        earliest = max(begin, reached - max(horizon, max_lag))
+        begin = data.draw(st.integers(earliest, begin + len(lost)))
     disturbed |= learn(opener("killed"), begin=begin, end=updates)
     assert disturbed == whole
     shutil.rmtree(folder)

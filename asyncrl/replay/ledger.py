@@ -10,8 +10,9 @@
                                                                dropped_resume its number is granted again
     {"refused": why}                                           one episode was not admitted
 
-Each line also has a checksum, see `lines.py`. A crash can tear only the last line,
-which never took effect; opening removes it.
+Each line also has a checksum that goes on from that of the line before (`lines.py`): a line that was changed,
+copied, moved, or came from elsewhere is reported and skipped, and so is the line behind one that is missing.
+A crash can tear only the last line, which never took effect; opening removes it.
 
 When groups cannot be written for lack of space, decisions still have to be. So 1 MiB lies ready in
 `ledger.spare`, given back to the disk when a line finds no space.
@@ -20,34 +21,40 @@ When groups cannot be written for lack of space, decisions still have to be. So 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.disk import is_full
-from asyncrl.replay.lines import read_line, write_line
+from asyncrl.replay.lines import checksum_of, read_line, write_line
 
 SPARE_BYTES: Final = 1 << 20
+START: Final = zlib.crc32(b"asyncrl-replay ledger")
+"""What the checksum of the first line goes on from, and that of a line behind one without a checksum."""
 
 
 class Ledger:
     """An append-only file of JSON lines."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self.path = path
+        """Open or create it, and remove a torn last line; `warn` receives one line per damaged line read."""
+        self.path, self._warn = path, warn
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self.close = weakref.finalize(self, os.close, self._file)
-        whole = path.read_bytes()
-        sound = whole.rfind(b"\n") + 1
-        if sound < len(whole):
+        sound, self._last = _end(path)
+        if sound < os.fstat(self._file).st_size:
             os.ftruncate(self._file, sound)
-        self.entries = read_entries(path, warn)
-        """What was found when it was opened."""
         self._spare = path.with_suffix(".spare")
         self.keep_spare()
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Read what is in it, one entry after another."""
+        return read_entries(self.path, self._warn)
 
     def append(self, **entry: Any) -> None:
         """Add one line; when this returns it is durable.
@@ -55,19 +62,20 @@ class Ledger:
         Raises:
             ReplayError: The disk does not take it. What is torn is removed when the ledger is opened again.
         """
-        line = write_line(entry) + b"\n"
+        line = write_line(entry, self._last)
         size = os.fstat(self._file).st_size
         try:
-            self._write(line)
+            self._write(line + b"\n")
         except OSError as error:
             if not (is_full(error) and self._spare.exists()):
                 raise self._refused(str(error)) from None
             self._spare.unlink()
             os.ftruncate(self._file, size)
             try:
-                self._write(line)
+                self._write(line + b"\n")
             except OSError as again:
                 raise self._refused(str(again)) from None
+        self._last = _going_on_from(line)
 
     def keep_spare(self) -> None:
         """Set space aside for the time when there is none; without space now, nothing happens."""
@@ -87,13 +95,36 @@ class Ledger:
         )
 
 
-def read_entries(path: Path, warn: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Read the whole lines of a ledger, also while it is written; a damaged one is reported and left out."""
-    found: list[dict[str, Any]] = []
-    whole = path.read_bytes() if path.exists() else b""
-    for number, line in enumerate(whole[: whole.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
-        try:
-            found.append(read_line(line))
-        except ValueError as error:
-            warn(f"{path}: line {number} is damaged and was skipped: {error}.")
-    return found
+def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Read the whole lines of a ledger, also while it is written; one that is not believed is reported.
+
+    A line is believed when its checksum goes on from the one that the line before it claims. So one damaged
+    line costs itself, and also the line behind it when the damage is in its checksum.
+    """
+    if not path.exists():
+        return
+    last = START
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            line = line[:-1]
+            try:
+                yield read_line(line, last)
+            except ValueError as error:
+                warn(f"{path}: line {number} is damaged or out of place and was skipped: {error}.")
+            last = _going_on_from(line)
+
+
+def _end(path: Path) -> tuple[int, int]:
+    """Find where the last whole line ends, in bytes, and what the checksum behind it goes on from."""
+    if not path.stat().st_size:
+        return 0, START
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n")
+        return end + 1, _going_on_from(content[content.rfind(b"\n", 0, max(0, end)) + 1 : max(0, end)])
+
+
+def _going_on_from(line: bytes) -> int:
+    checksum = checksum_of(line)
+    return START if checksum is None else checksum
