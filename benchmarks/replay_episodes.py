@@ -9,12 +9,21 @@ from asyncrl.records import Episode
 
 def make_group(number: int, *, size: int, decisions: int, image: int) -> list[Episode]:
     """Make the `size` episodes of a group, imagined by version `number`; see `make_episode`."""
-    about = {"size": size, "decisions": decisions, "image": image}
-    return [make_episode(number, member, version=number, **about) for member in range(size)]
+    return [
+        make_episode(number, member, size=size, decisions=decisions, image=image, version=number)
+        for member in range(size)
+    ]
 
 
 def make_episode(
-    number: int, member: int, *, size: int, decisions: int, image: int, version: int = 0, success: bool = False
+    number: int,
+    member: int,
+    *,
+    size: int,
+    decisions: int,
+    image: int,
+    version: int = 0,
+    success: bool = False,
 ) -> Episode:
     """Make a sound episode.
 

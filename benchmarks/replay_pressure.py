@@ -27,6 +27,8 @@ from asyncrl import metrics as m
 from asyncrl.config import TrainConfig, overlay
 from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.records import Episode
+from asyncrl.replay.ports import GroupGrant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,18 @@ class Settings:
     """Of used groups that stay on the disk."""
 
 
+def episode(settings: Settings, grant: GroupGrant, member: int) -> Episode:
+    """An episode of the right size, by the oldest policy that the grant allows."""
+    return make_episode(
+        grant.number,
+        member,
+        size=settings.group_size,
+        decisions=settings.decisions,
+        image=settings.image,
+        version=grant.min_version,
+    )
+
+
 def act(
     settings: Settings, endpoint: str, place: int, made: multiprocessing.Queue[tuple[int, float]]
 ) -> None:
@@ -53,7 +67,6 @@ def act(
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.ports import RunStopped
 
-    about = {"size": settings.group_size, "decisions": settings.decisions, "image": settings.image}
     port, offered, busy = ZmqActorPort(endpoint, f"actor-{place}"), 0, 0.0
     try:
         while True:
@@ -62,7 +75,7 @@ def act(
                 continue
             began = time.monotonic()
             for member in range(settings.group_size):
-                port.push(make_episode(grant.number, member, version=grant.min_version, **about))
+                port.push(episode(settings, grant, member))
             offered += settings.group_size
             busy += time.monotonic() - began
     except RunStopped:
