@@ -11,7 +11,7 @@
     {"refused": why}                                           one episode was not admitted
 
 Each line also has a checksum that goes on from that of the line before (`lines.py`): a line that was changed,
-copied, moved, or came from elsewhere is reported and skipped, and so is the line behind one that is missing.
+moved, or came from elsewhere is reported and skipped, and so is the line behind one that is missing.
 A crash can tear only the last line, which never took effect; opening removes it.
 
 When groups cannot be written for lack of space, decisions still have to be. So 1 MiB lies ready in
@@ -98,22 +98,35 @@ class Ledger:
 def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Read the whole lines of a ledger, also while it is written; one that is not believed is reported.
 
-    A line is believed when its checksum goes on from the one that the line before it claims. So one damaged
-    line costs itself, and also the line behind it when the damage is in its checksum.
+    A line is believed when its checksum goes on from that of the last line that was believed, or from the one
+    that the line before it claims: so reading goes on behind a damaged line. That costs also the line behind
+    it when the damage is in its checksum.
     """
     if not path.exists():
         return
-    last = START
+    believed = claimed = START
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             line = line[:-1]
+            before, claimed = claimed, _going_on_from(line)
             try:
-                yield read_line(line, last)
+                entry = _read_behind(line, believed, before)
             except ValueError as error:
                 warn(f"{path}: line {number} is damaged or out of place and was skipped: {error}.")
-            last = _going_on_from(line)
+                continue
+            believed = claimed
+            yield entry
+
+
+def _read_behind(line: bytes, believed: int, claimed: int) -> dict[str, Any]:
+    try:
+        return read_line(line, believed)
+    except ValueError:
+        if claimed == believed:
+            raise
+        return read_line(line, claimed)
 
 
 def _end(path: Path) -> tuple[int, int]:
