@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.replay.ledger import Ledger, read_entries
-from asyncrl.replay.lines import write_line
+from asyncrl.replay.lines import read_line, write_line
 
 Lines = list[bytes]
 
@@ -31,12 +32,23 @@ def read(path: Path) -> tuple[list[int], list[str]]:
 
 
 def test_a_stranger_can_check_the_chain_as_the_page_says(tmp_path: Path) -> None:
-    previous = zlib.crc32(b"asyncrl-replay ledger")
+    previous = b"asyncrl-replay ledger"
     for line in write(tmp_path / "ledger.log", 5):
         body, _, digits = line.rstrip(b"\n").rpartition(b',"crc32":"')
-        assert zlib.crc32(body + b"}", previous) == int(digits[:8], 16)
+        assert zlib.crc32(previous + body + b"}") == int(digits[:8], 16)
         assert list(json.loads(line))[-1] == "crc32"
-        previous = int(digits[:8], 16)
+        previous = digits[:8]
+
+
+def test_one_changed_bit_in_a_line_does_not_make_up_for_one_in_the_checksum_before() -> None:
+    line, before = write_line({"ready": 1}, b"0123abcd"), b"0123abcd"
+    assert read_line(line, before) == {"ready": 1}
+    for place, bit, digit, other in itertools.product(range(12), range(8), range(8), range(4)):
+        changed, digits = bytearray(line), bytearray(before)
+        changed[place] ^= 1 << bit
+        digits[digit] ^= 1 << other
+        with pytest.raises(ValueError, match="checksum"):
+            read_line(bytes(changed), bytes(digits))
 
 
 def other_digits(line: bytes) -> bytes:

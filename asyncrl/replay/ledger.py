@@ -10,8 +10,8 @@
                                                                dropped_resume its number is granted again
     {"refused": why}                                           one episode was not admitted
 
-Each line also has a checksum that goes on from that of the line before (`lines.py`): a line that was changed,
-moved, or came from elsewhere is reported and skipped, and so is the line behind one that is missing.
+Each line also has a checksum that covers that of the line before (`lines.py`): a line that was changed,
+copied, moved, or came from elsewhere is reported and skipped, and so is the line behind one that is missing.
 A crash can tear only the last line, which never took effect; opening removes it.
 
 When groups cannot be written for lack of space, decisions still have to be. So 1 MiB lies ready in
@@ -24,7 +24,6 @@ import contextlib
 import mmap
 import os
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -34,8 +33,8 @@ from asyncrl.replay.disk import is_full
 from asyncrl.replay.lines import checksum_of, read_line, write_line
 
 SPARE_BYTES: Final = 1 << 20
-START: Final = zlib.crc32(b"asyncrl-replay ledger")
-"""What the checksum of the first line goes on from, and that of a line behind one without a checksum."""
+START: Final = b"asyncrl-replay ledger"
+"""What the checksum of the first line covers instead, and that of a line behind one without a checksum."""
 
 
 class Ledger:
@@ -75,7 +74,7 @@ class Ledger:
                 self._write(line + b"\n")
             except OSError as again:
                 raise self._refused(str(again)) from None
-        self._last = _going_on_from(line)
+        self._last = _link(line)
 
     def keep_spare(self) -> None:
         """Set space aside for the time when there is none; without space now, nothing happens."""
@@ -98,9 +97,9 @@ class Ledger:
 def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Read the whole lines of a ledger, also while it is written; one that is not believed is reported.
 
-    A line is believed when its checksum goes on from that of the last line that was believed, or from the one
-    that the line before it claims: so reading goes on behind a damaged line. That costs also the line behind
-    it when the damage is in its checksum.
+    A line is believed when its checksum covers that of the last line that was believed, or the one that the
+    line before it claims: so reading goes on behind a damaged line. That costs also the line behind it when
+    the damage is in its checksum.
     """
     if not path.exists():
         return
@@ -110,7 +109,7 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[dict[str, 
             if not line.endswith(b"\n"):
                 return
             line = line[:-1]
-            before, claimed = claimed, _going_on_from(line)
+            before, claimed = claimed, _link(line)
             try:
                 entry = _read_behind(line, believed, before)
             except ValueError as error:
@@ -120,7 +119,7 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[dict[str, 
             yield entry
 
 
-def _read_behind(line: bytes, believed: int, claimed: int) -> dict[str, Any]:
+def _read_behind(line: bytes, believed: bytes, claimed: bytes) -> dict[str, Any]:
     try:
         return read_line(line, believed)
     except ValueError:
@@ -129,15 +128,14 @@ def _read_behind(line: bytes, believed: int, claimed: int) -> dict[str, Any]:
         return read_line(line, claimed)
 
 
-def _end(path: Path) -> tuple[int, int]:
-    """Find where the last whole line ends, in bytes, and what the checksum behind it goes on from."""
+def _end(path: Path) -> tuple[int, bytes]:
+    """Find where the last whole line ends, in bytes, and what the next line's checksum covers of it."""
     if not path.stat().st_size:
         return 0, START
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         end = content.rfind(b"\n")
-        return end + 1, _going_on_from(content[content.rfind(b"\n", 0, max(0, end)) + 1 : max(0, end)])
+        return end + 1, _link(content[content.rfind(b"\n", 0, max(0, end)) + 1 : max(0, end)])
 
 
-def _going_on_from(line: bytes) -> int:
-    checksum = checksum_of(line)
-    return START if checksum is None else checksum
+def _link(line: bytes) -> bytes:
+    return checksum_of(line) or START

@@ -2,8 +2,7 @@
 
 The last member of each line is ``"crc32"``: 8 hexadecimal digits, the CRC-32 of the same line without it. So
 a line is plain JSON to every other tool, and a changed one is never believed. In a file of many lines the
-CRC-32 goes on from that of the line before, so that a line is only believed behind the line it was written
-behind.
+CRC-32 covers the digits of the line before, too: a line is only believed behind the one it was written behind.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ _CHECKSUM: Final = re.compile(rb',"crc32":"([0-9a-f]{8})"}')
 _LENGTH: Final = len(b',"crc32":"01234567"}')
 
 
-def write_line(entry: dict[str, Any], previous: int = 0) -> bytes:
-    """Write one entry (not empty) without the line feed; `previous`: CRC-32 that its own goes on from."""
+def write_line(entry: dict[str, Any], previous: bytes = b"") -> bytes:
+    """Write one entry (not empty) without the line feed; `previous`: digits of the line before."""
     body = json.dumps(entry, separators=(",", ":")).encode()
-    return body[:-1] + b',"crc32":"%08x"}' % zlib.crc32(body, previous)
+    return body[:-1] + b',"crc32":"%08x"}' % zlib.crc32(previous + body)
 
 
-def read_line(line: bytes, previous: int = 0) -> dict[str, Any]:
+def read_line(line: bytes, previous: bytes = b"") -> dict[str, Any]:
     """Read one entry, without its checksum.
 
     Raises:
-        ValueError: It was changed, was not written behind the line with the CRC-32 `previous`, or is no such
-            line.
+        ValueError: It was changed, was not written behind the digits `previous`, or is no such line.
     """
     checksum = checksum_of(line)
     if checksum is None or len(line) > MAX_LINE:
         raise ValueError("it does not end with a checksum")
     body = line[:-_LENGTH] + b"}"
-    if zlib.crc32(body, previous) != checksum:
+    # Not `crc32(body, previous)`: a bit of `previous` would make up for one of the body's first four bytes.
+    if zlib.crc32(previous + body) != int(checksum, 16):
         raise ValueError("its checksum does not match")
     entry = json.loads(body)
     if not isinstance(entry, dict):
@@ -44,7 +43,7 @@ def read_line(line: bytes, previous: int = 0) -> dict[str, Any]:
     return entry
 
 
-def checksum_of(line: bytes) -> int | None:
-    """Return the CRC-32 that a line claims, right or wrong; None when it claims none."""
+def checksum_of(line: bytes) -> bytes | None:
+    """Return the 8 digits that a line claims, right or wrong; None when it claims none."""
     found = _CHECKSUM.fullmatch(line, max(0, len(line) - _LENGTH))
-    return None if found is None else int(found[1], 16)
+    return None if found is None else found[1]
