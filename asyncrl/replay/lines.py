@@ -2,7 +2,7 @@
 
 The last member of each line is ``"crc32"``: 8 hexadecimal digits, the CRC-32 of the same line without it. So
 a line is plain JSON to every other tool, and a changed one is never believed. In a file of many lines the
-CRC-32 covers the digits of the line before, too: a line is only believed behind the one it was written behind.
+CRC-32 covers the digits of the line before, too: a line is believed only behind that one.
 """
 
 from __future__ import annotations
