@@ -124,6 +124,6 @@ class GroupBooks:
             for number in stale:
                 if number not in self.ready and number not in self.closed:
                     self.retire(number)
-        for number in self.closed.forget(before, keep=self.again):
+        for number in self.closed.forget(before):
             self.used_at.pop(number, None)
             self._filtered_before += self.filtered.pop(number, None) is not None

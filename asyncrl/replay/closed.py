@@ -5,8 +5,6 @@ Groups that were closed long ago are ranges of numbers, so a run may be of any l
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 from asyncrl.replay.ports import ReceiptStatus
 from asyncrl.replay.ranges import Ranges
 
@@ -45,12 +43,11 @@ class ClosedGroups:
         else:
             del self._versions[number]
 
-    def forget(self, before: int, keep: Container[int]) -> list[int]:
+    def forget(self, before: int) -> list[int]:
         """Forget all of groups closed before a version but that they are closed.
 
         Args:
             before: The version. A group that was closed behind a later one, as around a resume, stays longer.
-            keep: Groups that are not forgotten.
 
         Returns:
             The groups that were forgotten.
@@ -59,8 +56,7 @@ class ClosedGroups:
         for number, version in self._versions.items():
             if version >= before:
                 break
-            if number not in keep:
-                found.append(number)
+            found.append(number)
         for number in found:
             del self.recent[number], self._versions[number]
             self._forgotten.add(number)
