@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Literal
 from zlib import crc32
 
-import numpy as np
 import tyro
+from replay_episodes import make_episode
 from tqdm import tqdm
 
 from asyncrl.config import TrainConfig, overlay
@@ -73,21 +73,7 @@ class Verdict:
 
 def episode(group: int, member: int) -> Episode:
     """An episode whose numbers follow from its place alone."""
-    rng, n = np.random.default_rng([group, member]), 2
-    rewards = np.zeros((n, 8), np.float32)
-    rewards[1, 3] = member
-    return Episode(
-        episode_id=f"{group:016x}{member:016x}", group_id=f"{group:08d}", member=member, group_size=2,
-        actor="writer", task="lift", start_state="start", world_version=0, seed=group, temperature=1.0,
-        top_k=0, end_reason="success" if member else "truncated",
-        frames=rng.integers(0, 256, (n, 24, 24, 3), dtype=np.uint8),
-        tokens=rng.integers(0, 256, (n, 8, 7)).astype(np.int32),
-        logprobs=-rng.random((n, 8, 7), dtype=np.float32), values=np.full(n, np.nan, np.float32),
-        actions=rng.random((n, 8, 7), dtype=np.float32), rewards=rewards, success_scores=rewards.copy(),
-        policy_versions=np.zeros(n, np.int64), noise_seeds=np.arange(n),
-        final_frame=rng.integers(0, 256, (24, 24, 3), dtype=np.uint8),
-        video=np.zeros((0, 24, 24, 3), np.uint8),
-    )  # fmt: skip
+    return make_episode(group, member, size=2, decisions=2, image=24, success=member == 1)
 
 
 def content(of: Episode) -> int:

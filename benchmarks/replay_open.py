@@ -27,7 +27,7 @@ def open_seconds(folder: Path, groups: int) -> float:
     store = EpisodeStore(folder, group_size=GROUP_SIZE, max_bytes=1 << 60)
     seconds = time.perf_counter() - began
     assert len(store.shards) == groups
-    assert len(store.episode_ids) == groups * GROUP_SIZE
+    assert sum(len(shard.episode_ids) for shard in store.shards.values()) == groups * GROUP_SIZE
     store.close()
     return seconds
 

@@ -5,7 +5,8 @@
 Two actor processes offer episodes as fast as they are let; the learner takes a batch only every so often. The
 replay process is watched: its anonymous memory, and what it holds. The bound: actors are granted at most
 ``(max_lag + 1) * groups_per_update`` groups that are not yet used; those that are complete lie on the disk,
-so no more than that many incomplete groups are in memory, and one batch on its way to the learner.
+so no more than that many incomplete groups are in memory, one batch on its way to the learner, the shards of
+the files that exist, and the books of the groups that a resume may have to undo.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import numpy as np
 import tyro
+from replay_episodes import make_episode
 
 from asyncrl import metrics as m
 from asyncrl.config import TrainConfig, overlay
 from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.records import Episode
+from asyncrl.replay.ports import GroupGrant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +48,16 @@ class Settings:
     """Of used groups that stay on the disk."""
 
 
-def episode(settings: Settings, group_id: str, member: int, version: int, number: int) -> Episode:
-    """An episode of the right size."""
-    n, rng = settings.decisions, np.random.default_rng(number)
-    frames = rng.integers(0, 256, (n, settings.image, settings.image, 3), dtype=np.uint8)
-    rewards = np.zeros((n, 8), np.float32)
-    return Episode(
-        episode_id=f"{number:032x}", group_id=group_id, member=member, group_size=settings.group_size,
-        actor="press", task="lift", start_state="start", world_version=0, seed=member,
-        temperature=1.0, top_k=0,
-        end_reason="truncated", frames=frames, tokens=np.zeros((n, 8, 7), np.int32),
-        logprobs=np.full((n, 8, 7), -1.0, np.float32), values=np.full(n, np.nan, np.float32),
-        actions=np.zeros((n, 8, 7), np.float32), rewards=rewards, success_scores=rewards,
-        policy_versions=np.full(n, version, np.int64), noise_seeds=np.arange(n), final_frame=frames[-1],
-        video=frames[:0],
-    )  # fmt: skip
+def episode(settings: Settings, grant: GroupGrant, member: int) -> Episode:
+    """An episode of the right size, by the oldest policy that the grant allows."""
+    return make_episode(
+        grant.number,
+        member,
+        size=settings.group_size,
+        decisions=settings.decisions,
+        image=settings.image,
+        version=grant.min_version,
+    )
 
 
 def act(
@@ -70,7 +67,7 @@ def act(
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.ports import RunStopped
 
-    port, number, busy = ZmqActorPort(endpoint, f"actor-{place}"), place << 64, 0.0
+    port, offered, busy = ZmqActorPort(endpoint, f"actor-{place}"), 0, 0.0
     try:
         while True:
             grant = port.acquire_group(0.2)
@@ -78,11 +75,11 @@ def act(
                 continue
             began = time.monotonic()
             for member in range(settings.group_size):
-                number += 1
-                port.push(episode(settings, grant.group_id, member, grant.min_version, number))
+                port.push(episode(settings, grant, member))
+            offered += settings.group_size
             busy += time.monotonic() - began
     except RunStopped:
-        made.put((number - (place << 64), busy))
+        made.put((offered, busy))
 
 
 def keep(settings: Settings, endpoint: str, folder: str) -> None:

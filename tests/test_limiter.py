@@ -230,7 +230,7 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
     def books(core: ReplayCore) -> list[object]:
         limiter = core.limiter
         numbers = [limiter.used, limiter.next_number, sorted(limiter.ready), sorted(limiter.open)]
-        return [*numbers, limiter.closed, +core.tally.episodes]
+        return [*numbers, limiter.closed.recent, +core.tally.episodes]
 
     held = list[tuple[int, int]]()
     core, learner, acknowledged, used, pending = (

@@ -111,7 +111,7 @@ def test_the_ledger_goes_on_with_its_spare_space(tmp_path: Path, monkeypatch: py
     ledger.append(refused="dropped_lag")
     ledger.append(refused="dropped_invalid")
     ledger.close()
-    entries = Ledger(tmp_path / "ledger.log", print).entries
+    entries = list(Ledger(tmp_path / "ledger.log", print).read())
     assert entries == [{"refused": "dropped_lag"}, {"refused": "dropped_invalid"}]
 
 

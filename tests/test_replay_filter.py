@@ -29,7 +29,13 @@ from asyncrl.replay.store import EpisodeStore
 
 
 def open_filter(
-    folder: Path, *, per_update: int = 1, max_lag: int = 1, max_bytes: int = 10**9, filtering: bool = True
+    folder: Path,
+    *,
+    per_update: int = 1,
+    max_lag: int = 1,
+    max_bytes: int = 10**9,
+    filtering: bool = True,
+    horizon: int = 20,
 ) -> ReplayCore:
     limiter = Limiter(
         group_size=2,
@@ -37,6 +43,7 @@ def open_filter(
         max_lag=max_lag,
         group_deadline=1e6,
         filter_groups=filtering,
+        horizon=horizon,
         clock=Clock(),
     )
     return ReplayCore(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
@@ -58,10 +65,24 @@ def granted(core: ReplayCore) -> list[int]:
     return numbers
 
 
-def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_path: Path) -> None:
-    core = open_filter(tmp_path)
+def begun(folder: Path, *, max_lag: int = 1, max_bytes: int = 10**9, filtering: bool = True) -> ReplayCore:
+    """A new run at version 0 whose credit is taken."""
+    core = open_filter(folder, max_lag=max_lag, max_bytes=max_bytes, filtering=filtering)
     core.begin("learner", 0)
-    assert granted(core) == [0, 1]
+    assert granted(core) == list(range(max_lag + 1))
+    return core
+
+
+def reopened(core: ReplayCore, *, learner: str = "learner", version: int = 0) -> ReplayCore:
+    """The same replay in a new process, without a limit on its size."""
+    core.close()
+    core = open_filter(core.store.folder, max_lag=core.limiter.max_lag)
+    core.begin(learner, version)
+    return core
+
+
+def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_path: Path) -> None:
+    core = begun(tmp_path)
     assert push(core, 0, (True, True)) == ["held", "stored"]
     assert [receipt.status for _, receipt in core.take_receipts()] == ["stored"]
     assert core.status()[m.FILTERED_GROUPS] == 1
@@ -96,9 +117,7 @@ def test_equal_returns_are_what_makes_a_group_constant() -> None:
 
 
 def test_without_the_filter_constant_groups_are_used(tmp_path: Path) -> None:
-    core = open_filter(tmp_path, filtering=False)
-    core.begin("learner", 0)
-    assert granted(core) == [0, 1]
+    core = begun(tmp_path, filtering=False)
     push(core, 0, (True, True))
     assert core.sample(1, 0) is not None
     assert "filtered" not in core.contents()
@@ -117,14 +136,10 @@ def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opene
 
 
 def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_path: Path) -> None:
-    core = open_filter(tmp_path, max_bytes=1)
-    core.begin("learner", 0)
-    granted(core)
+    core = begun(tmp_path, max_bytes=1)
     push(core, 0, (True, True))
     assert not core.store.shards
-    core.close()
-    core = open_filter(tmp_path)
-    core.begin("learner", 0)
+    core = reopened(core)
     core.set_version(1)
     assert core.status()[m.FILTERED_GROUPS] == 1
     assert core.status()[m.REPLAY_SUCCESS] == 1.0
@@ -132,9 +147,7 @@ def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_
 
 
 def test_success_covers_all_groups_completed_at_the_last_version(tmp_path: Path) -> None:
-    core = open_filter(tmp_path, max_lag=3)
-    core.begin("learner", 0)
-    granted(core)
+    core = begun(tmp_path, max_lag=3)
     push(core, 0, (True, True))
     push(core, 1, (True, False))
     assert m.REPLAY_SUCCESS not in core.status()
@@ -142,9 +155,7 @@ def test_success_covers_all_groups_completed_at_the_last_version(tmp_path: Path)
     for _ in range(2):  # Reading it changes nothing.
         assert core.status()[m.REPLAY_SUCCESS] == 0.75
     push(core, 2, (False, False), version=1)
-    core.close()
-    core = open_filter(tmp_path, max_lag=3)
-    core.begin("resumed", 1)
+    core = reopened(core, learner="resumed", version=1)
     core.set_version(2)
     assert core.status()[m.REPLAY_SUCCESS] == 0.0
     core.set_version(3)
@@ -167,12 +178,12 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
     folder, learner, grants = tmp_path_factory.mktemp("replay"), 0, 0
     pending: list[GroupGrant] = []
 
-    def reopened() -> ReplayCore:
-        core = open_filter(folder, per_update=per_update, max_lag=max_lag)
+    def opened() -> ReplayCore:
+        core = open_filter(folder, per_update=per_update, max_lag=max_lag, horizon=0)
         core.begin("learner", learner)
         return core
 
-    core = reopened()
+    core = opened()
     actions = st.sampled_from(["grant", "grant", "finish", "finish", "finish", "drop", "sample", "restart"])
     for _ in range(data.draw(st.integers(5, 40))):
         match data.draw(actions):
@@ -200,10 +211,10 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
                     core.set_version(learner)
             case "restart":
                 core.close()
-                core = reopened()
+                core = opened()
         limiter = core.limiter
-        dropped = sum(status.startswith("dropped") for status in limiter.closed.values())
-        parts = [limiter.used, len(limiter.filtered), dropped, len(limiter.open), len(limiter.ready)]
+        dropped = sum("dropped" in entry for entry in core.store.ledger.read())
+        parts = [limiter.used, limiter.filtered_groups, dropped, len(limiter.open), len(limiter.ready)]
         assert grants == limiter.next_number == sum(parts)
         assert limiter.used == learner * per_update
         assert limiter.credit == (max_lag + learner + 1) * per_update - parts[0] - parts[3] - parts[4]
@@ -279,6 +290,7 @@ def learn(open_it: Callable[[], ReplayCore], *, begin: int, end: int, rounds: in
     st.integers(0, 3),
     st.integers(1, 3),
     st.booleans(),
+    st.integers(0, 5),
 )
 def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
     tmp_path_factory: pytest.TempPathFactory,
@@ -286,12 +298,14 @@ def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
     max_lag: int,
     per_update: int,
     filtering: bool,
+    horizon: int,
 ) -> None:
-    """Killed in the middle of a group or not, resumed from any earlier version, several times."""
-    folder, updates = tmp_path_factory.mktemp("replay"), 5
+    """Killed in the middle of a group or not, resumed from any version up to the horizon, several times."""
+    folder, updates = tmp_path_factory.mktemp("replay"), 7
+    about = {"per_update": per_update, "max_lag": max_lag, "filtering": filtering, "horizon": horizon}
 
     def opener(name: str) -> Callable[[], ReplayCore]:
-        return lambda: open_filter(folder / name, per_update=per_update, max_lag=max_lag, filtering=filtering)
+        return lambda: open_filter(folder / name, **about)  # type: ignore[arg-type]
 
     whole = learn(opener("whole"), begin=0, end=updates)
     for version, (used, _) in whole.items():
@@ -301,28 +315,27 @@ def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
         lost = learn(opener("killed"), begin=begin, end=updates, rounds=data.draw(st.integers(0, 50)))
         disturbed |= lost
         reached = max(reached, begin + len(lost))
-        begin = data.draw(st.integers(begin, begin + len(lost)))
+        earliest = max(begin, reached - max(horizon, max_lag))
+        begin = data.draw(st.integers(earliest, begin + len(lost)))
     disturbed |= learn(opener("killed"), begin=begin, end=updates)
     assert disturbed == whole
     shutil.rmtree(folder)
 
 
 def test_a_resume_whose_used_files_were_deleted_imagines_those_groups_again(tmp_path: Path) -> None:
-    core = open_filter(tmp_path, max_lag=1)
-    core.begin("first", 0)
-    granted(core)
+    core = begun(tmp_path)
     push(core, 0, (True, False))
     push(core, 1, (True, False))
     assert core.sample(1, 0) is not None
     core.close()
     (tmp_path / "group-00000000.h5").unlink()
     for _ in range(2):  # The second time from the ledger alone.
-        core = open_filter(tmp_path, max_lag=1)
+        core = open_filter(tmp_path)
         core.begin("second", 0)
         assert (sorted(core.limiter.ready), core.limiter.again) == ([1], {0})
         assert core.status()[m.DROPPED_RESUME] == 2
         core.close()
-    core = open_filter(tmp_path, max_lag=1)
+    core = open_filter(tmp_path)
     assert core.admit(make_episode(0, 0, image=1, versions=(0,))).status == "dropped_resume", "too early"
     assert granted(core) == [0]
     assert push(core, 0, (True, False)) == ["held", "stored"]

@@ -1,4 +1,4 @@
-"""A stranger reads a replay file with h5py alone, by the program that docs/replay_format.md prints."""
+"""A stranger reads the replay with h5py alone, by the programs that docs/replay_format.md prints."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from pathlib import Path
 import numpy as np
 from learner_fixtures import episode
 
+from asyncrl.replay.ledger import Ledger, read_entries
 from asyncrl.replay.store import EpisodeStore
 
 PAGE = Path(__file__).parents[1] / "docs" / "replay_format.md"
 
 
-def program() -> str:
-    """The page's Python block, and a last line that proves who was not needed."""
+def program(place: int) -> str:
+    """One of the page's Python blocks, and a last line that proves who was not needed."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
-    assert len(blocks) == 1
-    return blocks[0] + "\nassert not any(name.startswith('asyncrl') for name in sys.modules)\n"
+    assert len(blocks) == 2
+    return blocks[place] + "\nassert not any(name.startswith('asyncrl') for name in sys.modules)\n"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, place: int = 0) -> subprocess.CompletedProcess[str]:
     # -I: neither PYTHONPATH nor this folder help the stranger.
-    command = [sys.executable, "-I", "-c", program(), *arguments]
+    command = [sys.executable, "-I", "-c", program(place), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -60,3 +61,23 @@ def test_the_page_finds_a_damaged_file(tmp_path: Path) -> None:
     done = run(str(path))
     assert done.returncode != 0
     assert "AssertionError: logprobs" in done.stderr
+
+
+def test_the_page_is_enough_to_read_a_ledger_and_to_find_what_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.log"
+    ledger = Ledger(path, print)
+    for number in range(7):
+        ledger.append(ready=number)
+    ledger.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    stray, changed = lines[0], lines[4].replace(b":4,", b":7,")
+    path.write_bytes(b"".join([*lines[:3], stray, lines[3], changed, b"no json\n", *lines[5:]]))
+    done = run(str(path), place=1)
+    assert done.returncode == 0, done.stderr
+    skipped = [int(line.split()[0]) for line in done.stdout.splitlines() if line.endswith("skipped")]
+    assert len(done.stdout.splitlines()) == 9
+    assert skipped == [4, 6, 7, 8]
+    warnings = list[str]()
+    read = [entry["ready"] for entry in read_entries(path, warnings.append)]
+    assert read == [0, 1, 2, 3, 6]
+    assert all(f"line {number} " in warning for number, warning in zip(skipped, warnings, strict=True))

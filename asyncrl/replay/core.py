@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncrl import metrics as m
-from asyncrl.errors import DiskFull, WireError
+from asyncrl.errors import WireError
 from asyncrl.messaging.episodes import scalars_of
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.replay.disk import DiskWait
-from asyncrl.replay.groups import ReadyGroup, number_of, ready_group
+from asyncrl.replay.groups import number_of
+from asyncrl.replay.keeping import Keeper
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.outcomes import SuccessWindow, constant
 from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
-from asyncrl.replay.recall import Session, recall
+from asyncrl.replay.restart import count_successes, recover, rewind
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay.tally import Tally
 
 
 class ReplayCore:
@@ -43,18 +41,13 @@ class ReplayCore:
             max_age: Versions after which a closed group's file is deleted; 0: only for its size.
             warn: Receives a line when the disk is full.
         """
-        self.store, self.limiter, self.max_age = store, limiter, max_age
+        self._keeper = keeper = Keeper(store, limiter, max_age=max_age, warn=warn)
+        self.store, self.limiter, self.disk = store, limiter, keeper.disk
+        self.tally, self.session = keeper.tally, keeper.session
         self.stopped = False
         """Whether the learner ended the run."""
-        self.tally, self.session = Tally(), Session()
-        self.disk = DiskWait(limiter.clock, warn)
         self._waiting: dict[str, float] = {}
-        self._receipts: list[tuple[str, Receipt]] = []
-        self._success = SuccessWindow()
-        for entry in store.ledger.entries:
-            recall(entry, limiter, self.tally, self.session)
-        self._recover_ready()
-        self._count_successes()
+        recover(keeper)
 
     @property
     def actors(self) -> dict[str, str]:
@@ -67,14 +60,14 @@ class ReplayCore:
         Args:
             session: The learner's, drawn at random.
             version: Its policy version.
-            in_turns: See `Limiter.plan_resume`.
+            in_turns: See `resumption.plan_resume`.
         """
         if session != self.session.learner:
-            self._rewind(version, in_turns=in_turns)
+            rewind(self._keeper, version, in_turns=in_turns)
             self.store.ledger.append(learner=session, version=version)
             self.limiter.begin(version)
             self.session.learner, self.session.request, self.session.batch = session, "", []
-            self._count_successes()
+            count_successes(self._keeper)
         self.set_version(version)
 
     def hello(self, actor: str, session: str) -> None:
@@ -83,7 +76,7 @@ class ReplayCore:
             self.store.ledger.append(actor=actor, session=session)
             self.actors[actor] = session
             for number in [n for n, group in self.limiter.open.items() if group.actor == actor]:
-                self._drop(number, "dropped_deadline")
+                self._keeper.drop(number, "dropped_deadline")
         self.limiter.hear(actor)
 
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
@@ -103,7 +96,7 @@ class ReplayCore:
         receipt = self._judge(episode)
         number = number_of(episode.group_id)
         if receipt.status == "held" and self.limiter.complete(number):
-            if self._seal(number, newest=episode.episode_id):
+            if self._keeper.seal(number, newest=episode.episode_id):
                 receipt = Receipt(episode_id=episode.episode_id, status="stored")
         elif receipt.status != "held":
             decisions = len(episode.policy_versions) if receipt.status != "duplicate" else 0
@@ -114,14 +107,14 @@ class ReplayCore:
             if group is not None and receipt.status.startswith("dropped"):
                 # The group cannot become complete any more: its credit is worth more than its siblings.
                 why: ReceiptStatus = "dropped_lag" if receipt.status == "dropped_lag" else "dropped_deadline"
-                self._drop(number, why)
+                self._keeper.drop(number, why)
             elif group is not None and receipt.status == "duplicate":
                 receipt = Receipt(episode_id=episode.episode_id, status="held")  # Known, but not yet durable.
         return receipt
 
     def take_receipts(self) -> list[tuple[str, Receipt]]:
         """Return and forget the receipts that are due, each with its actor."""
-        due, self._receipts = self._receipts, []
+        due, self._keeper.receipts = self._keeper.receipts, []
         return due
 
     def sample(self, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:
@@ -148,18 +141,18 @@ class ReplayCore:
                 self.store.ledger.append(used=numbers, request=request, version=version)
                 self.limiter.use(numbers)
                 self.session.request, self.session.batch = request, numbers
-                self._trim()
+                self._keeper.trim()
                 return sound
             for number, group in zip(numbers, batch, strict=True):
                 if group is None:
-                    self._drop(number, "dropped_invalid", stored=True)
+                    self._keeper.drop(number, "dropped_invalid", stored=True)
         return None
 
     def set_version(self, version: int) -> None:
         """Note the learner's newest version; drop what it makes too old."""
         if version > self.limiter.version:
-            self.limiter.version = version
-            self._success.close()
+            self.limiter.advance(version)
+            self._keeper.success.close()
         self.tend()
 
     def tend(self) -> None:
@@ -168,12 +161,12 @@ class ReplayCore:
             if number in self.limiter.used_at:
                 self.limiter.retire(number)
             else:
-                self._drop(number, "dropped_lag")
+                self._keeper.drop(number, "dropped_lag")
         for number in self.limiter.overdue():
-            self._drop(number, "dropped_deadline")
+            self._keeper.drop(number, "dropped_deadline")
         if self.disk.due:
             for number in sorted(self.disk.groups):
-                if not self._seal(number):
+                if not self._keeper.seal(number):
                     break
 
     def report_waiting(self, actor: str, share: float) -> None:
@@ -190,11 +183,11 @@ class ReplayCore:
         readings = self.tally.readings()
         readings[m.GROUPS_READY] = float(len(self.limiter.ready))
         readings[m.GROUPS_IN_FLIGHT] = float(len(self.limiter.open))
-        readings[m.FILTERED_GROUPS] = float(len(self.limiter.filtered))
+        readings[m.FILTERED_GROUPS] = float(self.limiter.filtered_groups)
         readings[m.REPLAY_BYTES] = float(self.store.total_bytes)
         readings[m.DISK_WAITING] = self.disk.seconds
-        if self._success.last is not None:
-            readings[m.REPLAY_SUCCESS] = self._success.last
+        if self._keeper.success.last is not None:
+            readings[m.REPLAY_SUCCESS] = self._keeper.success.last
         if self._waiting:
             readings[m.ACTORS_WAITING] = sum(self._waiting.values()) / len(self._waiting)
         return readings
@@ -202,7 +195,7 @@ class ReplayCore:
     def contents(self) -> str:
         """Say in one line what the replay holds, for an error message."""
         held = sum(len(group.members) for group in self.limiter.open.values())
-        filtered = f"{len(self.limiter.filtered)} filtered; " if self.limiter.filter_groups else ""
+        filtered = f"{self.limiter.filtered_groups} filtered; " if self.limiter.filter_groups else ""
         waiting = f"{len(self.disk.groups)} groups wait for disk space; " if self.disk.groups else ""
         return (
             f"{len(self.limiter.ready)} groups ready, {len(self.limiter.open)} in flight with {held} episodes"
@@ -216,116 +209,10 @@ class ReplayCore:
         self.store.close()
 
     def _judge(self, episode: Episode) -> Receipt:
-        if episode.episode_id in self.store.episode_ids:
+        if self.store.holds(number_of(episode.group_id), episode.episode_id):
             return Receipt(episode_id=episode.episode_id, status="duplicate")
         try:
             scalars_of(episode)
         except WireError as error:
             return Receipt(episode_id=episode.episode_id, status="dropped_invalid", reason=str(error))
         return self.limiter.judge(episode)
-
-    def _seal(self, number: int, newest: str = "") -> bool:
-        """Store a complete group; False when the disk is full. The episode `newest` gets no receipt here."""
-        group = self.limiter.open[number]
-        members = list(group.members.values())
-        try:
-            shard = self.store.seal(number, members)
-        except DiskFull as error:
-            self.disk.failed(number, error)
-            return False
-        if self.disk.groups:
-            self.disk.over(number)
-            self.store.ledger.keep_spare()
-        for sibling in members:
-            self.tally.add("stored")
-            if sibling.episode_id != newest:
-                self._receipts.append((group.actor, Receipt(episode_id=sibling.episode_id, status="stored")))
-        self.limiter.make_ready(number, ready_group(shard))
-        self._success.add(shard.attributes["successes"], len(members))
-        if self.limiter.filter_groups and constant(members):
-            self._filter(number)
-        self._trim()
-        return True
-
-    def _filter(self, number: int) -> None:
-        shard = self.store.shards[number]
-        successes = int(shard.attributes["successes"])
-        self.store.ledger.append(filtered=number, newest_version=shard.newest_version, successes=successes)
-        self.limiter.filter(number, shard.newest_version)
-        self.session.filtered_successes[number] = successes
-
-    def _drop(self, number: int, status: ReceiptStatus, stored: bool = False) -> None:
-        stored = stored or number in self.limiter.ready
-        shard = self.store.shards.get(number)
-        group = self.limiter.drop(number, status)
-        self.disk.over(number)
-        episodes = list(group.members.values()) if group else []
-        count = self.limiter.group_size if stored else len(episodes)
-        decisions = sum(len(episode.policy_versions) for episode in episodes)
-        if stored:
-            decisions = shard.decisions if shard else 0
-        self.tally.add(status, count, decisions)
-        self.store.ledger.append(
-            dropped=number, status=status, episodes=count, stored=stored, decisions=decisions
-        )
-        for episode in episodes:
-            receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")
-            self._receipts.append((group.actor if group else episode.actor, receipt))
-
-    def _rewind(self, version: int, *, in_turns: bool) -> None:
-        """Undo what a resume at `version` makes undone: see `Limiter.plan_resume`."""
-        stored = self._stored()
-        plan = self.limiter.plan_resume(version, stored, in_turns=in_turns)
-        for number, uses in plan.ready.items():
-            self.store.ledger.append(ready=number, **({"uses": uses} if uses else {}))
-            self.limiter.take_back(number, uses)
-            self.limiter.make_ready(number, stored[number])
-        for number, status in plan.drop.items():
-            was_stored = number not in self.limiter.open
-            if status == "dropped_resume":
-                self.store.remove(number)
-            self._drop(number, status, stored=was_stored)
-
-    def _stored(self) -> dict[int, ReadyGroup]:
-        return {number: ready_group(shard) for number, shard in self.store.shards.items()}
-
-    def _recover_ready(self) -> None:
-        """Make the sealed groups ready that the ledger did not close; filter what a crash left unfiltered."""
-        for number, group in self._stored().items():
-            if number in self.limiter.closed:
-                continue
-            self.limiter.make_ready(number, group)
-            if number in self.limiter.used_at:
-                continue
-            self.tally.add("stored", self.limiter.group_size)
-            if self.limiter.filter_groups:
-                episodes = self.store.load(number)
-                if episodes is None:
-                    self._drop(number, "dropped_invalid", stored=True)
-                elif constant(episodes):
-                    self._filter(number)
-        for number in self.limiter.used_at.keys() - self.limiter.ready.keys() - self.limiter.closed.keys():
-            self.limiter.retire(number)
-
-    def _count_successes(self) -> None:
-        """Count the complete groups whose newest decision is of the learner's version, after a restart."""
-        self._success.restart()
-        complete = {number: group.newest_version for number, group in self.limiter.ready.items()}
-        for number, newest_version in (complete | self.limiter.filtered).items():
-            if newest_version == self.limiter.version:
-                shard = self.store.shards.get(number)
-                successes = (
-                    shard.attributes["successes"] if shard else self.session.filtered_successes[number]
-                )
-                self._success.add(successes, self.limiter.group_size)
-
-    def _trim(self) -> None:
-        """Delete closed groups that are too old or too much; what a repeated request may get again stays."""
-        if not self.max_age and self.store.total_bytes <= self.store.max_bytes:
-            return
-        closed, again = self.limiter.closed, set(self.session.batch)
-        expendable = {n: shard for n, shard in self.store.shards.items() if n in closed and n not in again}
-        oldest = self.limiter.version - self.max_age
-        self.store.trim(
-            expendable, aged=[n for n, s in expendable.items() if self.max_age and s.newest_version < oldest]
-        )

@@ -34,6 +34,15 @@ class ReadyGroup:
     """Standard deviation of the episodes' returns (1: success, 0: none)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FilteredGroup:
+    """A complete group whose episodes all had the same return."""
+
+    newest_version: int
+    successes: int
+    """Episodes that succeeded."""
+
+
 def ready_group(shard: Shard) -> ReadyGroup:
     """Return what the limiter has to know of a sealed group."""
     share = shard.attributes["successes"] / shard.attributes["group_size"]

@@ -10,8 +10,9 @@
                                                                dropped_resume its number is granted again
     {"refused": why}                                           one episode was not admitted
 
-Each line also has a checksum, see `lines.py`. A crash can tear only the last line,
-which never took effect; opening removes it.
+Each line also has a checksum that covers that of the line before (`lines.py`): a line that was changed,
+copied, moved, or came from elsewhere is reported and skipped, and so is the line behind one that is missing.
+A crash can tear only the last line, which never took effect; opening removes it.
 
 When groups cannot be written for lack of space, decisions still have to be. So 1 MiB lies ready in
 `ledger.spare`, given back to the disk when a line finds no space.
@@ -20,34 +21,39 @@ When groups cannot be written for lack of space, decisions still have to be. So 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.disk import is_full
-from asyncrl.replay.lines import read_line, write_line
+from asyncrl.replay.lines import checksum_of, read_line, write_line
 
 SPARE_BYTES: Final = 1 << 20
+START: Final = b"asyncrl-replay ledger"
+"""What the checksum of the first line covers instead, and that of a line behind one without a checksum."""
 
 
 class Ledger:
     """An append-only file of JSON lines."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self.path = path
+        """Open or create it, and remove a torn last line; `warn` receives one line per damaged line read."""
+        self.path, self._warn = path, warn
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self.close = weakref.finalize(self, os.close, self._file)
-        whole = path.read_bytes()
-        sound = whole.rfind(b"\n") + 1
-        if sound < len(whole):
+        sound, self._last = _end(path)
+        if sound < os.fstat(self._file).st_size:
             os.ftruncate(self._file, sound)
-        self.entries = read_entries(path, warn)
-        """What was found when it was opened."""
         self._spare = path.with_suffix(".spare")
         self.keep_spare()
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Read what is in it, one entry after another."""
+        return read_entries(self.path, self._warn)
 
     def append(self, **entry: Any) -> None:
         """Add one line; when this returns it is durable.
@@ -55,19 +61,20 @@ class Ledger:
         Raises:
             ReplayError: The disk does not take it. What is torn is removed when the ledger is opened again.
         """
-        line = write_line(entry) + b"\n"
+        line = write_line(entry, self._last)
         size = os.fstat(self._file).st_size
         try:
-            self._write(line)
+            self._write(line + b"\n")
         except OSError as error:
             if not (is_full(error) and self._spare.exists()):
                 raise self._refused(str(error)) from None
             self._spare.unlink()
             os.ftruncate(self._file, size)
             try:
-                self._write(line)
+                self._write(line + b"\n")
             except OSError as again:
                 raise self._refused(str(again)) from None
+        self._last = _link(line)
 
     def keep_spare(self) -> None:
         """Set space aside for the time when there is none; without space now, nothing happens."""
@@ -87,13 +94,48 @@ class Ledger:
         )
 
 
-def read_entries(path: Path, warn: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Read the whole lines of a ledger, also while it is written; a damaged one is reported and left out."""
-    found: list[dict[str, Any]] = []
-    whole = path.read_bytes() if path.exists() else b""
-    for number, line in enumerate(whole[: whole.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
-        try:
-            found.append(read_line(line))
-        except ValueError as error:
-            warn(f"{path}: line {number} is damaged and was skipped: {error}.")
-    return found
+def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Read the whole lines of a ledger, also while it is written; one that is not believed is reported.
+
+    A line is believed when its checksum covers that of the last line that was believed, or the one that the
+    line before it claims: so reading goes on behind a damaged line. That costs also the line behind it when
+    the damage is in its checksum.
+    """
+    if not path.exists():
+        return
+    believed = claimed = START
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            line = line[:-1]
+            before, claimed = claimed, _link(line)
+            try:
+                entry = _read_behind(line, believed, before)
+            except ValueError as error:
+                warn(f"{path}: line {number} is damaged or out of place and was skipped: {error}.")
+                continue
+            believed = claimed
+            yield entry
+
+
+def _read_behind(line: bytes, believed: bytes, claimed: bytes) -> dict[str, Any]:
+    try:
+        return read_line(line, believed)
+    except ValueError:
+        if claimed == believed:
+            raise
+        return read_line(line, claimed)
+
+
+def _end(path: Path) -> tuple[int, bytes]:
+    """Find where the last whole line ends, in bytes, and what the next line's checksum covers of it."""
+    if not path.stat().st_size:
+        return 0, START
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n")
+        return end + 1, _link(content[content.rfind(b"\n", 0, max(0, end)) + 1 : max(0, end)])
+
+
+def _link(line: bytes) -> bytes:
+    return checksum_of(line) or START

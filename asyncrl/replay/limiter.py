@@ -1,24 +1,23 @@
 """Who may imagine, what is admitted, what may be used: episodes and versions in, verdicts out. No I/O.
 
-A group is open (granted, members arriving), then ready (complete and stored), then closed (used or dropped).
-With `filter_groups` a complete group whose episodes all have the same return is closed without being ready.
-Everything about lag, use counts, credit and completeness is decided here and nowhere else.
+What became of the groups is in `books.py`. Everything about lag, use counts, credit and completeness is
+decided here and nowhere else.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from asyncrl.records import Episode, problem_with
-from asyncrl.replay.groups import OpenGroup, ReadyGroup, misfit, number_of
+from asyncrl.replay.books import GroupBooks
+from asyncrl.replay.groups import OpenGroup, misfit, number_of
 from asyncrl.replay.order import Order, pick_in_order
 from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
-from asyncrl.replay.resumption import Resumption, plan_resume
 
 
-class Limiter:
-    """The books of all groups of a run."""
+class Limiter(GroupBooks):
+    """The books of all groups of a run, and what follows from them."""
 
     def __init__(
         self,
@@ -32,28 +31,19 @@ class Limiter:
         uses: int = 1,
         order: Order = "oldest",
         seed: int = 0,
+        horizon: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with an empty book; see `config` for the settings."""
+        """Start with an empty book; see `config` for the settings.
+
+        `horizon`: versions that a resume may go back and find everything, see `resumption.py`. It is at least
+        `max_lag`.
+        """
+        super().__init__(uses=uses, horizon=max(horizon, max_lag))
         self.group_size, self.groups_per_update, self.max_lag = group_size, groups_per_update, max_lag
         self.group_deadline, self.keep_video_every, self.clock = group_deadline, keep_video_every, clock
-        self.filter_groups, self.uses, self.seed = filter_groups, uses, seed
+        self.filter_groups, self.seed = filter_groups, seed
         self.order: Order = order
-        self.version = 0
-        """The learner's newest policy version."""
-        self.used = 0
-        """Places of groups in the batches given away: the sampling cursor. Filtered groups took none."""
-        self.next_number = 0
-        self.open: dict[int, OpenGroup] = {}
-        self.ready: dict[int, ReadyGroup] = {}
-        self.closed: dict[int, ReceiptStatus] = {}
-        """Group number -> what a late or repeated episode of it is told."""
-        self.used_at: dict[int, tuple[int, ...]] = {}
-        """Ready or closed group -> the learner's version at each use."""
-        self.filtered: dict[int, int] = {}
-        """Closed group whose episodes all had the same return -> version of its newest decision."""
-        self.again: set[int] = set()
-        """Closed groups whose numbers are granted again, before any new number."""
         self._heard: dict[str, float] = {}
 
     @property
@@ -142,64 +132,6 @@ class Limiter:
         """Whether all members of an open group are there."""
         return number in self.open and len(self.open[number].members) == self.group_size
 
-    def make_ready(self, number: int, group: ReadyGroup) -> None:
-        """Move a stored group to the ready ones. What it was used for before stays known."""
-        used_at = self.used_at.get(number, ())
-        self._take_out(number)
-        self.ready[number] = group
-        if used_at:
-            self.used_at[number] = used_at
-
-    def use(self, numbers: list[int]) -> None:
-        """Note that groups were given to the learner at `version`. Each is closed after `uses` times."""
-        for number in numbers:
-            self.open.pop(number, None)  # When the ledger is recalled, before the files are looked at.
-            used_at = (*self.used_at.get(number, ()), self.version)
-            if len(used_at) >= self.uses:
-                self._close(number, "duplicate")
-            self.used_at[number] = used_at
-        self.used += len(numbers)
-
-    def retire(self, number: int) -> None:
-        """Close a group that was used but not as often as it might have been. That drops nothing."""
-        used_at = self.used_at[number]
-        self._close(number, "duplicate")
-        self.used_at[number] = used_at
-
-    def take_back(self, number: int, kept: tuple[int, ...]) -> None:
-        """Undo the uses of a group but those at the versions `kept`; it is in no other book then."""
-        self._take_out(number)
-        if kept:
-            self.used_at[number] = kept
-
-    def filter(self, number: int, newest_version: int) -> None:
-        """Close a stored group that teaches nothing: its credit returns, and it does not count as used."""
-        self._close(number, "duplicate")
-        self.filtered[number] = newest_version
-
-    def drop(self, number: int, status: ReceiptStatus) -> OpenGroup | None:
-        """Give a group up, for good or (`dropped_resume`) to grant its number again.
-
-        Returns:
-            What was held for it when it was open.
-        """
-        group = self._close(number, status)
-        if status == "dropped_resume":
-            self.again.add(number)
-        return group
-
-    def _close(self, number: int, status: ReceiptStatus) -> OpenGroup | None:
-        group = self._take_out(number)
-        self.closed[number] = status
-        return group
-
-    def _take_out(self, number: int) -> OpenGroup | None:
-        for book in (self.ready, self.closed, self.used_at, self.filtered):
-            book.pop(number, None)
-        self.again.discard(number)
-        self.next_number = max(self.next_number, number + 1)
-        return self.open.pop(number, None)
-
     def overdue(self) -> list[int]:
         """Open groups to give up: first episode too long ago, or none yet and an actor that fell silent.
 
@@ -237,14 +169,8 @@ class Limiter:
             return None
         return pick_in_order(usable, groups, self.order, seed=self.seed, cursor=self.used)
 
-    def plan_resume(
-        self, version: int, stored: Mapping[int, ReadyGroup], *, in_turns: bool = False
-    ) -> Resumption:
-        """See `resumption.plan_resume`."""
-        return plan_resume(self, version, stored, in_turns=in_turns)
-
     def begin(self, version: int) -> None:
-        """Start at `version`, after the changes of `plan_resume`.
+        """Start at `version`, after the changes of `resumption.plan_resume`.
 
         `used` is a place in the line of groups: every update uses `groups_per_update`, whatever was filtered
         or dropped. So it follows from the version, also when `groups_per_update` was changed for the resume.

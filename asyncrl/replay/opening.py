@@ -33,5 +33,7 @@ def open_core(folder: Path, config: TrainConfig, warn: Callable[[str], None] = p
         uses=config.replay.uses,
         order=config.replay.order,
         seed=config.seed,
+        # The oldest checkpoint that is kept, while the next one is being written.
+        horizon=config.checkpoint_every * (config.keep_checkpoints + 1),
     )
     return ReplayCore(store, limiter, max_age=config.replay.max_age_versions, warn=warn)

@@ -21,8 +21,6 @@ class Session:
     """Groups of the answer."""
     actors: dict[str, str] = field(default_factory=dict)
     """Every actor seen -> its session."""
-    filtered_successes: dict[int, int] = field(default_factory=dict)
-    """Filtered group -> its successful episodes."""
 
 
 def recall(entry: dict[str, Any], limiter: Limiter, tally: Tally, session: Session) -> None:
@@ -38,13 +36,14 @@ def recall(entry: dict[str, Any], limiter: Limiter, tally: Tally, session: Sessi
             session.actors.setdefault(actor, "")
             limiter.reopen(number, actor, turn, lowest)
         case {"used": list(numbers), "request": str(request), "version": int(version)}:
-            limiter.version = max(limiter.version, version)
-            tally.add("stored", size * sum(number not in limiter.used_at for number in numbers))
+            if version > limiter.version:
+                limiter.advance(version)
+            fresh = [n for n in numbers if n not in limiter.used_at and n not in limiter.closed]
+            tally.add("stored", size * len(fresh))
             limiter.use(numbers)
             session.request, session.batch = request, numbers
         case {"filtered": int(number), "newest_version": int(version), "successes": int(successes)}:
-            limiter.filter(number, version)
-            session.filtered_successes[number] = successes
+            limiter.filter(number, version, successes)
             tally.add("stored", size)
         case {"ready": int(number)}:
             kept = tuple(entry.get("uses", ()))
@@ -61,5 +60,5 @@ def recall(entry: dict[str, Any], limiter: Limiter, tally: Tally, session: Sessi
         } if status in COUNTERS:
             if stored and number not in limiter.closed and number not in limiter.used_at:
                 tally.add("stored", count)
-            limiter.drop(number, status)
+            limiter.drop(number, status, stored=stored)
             tally.add(status, count, entry.get("decisions", 0))

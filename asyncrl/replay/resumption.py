@@ -33,6 +33,12 @@ def plan_resume(
     under the same numbers, which decide start states and seeds. What a lost update used, and this version
     may use, waits again. A group that also counting updates used was learned from: it is never dropped.
 
+    That is exact down to `horizon` versions before the limiter's. Of older versions the books know only which
+    groups were closed, and closed they stay: what a lost update of those versions used, filtered or dropped
+    is neither used again nor imagined again under its number. The learner goes on with new groups instead,
+    nothing is used twice, and nothing above the lag bound is used; but batches, start states, and the shares
+    of successful and filtered groups are not those of the undisturbed run.
+
     Args:
         limiter: With the books before the resume.
         version: Where the learner goes on.
@@ -43,8 +49,8 @@ def plan_resume(
     """
     drop: dict[int, ReceiptStatus] = dict.fromkeys(limiter.open, "dropped_resume")
     ready = dict[int, tuple[int, ...]]()
-    for number, newest_version in limiter.filtered.items():
-        if newest_version > version:
+    for number, filtered in limiter.filtered.items():
+        if filtered.newest_version > version:
             drop[number] = "dropped_resume"
     for number, used_at in limiter.used_at.items():
         counting = tuple(at for at in used_at if at < version)
@@ -60,7 +66,8 @@ def plan_resume(
             drop[number] = verdict
     kept = {number: stored[number].newest_version for number in {*ready, *limiter.ready} - drop.keys()}
     if in_turns and not _whole(limiter, {n: len(ready.get(n, limiter.used_at.get(n, ()))) for n in kept}):
-        for number, newest_version in (kept | limiter.filtered).items():
+        kept |= {number: filtered.newest_version for number, filtered in limiter.filtered.items()}
+        for number, newest_version in kept.items():
             if newest_version == version:
                 drop[number] = "dropped_resume"
     return Resumption(

@@ -58,10 +58,9 @@ class EpisodeStore:
             torn.unlink()
         self.shards: dict[int, Shard] = {}
         """Group number -> sealed file."""
-        self.episode_ids: set[str] = set()
-        """Every episode that was ever stored and seen by this object; recognises duplicates."""
         self.total_bytes = 0
         """Size of all sealed files."""
+        self._removed: dict[int, tuple[str, ...]] = {}  # Ids of those that are to be sealed anew.
         self._reader, self._index = GroupReader(), ShardIndex(folder / "index.log", warn)
         self._recover()
         self.ledger = Ledger(folder / "ledger.log", warn)
@@ -135,10 +134,16 @@ class EpisodeStore:
         return deleted
 
     def remove(self, number: int) -> None:
-        """Delete a group durably, so that its number can be sealed again."""
+        """Delete a group durably, so that its number can be sealed again. `holds` knows its episodes."""
         if number in self.shards:
+            self._removed[number] = self.shards[number].episode_ids
             self._delete(number)
             sync(self.folder)
+
+    def holds(self, number: int, episode_id: str) -> bool:
+        """Whether an episode is in the file of a group, or in the removed one that was to be sealed anew."""
+        shard = self.shards.get(number)
+        return episode_id in (shard.episode_ids if shard else self._removed.get(number, ()))
 
     def close(self) -> None:
         """Let another process write to the folder."""
@@ -163,7 +168,7 @@ class EpisodeStore:
         self._take_out(shard.number)
         self.shards[shard.number] = shard
         self.total_bytes += shard.size
-        self.episode_ids.update(shard.episode_ids)
+        self._removed.pop(shard.number, None)
 
     def _take_out(self, number: int) -> Shard | None:
         shard = self.shards.pop(number, None)

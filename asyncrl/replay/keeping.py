@@ -1,0 +1,89 @@
+"""What becomes of a group: members in; its file, its line in the ledger, its count and its receipts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncrl.errors import DiskFull
+from asyncrl.replay.disk import DiskWait
+from asyncrl.replay.groups import ready_group
+from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.outcomes import SuccessWindow, constant
+from asyncrl.replay.ports import Receipt, ReceiptStatus
+from asyncrl.replay.recall import Session
+from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay.tally import Tally
+
+
+class Keeper:
+    """The store and the limiter, kept in step for one group at a time."""
+
+    def __init__(
+        self, store: EpisodeStore, limiter: Limiter, *, max_age: int, warn: Callable[[str], None]
+    ) -> None:
+        """Start with what they hold; for the rest see `ReplayCore`."""
+        self.store, self.limiter, self.max_age = store, limiter, max_age
+        self.tally, self.session, self.success = Tally(), Session(), SuccessWindow()
+        self.disk = DiskWait(limiter.clock, warn)
+        self.receipts: list[tuple[str, Receipt]] = []
+        """Receipts that are due, each with its actor."""
+
+    def seal(self, number: int, newest: str = "") -> bool:
+        """Store a complete group; False when the disk is full. The episode `newest` gets no receipt here."""
+        group = self.limiter.open[number]
+        members = list(group.members.values())
+        try:
+            shard = self.store.seal(number, members)
+        except DiskFull as error:
+            self.disk.failed(number, error)
+            return False
+        if self.disk.groups:
+            self.disk.over(number)
+            self.store.ledger.keep_spare()
+        for sibling in members:
+            self.tally.add("stored")
+            if sibling.episode_id != newest:
+                self.receipts.append((group.actor, Receipt(episode_id=sibling.episode_id, status="stored")))
+        self.limiter.make_ready(number, ready_group(shard))
+        self.success.add(shard.attributes["successes"], len(members))
+        if self.limiter.filter_groups and constant(members):
+            self.filter(number)
+        self.trim()
+        return True
+
+    def filter(self, number: int) -> None:
+        """Close a stored group that teaches nothing."""
+        shard = self.store.shards[number]
+        successes = int(shard.attributes["successes"])
+        self.store.ledger.append(filtered=number, newest_version=shard.newest_version, successes=successes)
+        self.limiter.filter(number, shard.newest_version, successes)
+
+    def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
+        """Give a group up; `stored`: it has or had a file, also when the books do not say so (any more)."""
+        stored = stored or number in self.limiter.ready
+        shard = self.store.shards.get(number)
+        group = self.limiter.drop(number, status, stored=stored)
+        self.disk.over(number)
+        episodes = list(group.members.values()) if group else []
+        count = self.limiter.group_size if stored else len(episodes)
+        decisions = sum(len(episode.policy_versions) for episode in episodes)
+        if stored:
+            decisions = shard.decisions if shard else 0
+        self.tally.add(status, count, decisions)
+        self.store.ledger.append(
+            dropped=number, status=status, episodes=count, stored=stored, decisions=decisions
+        )
+        for episode in episodes:
+            receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")
+            self.receipts.append((group.actor if group else episode.actor, receipt))
+
+    def trim(self) -> None:
+        """Delete closed groups that are too old or too much; what a repeated request may get again stays."""
+        if not self.max_age and self.store.total_bytes <= self.store.max_bytes:
+            return
+        closed, again = self.limiter.closed, set(self.session.batch)
+        expendable = {n: shard for n, shard in self.store.shards.items() if n in closed and n not in again}
+        oldest = self.limiter.version - self.max_age
+        self.store.trim(
+            expendable, aged=[n for n, s in expendable.items() if self.max_age and s.newest_version < oldest]
+        )

@@ -1,0 +1,155 @@
+"""A line of the ledger is believed only behind the line it was written behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.replay.ledger import Ledger, read_entries
+from asyncrl.replay.lines import read_line, write_line
+
+Lines = list[bytes]
+
+
+def write(path: Path, count: int, begin: int = 0) -> Lines:
+    ledger = Ledger(path, print)
+    for number in range(begin, begin + count):
+        ledger.append(ready=number)
+    ledger.close()
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def read(path: Path) -> tuple[list[int], list[str]]:
+    """The numbers that are believed, and the damage that is reported."""
+    warnings = list[str]()
+    return [entry["ready"] for entry in read_entries(path, warnings.append)], warnings
+
+
+def test_a_stranger_can_check_the_chain_as_the_page_says(tmp_path: Path) -> None:
+    previous = b"asyncrl-replay ledger"
+    for line in write(tmp_path / "ledger.log", 5):
+        body, _, digits = line.rstrip(b"\n").rpartition(b',"crc32":"')
+        assert zlib.crc32(previous + body + b"}") == int(digits[:8], 16)
+        assert list(json.loads(line))[-1] == "crc32"
+        previous = digits[:8]
+
+
+def test_one_changed_bit_in_a_line_does_not_make_up_for_one_in_the_checksum_before() -> None:
+    line, before = write_line({"ready": 1}, b"0123abcd"), b"0123abcd"
+    assert read_line(line, before) == {"ready": 1}
+    for place, bit, digit, other in itertools.product(range(12), range(8), range(8), range(4)):
+        changed, digits = bytearray(line), bytearray(before)
+        changed[place] ^= 1 << bit
+        digits[digit] ^= 1 << other
+        with pytest.raises(ValueError, match="checksum"):
+            read_line(bytes(changed), bytes(digits))
+
+
+def other_digits(line: bytes) -> bytes:
+    return line[:-11] + (b"00000000" if line[-11:-3] != b"00000000" else b"11111111") + line[-3:]
+
+
+CHANGES: dict[str, tuple[Callable[[Lines, Lines], Lines], list[int], list[int]]] = {
+    "a changed line": (
+        lambda own, _: [*own[:2], own[2].replace(b":2,", b":7,"), *own[3:]],
+        [0, 1, 3, 4, 5],
+        [3],
+    ),
+    "a changed checksum": (
+        lambda own, _: [*own[:2], other_digits(own[2]), *own[3:]],
+        [0, 1, 4, 5],
+        [3, 4],
+    ),
+    "no JSON": (lambda own, _: [*own[:2], b"no json\n", *own[3:]], [0, 1, 4, 5], [3, 4]),
+    "a line twice": (lambda own, _: [*own[:3], own[2], *own[3:]], [0, 1, 2, 3, 4, 5], [4]),
+    "an earlier line again": (lambda own, _: [*own[:4], own[1], *own[4:]], [0, 1, 2, 3, 4, 5], [5]),
+    "a range again, which only its first line gives away": (
+        lambda own, _: [*own[:4], *own[1:]],
+        [0, 1, 2, 3, 2, 3, 4, 5],
+        [5],
+    ),
+    "two lines in the wrong order": (
+        lambda own, _: [*own[:2], own[3], own[2], *own[4:]],
+        [0, 1, 2, 5],
+        [3, 5],
+    ),
+    "a missing line": (lambda own, _: [*own[:2], *own[3:]], [0, 1, 4, 5], [3]),
+    "the first line missing": (lambda own, _: own[1:], [2, 3, 4, 5], [1]),
+    "a line from another ledger": (
+        lambda own, other: [*own[:3], other[3], *own[3:]],
+        [0, 1, 2, 3, 4, 5],
+        [4],
+    ),
+    "another ledger's end": (lambda own, other: [*own[:3], *other[3:]], [0, 1, 2, 14, 15], [4]),
+    "a line of replay.json": (
+        lambda own, _: [write_line({"ready": 99}) + b"\n", *own],
+        [0, 1, 2, 3, 4, 5],
+        [1],
+    ),
+    "a torn end": (lambda own, _: [*own[:5], own[5][:-1]], [0, 1, 2, 3, 4], []),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_does_not_follow_is_skipped_and_reported(tmp_path: Path, name: str) -> None:
+    change, believed, reported = CHANGES[name]
+    own, other = write(tmp_path / "ledger.log", 6), write(tmp_path / "other.log", 6, begin=10)
+    path = tmp_path / "ledger.log"
+    path.write_bytes(b"".join(change(own, other)))
+    found, warnings = read(path)
+    assert found == believed
+    assert len(warnings) == len(reported)
+    for line, warning in zip(reported, warnings, strict=True):
+        assert f"line {line} is damaged or out of place and was skipped" in warning
+
+
+@pytest.mark.parametrize("end", [b"", b"no json\n", b'no json\n{"torn', b"\n", b"\n\n", b'{"torn'])
+def test_what_is_appended_behind_any_end_is_believed(tmp_path: Path, end: bytes) -> None:
+    for count in (0, 1, 3):
+        path = tmp_path / f"{count}.log"
+        write(path, count)
+        path.write_bytes(path.read_bytes() + end)
+        write(path, 2, begin=count)
+        found, warnings = read(path)
+        assert found == list(range(count + 2))
+        assert len(warnings) == end.count(b"\n")
+
+
+def test_opening_looks_only_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "ledger.log", 3)
+
+    def no(*_: Any) -> None:
+        raise AssertionError("it was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", no)
+        patch.setattr("asyncrl.replay.ledger.read_line", no)
+        ledger = Ledger(tmp_path / "ledger.log", print)
+    ledger.append(ready=3)
+    ledger.close()
+    assert read(tmp_path / "ledger.log") == ([0, 1, 2, 3], [])
+
+
+def test_a_line_that_the_disk_refused_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt to write fails for lack of space; the second uses the spare space."""
+    ledger, failures = Ledger(tmp_path / "ledger.log", print), [OSError(28, "No space left on device")]
+    genuine = ledger._write
+
+    def fail_once(line: bytes) -> None:
+        if failures:
+            raise failures.pop()
+        genuine(line)
+
+    monkeypatch.setattr(ledger, "_write", fail_once)
+    for number in range(3):
+        ledger.append(ready=number)
+    ledger.close()
+    assert read(tmp_path / "ledger.log") == ([0, 1, 2], [])
