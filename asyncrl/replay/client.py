@@ -7,9 +7,10 @@ id, acquisitions by turn, samples by request, so repeating is harmless. The port
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from asyncrl import metrics as m
@@ -20,7 +21,7 @@ from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.ports import GroupGrant, RunStopped
+from asyncrl.replay.ports import GroupFailure, GroupGrant, RunStopped
 
 __all__ = ["InlineActorPort", "InlineLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
 
@@ -34,7 +35,7 @@ WINDOW: Final = 32
 
 @dataclass(kw_only=True)
 class _Unacknowledged:
-    """An episode that is not known to be durable."""
+    """An episode, or the report of a group that failed, that is not known to be durable."""
 
     group_id: str
     frames: list[Buffer]
@@ -75,6 +76,7 @@ class ZmqActorPort:
         self._unacknowledged: dict[str, _Unacknowledged] = {}
         self._turn, self._asked_at, self._asked_boot = 0, -float("inf"), ""
         self._grant: GroupGrant | None = None
+        self._quarantined: set[str] = set()
 
     @property
     def stopped(self) -> bool:
@@ -111,6 +113,20 @@ class ZmqActorPort:
         self._unacknowledged[episode.episode_id] = _Unacknowledged(group_id=episode.group_id, frames=frames)
         self._exchange(0)
 
+    def fail(self, failure: GroupFailure) -> None:
+        """See `ActorPort.fail`."""
+        if self.stopped:
+            return
+        report = os.urandom(16).hex()
+        frames = encode("failed", report=report, **asdict(failure))
+        self._unacknowledged[report] = _Unacknowledged(group_id=f"{failure.number:08d}", frames=frames)
+        self._exchange(0)
+
+    @property
+    def quarantined(self) -> Collection[str]:
+        """See `ActorPort.quarantined`."""
+        return self._quarantined
+
     def serve(self) -> None:
         """See `ActorPort.serve`."""
         self._exchange(0)
@@ -141,6 +157,8 @@ class ZmqActorPort:
         for message in self._link.exchange(wait):
             if message.kind == "receipt":
                 self._settle(message)
+            elif message.kind == "quarantined":
+                self._quarantined.add(message["start_state"])
             elif message.kind == "grant" and message["turn"] == self._turn:
                 self._grant = GroupGrant(
                     number=message["number"],

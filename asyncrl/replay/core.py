@@ -7,7 +7,9 @@ gets the batch; a file that a resume gives up is deleted before the ledger says 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from asyncrl import metrics as m
 from asyncrl.errors import DiskFull, WireError
@@ -18,10 +20,13 @@ from asyncrl.replay.disk import DiskWait
 from asyncrl.replay.groups import ReadyGroup, number_of, ready_group
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.outcomes import SuccessWindow, constant
-from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.ports import GroupFailure, GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.quarantine import Quarantine
 from asyncrl.replay.recall import Session, recall
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay.tally import Tally
+
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class ReplayCore:
@@ -33,6 +38,7 @@ class ReplayCore:
         limiter: Limiter,
         *,
         max_age: int = 0,
+        quarantine_after: int = 2,
         warn: Callable[[str], None] = print,
     ) -> None:
         """Recover the books from the store's ledger and files.
@@ -41,18 +47,21 @@ class ReplayCore:
             store: The files.
             limiter: With empty books.
             max_age: Versions after which a closed group's file is deleted; 0: only for its size.
+            quarantine_after: Groups in which a start state may fail; see `Quarantine`.
             warn: Receives a line when the disk is full.
         """
         self.store, self.limiter, self.max_age = store, limiter, max_age
         self.stopped = False
         """Whether the learner ended the run."""
         self.tally, self.session = Tally(), Session()
+        self.quarantine = Quarantine(quarantine_after)
         self.disk = DiskWait(limiter.clock, warn)
         self._waiting: dict[str, float] = {}
         self._receipts: list[tuple[str, Receipt]] = []
         self._success = SuccessWindow()
         for entry in store.ledger.entries:
             recall(entry, limiter, self.tally, self.session)
+            self.quarantine.recall(entry)
         self._recover_ready()
         self._count_successes()
 
@@ -73,6 +82,7 @@ class ReplayCore:
             self._rewind(version, in_turns=in_turns)
             self.store.ledger.append(learner=session, version=version)
             self.limiter.begin(version)
+            self.quarantine.begin()
             self.session.learner, self.session.request, self.session.batch = session, "", []
             self._count_successes()
         self.set_version(version)
@@ -87,11 +97,14 @@ class ReplayCore:
         self.limiter.hear(actor)
 
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
-        """Grant a group to an actor, or None without credit or disk space. The same `turn` >= 0: the same."""
+        """Grant a group to an actor, or None without credit, disk space or start state.
+
+        The same `turn` >= 0 gets the same grant.
+        """
         self.actors.setdefault(actor, "")
         self.tend()
         granted = len(self.limiter.open)
-        grant = self.limiter.grant(actor, turn, withhold=bool(self.disk.groups))
+        grant = self.limiter.grant(actor, turn, withhold=bool(self.disk.groups or self.quarantine.exhausted))
         if grant is not None and len(self.limiter.open) > granted:
             self.store.ledger.append(
                 grant=grant.number, actor=actor, turn=turn, min_version=grant.min_version
@@ -118,6 +131,16 @@ class ReplayCore:
             elif group is not None and receipt.status == "duplicate":
                 receipt = Receipt(episode_id=episode.episode_id, status="held")  # Known, but not yet durable.
         return receipt
+
+    def fail(self, failure: GroupFailure) -> None:
+        """Give up a group that cannot be imagined: its credit returns. What is closed already stays so."""
+        if failure.number in self.limiter.open:
+            self._drop(failure.number, "dropped_poisoned", about=self.quarantine.note(failure))
+
+    @property
+    def hopeless(self) -> str:
+        """Why no further group will ever be ready; empty while there is hope."""
+        return "" if self.limiter.open else self.quarantine.exhausted
 
     def take_receipts(self) -> list[tuple[str, Receipt]]:
         """Return and forget the receipts that are due, each with its actor."""
@@ -192,6 +215,7 @@ class ReplayCore:
         readings[m.GROUPS_IN_FLIGHT] = float(len(self.limiter.open))
         readings[m.FILTERED_GROUPS] = float(len(self.limiter.filtered))
         readings[m.REPLAY_BYTES] = float(self.store.total_bytes)
+        readings |= self.quarantine.readings()
         readings[m.DISK_WAITING] = self.disk.seconds
         if self._success.last is not None:
             readings[m.REPLAY_SUCCESS] = self._success.last
@@ -204,9 +228,10 @@ class ReplayCore:
         held = sum(len(group.members) for group in self.limiter.open.values())
         filtered = f"{len(self.limiter.filtered)} filtered; " if self.limiter.filter_groups else ""
         waiting = f"{len(self.disk.groups)} groups wait for disk space; " if self.disk.groups else ""
+        poisoned = self.quarantine.contents()
         return (
             f"{len(self.limiter.ready)} groups ready, {len(self.limiter.open)} in flight with {held} episodes"
-            f"; {waiting}{filtered}episodes dropped: {self.tally.reasons()}; actors seen: "
+            f"; {waiting}{filtered}{poisoned}episodes dropped: {self.tally.reasons()}; actors seen: "
             f"{', '.join(sorted(self.actors)) or 'none'}; version {self.limiter.version}, "
             f"credit for {self.limiter.credit} more groups"
         )
@@ -254,7 +279,10 @@ class ReplayCore:
         self.limiter.filter(number, shard.newest_version)
         self.session.filtered_successes[number] = successes
 
-    def _drop(self, number: int, status: ReceiptStatus, stored: bool = False) -> None:
+    def _drop(
+        self, number: int, status: ReceiptStatus, stored: bool = False, about: Mapping[str, Any] = _NOTHING
+    ) -> None:
+        """Give a group up; `about` is more that the ledger says."""
         stored = stored or number in self.limiter.ready
         shard = self.store.shards.get(number)
         group = self.limiter.drop(number, status)
@@ -266,7 +294,7 @@ class ReplayCore:
             decisions = shard.decisions if shard else 0
         self.tally.add(status, count, decisions)
         self.store.ledger.append(
-            dropped=number, status=status, episodes=count, stored=stored, decisions=decisions
+            dropped=number, status=status, episodes=count, stored=stored, decisions=decisions, **about
         )
         for episode in episodes:
             receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")

@@ -34,4 +34,10 @@ def open_core(folder: Path, config: TrainConfig, warn: Callable[[str], None] = p
         order=config.replay.order,
         seed=config.seed,
     )
-    return ReplayCore(store, limiter, max_age=config.replay.max_age_versions, warn=warn)
+    return ReplayCore(
+        store,
+        limiter,
+        quarantine_after=config.replay.quarantine_after,
+        max_age=config.replay.max_age_versions,
+        warn=warn,
+    )
