@@ -1,27 +1,28 @@
-"""Weights in, whether they are all finite out: one pass over them, one number back from the device."""
+"""Weights in, those that are not finite out: one pass over them, and one wait for the device."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from asyncrl.learner.group import LearnerGroup
 
-def weights_are_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether every number is finite.
+
+def not_finite(tensors: Mapping[str, Tensor], group: LearnerGroup) -> list[str]:
+    """Names of the tensors that hold a number which is not finite, on any rank; the same on all ranks.
 
     Args:
-        tensors: Not empty, any shape and float type; when they are sharded, all ranks have to call this.
+        tensors: Not empty, any shapes and float types; this rank's part where they are sharded.
+        group: All its ranks have to call this.
     """
-    largest: Any = torch.nn.utils.get_total_norm(list(tensors.values()), math.inf)
-    return math.isfinite(float(whole(largest)))
+    bad_T = torch.stack([~_own_part(tensor).isfinite().all() for tensor in tensors.values()])
+    found = group.max(bad_T.float()).tolist()
+    return [name for name, bad in zip(tensors, found, strict=True) if bad]
 
 
-def whole(value: Tensor) -> Tensor:
-    """A number that was computed of sharded tensors is itself spread over the ranks."""
+def _own_part(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

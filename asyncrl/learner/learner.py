@@ -25,8 +25,8 @@ from asyncrl import metrics as m
 from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
+from asyncrl.learner.finite import not_finite
 from asyncrl.learner.group import Alone, Groups, LearnerGroup
-from asyncrl.learner.finite import weights_are_finite
 from asyncrl.learner.interface import LearnerSettings, Log
 from asyncrl.learner.process import interrupts_deferred, peak_memory
 from asyncrl.learner.throughput import Throughput
@@ -104,8 +104,8 @@ class Learner:
         """Update until `settings.updates`, a stop request or Ctrl-C; then save, and end the run for all.
 
         Raises:
-            RunError: No batch within `max_wait`, too many bad steps, or weights that are not finite. Nobody is
-                told to stop then.
+            RunError: No batch within `max_wait`, too many bad steps, or weights that are not finite. Nobody
+                is told to stop then.
             WeightSyncError: The actors did not take the first version.
             CheckpointError: A checkpoint could not be written.
         """
@@ -135,7 +135,7 @@ class Learner:
                 self._save()
             if lost := self.update.steps.lost:
                 self._save()
-                raise RunError(f"{lost} {self._where_to_go_on()}")
+                raise RunError(f"{lost} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
 
     def _next_batch(self) -> Groups | None:
         """Rank 0: wait for the actors, then for a batch; None when the run shall stop. Others: None."""
@@ -190,19 +190,18 @@ class Learner:
 
     def _require_finite(self) -> None:
         """Raise RunError unless all weights that are trained are finite, on all ranks alike."""
-        if weights_are_finite(tensors := self.update.policy.trainable_tensors()):
-            return
-        names = [name for name, tensor in tensors.items() if not weights_are_finite({name: tensor})]
-        after = f"after the update from version {self.version}" if self._half_updated else "before an update"
-        raise RunError(
-            f"Weights are not finite {after}: {', '.join(names[:3])} ({len(names)} of {len(tensors)} tensors). "
-            "They are not published and not saved; the actors keep the version before. Continue with --resume "
-            f"and a lower --optimizer.learning-rate. {self._where_to_go_on()}"
-        )
+        tensors = self.update.policy.trainable_tensors()
+        if names := not_finite(tensors, self.group):
+            raise RunError(
+                f"Weights are not finite, {len(names)} of {len(tensors)} tensors ({', '.join(names[:3])}), "
+                f"{'after' if self._half_updated else 'before'} the update from version {self.version}. They "
+                "are neither published nor saved. Continue with --resume and a lower "
+                f"--optimizer.learning-rate, or begin with another --policy. {self._where_to_go_on()}"
+            )
 
-    def _where_to_go_on(self) -> str:
-        """Say which checkpoint is the newest, when it is whole."""
-        self._finish_after_failure()
+    def _where_to_go_on(self, deadline: float = FAREWELL) -> str:
+        """Name the newest checkpoint, once it is whole."""
+        self._finish_after_failure(deadline)
         newest = self.checkpoints.newest
         return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
 
@@ -244,10 +243,10 @@ class Learner:
         )
         self._saved_version = self.version
 
-    def _finish_after_failure(self) -> None:
+    def _finish_after_failure(self, deadline: float = FAREWELL) -> None:
         """Let a checkpoint that is being written become whole: it is where the run can go on."""
         try:
-            self.checkpoints.finish(FAREWELL)
+            self.checkpoints.finish(deadline)
         except CheckpointError as error:
             _log.warning("%s", error)
 

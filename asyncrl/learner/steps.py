@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl import metrics as m
 from asyncrl.config import TrainConfig
-from asyncrl.learner.finite import whole
 from asyncrl.learner.schedule import learning_rate_share
 from asyncrl.learner.tally import Tally
 from asyncrl.metrics import Metric
@@ -86,7 +86,7 @@ class Steps:
             return ""
         return (
             f"The gradient was not finite in {self.bad_in_a_row} steps in a row "
-            "(--optimizer.max-bad-updates): the run cannot recover by itself. Those steps were skipped. Continue "
+            "(--optimizer.max-bad-updates): the run cannot recover by itself. They were skipped. Continue "
             "with --resume and a lower --optimizer.learning-rate (it is "
             f"{self.settings.learning_rate}) or --optimizer.clip-grad (it is {self.settings.clip_grad})."
         )
@@ -105,8 +105,15 @@ class Steps:
 
     def _clip(self, group: dict[str, Any]) -> float:
         norm: Any = torch.nn.utils.clip_grad_norm_(group["params"], self.settings.clip_grad)
-        return float(whole(norm))
+        return float(_whole(norm))
 
 
 def _is_critic(group: dict[str, Any]) -> bool:
     return group.get("name") == "value"
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """A norm over sharded gradients is itself spread over the ranks."""
+    from torch.distributed.tensor import DTensor
+
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
