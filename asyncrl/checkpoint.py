@@ -126,6 +126,12 @@ class Checkpoints:
         """
         self._writer.finish(deadline)
 
+    @property
+    def newest(self) -> Path | None:
+        """Newest checkpoint that is complete, or None."""
+        complete = _complete(self.folder)
+        return complete[-1][1] if complete else None
+
     def waited(self) -> float:
         """Seconds that `save` and `finish` waited for the writer since the last call of this."""
         return self._writer.take_waited()
@@ -170,8 +176,7 @@ class Checkpoints:
 
 def latest(run_dir: Path) -> Path | None:
     """Newest complete checkpoint of a run, or None."""
-    complete = _complete(run_dir / FOLDER)
-    return complete[-1][1] if complete else None
+    return Checkpoints(run_dir, keep=1).newest
 
 
 def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: int = 0) -> Progress:

@@ -48,6 +48,9 @@ class ReplaySettings:
     """Folder of key files from `asyncrl keys`: traffic is encrypted, and only listed clients are admitted."""
     max_age_versions: int = 0
     """Groups that were already used are deleted when their newest decision is older than this. 0: never."""
+    quarantine_after: int = 2
+    """A start state is not used any more after this many groups of it could not be imagined: something was
+    not finite, or raised an error."""
     uses: int = 1
     """A group is trained on in up to this many updates, as long as the lag bound lets it."""
     order: ReplayOrder = "oldest"
@@ -74,6 +77,7 @@ class ReplaySettings:
         at_least(
             "replay.shared-megabytes", self.shared_megabytes, 0, "it is a size.", "Use 256, or 0 for none."
         )
+        at_least("replay.quarantine-after", self.quarantine_after, 1, "it counts failures.", "Use 2.")
         at_least("replay.uses", self.uses, 1, "a group is used at least once.", "Use 1.")
 
 

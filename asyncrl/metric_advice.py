@@ -110,6 +110,11 @@ _LAG_BAR: Final = (
     "wait for a slow learner, so a lower --replay.max-lag costs little."
 )
 
+_POISONED: Final = (
+    "0. The actor's log names the start state. In one: replace it (--start-states). In many: the model is "
+    "broken, or its precision too low."
+)
+
 _REPLAY: Final = {
     m.LAG_MEAN: "Below --replay.max-lag, 0 with --synchronous. Near the bound all the time: the actors are "
     "ahead and wait (`time/actors_waiting`), so a lower bound costs little.",
@@ -136,11 +141,19 @@ _REPLAY: Final = {
     m.DROPPED_RESUME: "Changes only when a run is resumed; those groups are imagined again.",
     m.DROPPED_INVALID: "0. Otherwise an actor runs other settings or other code than the learner, or a "
     "file is damaged: `asyncrl replay verify`.",
+    m.DROPPED_POISONED: "0. Otherwise see `replay/poisoned_*`.",
+    m.POISONED_POLICY: _POISONED,
+    m.POISONED_WORLD: _POISONED,
+    m.POISONED_REWARD: _POISONED,
+    m.POISONED_RAISED: "0. The actor's log has the traceback, once per start state.",
+    m.POISONED_QUARANTINED: "0. Grows by one whenever the turn of a quarantined start state comes.",
+    m.QUARANTINED: "0. The actors' logs name them; when it reaches their number the run ends.",
     m.DUPLICATES: "0, or a few after a broken connection: an episode was sent again and recognised.",
     m.DROPPED_LAG_DECISIONS: "As the episodes.",
     m.DROPPED_DEADLINE_DECISIONS: "As the episodes.",
     m.DROPPED_RESUME_DECISIONS: "As the episodes.",
     m.DROPPED_INVALID_DECISIONS: "As the episodes.",
+    m.DROPPED_POISONED_DECISIONS: "As the episodes.",
     m.DISK_WAITING: "0. Growing: the disk is full. Nothing is lost and nothing is granted; free space, "
     "or lower --replay.max-gigabytes.",
     m.REPLAY_BYTES: "Levels off near --replay.max-gigabytes. Above it: only used groups are deleted, and "

@@ -175,9 +175,41 @@ DROPPED_RESUME = _define(
     "Dropped on a resume and imagined again: incomplete, or of versions that were lost.",
 )
 DROPPED_INVALID = _define("replay/dropped_invalid", Over.LAST, "episodes", "Refused: inconsistent content.")
-DROPPED_LAG_DECISIONS, DROPPED_DEADLINE_DECISIONS, DROPPED_RESUME_DECISIONS, DROPPED_INVALID_DECISIONS = (
+DROPPED_POISONED = _define(
+    "replay/dropped_poisoned",
+    Over.LAST,
+    "episodes",
+    "Dropped: finished, but a sibling was poisoned. Episodes that had not ended are not counted.",
+)
+(
+    DROPPED_LAG_DECISIONS,
+    DROPPED_DEADLINE_DECISIONS,
+    DROPPED_RESUME_DECISIONS,
+    DROPPED_INVALID_DECISIONS,
+    DROPPED_POISONED_DECISIONS,
+) = (
     _define(f"{dropped.name}_decisions", Over.LAST, "decisions", f"Decisions in `{dropped.name}`.")
-    for dropped in (DROPPED_LAG, DROPPED_DEADLINE, DROPPED_RESUME, DROPPED_INVALID)
+    for dropped in (DROPPED_LAG, DROPPED_DEADLINE, DROPPED_RESUME, DROPPED_INVALID, DROPPED_POISONED)
+)
+POISONED_POLICY, POISONED_WORLD, POISONED_REWARD = (
+    _define(f"replay/poisoned_{model}", Over.LAST, "groups", f"Given up: {what} not finite.")
+    for model, what in (
+        ("policy", "a log-prob, action or value of the policy was"),
+        ("world", "what the world model drew was"),
+        ("reward", "a score of the reward model was"),
+    )
+)
+POISONED_RAISED = _define(
+    "replay/poisoned_raised", Over.LAST, "groups", "Given up: imagining one of its episodes raised an error."
+)
+POISONED_QUARANTINED = _define(
+    "replay/poisoned_quarantined", Over.LAST, "groups", "Not begun: their start state is quarantined."
+)
+QUARANTINED = _define(
+    "replay/quarantined",
+    Over.LAST,
+    "start states",
+    "Not used any more: they failed in --replay.quarantine-after groups.",
 )
 DUPLICATES = _define("replay/duplicates", Over.LAST, "episodes", "Received again and recognised.")
 DISK_WAITING = _define(

@@ -117,6 +117,19 @@ def test_a_free_place_is_refilled_while_the_neighbours_go_on() -> None:
     assert slots.wanted == 1
 
 
+def test_a_group_that_is_removed_leaves_its_places_and_the_queue_and_no_other_group_does() -> None:
+    slots = Slots(3, run_seed=0)
+    for number in (4, 5, 6):
+        slots.add_group(grant(number), start(number), 2)
+    slots.fill(0)
+    slots.remove_group(5)
+    assert members(slots) == [(4, 0), (4, 1), None]
+    slots.fill(0)
+    slots.remove_group(4)
+    assert members(slots) == [None, None, (6, 0)]
+    assert [(m.grant.number, m.member) for m in slots.pending] == [(6, 1)]
+
+
 def test_members_wait_for_the_version_their_grant_asks_for() -> None:
     slots = Slots(4, run_seed=0)
     slots.add_group(grant(0, min_version=1), start(0), 2)

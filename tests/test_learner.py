@@ -321,3 +321,71 @@ def test_a_resumed_run_ends_with_the_very_same_weights_as_one_that_never_stopped
     for name, tensor in through.policy.trainable_tensors().items():
         assert torch.equal(again.policy.trainable_tensors()[name], tensor)
     assert again.log.rows[6][m.LOSS] == through.log.rows[6][m.LOSS]
+
+
+# ---- what is not finite --------------------------------------------------------------------------
+
+
+def weights_in(folder: Path) -> Tensor:
+    return load_file(folder / "model.safetensors")["logits"]
+
+
+def test_after_too_many_bad_gradients_the_last_good_weights_are_in_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=20)
+    # From version 2 on there is no number in the gradient.
+    run.policy.logits.register_hook(lambda grad: grad * (float("nan") if run.learner.version >= 2 else 1))
+    newest = tmp_path / "checkpoints" / "update_000005"
+    with pytest.raises(RunError, match=rf"3 steps in a row.*--resume.*The newest checkpoint is {newest}\."):
+        run.learner.run()
+    assert saved(tmp_path) == ["update_000005"]
+    assert run.log.rows[5][m.BAD_UPDATES] == 3
+    for version in (2, 3, 4, 5):
+        assert torch.equal(weights_in(newest), run.publisher.published[version])
+    assert "stop" not in run.events
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_weights_that_are_not_finite_are_neither_published_nor_saved(tmp_path: Path, every: int) -> None:
+    run = Run(tmp_path, updates=20, every=every)
+
+    def poison(*_: Any) -> None:
+        if run.learner.version == 2:  # The gradient was finite, and so was its norm.
+            run.policy.logits.data[3, 2, 1, 0] = float("inf")
+
+    run.learner.update.optimizer.register_step_post_hook(poison)
+    newest = tmp_path / "checkpoints" / "update_000002"
+    where = f"The newest checkpoint is {newest}." if every == 1 else "There is no checkpoint yet."
+    with pytest.raises(
+        RunError, match=r"1 of 3 tensors \(logits\), after the update from version 2"
+    ) as caught:
+        run.learner.run()
+    assert str(caught.value).endswith(where)
+    assert max(run.publisher.published) == 2
+    assert saved(tmp_path) == (["update_000001", "update_000002"] if every == 1 else [])
+    if every == 1:
+        assert weights_in(newest).isfinite().all()
+        again = Run(tmp_path, updates=3)
+        again.learner.restore(newest)
+        again.learner.run()
+        assert max(again.publisher.published) == 3
+
+
+def test_a_policy_that_is_not_finite_from_the_beginning_is_not_published(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.policy.unused.data[1] = float("nan")
+    with pytest.raises(RunError, match=r"\(unused\), before the update from version 0.*--policy"):
+        run.learner.run()
+    assert run.publisher.published == {}
+
+
+def test_ctrl_c_in_the_update_that_breaks_the_weights_saves_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=2)
+
+    def poison(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        run.policy.logits.data.fill_(float("nan"))
+
+    run.learner.update.optimizer.register_step_post_hook(poison)
+    with pytest.raises(RunError, match="not finite"):
+        run.learner.run()
+    assert saved(tmp_path) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from asyncrl import metrics as m
 from asyncrl.config import TrainConfig
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.minibatches import deal_episodes
 from asyncrl.learner.reference import FrozenReference
@@ -451,7 +453,7 @@ class Broken(TablePolicy):
         return dataclasses.replace(found, logprob=found.logprob * math.nan) if self.broken else found
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_counted_and_after_n_in_a_row_fatal() -> None:
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_after_n_in_a_row_the_run_is_lost() -> None:
     policy = Broken(rows=8)
     before = policy.logits.detach().clone()
     update = Update(policy, recipe(correction__kind="none", optimizer__max_bad_updates=3))
@@ -463,8 +465,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_after_n_in_a_row_f
     policy.broken = True
     update(stale_batch())
     update(stale_batch())
-    with pytest.raises(RunError, match=r"3 steps in a row.*--optimizer.learning-rate"):
-        update(stale_batch())
+    assert not update.steps.lost
+    update(stale_batch())
+    assert re.search(r"3 steps in a row.*--optimizer.learning-rate", update.steps.lost)
+
+
+def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were() -> None:
+    policy = Broken(rows=8)
+    policy.broken = False
+    update = Update(policy, recipe(correction__kind="none"))
+    update(stale_batch())
+    policy.broken = True
+    before = copy.deepcopy((policy.state_dict(), update.optimizer.state_dict()["state"]))
+    update(stale_batch())
+    after = (policy.state_dict(), update.optimizer.state_dict()["state"])
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["tis", "naive"])

@@ -7,17 +7,23 @@ produces   episodes     never waits: the replay port keeps them until they are d
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl import waits
 from asyncrl.activity import now_doing
 from asyncrl.actors.imagine import Imagination
+from asyncrl.actors.poison import Poison
 from asyncrl.actors.slots import Slots, finished_episode
-from asyncrl.replay.ports import ActorPort, RunStopped
+from asyncrl.records import StartState
+from asyncrl.replay.ports import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
 from asyncrl.worlds.start_states import StartStateStream
+
+_log = logging.getLogger(__name__)
 
 CREDIT_WAIT = 0.2
 """Seconds an idle actor waits for credit before it looks at its messages and weights again."""
@@ -59,6 +65,8 @@ class Actor:
         self.settings = settings
         self.slots = Slots(settings.slots, run_seed=settings.run_seed)
         self.version = -1
+        self._logged: set[str] = set()
+        """Start states whose poison is in the log."""
         self._waited = 0.0
         self._reported = time.monotonic()
 
@@ -85,12 +93,13 @@ class Actor:
         self._acquire(0.0)
         now_doing(f"imagining with version {self.version}", self.settings.hang_after)
         places = self.slots.fill(self.version)
-        if places:
-            self.imagination.begin(self.slots, places)
+        failed = self.imagination.begin(self.slots, places) if places else []
+        self._give_up(failed)
         if not self.slots.live:
-            self._idle(wait)
-            return bool(self.slots.pending)
-        self.imagination.step(self.slots, self.version)
+            if not failed:
+                self._idle(wait)
+            return bool(failed or self.slots.pending)
+        self._give_up(self.imagination.step(self.slots, self.version))
         now_doing("handing over episodes", self.settings.hang_after)
         self._hand_over()
         return True
@@ -100,7 +109,11 @@ class Actor:
             grant = self.port.acquire_group(wait)
             if grant is None:
                 return
-            self.slots.add_group(grant, self.starts[grant.number], self.settings.group_size)
+            start = self.starts[grant.number]
+            if start.name in self.port.quarantined:
+                self._report_failure(grant, start, Poison(place=-1, cause="quarantined", reason=""))
+            else:
+                self.slots.add_group(grant, start, self.settings.group_size)
 
     def _idle(self, wait: float) -> None:
         """Nothing to imagine: wait for credit, or (holding a grant) for the policy version it asks for."""
@@ -112,6 +125,40 @@ class Actor:
             with waits.waiting(waits.CREDIT):
                 self._acquire(wait)
         self._waited += time.monotonic() - began
+
+    def _give_up(self, failed: Sequence[Poison]) -> None:
+        """Stop the groups of poisoned episodes: without all its members a group is of no use."""
+        for poison in failed:
+            slot = self.slots.places[poison.place]
+            if slot is None:  # A sibling was poisoned in the same round.
+                continue
+            member = slot.member
+            self.slots.remove_group(member.grant.number)
+            self._log_poison(member.grant, member.start, poison)
+            self._report_failure(member.grant, member.start, poison, member.member)
+
+    def _report_failure(self, grant: GroupGrant, start: StartState, poison: Poison, member: int = -1) -> None:
+        quarantined = self.port.quarantined
+        failure = GroupFailure(
+            number=grant.number,
+            member=member,
+            cause=poison.cause,
+            start_state=start.name,
+            reason=poison.reason,
+            left=sum(state.name not in quarantined for state in self.starts.states),
+        )
+        self.port.fail(failure)
+
+    def _log_poison(self, grant: GroupGrant, start: StartState, poison: Poison) -> None:
+        if start.name not in self._logged:
+            self._logged.add(start.name)
+            _log.warning(
+                "group %d is given up, start state %r: %s",
+                grant.number,
+                start.name,
+                poison.reason,
+                exc_info=poison.error,
+            )
 
     def _hand_over(self) -> None:
         sampling, settings = self.imagination.sampling, self.settings

@@ -115,6 +115,13 @@ class Slots:
         assert slot is not None
         return slot
 
+    def remove_group(self, number: int) -> None:
+        """Stop the episodes of a group that are under way, and forget those that are pending."""
+        for index in self.live:
+            if self.slot(index).member.grant.number == number:
+                self.places[index] = None
+        self.pending = deque(member for member in self.pending if member.grant.number != number)
+
     def clear(self, index: int) -> Slot:
         """Take the episode out of a place."""
         slot = self.slot(index)

@@ -4,6 +4,7 @@ produces   version v     never waits: the publisher copies the weights and sends
 consumes   groups        waits for: `groups_per_update` complete, fresh groups in the replay
                          ended by: the actors fill them, a stop request (looked at every second), --max-wait
 At the start it also waits for the actors to take the first version, so that a broken link fails at once.
+A version is published and saved only when its weights are finite.
 
 Every learner rank runs this loop and makes the same calls in the same order: rank 0 samples, deals the batch
 out, publishes the weights that come together there, and decides when to end. The others' ports lead nowhere.
@@ -25,6 +26,7 @@ from asyncrl.activity import doing
 from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
+from asyncrl.learner.finite import not_finite
 from asyncrl.learner.group import Alone, Groups, LearnerGroup
 from asyncrl.learner.interface import LearnerSettings, Log
 from asyncrl.learner.process import interrupts_deferred, peak_memory
@@ -103,7 +105,8 @@ class Learner:
         """Update until `settings.updates`, a stop request or Ctrl-C; then save, and end the run for all.
 
         Raises:
-            RunError: No batch within `max_wait`, or too many bad updates. Nobody is told to stop then.
+            RunError: No batch within `max_wait`, too many bad steps, or weights that are not finite. Nobody
+                is told to stop then.
             WeightSyncError: The actors did not take the first version.
             CheckpointError: A checkpoint could not be written.
         """
@@ -119,6 +122,7 @@ class Learner:
         self.checkpoints.finish()
 
     def _loop(self) -> None:
+        self._require_finite()
         self._publish()
         self._row_began = self.clock()
         while self.version < self.settings.updates:
@@ -131,6 +135,9 @@ class Learner:
             self.log.write(self.version, values | self._status())
             if self.version % self.settings.checkpoint_every == 0:
                 self._save()
+            if lost := self.update.steps.lost:
+                self._save()
+                raise RunError(f"{lost} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
 
     def _next_batch(self) -> Groups | None:
         """Rank 0: wait for the actors, then for a batch; None when the run shall stop. Others: None."""
@@ -176,12 +183,30 @@ class Learner:
         with interrupts_deferred():
             self._half_updated = True
             values = self.update(batch, self.version)
+            self._require_finite()  # While half updated: what is not finite is neither published nor saved.
             self.version += 1
             self.groups_used += self.settings.groups_per_update
             self._half_updated = False
             seconds, learned = self.clock() - began, self.update.steps.policy_learns
             pace = self.throughput.read(batch, seconds, policy_learned=learned)
         return values | pace | {m.UPDATE_SECONDS: seconds}
+
+    def _require_finite(self) -> None:
+        """Raise RunError unless all weights that are trained are finite, on all ranks alike."""
+        tensors = self.update.policy.trainable_tensors()
+        if names := not_finite(tensors, self.group):
+            raise RunError(
+                f"Weights are not finite, {len(names)} of {len(tensors)} tensors ({', '.join(names[:3])}), "
+                f"{'after' if self._half_updated else 'before'} the update from version {self.version}. They "
+                "are neither published nor saved. Continue with --resume and a lower "
+                f"--optimizer.learning-rate, or begin with another --policy. {self._where_to_go_on()}"
+            )
+
+    def _where_to_go_on(self, deadline: float = FAREWELL) -> str:
+        """Name the newest checkpoint, once it is whole."""
+        self._finish_after_failure(deadline)
+        newest = self.checkpoints.newest
+        return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
 
     def _publish(self) -> None:
         self.publisher.publish(self.group.whole(self.acting_tensors()), self.version)
@@ -222,10 +247,10 @@ class Learner:
         )
         self._saved_version = self.version
 
-    def _finish_after_failure(self) -> None:
+    def _finish_after_failure(self, deadline: float = FAREWELL) -> None:
         """Let a checkpoint that is being written become whole: it is where the run can go on."""
         try:
-            self.checkpoints.finish(FAREWELL)
+            self.checkpoints.finish(deadline)
         except CheckpointError as error:
             _log.warning("%s", error)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from asyncrl import metrics as m
 from asyncrl.config import TrainConfig
-from asyncrl.errors import RunError
 from asyncrl.learner.schedule import learning_rate_share
 from asyncrl.learner.tally import Tally
 from asyncrl.metrics import Metric
@@ -62,11 +61,7 @@ class Steps:
                     parameter.grad.zero_()
 
     def step(self, tally: Tally) -> None:
-        """Clip the gradient and step, or skip and count a gradient that is not finite.
-
-        Raises:
-            RunError: It was not finite `max_bad_updates` times in a row.
-        """
+        """Clip the gradient and step, or skip and count one that is not finite: then nothing changes."""
         if not self.policy_learns:  # What reached the policy on the way to the critic is not its gradient.
             for group in self.optimizer.param_groups:
                 for parameter in [] if _is_critic(group) else group["params"]:
@@ -83,13 +78,18 @@ class Steps:
         self.bad_updates += 1
         self.bad_in_a_row += 1
         _log.warning("step skipped: the gradient is not finite (%d in a row)", self.bad_in_a_row)
-        if self.bad_in_a_row >= self.settings.max_bad_updates:
-            raise RunError(
-                f"The gradient was not finite in {self.bad_in_a_row} steps in a row "
-                "(--optimizer.max-bad-updates): the run cannot recover by itself. Continue from the newest "
-                "checkpoint with --resume and a lower --optimizer.learning-rate (it is "
-                f"{self.settings.learning_rate}) or --optimizer.clip-grad (it is {self.settings.clip_grad})."
-            )
+
+    @property
+    def lost(self) -> str:
+        """Why the run cannot go on: too many bad steps in a row; empty while it can."""
+        if self.bad_in_a_row < self.settings.max_bad_updates:
+            return ""
+        return (
+            f"The gradient was not finite in {self.bad_in_a_row} steps in a row "
+            "(--optimizer.max-bad-updates): the run cannot recover by itself. They were skipped. Continue "
+            "with --resume and a lower --optimizer.learning-rate (it is "
+            f"{self.settings.learning_rate}) or --optimizer.clip-grad (it is {self.settings.clip_grad})."
+        )
 
     def readings(self) -> dict[Metric, float]:
         """Gradient norms of the update, learning rates, steps skipped so far."""

@@ -83,7 +83,6 @@ class Update:
 
         Raises:
             ConfigError: The batch lacks behaviour log-probs that the correction needs.
-            RunError: The gradient was not finite `max_bad_updates` times in a row.
         """
         if isinstance(self.policy, nn.Module):
             self.policy.eval()  # Dropout would make current and behaviour log-probs differ without any lag.

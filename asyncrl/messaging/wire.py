@@ -46,6 +46,16 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "acquire": {"turn": int},
     "grant": {"turn": int, "number": int, "min_version": int, "keep_video": bool},
     "episode": {},
+    "failed": {
+        "report": str,
+        "number": int,
+        "member": int,
+        "cause": str,
+        "start_state": str,
+        "reason": str,
+        "left": int,
+    },
+    "quarantined": {"start_state": str},
     "receipt": {"episode_id": str, "status": str, "reason": str},
     "waiting": {"share": float},
     "sample": {"request": str, "groups": int, "version": int},
@@ -60,6 +70,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "refused": {"reason": str, "package": str},
 }
 """Every kind of message with its fields. `package` is the sender's version of asyncrl.
+A report of a group that `failed` is answered, like an episode, by a receipt with its id.
 A `dict` maps names of metrics to finite numbers."""
 WITH_EPISODE: Final = frozenset({"episode", "batch"})
 """Kinds that carry one episode."""

@@ -8,7 +8,7 @@ id, acquisitions by turn, samples by request, so repeating is harmless. The port
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,7 +21,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.outbox import Outbox
-from asyncrl.replay.ports import GroupGrant, RunStopped
+from asyncrl.replay.ports import GroupFailure, GroupGrant, RunStopped
 
 __all__ = ["InlineActorPort", "InlineLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
 
@@ -59,6 +59,7 @@ class ZmqActorPort:
         self._window = window
         self._turn, self._asked_at, self._asked_boot = 0, -float("inf"), ""
         self._grant: GroupGrant | None = None
+        self._quarantined: set[str] = set()
 
     @property
     def stopped(self) -> bool:
@@ -94,6 +95,18 @@ class ZmqActorPort:
         self._outbox.add(episode)
         self._exchange(0)
 
+    def fail(self, failure: GroupFailure) -> None:
+        """See `ActorPort.fail`."""
+        if self.stopped:
+            return
+        self._outbox.fail(failure)
+        self._exchange(0)
+
+    @property
+    def quarantined(self) -> Collection[str]:
+        """See `ActorPort.quarantined`."""
+        return self._quarantined
+
     def serve(self) -> None:
         """See `ActorPort.serve`."""
         self._exchange(0)
@@ -124,7 +137,9 @@ class ZmqActorPort:
         self._outbox.send_due()
         for message in self._link.exchange(wait):
             self._outbox.hear(message)
-            if message.kind == "grant" and message["turn"] == self._turn:
+            if message.kind == "quarantined":
+                self._quarantined.add(message["start_state"])
+            elif message.kind == "grant" and message["turn"] == self._turn:
                 self._grant = GroupGrant(
                     number=message["number"],
                     min_version=message["min_version"],

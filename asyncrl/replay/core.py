@@ -17,7 +17,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.keeping import Keeper
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.ports import GroupFailure, GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.restart import count_successes, recover, rewind
 from asyncrl.replay.store import EpisodeStore
 
@@ -31,6 +31,7 @@ class ReplayCore:
         limiter: Limiter,
         *,
         max_age: int = 0,
+        quarantine_after: int = 2,
         warn: Callable[[str], None] = print,
     ) -> None:
         """Recover the books from the store's ledger and files.
@@ -39,11 +40,14 @@ class ReplayCore:
             store: The files.
             limiter: With empty books.
             max_age: Versions after which a closed group's file is deleted; 0: only for its size.
+            quarantine_after: Groups in which a start state may fail; see `Quarantine`.
             warn: Receives a line when the disk is full.
         """
-        self._keeper = keeper = Keeper(store, limiter, max_age=max_age, warn=warn)
+        self._keeper = keeper = Keeper(
+            store, limiter, max_age=max_age, quarantine_after=quarantine_after, warn=warn
+        )
         self.store, self.limiter, self.disk = store, limiter, keeper.disk
-        self.tally, self.session = keeper.tally, keeper.session
+        self.tally, self.session, self.quarantine = keeper.tally, keeper.session, keeper.quarantine
         self.stopped = False
         """Whether the learner ended the run."""
         self._waiting: dict[str, float] = {}
@@ -66,6 +70,7 @@ class ReplayCore:
             rewind(self._keeper, version, in_turns=in_turns)
             self.store.ledger.append(learner=session, version=version)
             self.limiter.begin(version)
+            self.quarantine.begin()
             self.session.learner, self.session.request, self.session.batch = session, "", []
             count_successes(self._keeper)
         self.set_version(version)
@@ -80,11 +85,14 @@ class ReplayCore:
         self.limiter.hear(actor)
 
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
-        """Grant a group to an actor, or None without credit or disk space. The same `turn` >= 0: the same."""
+        """Grant a group to an actor, or None without credit, disk space or start state.
+
+        The same `turn` >= 0 gets the same grant.
+        """
         self.actors.setdefault(actor, "")
         self.tend()
         granted = len(self.limiter.open)
-        grant = self.limiter.grant(actor, turn, withhold=bool(self.disk.groups))
+        grant = self.limiter.grant(actor, turn, withhold=bool(self.disk.groups or self.quarantine.exhausted))
         if grant is not None and len(self.limiter.open) > granted:
             self.store.ledger.append(
                 grant=grant.number, actor=actor, turn=turn, min_version=grant.min_version
@@ -111,6 +119,16 @@ class ReplayCore:
             elif group is not None and receipt.status == "duplicate":
                 receipt = Receipt(episode_id=episode.episode_id, status="held")  # Known, but not yet durable.
         return receipt
+
+    def fail(self, failure: GroupFailure) -> None:
+        """Give up a group that cannot be imagined: its credit returns. What is closed already stays so."""
+        if failure.number in self.limiter.open:
+            self._keeper.drop(failure.number, "dropped_poisoned", about=self.quarantine.note(failure))
+
+    @property
+    def hopeless(self) -> str:
+        """Why no further group will ever be ready; empty while there is hope."""
+        return "" if self.limiter.open else self.quarantine.exhausted
 
     def take_receipts(self) -> list[tuple[str, Receipt]]:
         """Return and forget the receipts that are due, each with its actor."""
@@ -185,6 +203,7 @@ class ReplayCore:
         readings[m.GROUPS_IN_FLIGHT] = float(len(self.limiter.open))
         readings[m.FILTERED_GROUPS] = float(self.limiter.filtered_groups)
         readings[m.REPLAY_BYTES] = float(self.store.total_bytes)
+        readings |= self.quarantine.readings()
         readings[m.DISK_WAITING] = self.disk.seconds
         if self._keeper.success.last is not None:
             readings[m.REPLAY_SUCCESS] = self._keeper.success.last
@@ -197,9 +216,10 @@ class ReplayCore:
         held = sum(len(group.members) for group in self.limiter.open.values())
         filtered = f"{self.limiter.filtered_groups} filtered; " if self.limiter.filter_groups else ""
         waiting = f"{len(self.disk.groups)} groups wait for disk space; " if self.disk.groups else ""
+        poisoned = self.quarantine.contents()
         return (
             f"{len(self.limiter.ready)} groups ready, {len(self.limiter.open)} in flight with {held} episodes"
-            f"; {waiting}{filtered}episodes dropped: {self.tally.reasons()}; actors seen: "
+            f"; {waiting}{filtered}{poisoned}episodes dropped: {self.tally.reasons()}; actors seen: "
             f"{', '.join(sorted(self.actors)) or 'none'}; version {self.limiter.version}, "
             f"credit for {self.limiter.credit} more groups"
         )

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from asyncrl import metrics as m
-from asyncrl.errors import SampleTimeout
+from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.ports import GroupGrant, RunStopped
+from asyncrl.replay.ports import GroupFailure, GroupGrant, RunStopped
 
 IDLE: Final = 0.01
 """Seconds between two looks at an actor that has nothing to imagine while groups are missing."""
@@ -48,6 +48,15 @@ class InlineActorPort:
         receipt = self._core.admit(episode)
         if receipt.status == "dropped_invalid":
             self._warn(f"replay: episode {receipt.episode_id} was dropped: {receipt.reason}")
+
+    def fail(self, failure: GroupFailure) -> None:
+        """See `ActorPort.fail`."""
+        self._core.fail(failure)
+
+    @property
+    def quarantined(self) -> Collection[str]:
+        """See `ActorPort.quarantined`."""
+        return self._core.quarantine.names
 
     def serve(self) -> None:
         """See `ActorPort.serve`."""
@@ -89,6 +98,8 @@ class InlineLearnerPort:
             in_flight = busy or self._core.disk.groups
             if not in_flight and (batch := self._core.sample(groups, version)) is not None:
                 return batch
+            if not in_flight and self._core.hopeless:
+                raise ReplayError(self._core.hopeless)
             if self._imagine is None or time.monotonic() >= deadline:
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "

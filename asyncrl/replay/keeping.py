@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from asyncrl.errors import DiskFull
 from asyncrl.replay.disk import DiskWait
@@ -10,6 +12,7 @@ from asyncrl.replay.groups import ready_group
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.outcomes import SuccessWindow, constant
 from asyncrl.replay.ports import Receipt, ReceiptStatus
+from asyncrl.replay.quarantine import Quarantine
 from asyncrl.replay.recall import Session
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay.tally import Tally
@@ -19,12 +22,19 @@ class Keeper:
     """The store and the limiter, kept in step for one group at a time."""
 
     def __init__(
-        self, store: EpisodeStore, limiter: Limiter, *, max_age: int, warn: Callable[[str], None]
+        self,
+        store: EpisodeStore,
+        limiter: Limiter,
+        *,
+        max_age: int,
+        quarantine_after: int,
+        warn: Callable[[str], None],
     ) -> None:
         """Start with what they hold; for the rest see `ReplayCore`."""
         self.store, self.limiter, self.max_age = store, limiter, max_age
         self.tally, self.session, self.success = Tally(), Session(), SuccessWindow()
         self.disk = DiskWait(limiter.clock, warn)
+        self.quarantine = Quarantine(quarantine_after)
         self.receipts: list[tuple[str, Receipt]] = []
         """Receipts that are due, each with its actor."""
 
@@ -58,8 +68,22 @@ class Keeper:
         self.store.ledger.append(filtered=number, newest_version=shard.newest_version, successes=successes)
         self.limiter.filter(number, shard.newest_version, successes)
 
-    def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
-        """Give a group up; `stored`: it has or had a file, also when the books do not say so (any more)."""
+    def drop(
+        self,
+        number: int,
+        status: ReceiptStatus,
+        *,
+        stored: bool = False,
+        about: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Give a group up.
+
+        Args:
+            number: Of the group.
+            status: Why.
+            stored: It has or had a file, also when the books do not say so (any more).
+            about: More that the ledger says.
+        """
         stored = stored or number in self.limiter.ready
         shard = self.store.shards.get(number)
         group = self.limiter.drop(number, status, stored=stored)
@@ -71,7 +95,7 @@ class Keeper:
             decisions = shard.decisions if shard else 0
         self.tally.add(status, count, decisions)
         self.store.ledger.append(
-            dropped=number, status=status, episodes=count, stored=stored, decisions=decisions
+            dropped=number, status=status, episodes=count, stored=stored, decisions=decisions, **about
         )
         for episode in episodes:
             receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")

@@ -7,7 +7,9 @@
     {"filtered": n, "newest_version": v, "successes": k}       group n is complete but will never be used
     {"ready": n}                                               group n, used by a lost update, waits again
     {"dropped": n, "status": why, "episodes": k, "stored": b}  group n was given up; with the status
-                                                               dropped_resume its number is granted again
+                                                               dropped_resume its number is granted again;
+                                                               dropped_poisoned has "cause", "start_state",
+                                                               "why" and start states "left" besides
     {"refused": why}                                           one episode was not admitted
 
 Each line also has a checksum that covers that of the line before (`lines.py`): a line that was changed,

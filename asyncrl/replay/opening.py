@@ -36,4 +36,10 @@ def open_core(folder: Path, config: TrainConfig, warn: Callable[[str], None] = p
         # The oldest checkpoint that is kept, while the next one is being written.
         horizon=config.checkpoint_every * (config.keep_checkpoints + 1),
     )
-    return ReplayCore(store, limiter, max_age=config.replay.max_age_versions, warn=warn)
+    return ReplayCore(
+        store,
+        limiter,
+        quarantine_after=config.replay.quarantine_after,
+        max_age=config.replay.max_age_versions,
+        warn=warn,
+    )

@@ -9,6 +9,7 @@ place may hold another episode.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from asyncrl.messaging.shared import RingWriter, same_host
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
+from asyncrl.replay.ports import GroupFailure
 
 RESEND_AFTER: Final = 10.0
 """Seconds until an episode that was not answered at all is sent again."""
@@ -29,10 +31,11 @@ HELD_RESEND_AFTER: Final = 60.0
 
 @dataclass(kw_only=True)
 class _Unacknowledged:
-    """An episode that is not known to be durable."""
+    """An episode, or the report of a group that failed, that is not known to be durable."""
 
-    episode: Episode
-    """Its large arrays are views of the ring."""
+    group_id: str
+    episode: Episode | None
+    """Its large arrays are views of the ring. None: a report."""
     offsets: Mapping[str, int]
     """Array -> its place in the ring."""
     frames: list[Buffer]
@@ -49,7 +52,7 @@ class _Unacknowledged:
 
     def without_ring(self) -> list[Buffer]:
         """Encode it for the socket. What the socket still holds must not change, so this copies."""
-        return [bytes(frame) for frame in encode("episode", self.episode)]
+        return [bytes(frame) for frame in encode("episode", self.episode)] if self.episode else self.frames
 
 
 class Outbox:
@@ -80,7 +83,7 @@ class Outbox:
     @property
     def groups(self) -> int:
         """Groups with unacknowledged episodes."""
-        return len({item.episode.group_id for item in self._items.values()})
+        return len({item.group_id for item in self._items.values()})
 
     def add(self, episode: Episode) -> None:
         """Take over an episode.
@@ -99,7 +102,17 @@ class Outbox:
         if ring is not None and offsets:
             views = {name: ring.view(at, getattr(episode, name)) for name, at in offsets.items()}
             episode = dataclasses.replace(episode, **views)
-        self._items[episode.episode_id] = _Unacknowledged(episode=episode, offsets=offsets, frames=frames)
+        self._items[episode.episode_id] = _Unacknowledged(
+            group_id=episode.group_id, episode=episode, offsets=offsets, frames=frames
+        )
+
+    def fail(self, failure: GroupFailure) -> None:
+        """Take over the report of a group that failed; it is settled like an episode."""
+        report = os.urandom(16).hex()
+        frames = encode("failed", report=report, **dataclasses.asdict(failure))
+        self._items[report] = _Unacknowledged(
+            group_id=f"{failure.number:08d}", episode=None, offsets=NOT_SHARED, frames=frames
+        )
 
     def hear(self, message: Message) -> None:
         """Take in a receipt, or the answer about the ring."""

@@ -5,17 +5,30 @@ Two pairs of ports keep these protocols (`client.py`): over ZeroMQ, and inline f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol, get_args
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
 
 ReceiptStatus = Literal[
-    "held", "stored", "duplicate", "dropped_lag", "dropped_deadline", "dropped_invalid", "dropped_resume"
+    "held",
+    "stored",
+    "duplicate",
+    "dropped_lag",
+    "dropped_deadline",
+    "dropped_invalid",
+    "dropped_resume",
+    "dropped_poisoned",
 ]
 """What became of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it."""
+
+Cause = Literal["policy", "world", "reward", "raised", "quarantined"]
+"""Why a group cannot be imagined: one of the models gave a number that is not finite, something raised, or
+the group was not begun because its start state failed too often."""
+CAUSES: Final = get_args(Cause)
 
 
 class RunStopped(AsyncRLError):
@@ -38,6 +51,23 @@ class GroupGrant:
     def group_id(self) -> str:
         """`Episode.group_id` of the group's members: how the replay finds the grant again."""
         return f"{self.number:08d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFailure:
+    """A granted group that cannot be imagined."""
+
+    number: int
+    """`GroupGrant.number`."""
+    member: int
+    """The first member that failed; -1 when the group was not begun."""
+    cause: Cause
+    start_state: str
+    """Its name."""
+    reason: str
+    """One line."""
+    left: int
+    """The actor's start states that are not quarantined. 0: the run cannot go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +100,15 @@ class ActorPort(Protocol):
         """Take over an episode: keep and resend it until it is durable. Never drops, never blocks."""
         ...
 
+    def fail(self, failure: GroupFailure) -> None:
+        """Give a granted group up, for all its members; said again until it is durable. Never blocks."""
+        ...
+
+    @property
+    def quarantined(self) -> Collection[str]:
+        """Names of start states not to be imagined, as of the last grant."""
+        ...
+
     def serve(self) -> None:
         """Exchange receipts, heartbeats and the stop notice. Never blocks; call it once per round."""
         ...
@@ -100,6 +139,7 @@ class LearnerPort(Protocol):
 
         Raises:
             SampleTimeout: No batch within `timeout` seconds; says what the replay holds.
+            ReplayError: There will be none, since no start state is left that can be imagined.
         """
         ...
 

@@ -16,6 +16,7 @@ def recover(keeper: Keeper) -> None:
     """Fill empty books from the ledger, then look at the files."""
     for entry in keeper.store.ledger.read():
         recall(entry, keeper.limiter, keeper.tally, keeper.session)
+        keeper.quarantine.recall(entry)
     _recover_ready(keeper)
     count_successes(keeper)
 

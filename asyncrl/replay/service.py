@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Final
 
 import zmq
@@ -29,6 +30,7 @@ from asyncrl.messaging.shared import SHARED_FROM, RingMissing, Rings, same_host
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.ports import CAUSES, GroupFailure
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""
@@ -95,6 +97,8 @@ class Service:
         self._batch: deque[list[Buffer]] = deque()
         self._batch_of = ""
         """The request that `_batch` answers."""
+        self._told: dict[bytes, int] = {}
+        """Actor -> quarantined start states that it knows of: the first of the list."""
         self._bytes, self._shared_bytes, self._unshared, self._errors = 0, 0, 0, 0
         self._handlers: dict[str, Callable[[bytes, Message], None]] = {
             "hello": self._hello,
@@ -103,6 +107,7 @@ class Service:
             "ring": self._ring,
             "acquire": self._acquire,
             "episode": self._episode,
+            "failed": self._failed,
             "waiting": self._report_waiting,
             "sample": self._want,
             "version": self._version,
@@ -143,6 +148,8 @@ class Service:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
                 _check_hello(message)
+            elif message.kind == "failed" and message["cause"] not in CAUSES:
+                raise WireError(f"cause {message['cause'][:40]!r} is none of {', '.join(CAUSES)}.")
         except WireError as error:
             if isinstance(error, RingMissing) and peer not in self.actors:
                 self._send(peer, "welcome", boot=self.boot, known=False)  # As below.
@@ -192,10 +199,21 @@ class Service:
         for peer, turn in list(self._acquires.items()):
             if self.core.limiter.silent(self.actors[peer]):
                 del self._acquires[peer]  # Whoever hangs would keep the credit; awake, it asks again.
+            elif not self._tell_quarantined(peer):
+                continue  # Its queue is full: it hears the names before its next grant.
             elif grant := self.core.grant(self.actors[peer], turn):
                 del self._acquires[peer]
                 about = {"number": grant.number, "min_version": grant.min_version}
                 self._send(peer, "grant", turn=turn, keep_video=grant.keep_video, **about)
+
+    def _tell_quarantined(self, peer: bytes) -> bool:
+        """Tell an actor the start states that it does not know to be quarantined; False: it takes no more."""
+        names = self.core.quarantine.names
+        while (told := self._told.get(peer, 0)) < len(names):
+            if not self._send(peer, "quarantined", start_state=names[told]):
+                return False
+            self._told[peer] = told + 1
+        return True
 
     def _try_sample(self) -> None:
         wish = self._sample
@@ -203,6 +221,8 @@ class Service:
             return
         groups = self.core.sample(wish["groups"], wish["version"], wish["request"])
         if groups is None:
+            if self.core.hopeless and self._send(self.learner, "refused", reason=self.core.hopeless[:4000]):
+                self._sample = None
             return
         self._sample, self._batch_of = None, wish["request"]
         for place, group in enumerate(groups):
@@ -219,6 +239,7 @@ class Service:
             for other in [other for other, name in self.actors.items() if name == message["name"]]:
                 self._bye(other, message)
             self.actors[peer] = message["name"]
+            self._told.pop(peer, None)
             self.core.hello(message["name"], message["session"])
         self._ping(peer, message)
 
@@ -226,8 +247,8 @@ class Service:
         self._send(peer, "welcome", boot=self.boot, known=True)
 
     def _bye(self, peer: bytes, message: Message) -> None:
-        self._acquires.pop(peer, None)
-        self.actors.pop(peer, None)
+        for book in (self._acquires, self._told, self.actors):
+            book.pop(peer, None)
         self.rings.forget(peer)
 
     def _ring(self, peer: bytes, message: Message) -> None:
@@ -250,6 +271,11 @@ class Service:
         assert message.episode is not None
         receipt = self.core.admit(message.episode)
         self._receipt(peer, receipt.episode_id, receipt.status, receipt.reason)
+
+    def _failed(self, peer: bytes, message: Message) -> None:
+        about = {field.name: message[field.name] for field in fields(GroupFailure)}
+        self.core.fail(GroupFailure(**about))
+        self._receipt(peer, message["report"], "dropped_poisoned", "")
 
     def _report_waiting(self, peer: bytes, message: Message) -> None:
         if peer in self.actors:

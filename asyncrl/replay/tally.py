@@ -16,12 +16,14 @@ COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_deadline": m.DROPPED_DEADLINE,
     "dropped_invalid": m.DROPPED_INVALID,
     "dropped_resume": m.DROPPED_RESUME,
+    "dropped_poisoned": m.DROPPED_POISONED,
 }
 DECISION_COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_lag": m.DROPPED_LAG_DECISIONS,
     "dropped_deadline": m.DROPPED_DEADLINE_DECISIONS,
     "dropped_invalid": m.DROPPED_INVALID_DECISIONS,
     "dropped_resume": m.DROPPED_RESUME_DECISIONS,
+    "dropped_poisoned": m.DROPPED_POISONED_DECISIONS,
 }
 
 

@@ -21,6 +21,14 @@ State = TypeVar("State", bound="WorldState")
 class WorldState(Protocol):
     """What a world remembers about each of `B` slots. Row i belongs to slot i and to nobody else."""
 
+    @property
+    def finite(self) -> Tensor:
+        """``[B]`` bool on the state's device: False where something drawn for the slot was not finite.
+
+        Frames cannot tell: they are uint8, whatever they were made of.
+        """
+        ...
+
     def __len__(self) -> int:
         """Return the number of slots."""
         ...

@@ -50,18 +50,20 @@ class WanState:
     """``[B, 4, 7]`` float32 actions that produced the last four frames."""
     cache: Cache
     """What the decoder remembers of the frames so far."""
+    finite: Tensor
+    """``[B]`` bool: all latents and pixels so far were finite."""
 
     def __len__(self) -> int:
         """Return the number of slots."""
         return self.anchor.shape[0]
 
     def _tensors(self) -> list[Tensor]:
-        return [self.anchor, self.memory, self.last_actions, *self.cache]
+        return [self.anchor, self.memory, self.last_actions, self.finite, *self.cache]
 
     @staticmethod
     def _from(tensors: list[Tensor]) -> WanState:
-        anchor, memory, last_actions, *cache = tensors
-        return WanState(anchor=anchor, memory=memory, last_actions=last_actions, cache=cache)
+        anchor, memory, last_actions, finite, *cache = tensors
+        return WanState(anchor=anchor, memory=memory, last_actions=last_actions, finite=finite, cache=cache)
 
     def select(self, indices: Sequence[int]) -> WanState:
         """Return a state of its own that holds copies of the rows `indices`, in that order."""
@@ -129,7 +131,11 @@ class WanWorld:
         _, cache = decode_step(self.vae, anchor, None)
         _, cache = decode_step(self.vae, memory, cache)
         return WanState(
-            anchor=anchor, memory=memory, last_actions=torch.from_numpy(actions).to(self.device), cache=cache
+            anchor=anchor,
+            memory=memory,
+            last_actions=torch.from_numpy(actions).to(self.device),
+            finite=_finite_rows(latents),
+            cache=cache,
         )
 
     @torch.no_grad()
@@ -151,6 +157,7 @@ class WanWorld:
             anchor=state.anchor.clone(),
             memory=new_BZ2hw[:, :, -1:].clone(),
             last_actions=actions_B8A[:, -CONTEXT:].clone(),
+            finite=state.finite & _finite_rows(new_BZ2hw) & _finite_rows(frames),
             cache=cache,
         )
         return to_uint8(frames).permute(0, 2, 3, 4, 1).contiguous(), after
@@ -170,6 +177,11 @@ class WanWorld:
             velocity = self.transformer(window, 1000 * sigma * is_new, actions_BTA)[:, :, 2:]
             new_BZ2hw = new_BZ2hw + velocity.float() * (following - sigma)
         return new_BZ2hw
+
+
+def _finite_rows(values: Tensor) -> Tensor:
+    """``[B]`` bool: all numbers of ``values[b]`` are finite."""
+    return values.isfinite().flatten(1).all(dim=1)
 
 
 def draw_noise(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,102 @@
+"""What a round of imagination did in, the rows that are poisoned out: one row does not end the others.
+
+Poison is a number that is not finite, from the policy, the world or the reward model, or an error that one
+of them raises for one row. The latter is found by trying the rows alone, and only after all together failed.
+This module is the one place where errors of models are caught; those that break the device are not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.replay.ports import Cause
+
+Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
+_REASON: Final = 300
+"""Characters of a reason that are sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poison:
+    """Why the episode in one place cannot go on."""
+
+    place: int
+    cause: Cause
+    reason: str
+    """One line of printable characters."""
+    error: Exception | None = None
+    """What was raised, when something was."""
+
+
+def find_poison(rows: Sequence[tuple[Cause, str, NDArray[np.generic]]], row: int) -> tuple[Cause, str] | None:
+    """Return cause and reason of the first reading whose `row` is not finite, in the order given, or None.
+
+    Args:
+        rows: Cause, what it is, ``[B, ...]`` float values; or ``[B]`` bool, False where they are not finite.
+        row: Which of the B.
+    """
+    for cause, what, values_B in rows:
+        sound = values_B[row] if values_B.dtype == np.bool_ else np.isfinite(values_B[row]).all()
+        if not sound:
+            return cause, f"the {what} not finite"
+    return None
+
+
+def one_by_one(
+    places: Sequence[int], attempt: Callable[[list[int]], Result]
+) -> tuple[list[tuple[list[int], Result]], list[Poison]]:
+    """Attempt all places together; if that raises, each alone, so that only the culprits fail.
+
+    Args:
+        places: At least one.
+        attempt: Has no effect before it returns: it is called again for the same places.
+
+    Returns:
+        What was done, each part with its places; and the places that raise alone.
+    """
+    outcome = _caught(list(places), attempt)
+    if not isinstance(outcome, Poison):
+        return [(list(places), outcome)], []
+    if len(places) == 1:
+        return [], [outcome]
+    alone = [(place, _caught([place], attempt)) for place in places]
+    failed = [outcome for _, outcome in alone if isinstance(outcome, Poison)]
+    if not failed:
+        _log.warning("%d rows raised together, but none alone: %s", len(places), outcome.reason)
+    return [([place], one) for place, one in alone if not isinstance(one, Poison)], failed
+
+
+def _caught(places: list[int], attempt: Callable[[list[int]], Result]) -> Result | Poison:
+    try:
+        return attempt(places)
+    except Exception as error:
+        if breaks_device(error):
+            raise
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # Raises again when the error was the device's and shows only now.
+        return Poison(place=places[0], cause="raised", reason=one_line(error), error=error)
+
+
+def breaks_device(error: Exception) -> bool:
+    """Whether nothing can be computed on the device after this error until the process is a new one.
+
+    Being out of memory is none of them: fewer rows may fit.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def one_line(error: Exception) -> str:
+    """Type and first line of an error, printable and not long."""
+    first = (str(error).splitlines() or [""])[0]
+    text = f"{type(error).__name__}: {first}"[:_REASON]
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
