@@ -15,7 +15,7 @@ from pathlib import Path
 
 from replay_episodes import make_group
 
-from asyncrl.replay.schema import write_group
+from asyncrl.replay.writing import write_group
 from asyncrl.replay.store import EpisodeStore
 
 GROUP_SIZE = 8

@@ -23,12 +23,13 @@ from typing import Any
 
 from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
-from asyncrl.replay.disk import is_full, reserve
+from asyncrl.replay.disk import is_full
 from asyncrl.replay.index import ShardIndex
 from asyncrl.replay.layout import Buffers, GroupReader
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.lines import read_line, write_line
-from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, describe, read_shard, write_group
+from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, describe, read_shard
+from asyncrl.replay.writing import write_group
 
 PATTERN = "group-*.h5"
 
@@ -81,18 +82,16 @@ class EpisodeStore:
         temporary = path.with_suffix(".h5.tmp")
         try:
             members = sorted(episodes, key=lambda episode: episode.member)
-            reserve(self.folder, members)
             written = write_group(temporary, number, members)
-            sync(temporary)
             temporary.rename(path)
             sync(self.folder)
-        except (OSError, RuntimeError) as error:  # The latter is how h5py reports a full disk on closing.
+        except OSError as error:
             temporary.unlink(missing_ok=True)
             raise (DiskFull if is_full(error) else ReplayError)(
                 f"group {number} could not be written to {self.folder}: {error}. "
                 "Free disk space, or lower --replay.max-gigabytes."
             ) from None
-        shard = describe(path, written.attributes, written.table)
+        shard = describe(path, written.attributes, written.table, written.found)
         self._reader.remember(path, written)
         self._enter(shard)
         self._index.add(shard)
