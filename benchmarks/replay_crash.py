@@ -213,11 +213,12 @@ def parse(trace: Path, root: str) -> Iterator[Call]:
                     yield Call("open", path, b"trunc" if "O_TRUNC" in arguments else b"")
         elif name == "write" and number == 1:
             yield Call("say", data=texts[0])
-        elif number in files and name in ("write", "pwrite64"):
-            numbers = arguments.rpartition('"')[2].split(",")
-            at = int(numbers[2]) if name == "pwrite64" else -1 if number in appends else offsets[number]
+        elif number in files and name in ("write", "pwrite64", "pwritev"):
+            at = -1 if number in appends else offsets[number]
+            if name != "write":
+                at = int(arguments.rpartition(",")[2])
             offsets[number] += result if name == "write" else 0
-            yield Call("write", files[number], texts[0][:result], at)
+            yield Call("write", files[number], b"".join(texts)[:result], at)
         elif number in files and name == "lseek":
             offsets[number] = result
         elif number in files and name == "ftruncate":

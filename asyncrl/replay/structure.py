@@ -7,15 +7,17 @@ memory, once for each set of dimensions, and `writing.py` puts values between it
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.messaging.wire import Buffer
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION
 from asyncrl.replay.schema import (
     BOUNDS,
@@ -71,16 +73,50 @@ class Structure:
 
 @lru_cache(maxsize=KEPT)
 def structure_of(dimensions: Dimensions) -> Structure:
-    """Have libhdf5 make the structure, in a sparse file in memory."""
-    with open(os.memfd_create("structure"), "w+b", buffering=0) as sparse:
-        places, handle = _lay_out(sparse, dimensions), sparse.fileno()
-        gaps, begin = list[bytes](), 0
-        for place in places.values():
-            gaps.append(os.pread(handle, place.offset - begin, begin))
-            begin = place.offset + place.nbytes
-        length = os.fstat(handle).st_size
-        gaps.append(os.pread(handle, length - begin, begin))
-    return Structure(length=length, places=places, gaps=tuple(gaps))
+    """Have libhdf5 make the structure, in memory."""
+    sparse = _Sparse()
+    places, gaps, begin = _lay_out(sparse, dimensions), list[bytes](), 0
+    for place in places.values():
+        gaps.append(sparse.content(begin, place.offset))
+        begin = place.offset + place.nbytes
+    gaps.append(sparse.content(begin, sparse.length))
+    return Structure(length=sparse.length, places=places, gaps=tuple(gaps))
+
+
+class _Sparse(io.RawIOBase):
+    """A file that keeps what is written to it and has zeros elsewhere, however long it is."""
+
+    def __init__(self) -> None:
+        self.length, self._at = 0, 0
+        self._written: list[tuple[int, bytes]] = []
+
+    def content(self, begin: int, end: int) -> bytes:
+        """The bytes from `begin` to `end`."""
+        found = bytearray(end - begin)
+        for offset, piece in self._written:
+            first, last = max(begin, offset), min(end, offset + len(piece))
+            if first < last:
+                found[first - begin : last - begin] = piece[first - offset : last - offset]
+        return bytes(found)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
+        return self._at
+
+    def write(self, piece: Buffer) -> int:
+        self._written.append((self._at, bytes(piece)))
+        self._at += len(piece)
+        self.length = max(self.length, self._at)
+        return len(piece)
+
+    def readinto(self, into: Any) -> int:
+        into[:] = self.content(self._at, self._at + len(into))
+        self._at += len(into)
+        return len(into)
+
+    def truncate(self, size: int | None = None) -> int:
+        self.length = self._at if size is None else size
+        return self.length
 
 
 def group_type(widths: tuple[int, ...]) -> np.dtype[Any]:
@@ -105,7 +141,7 @@ def _columns(kinds: dict[str, type], widths: tuple[int, ...]) -> np.dtype[Any]:
     )  # fmt: skip
 
 
-def _lay_out(sparse: BinaryIO, dimensions: Dimensions) -> dict[str, Place]:
+def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, Place]:
     """Make the file with its datasets, values left out; return where the values belong, in file order."""
     places: dict[str, Place] = {}
     with h5py.File(
