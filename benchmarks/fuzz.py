@@ -32,7 +32,7 @@ from mutations import checksum_of_group, content, damaged_file, judge, mutated, 
 
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.wire import decode
-from asyncrl.replay import schema
+from asyncrl.replay import layout, schema
 from asyncrl.replay.layout import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.schema import read_shard
@@ -100,7 +100,7 @@ def read_files(unguarded: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if unguarded:
-        schema.check_footer = lambda path: None
+        schema.check_footer = layout.check_footer = lambda handle: None
     for line in sys.stdin:
         try:
             outcome = f"content {_content(Path(line.strip()))}"

@@ -40,7 +40,7 @@ from asyncrl.replay.opening import open_core
 
 SETTINGS = {"algorithm": {"group_size": 2, "groups_per_update": 2}, "replay": {"max_lag": 1000}}
 TRACED = (
-    "openat,write,pwrite64,writev,pwritev,lseek,ftruncate,rename,renameat,renameat2,unlink,unlinkat,mkdir,"
+    "openat,write,pwrite64,writev,pwritev,pwritev2,lseek,ftruncate,rename,renameat,renameat2,unlink,unlinkat,mkdir,"
     "fsync,fdatasync,close,dup,dup2"
 )
 
@@ -180,7 +180,7 @@ class Call:
 def record(settings: Settings, folder: Path) -> list[Call]:
     """Write some groups under strace (one thread does it all); returns the calls in their order."""
     trace = folder.with_suffix(".trace")
-    strace = ["strace", "-o", str(trace), "-xx", "-s", "10000000", "-e", f"trace={TRACED}"]
+    strace = ["strace", "-v", "-o", str(trace), "-xx", "-s", "10000000", "-e", f"trace={TRACED}"]
     command = [sys.executable, __file__, "write", str(folder), str(settings.groups)]
     subprocess.run([*strace, *command], check=True, stdout=subprocess.DEVNULL)
     return list(parse(trace, str(folder)))
@@ -213,12 +213,17 @@ def parse(trace: Path, root: str) -> Iterator[Call]:
                     yield Call("open", path, b"trunc" if "O_TRUNC" in arguments else b"")
         elif name == "write" and number == 1:
             yield Call("say", data=texts[0])
-        elif number in files and name in ("write", "pwrite64", "pwritev"):
-            at = -1 if number in appends else offsets[number]
-            if name != "write":
-                at = int(arguments.rpartition(",")[2])
+        elif number in files and name in ("write", "pwrite64"):
+            numbers = arguments.rpartition('"')[2].split(",")
+            at = int(numbers[2]) if name == "pwrite64" else -1 if number in appends else offsets[number]
             offsets[number] += result if name == "write" else 0
-            yield Call("write", files[number], b"".join(texts)[:result], at)
+            yield Call("write", files[number], texts[0][:result], at)
+        elif number in files and name in ("pwritev", "pwritev2"):
+            at = int(arguments.rpartition("]")[2].split(",")[2])
+            assert len(b"".join(texts)) == result
+            for text in texts:  # Each may reach the disk without the others.
+                yield Call("write", files[number], text, at)
+                at += len(text)
         elif number in files and name == "lseek":
             offsets[number] = result
         elif number in files and name == "ftruncate":

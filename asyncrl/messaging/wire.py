@@ -113,8 +113,12 @@ def encode(kind: str, episode: Episode | None = None, **fields: Any) -> list[Buf
     return frames
 
 
-def decode(frames: Sequence[Buffer]) -> Message:
+def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
     """Read a message. The arrays are fresh, aligned and writable copies.
+
+    Args:
+        frames: As they came.
+        views: Leave the images where they are, as read-only views that keep their frames in memory.
 
     Raises:
         WireError: Whatever is wrong with it.
@@ -132,7 +136,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
                 f"{kind!r} carries no episode, but came with one or with {len(frames) - 1} arrays."
             )
         return Message(kind=kind, fields=header)
-    return Message(kind=kind, fields=header, episode=_read_episode(scalars, arrays, frames[1:]))
+    return Message(kind=kind, fields=header, episode=_read_episode(scalars, arrays, frames[1:], views))
 
 
 def scalars_of(episode: Episode) -> dict[str, Any]:
@@ -269,7 +273,7 @@ def _check_shape(name: str, dtype: Any, shape: Any, sizes: dict[str, int]) -> in
     return math.prod(shape) * np.dtype(spec.dtype).itemsize
 
 
-def _read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer]) -> Episode:
+def _read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], views: bool) -> Episode:
     if not isinstance(scalars, dict) or not isinstance(arrays, list):
         raise WireError("the message lacks its episode or the list of its arrays.")
     _check_keys("the episode", scalars, EPISODE_SCALARS)
@@ -291,5 +295,6 @@ def _read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer]) -> Episod
         if type(entry[3]) is not int or zlib.crc32(frame) != entry[3]:
             raise WireError(f"the checksum of {name} does not match: it was changed on its way.")
         little = np.dtype(spec.dtype).newbyteorder("<")
-        found[name] = np.frombuffer(frame, little).reshape(entry[2]).astype(spec.dtype, copy=True)
+        view = np.frombuffer(memoryview(frame).toreadonly(), little).reshape(entry[2])
+        found[name] = view if views and little.itemsize == 1 else view.astype(spec.dtype, copy=True)
     return Episode(**scalars, **found)

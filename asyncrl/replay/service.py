@@ -128,7 +128,7 @@ class Service:
 
     def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
         try:
-            message = decode(frames)
+            message = decode(frames, views=True)
             if message.kind not in self._handlers:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
