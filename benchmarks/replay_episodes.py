@@ -1,14 +1,39 @@
-"""Groups of random episodes for the benchmarks of the replay."""
+"""Groups of random episodes and plain files, for the benchmarks of the replay."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import numpy as np
 
 from asyncrl.records import Episode
+from asyncrl.replay.store import sync
 
 
-def make_group(number: int, *, size: int, decisions: int, image: int) -> list[Episode]:
-    """Make `size` sound episodes of `decisions` decisions on images of `image` x `image` pixels."""
+def write_raw(path: Path, parts: list[memoryview]) -> None:
+    """Write bytes into a new file without a format, and make it as durable as a group of the replay."""
+    temporary = path.with_suffix(".tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    parts, offset = [part for part in parts if len(part)], 0
+    while parts:
+        written = os.pwritev(handle, parts, offset)
+        offset += written
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if written:
+            parts[0] = parts[0][written:]
+    os.fsync(handle)
+    os.close(handle)
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def make_group(number: int, *, size: int, decisions: int, image: int, video: bool = False) -> list[Episode]:
+    """Make `size` sound episodes of `decisions` decisions on images of `image` x `image` pixels.
+
+    With `video` all frames that were drawn are kept too.
+    """
     random = np.random.default_rng(number)
     shape = (decisions, 8, 7)
     return [
@@ -35,7 +60,7 @@ def make_group(number: int, *, size: int, decisions: int, image: int) -> list[Ep
             policy_versions=np.full(decisions, number, np.int64),
             noise_seeds=np.arange(decisions, dtype=np.int64),
             final_frame=random.integers(0, 256, (image, image, 3), np.uint8),
-            video=np.empty((0, image, image, 3), np.uint8),
+            video=random.integers(0, 256, (8 * decisions * video, image, image, 3), np.uint8),
         )
         for member in range(size)
     ]

@@ -24,26 +24,15 @@ from typing import Any
 
 import h5py
 import numpy as np
-from replay_episodes import make_group
+from replay_episodes import make_group, write_raw
 
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.replay.layout import Buffers, GroupReader, read_layout
-from asyncrl.replay.store import EpisodeStore, sync
+from asyncrl.replay.store import EpisodeStore
 
 SIZES = {"tabletop": (6, 64), "large": (32, 224)}
 """Decisions and pixels per side of an episode."""
 SMALL = tuple(name for name in EPISODE_ARRAYS if name not in ("frames", "final_frame", "video"))
-
-
-def write_raw(folder: Path, number: int, parts: list[memoryview]) -> None:
-    """Make the same bytes durable in the same way, without a format."""
-    path = folder / f"raw-{number}"
-    with path.with_suffix(".tmp").open("xb", buffering=0) as file:
-        for part in parts:
-            file.write(part)
-    sync(path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").rename(path)
-    sync(folder)
 
 
 def by_memmap(path: Path) -> list[Any]:
@@ -94,7 +83,7 @@ def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) 
     for turn in range(rounds):
         store = EpisodeStore(folder / f"seal-{turn}", group_size=8, max_bytes=1 << 60)
         for number, group in enumerate(episodes):
-            timed("raw write", lambda: write_raw(folder, number, raw[number]))  # noqa: B023
+            timed("raw write", lambda: write_raw(folder / f"raw-{number}", raw[number]))  # noqa: B023
             timed("seal", lambda: store.seal(number, group))  # noqa: B023
         for path in folder.glob("raw-*"):
             path.unlink()

@@ -1,4 +1,6 @@
-"""Everything the replay decides, in one thread and without sockets: episodes in, receipts and batches out.
+"""Everything the replay decides, without sockets: episodes in, receipts and batches out.
+
+One thread decides; a second one may write the files (`sealing.py`).
 
 Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor hears
 of it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
@@ -20,6 +22,8 @@ from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.outcomes import SuccessWindow, constant
 from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.recall import Session, recall
+from asyncrl.replay.schema import Shard
+from asyncrl.replay.sealing import Sealer
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay.tally import Tally
 
@@ -51,10 +55,20 @@ class ReplayCore:
         self._waiting: dict[str, float] = {}
         self._receipts: list[tuple[str, Receipt]] = []
         self._success = SuccessWindow()
+        self._sealer: Sealer | None = None
         for entry in store.ledger.entries:
             recall(entry, limiter, self.tally, self.session)
         self._recover_ready()
         self._count_successes()
+
+    def seal_beside(self) -> None:
+        """Write files in a thread of their own from now on; all receipts of a group follow later then."""
+        self._sealer = Sealer(self.store)
+
+    @property
+    def sealing(self) -> bool:
+        """Whether a group is on its way to the disk: call `tend` soon."""
+        return self._sealer is not None and self._sealer.number >= 0
 
     @property
     def actors(self) -> dict[str, str]:
@@ -70,6 +84,7 @@ class ReplayCore:
             in_turns: See `Limiter.plan_resume`.
         """
         if session != self.session.learner:
+            self._finish()
             self._rewind(version, in_turns=in_turns)
             self.store.ledger.append(learner=session, version=version)
             self.limiter.begin(version)
@@ -80,6 +95,7 @@ class ReplayCore:
     def hello(self, actor: str, session: str) -> None:
         """Note an actor. Under a new session it forgot the groups it was granted, so they are given up."""
         if self.actors.get(actor) != session:
+            self._finish()
             self.store.ledger.append(actor=actor, session=session)
             self.actors[actor] = session
             for number in [n for n, group in self.limiter.open.items() if group.actor == actor]:
@@ -100,10 +116,15 @@ class ReplayCore:
 
     def admit(self, episode: Episode) -> Receipt:
         """Take an episode. When it decides about its siblings, their receipts follow by `take_receipts`."""
-        receipt = self._judge(episode)
         number = number_of(episode.group_id)
+        if self._sealer is not None and self._sealer.number == number:
+            self._finish()
+        receipt = self._judge(episode)
         if receipt.status == "held" and self.limiter.complete(number):
-            if self._seal(number, newest=episode.episode_id):
+            if self._sealer is not None:
+                self._finish()
+                self._sealer.begin(number, list(self.limiter.open[number].members.values()))
+            elif self._seal(number, newest=episode.episode_id):
                 receipt = Receipt(episode_id=episode.episode_id, status="stored")
         elif receipt.status != "held":
             decisions = len(episode.policy_versions) if receipt.status != "duplicate" else 0
@@ -158,12 +179,15 @@ class ReplayCore:
     def set_version(self, version: int) -> None:
         """Note the learner's newest version; drop what it makes too old."""
         if version > self.limiter.version:
+            self._finish()
             self.limiter.version = version
             self._success.close()
         self.tend()
 
     def tend(self) -> None:
         """Give up what is overdue or too old; try again what the disk did not take. Call it often."""
+        if self._sealer is not None and self._sealer.done:
+            self._finish()
         for number in self.limiter.stale():
             if number in self.limiter.used_at:
                 self.limiter.retire(number)
@@ -213,7 +237,12 @@ class ReplayCore:
 
     def close(self) -> None:
         """Let go of the folder."""
-        self.store.close()
+        try:
+            self._finish()
+        finally:
+            if self._sealer is not None:
+                self._sealer.close()
+            self.store.close()
 
     def _judge(self, episode: Episode) -> Receipt:
         if episode.episode_id in self.store.episode_ids:
@@ -226,13 +255,33 @@ class ReplayCore:
 
     def _seal(self, number: int, newest: str = "") -> bool:
         """Store a complete group; False when the disk is full. The episode `newest` gets no receipt here."""
-        group = self.limiter.open[number]
-        members = list(group.members.values())
         try:
-            shard = self.store.seal(number, members)
+            shard = self.store.seal(number, list(self.limiter.open[number].members.values()))
         except DiskFull as error:
             self.disk.failed(number, error)
             return False
+        self._sealed(number, shard, newest)
+        return True
+
+    def _finish(self) -> None:
+        """Wait for the group that is being written beside, if there is one, and enter it into the books.
+
+        Whatever may give an open group up does this first: so the books are as if no thread existed.
+        """
+        if self._sealer is None or self._sealer.number < 0:
+            return
+        number = self._sealer.number
+        try:
+            written = self._sealer.finish()
+        except DiskFull as error:
+            self.disk.failed(number, error)
+        else:
+            self._sealed(number, self.store.enter(written))
+
+    def _sealed(self, number: int, shard: Shard, newest: str = "") -> None:
+        """Note that a complete group is durable."""
+        group = self.limiter.open[number]
+        members = list(group.members.values())
         if self.disk.groups:
             self.disk.over(number)
             self.store.ledger.keep_spare()
@@ -245,7 +294,6 @@ class ReplayCore:
         if self.limiter.filter_groups and constant(members):
             self._filter(number)
         self._trim()
-        return True
 
     def _filter(self, number: int) -> None:
         shard = self.store.shards[number]

@@ -15,6 +15,7 @@ FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
 """Seconds between two attempts; doubled from the first to the longest."""
 
+
 def is_full(error: OSError) -> bool:
     """Whether an error of writing means that there is no space."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

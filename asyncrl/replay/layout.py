@@ -159,7 +159,9 @@ class _Known:
         self.verified: set[str] = set()
         """Arrays whose checksum was found right."""
         self._plans: dict[tuple[str, ...], tuple[_Piece, ...]] = {}
-        rows = [dict(zip(written.table.dtype.names or (), row, strict=True)) for row in written.table.tolist()]
+        rows = [
+            dict(zip(written.table.dtype.names or (), row, strict=True)) for row in written.table.tolist()
+        ]
         self._bounds = [tuple(row[name] for name in BOUNDS) for row in rows]
         self._members = [_scalars(row) | _NOTHING for row in rows]
         self._checksums = {name: written.checksums[name].tolist() for name in ALL}
@@ -176,7 +178,9 @@ class _Known:
         for place, (member, (n, n_end, m, m_end)) in enumerate(zip(self._members, self._bounds, strict=True)):
             fields = member.copy()
             for name, array, letter in letters:
-                fields[name] = array[n:n_end] if letter == "N" else array[m:m_end] if letter == "M" else array[place]
+                fields[name] = (
+                    array[n:n_end] if letter == "N" else array[m:m_end] if letter == "M" else array[place]
+                )
             # What `Episode(**fields)` does, in a fifteenth of its time: it sets 23 frozen fields one by one.
             episode = object.__new__(Episode)
             episode.__dict__.update(fields)
@@ -250,9 +254,7 @@ def _pieces(places: dict[str, Place]) -> Iterator[_Piece]:
         yield _Piece(offset=begin, nbytes=last.offset + last.nbytes - begin, arrays=arrays)
 
 
-def _read_arrays(
-    handle: int, pieces: Sequence[_Piece], buffers: Buffers | None
-) -> dict[str, NDArray[Any]]:
+def _read_arrays(handle: int, pieces: Sequence[_Piece], buffers: Buffers | None) -> dict[str, NDArray[Any]]:
     """Read the arrays of the pieces, each into its part of one buffer per piece."""
     found: dict[str, NDArray[Any]] = {}
     for place, piece in enumerate(pieces):

@@ -1,4 +1,6 @@
-"""The replay process: messages of actors and the learner in, grants, receipts and batches out. One thread.
+"""The replay process: messages of actors and the learner in, grants, receipts and batches out.
+
+One thread serves, one writes files.
 
 consumes   episodes          waits for: messages, at most 100 ms     ended by: any peer
 produces   grants, batches   parks acquire and sample until          ended by: the learner's next version, the
@@ -65,6 +67,7 @@ def serve_replay(
             socket = bind_router(context, endpoint, security)
             if ready is not None:
                 ready()
+            core.seal_beside()
             Service(core, socket).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
@@ -105,7 +108,7 @@ class Service:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, farewell = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < farewell:
-            self.turn(5 if self._batch else POLL_MS)
+            self.turn(1 if self.core.sealing else 5 if self._batch else POLL_MS)
             if self.core.stopped:
                 farewell = min(farewell, time.monotonic() + FAREWELL)
                 if not self.actors:

@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 from asyncrl.messaging.wire import as_bytes
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION, Episode
 from asyncrl.replay.footer import make_footer
-from asyncrl.replay.schema import CHECKSUMS, CONSTANT, FORMAT, FORMAT_VERSION, GROUP, ROOT, TABLE, TABLES, Written
+from asyncrl.replay.schema import (
+    CHECKSUMS,
+    CONSTANT,
+    FORMAT,
+    FORMAT_VERSION,
+    GROUP,
+    ROOT,
+    TABLE,
+    TABLES,
+    Written,
+)
 from asyncrl.replay.structure import (
     CHECKSUMS_TYPE,
     TEXT_STEP,
@@ -121,7 +131,10 @@ def _tables(
 ) -> tuple[NDArray[Any], NDArray[Any], tuple[tuple[int, ...], tuple[int, ...]]]:
     """The rows of `/group` and `/episodes`, and the widths of their texts."""
     row = [_plain(attributes[name]) for name in ROOT if name not in CONSTANT]
-    rows = [[_plain(kind(getattr(episode, name))) for name, kind in EPISODE_SCALARS.items()] for episode in episodes]
+    rows = [
+        [_plain(kind(getattr(episode, name))) for name, kind in EPISODE_SCALARS.items()]
+        for episode in episodes
+    ]
     for letter in ("frames", "video"):
         ends = list(accumulate(len(getattr(episode, letter)) for episode in episodes))
         for member, begin, end in zip(rows, [0, *ends], ends, strict=False):
