@@ -2,7 +2,8 @@
 
     python benchmarks/replay_crash.py --kills 300 --losses 300
 
-kills    a process that writes is ended with SIGKILL at a random moment, again and again, in one folder
+kills    a process that writes is ended with SIGKILL at a random moment, again and again, in one folder;
+         every other one writes its files in a thread, as the replay's service does
 cuts     the system calls of a writing process are recorded (strace), and its folder is rebuilt as it was
          after every one of them and in the middle of every write
 losses   the same, but what was not yet synced is lost at random: single writes of a file, and the newest
@@ -102,9 +103,14 @@ def open_replay(folder: Path) -> ReplayCore:
     return open_core(folder, overlay(TrainConfig(), SETTINGS, "crash"), warn=lambda line: None)
 
 
-def write(folder: str, groups: str) -> None:
-    """The process that is killed: grants, episodes, batches; says the id of each acknowledged episode."""
+def write(folder: str, groups: str, thread: str = "") -> None:
+    """The process that is killed: grants, episodes, batches; says the id of each acknowledged episode.
+
+    With a `thread` the files are written beside, as the replay's service does it.
+    """
     core = open_replay(Path(folder))
+    if thread:
+        core.seal_beside()
     core.begin(os.urandom(4).hex(), core.limiter.version)
     core.hello("writer", os.urandom(4).hex())
     for _ in range(int(groups)):
@@ -115,6 +121,7 @@ def write(folder: str, groups: str) -> None:
             receipts = [receipt, *(other for _, other in core.take_receipts())]
             said = "".join(f"{r.episode_id}\n" for r in receipts if r.status == "stored")
             os.write(1, said.encode())
+        core.tend()
         core.sample(2, core.limiter.version + 1, request=f"{grant.number}-{os.getpid()}")
     core.close()
 
@@ -143,8 +150,8 @@ def check(folder: Path, acknowledged: set[str], verdict: Verdict) -> None:
 def kill_often(settings: Settings, folder: Path) -> Verdict:
     """Kill the writer of one folder again and again, and look after each kill."""
     moments, verdict, acknowledged = random.Random(settings.seed), Verdict(), set[str]()
-    for _ in tqdm(range(settings.kills), desc="kills"):
-        command = [sys.executable, __file__, "write", str(folder), "1000000"]
+    for turn in tqdm(range(settings.kills), desc="kills"):
+        command = [sys.executable, __file__, "write", str(folder), "1000000", *["thread"] * (turn % 2)]
         writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
         for _ in range(moments.randint(1, 8)):
