@@ -56,17 +56,28 @@ class RawCore:
         self._members: dict[str, list[Episode]] = defaultdict(list)
         self._receipts: list[tuple[str, Receipt]] = []
 
-    def hear(self, actor: str) -> None: ...
+    def hear(self, actor: str) -> None:
+        """Nobody falls silent here."""
+
     def silent(self, actor: str) -> bool:
+        """Nobody falls silent here."""
         return False
 
-    def tend(self) -> None: ...
-    def begin(self, session: str, version: int) -> None: ...
-    def hello(self, actor: str, session: str) -> None: ...
+    def tend(self) -> None:
+        """Nothing becomes too old here."""
+
+    def begin(self, session: str, version: int) -> None:
+        """Learners are welcome."""
+
+    def hello(self, actor: str, session: str) -> None:
+        """Actors are welcome."""
+
     def stop(self) -> None:
+        """End the run."""
         self.stopped = True
 
     def grant(self, actor: str, turn: int) -> GroupGrant:
+        """Grant the next number."""
         self._granted += 1
         return GroupGrant(number=self._granted, min_version=0, keep_video=False)
 
@@ -84,6 +95,7 @@ class RawCore:
         return Receipt(episode_id=episode.episode_id, status="stored")
 
     def take_receipts(self) -> list[tuple[str, Receipt]]:
+        """Return and forget the receipts that are due."""
         due, self._receipts = self._receipts, []
         return due
 
@@ -126,14 +138,14 @@ def act(number: int, size: str, endpoint: str, keys: Path | None, start: Barrier
 
 def measure(pipeline: str, size: str, transport: str, folder: Path) -> float:
     """Run one pipeline once; return MB/s."""
-    fork, sockets = multiprocessing.get_context("spawn"), private_folder()
+    spawn, sockets = multiprocessing.get_context("spawn"), private_folder()
     endpoint = ipc_endpoint(sockets) if transport == "ipc" else "tcp://127.0.0.1:5711"
     keys = sockets / "keys" if transport == "tcp+CURVE" else None
     if keys:
         create_keys(keys, ["learner", *(f"actor-{n}" for n in range(ACTORS))])
-    start, done = fork.Barrier(ACTORS), fork.Queue()
-    server = fork.Process(target=serve, args=(pipeline, folder, endpoint, keys))
-    actors = [fork.Process(target=act, args=(n, size, endpoint, keys, start, done)) for n in range(ACTORS)]
+    start, done = spawn.Barrier(ACTORS), spawn.Queue()
+    server = spawn.Process(target=serve, args=(pipeline, folder, endpoint, keys))
+    actors = [spawn.Process(target=act, args=(n, size, endpoint, keys, start, done)) for n in range(ACTORS)]
     for process in (server, *actors):
         process.start()
     learner = ZmqLearnerPort(endpoint, security=load_client_keys(keys, "learner") if keys else None)

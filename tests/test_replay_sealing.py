@@ -1,4 +1,4 @@
-"""Files written beside the loop: the same books as without the thread, and no receipt before the file is durable."""
+"""Files written beside the loop: the same books as without it, and no receipt before a file is durable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files of a store say, remembered beside them: opening 10,000 files costs a stat and a short read each.
+"""What the files of a store say, remembered beside them: opening costs a stat and a short read per file.
 
     index.log    one line per sealed group: CRC-32 of the rest of the line, then JSON
 
