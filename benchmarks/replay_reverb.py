@@ -2,8 +2,9 @@
 
     python benchmarks/replay_reverb.py
 
-In an environment of its own: dm-reverb 0.14.0, tensorflow 2.15.1, numpy<2. Reverb keeps everything in memory and
-makes nothing durable. The raw write (one file per group, synced) is in the same rounds, so that ratios can be compared with those of `replay_speed.py` and `replay_ingest.py`.
+In an environment of its own: dm-reverb 0.14.0, tensorflow 2.15.1, numpy<2. Reverb keeps everything in memory
+and makes nothing durable. The raw write (one file per group, synced) is in the same rounds, so that ratios
+can be compared with those of `replay_speed.py` and `replay_ingest.py`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -67,8 +68,8 @@ class TorchRL:
     def __init__(self, groups: list[list[Episode]], folder: Path) -> None:
         """Make room and write the first group, which makes the files."""
         import torch
-        from tensordict import TensorDict
-        from torchrl.data import LazyMemmapStorage
+        from tensordict import TensorDict  # type: ignore[import-not-found]
+        from torchrl.data import LazyMemmapStorage  # type: ignore[import-not-found]
 
         self._torch, self._dict, self._size, self._folder = torch, TensorDict, len(groups[0]), folder
         self._storage = LazyMemmapStorage(self._size * len(groups), scratch_dir=str(folder))
@@ -101,7 +102,7 @@ def torchrl_or_none(groups: list[list[Episode]], folder: Path) -> TorchRL | None
 def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds per round of every way, in interleaved rounds."""
     episodes = [make_group(number, size=8, decisions=decisions, image=image) for number in range(groups)]
-    seconds = defaultdict[str, list[float]](list)
+    seconds, order = defaultdict[str, list[float]](list), random.Random(0)
 
     def timed(name: str, work: Callable[[], object]) -> None:
         began = time.perf_counter()
@@ -115,10 +116,14 @@ def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) 
     for turn in range(rounds):
         store = EpisodeStore(folder / f"seal-{turn}", group_size=8, max_bytes=1 << 60)
         for number, group in enumerate(episodes):
-            timed("raw write", lambda: write_raw(folder / f"raw-{number}", raw[number]))  # noqa: B023
-            timed("seal", lambda: store.seal(number, group))  # noqa: B023
+            ways = {
+                "raw write": lambda: write_raw(folder / f"raw-{number}", raw[number]),  # noqa: B023
+                "seal": lambda: store.seal(number, group),  # noqa: B023
+            }
             if peer is not None:
-                timed("torchrl write", lambda: peer.write(number, group))  # noqa: B023
+                ways["torchrl write"] = lambda: peer.write(number, group)  # noqa: B023
+            for way in sorted(ways, key=lambda _: order.random()):
+                timed(way, ways[way])
         for path in folder.glob("raw-*"):
             path.unlink()
         store.close()

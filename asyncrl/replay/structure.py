@@ -17,7 +17,6 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messaging.wire import Buffer
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION
 from asyncrl.replay.schema import (
     BOUNDS,
@@ -103,7 +102,7 @@ class _Sparse(io.RawIOBase):
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
         return self._at
 
-    def write(self, piece: Buffer) -> int:
+    def write(self, piece: Any) -> int:
         self._written.append((self._at, bytes(piece)))
         self._at += len(piece)
         self.length = max(self.length, self._at)
