@@ -37,7 +37,7 @@ from asyncrl.replay.ports import GroupGrant, Receipt
 from asyncrl.replay.service import Service, serve_replay
 
 GROUP_SIZE, ACTORS = 8, 2
-SIZES = {"tabletop": (6, 64, False, 150), "large": (32, 224, False, 10), "video": (10, 224, True, 5)}
+SIZES = {"tabletop": (6, 64, False, 60), "large": (32, 224, False, 5), "video": (10, 224, True, 3)}
 """Decisions, pixels per side, whether all frames are kept, groups per actor."""
 SETTINGS = {
     "algorithm": {"group_size": GROUP_SIZE, "groups_per_update": 1},
