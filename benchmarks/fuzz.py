@@ -48,7 +48,7 @@ from mutations import (
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.shared import RingWriter
 from asyncrl.messaging.wire import decode
-from asyncrl.replay import schema
+from asyncrl.replay import layout, schema
 from asyncrl.replay.layout import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.schema import read_shard
@@ -116,7 +116,7 @@ def read_files(unguarded: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if unguarded:
-        schema.check_footer = lambda path: None
+        schema.check_footer = layout.check_footer = lambda handle: None
     for line in sys.stdin:
         try:
             outcome = f"content {_content(Path(line.strip()))}"

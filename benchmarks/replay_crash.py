@@ -2,7 +2,8 @@
 
     python benchmarks/replay_crash.py --kills 300 --losses 300
 
-kills    a process that writes is ended with SIGKILL at a random moment, again and again, in one folder
+kills    a process that writes is ended with SIGKILL at a random moment, again and again, in one folder;
+         every other one writes its files in a thread, as the replay's service does
 cuts     the system calls of a writing process are recorded (strace), and its folder is rebuilt as it was
          after every one of them and in the middle of every write
 losses   the same, but what was not yet synced is lost at random: single writes of a file, and the newest
@@ -40,7 +41,7 @@ from asyncrl.replay.opening import open_core
 
 SETTINGS = {"algorithm": {"group_size": 2, "groups_per_update": 2}, "replay": {"max_lag": 1000}}
 TRACED = (
-    "openat,write,pwrite64,writev,pwritev,lseek,ftruncate,rename,renameat,renameat2,unlink,unlinkat,mkdir,"
+    "openat,write,pwrite64,writev,pwritev,pwritev2,lseek,ftruncate,rename,renameat,renameat2,unlink,unlinkat,mkdir,"
     "fsync,fdatasync,close,dup,dup2"
 )
 
@@ -88,9 +89,14 @@ def open_replay(folder: Path) -> ReplayCore:
     return open_core(folder, overlay(TrainConfig(), SETTINGS, "crash"), warn=lambda line: None)
 
 
-def write(folder: str, groups: str) -> None:
-    """The process that is killed: grants, episodes, batches; says the id of each acknowledged episode."""
+def write(folder: str, groups: str, thread: str = "") -> None:
+    """The process that is killed: grants, episodes, batches; says the id of each acknowledged episode.
+
+    With a `thread` the files are written beside, as the replay's service does it.
+    """
     core = open_replay(Path(folder))
+    if thread:
+        core.seal_beside()
     core.begin(os.urandom(4).hex(), core.limiter.version)
     core.hello("writer", os.urandom(4).hex())
     for _ in range(int(groups)):
@@ -101,6 +107,7 @@ def write(folder: str, groups: str) -> None:
             receipts = [receipt, *(other for _, other in core.take_receipts())]
             said = "".join(f"{r.episode_id}\n" for r in receipts if r.status == "stored")
             os.write(1, said.encode())
+        core.tend()
         core.sample(2, core.limiter.version + 1, request=f"{grant.number}-{os.getpid()}")
     core.close()
 
@@ -129,8 +136,8 @@ def check(folder: Path, acknowledged: set[str], verdict: Verdict) -> None:
 def kill_often(settings: Settings, folder: Path) -> Verdict:
     """Kill the writer of one folder again and again, and look after each kill."""
     moments, verdict, acknowledged = random.Random(settings.seed), Verdict(), set[str]()
-    for _ in tqdm(range(settings.kills), desc="kills"):
-        command = [sys.executable, __file__, "write", str(folder), "1000000"]
+    for turn in tqdm(range(settings.kills), desc="kills"):
+        command = [sys.executable, __file__, "write", str(folder), "1000000", *["thread"] * (turn % 2)]
         writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
         for _ in range(moments.randint(1, 8)):
@@ -166,7 +173,7 @@ class Call:
 def record(settings: Settings, folder: Path) -> list[Call]:
     """Write some groups under strace (one thread does it all); returns the calls in their order."""
     trace = folder.with_suffix(".trace")
-    strace = ["strace", "-o", str(trace), "-xx", "-s", "10000000", "-e", f"trace={TRACED}"]
+    strace = ["strace", "-v", "-o", str(trace), "-xx", "-s", "10000000", "-e", f"trace={TRACED}"]
     command = [sys.executable, __file__, "write", str(folder), str(settings.groups)]
     subprocess.run([*strace, *command], check=True, stdout=subprocess.DEVNULL)
     return list(parse(trace, str(folder)))
@@ -204,6 +211,12 @@ def parse(trace: Path, root: str) -> Iterator[Call]:
             at = int(numbers[2]) if name == "pwrite64" else -1 if number in appends else offsets[number]
             offsets[number] += result if name == "write" else 0
             yield Call("write", files[number], texts[0][:result], at)
+        elif number in files and name in ("pwritev", "pwritev2"):
+            at = int(arguments.rpartition("]")[2].split(",")[2])
+            assert len(b"".join(texts)) == result
+            for text in texts:  # Each may reach the disk without the others.
+                yield Call("write", files[number], text, at)
+                at += len(text)
         elif number in files and name == "lseek":
             offsets[number] = result
         elif number in files and name == "ftruncate":

@@ -1,16 +1,38 @@
-"""Random episodes for the benchmarks of the replay. Group and member decide everything, also the ids."""
+"""Random episodes and plain files for the benchmarks of the replay. Group and member decide an episode."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import numpy as np
 
 from asyncrl.records import Episode
+from asyncrl.replay.store import sync
 
 
-def make_group(number: int, *, size: int, decisions: int, image: int) -> list[Episode]:
+def write_raw(path: Path, parts: list[memoryview]) -> None:
+    """Write bytes into a new file without a format, and make it as durable as a group of the replay."""
+    temporary = path.with_suffix(".tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    parts, offset = [part for part in parts if len(part)], 0
+    while parts:
+        written = os.pwritev(handle, parts, offset)
+        offset += written
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if written:
+            parts[0] = parts[0][written:]
+    os.fsync(handle)
+    os.close(handle)
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def make_group(number: int, *, size: int, decisions: int, image: int, video: bool = False) -> list[Episode]:
     """Make the `size` episodes of a group, imagined by version `number`; see `make_episode`."""
     return [
-        make_episode(number, member, size=size, decisions=decisions, image=image, version=number)
+        make_episode(number, member, size=size, decisions=decisions, image=image, version=number, video=video)
         for member in range(size)
     ]
 
@@ -24,6 +46,7 @@ def make_episode(
     image: int,
     version: int = 0,
     success: bool = False,
+    video: bool = False,
 ) -> Episode:
     """Make a sound episode.
 
@@ -35,6 +58,7 @@ def make_episode(
         image: Its pictures have `image` x `image` pixels.
         version: Policy version of all decisions.
         success: Whether it ended with one, in the last decision.
+        video: Whether all frames that were drawn are kept too.
     """
     random = np.random.default_rng([number, member])
     shape, rewards = (decisions, 8, 7), np.zeros((decisions, 8), np.float32)
@@ -62,5 +86,5 @@ def make_episode(
         policy_versions=np.full(decisions, version, np.int64),
         noise_seeds=np.arange(decisions, dtype=np.int64),
         final_frame=random.integers(0, 256, (image, image, 3), np.uint8),
-        video=np.empty((0, image, image, 3), np.uint8),
+        video=random.integers(0, 256, (8 * decisions * video, image, image, 3), np.uint8),
     )

@@ -2,7 +2,7 @@
 
     python benchmarks/replay_open.py --episodes 100000
 
-The groups are tiny, for opening never reads arrays; they are written without fsync, which it does not see.
+The groups are tiny, for opening never reads arrays; their folder is not synced, which it does not see.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from replay_episodes import make_group
 
-from asyncrl.replay.schema import write_group
 from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay.writing import write_group
 
 GROUP_SIZE = 8
 

@@ -7,13 +7,18 @@ Ratios are speeds relative to the plain way (above 1: the replay is quicker), fr
     seal            a group's file, durable, against a raw file of the same bytes, as durable
     fresh, reused   whole groups from the page cache against copies out of np.memmap; not verified
     verified        the same into fresh memory with every checksum checked, as on the first read of a file
+    cold            whole groups that are not in the page cache, fresh, against cold copies out of np.memmap
     small           all but the images of a group, against h5py
-    torchrl         whole groups against LazyMemmapStorage, when torchrl is installed
+    torchrl         seals and whole groups against LazyMemmapStorage, its writes flushed and synced, when
+                    torchrl is installed
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -24,10 +29,11 @@ from typing import Any
 
 import h5py
 import numpy as np
-from replay_episodes import make_group
+from replay_episodes import make_group, write_raw
 
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.replay.layout import Buffers, GroupReader, read_layout
+from asyncrl.replay.schema import Written
 from asyncrl.replay.store import EpisodeStore, sync
 
 SIZES = {"tabletop": (6, 64), "large": (32, 224)}
@@ -35,23 +41,11 @@ SIZES = {"tabletop": (6, 64), "large": (32, 224)}
 SMALL = tuple(name for name in EPISODE_ARRAYS if name not in ("frames", "final_frame", "video"))
 
 
-def write_raw(folder: Path, number: int, parts: list[memoryview]) -> None:
-    """Make the same bytes durable in the same way, without a format."""
-    path = folder / f"raw-{number}"
-    with path.with_suffix(".tmp").open("xb", buffering=0) as file:
-        for part in parts:
-            file.write(part)
-    sync(path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").rename(path)
-    sync(folder)
-
-
-def by_memmap(path: Path) -> list[Any]:
-    """Copy every array out of a mapping of the file. The places are read before the clock starts."""
-    layout = read_layout(path)
+def by_memmap(path: Path, layout: Written) -> Callable[[], Any]:
+    """Return what copies every array out of a mapping of the file. Where they lie is known before."""
     mapped = np.memmap(path, np.uint8, "r")
     spans = [(p.offset, p.offset + p.nbytes) for p in layout.places.values()]
-    return [lambda: [np.array(mapped[begin:end]) for begin, end in spans]]
+    return lambda: [np.array(mapped[begin:end]) for begin, end in spans]
 
 
 def by_h5py(path: Path) -> None:
@@ -61,27 +55,54 @@ def by_h5py(path: Path) -> None:
             file[name][...]  # type: ignore[index]
 
 
-def torchrl_storage(groups: list[list[Episode]], folder: Path) -> Callable[[int], Any] | None:
-    """Fill a LazyMemmapStorage with one row per episode; return what reads a group."""
-    try:
+def forget(path: Path) -> None:
+    """Take a file, synced before, out of the page cache."""
+    handle = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+
+
+class TorchRL:
+    """A LazyMemmapStorage with one row per episode."""
+
+    def __init__(self, groups: list[list[Episode]], folder: Path) -> None:
+        """Make room and write the first group, which makes the files."""
         import torch
-        from tensordict import TensorDict
-        from torchrl.data import LazyMemmapStorage
+        from tensordict import TensorDict  # type: ignore[import-not-found]
+        from torchrl.data import LazyMemmapStorage  # type: ignore[import-not-found]
+
+        self._torch, self._dict, self._size, self._folder = torch, TensorDict, len(groups[0]), folder
+        self._storage = LazyMemmapStorage(self._size * len(groups), scratch_dir=str(folder))
+        self.write(0, groups[0])
+
+    def write(self, place: int, group: list[Episode]) -> None:
+        """Store a group durably: copy it into the mapping, write that back, sync the files."""
+        names = [name for name in EPISODE_ARRAYS if name != "video"]
+        parts = {name: self._torch.from_numpy(np.stack([getattr(e, name) for e in group])) for name in names}
+        self._storage.set(self._rows(place), self._dict(parts, [self._size]))
+        for path in self._folder.rglob("*.memmap"):
+            sync(path)
+
+    def read(self, place: int) -> Any:
+        """Copy a group out."""
+        return self._storage.get(self._torch.tensor(self._rows(place)))
+
+    def _rows(self, place: int) -> list[int]:
+        return list(range(place * self._size, (place + 1) * self._size))
+
+
+def torchrl_or_none(groups: list[list[Episode]], folder: Path) -> TorchRL | None:
+    """The storage, when torchrl is installed."""
+    try:
+        return TorchRL(groups, folder)
     except ImportError:
         return None
-    size = len(groups[0])
-    storage = LazyMemmapStorage(size * len(groups), scratch_dir=str(folder))
-    names = [name for name in EPISODE_ARRAYS if name != "video"]
-    for place, group in enumerate(groups):
-        stacked = {name: torch.from_numpy(np.stack([getattr(e, name) for e in group])) for name in names}
-        storage.set(range(place * size, (place + 1) * size), TensorDict(stacked, [size]))
-    return lambda place: storage.get(torch.arange(place * size, (place + 1) * size))
 
 
 def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds per round of every way, in interleaved rounds."""
     episodes = [make_group(number, size=8, decisions=decisions, image=image) for number in range(groups)]
-    seconds = defaultdict[str, list[float]](list)
+    seconds, order = defaultdict[str, list[float]](list), random.Random(0)
 
     def timed(name: str, work: Callable[[], object]) -> None:
         began = time.perf_counter()
@@ -91,33 +112,44 @@ def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) 
     raw = [
         [getattr(e, n).reshape(-1).view(np.uint8).data for n in EPISODE_ARRAYS for e in g] for g in episodes
     ]
+    peer = torchrl_or_none(episodes, folder / "torchrl")
     for turn in range(rounds):
         store = EpisodeStore(folder / f"seal-{turn}", group_size=8, max_bytes=1 << 60)
         for number, group in enumerate(episodes):
-            timed("raw write", lambda: write_raw(folder, number, raw[number]))  # noqa: B023
-            timed("seal", lambda: store.seal(number, group))  # noqa: B023
+            ways = {
+                "raw write": lambda: write_raw(folder / f"raw-{number}", raw[number]),  # noqa: B023
+                "seal": lambda: store.seal(number, group),  # noqa: B023
+            }
+            if peer is not None:
+                ways["torchrl write"] = lambda: peer.write(number, group)  # noqa: B023
+            for way in sorted(ways, key=lambda _: order.random()):
+                timed(way, ways[way])
         for path in folder.glob("raw-*"):
             path.unlink()
         store.close()
         if turn:
-            for path in (folder / f"seal-{turn}").iterdir():
-                path.unlink()
+            shutil.rmtree(folder / f"seal-{turn}")
     paths = sorted((folder / "seal-0").glob("group-*.h5"))
     reader, buffers = GroupReader(), Buffers()
-    mapped = [by_memmap(path)[0] for path in paths]
-    stored = torchrl_storage(episodes, folder / "torchrl")
+    layouts = {path: read_layout(path) for path in paths}
     for path in paths:
         reader.read(path)
     for _ in range(rounds):
         for place, path in enumerate(paths):
-            timed("memmap", mapped[place])
+            mapped = by_memmap(path, layouts[path])
+            timed("memmap", mapped)
             timed("fresh", lambda: reader.read(path))  # noqa: B023
             timed("reused", lambda: reader.read(path, buffers=buffers))  # noqa: B023
             timed("verified", lambda: reader.read(path, verify=True))  # noqa: B023
             timed("h5py small", lambda: by_h5py(path))  # noqa: B023
             timed("small", lambda: reader.read(path, SMALL))  # noqa: B023
-            if stored is not None:
-                timed("torchrl", lambda: stored(place))  # noqa: B023
+            if peer is not None:
+                timed("torchrl", lambda: peer.read(place))  # noqa: B023
+            del mapped  # What is mapped stays in the page cache.
+            forget(path)
+            timed("cold", lambda: reader.read(path))  # noqa: B023
+            forget(path)
+            timed("cold memmap", by_memmap(path, layouts[path]))
     return seconds
 
 
@@ -126,13 +158,13 @@ def report(name: str, seconds: dict[str, list[float]]) -> None:
     median = {way: statistics.median(times) for way, times in seconds.items()}
     print(f"{name}: ms per group: " + ", ".join(f"{way} {1e3 * t:.2f}" for way, t in median.items()))
     pairs = [("raw write", "seal"), ("memmap", "fresh"), ("memmap", "reused"), ("memmap", "verified")]
-    pairs.append(("h5py small", "small"))
+    pairs += [("cold memmap", "cold"), ("h5py small", "small")]
     if "torchrl" in median:
-        pairs += [("torchrl", "fresh"), ("torchrl", "reused")]
+        pairs += [("torchrl", "fresh"), ("torchrl", "reused"), ("torchrl write", "seal")]
     else:
         print("  torchrl is not installed")
     for plain, ours in pairs:
-        print(f"  {ours} / {plain}: {median[plain] / median[ours]:.2f}x")
+        print(f"  {ours} against {plain}: {median[plain] / median[ours]:.2f}x")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from asyncrl.messaging.wire import KINDS, WITH_EPISODE, Message, decode, encode
 from asyncrl.records import problem_with
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.lines import write_line
-from asyncrl.replay.schema import write_group
+from asyncrl.replay.writing import write_group
 
 Frames = list[bytes]
 EXTREMES: list[Any] = [
@@ -296,7 +296,7 @@ def valid_files(folder: Path) -> dict[str, list[bytes]]:
         ledger.append(used=[n, n + 1], request=f"r-{n}", version=n)
     ledger.append(refused="it is ü")
     ledger.close()
-    meta = {"format": "asyncrl-replay", "format_version": 2, "schema_version": 1, "group_size": 8}
+    meta = {"format": "asyncrl-replay", "format_version": 3, "schema_version": 1, "group_size": 8}
     lines = (folder / "ledger.log").read_bytes()
     return {"group": groups, "ledger": [lines], "meta": [write_line(meta) + b"\n"]}
 

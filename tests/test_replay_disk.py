@@ -121,9 +121,10 @@ def test_a_disk_that_fills_up_while_a_group_is_written_counts_as_full(
     store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
 
     def full(*_: object) -> None:
-        raise RuntimeError("Unable to flush file (errno = 28, error message = 'No space left on device')")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("asyncrl.replay.store.write_group", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(DiskFull, match="max-gigabytes"):
         store.seal(0, [make_episode(0, member) for member in range(2)])
+    assert not list(tmp_path.glob("group-*"))
     store.close()

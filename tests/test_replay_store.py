@@ -1,6 +1,7 @@
 """The store: what was acknowledged is readable, what is readable is whole."""
 
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from asyncrl.replay.layout import read_group
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay.writing import write_group
 
 
 def open_store(folder: Path, warnings: list[str] | None = None, max_bytes: int = 10**9) -> EpisodeStore:
@@ -68,9 +70,9 @@ def test_any_hdf5_tool_reads_a_file_without_our_types(tmp_path: Path) -> None:
 
 
 def test_a_new_file_never_replaces_another(tmp_path: Path) -> None:
-    schema.write_group(tmp_path / "x.h5", 0, group_of(0))
+    write_group(tmp_path / "x.h5", 0, group_of(0))
     with pytest.raises(FileExistsError):
-        schema.write_group(tmp_path / "x.h5", 0, group_of(0))
+        write_group(tmp_path / "x.h5", 0, group_of(0))
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "flipped"])
@@ -106,7 +108,7 @@ def test_a_damaged_file_goes_to_quarantine_and_the_rest_stays(tmp_path: Path, da
 
 
 def test_every_flipped_byte_of_content_is_noticed(tmp_path: Path) -> None:
-    schema.write_group(tmp_path / "x.h5", 0, group_of(0, image=1))
+    write_group(tmp_path / "x.h5", 0, group_of(0, image=1))
     whole = (tmp_path / "x.h5").read_bytes()
     with h5py.File(tmp_path / "x.h5", "r") as file:
         places = [
@@ -167,10 +169,10 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(
 ) -> None:
     store = open_store(tmp_path)
 
-    def full(path: Path) -> None:
+    def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("asyncrl.replay.store.sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ReplayError, match=r"--replay\.max-gigabytes"):
         store.seal(0, group_of(0))
     assert not list(tmp_path.glob("group-*"))

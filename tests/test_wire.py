@@ -95,6 +95,19 @@ def test_an_episode_arrives_exactly_and_can_be_written_to(video: bool) -> None:
     assert all(getattr(received, name).flags.writeable for name in EPISODE_ARRAYS)
 
 
+def test_images_can_stay_where_they_came_and_nobody_can_write_to_them() -> None:
+    episode = make_episode(3, 1, video=True)
+    frames = [bytearray(frame) for frame in encode("episode", episode)]
+    received = decode(frames, views=True).episode
+    assert received is not None
+    assert_same(received, episode)
+    for place, (name, spec) in enumerate(EPISODE_ARRAYS.items(), start=1):
+        array, stays = getattr(received, name), spec.dtype == "uint8"
+        assert np.shares_memory(array, np.frombuffer(frames[place], np.uint8)) == stays, name
+        assert array.flags.writeable != stays
+        assert array.flags.aligned
+
+
 def test_arrays_that_are_not_contiguous_arrive_exactly() -> None:
     sent = make_episode()
     turned = np.asfortranarray(sent.frames[:, :, ::-1])

@@ -143,6 +143,6 @@ def test_hdf5_never_sees_a_file_whose_structure_is_damaged(
 
 
 def test_a_replay_folder_of_the_earlier_format_is_named(tmp_path: Path) -> None:
-    (tmp_path / "replay.json").write_text('{"format": "asyncrl-replay", "format_version": 1}')
-    with pytest.raises(ReplayError, match="format_version 1, this asyncrl reads 2"):
+    (tmp_path / "replay.json").write_text('{"format": "asyncrl-replay", "format_version": 2}')
+    with pytest.raises(ReplayError, match="format_version 2, this asyncrl reads 3"):
         read_meta(tmp_path)

@@ -86,11 +86,12 @@ def write_arrays(
 
 
 def read_episode(
-    scalars: Any, arrays: Any, frames: Sequence[Buffer], ring: RingReader | None
+    scalars: Any, arrays: Any, frames: Sequence[Buffer], ring: RingReader | None, *, views: bool
 ) -> tuple[Episode, int]:
     """Read what the header says of an episode, its frames, and its arrays in the ring.
 
-    Arrays from frames are fresh, writable copies; those in the ring are read-only views of it.
+    Arrays from frames are fresh, writable copies; those in the ring, and with `views` the images in frames
+    too, are read-only views.
 
     Returns:
         The episode, and how many of its bytes lie in the ring.
@@ -113,8 +114,10 @@ def read_episode(
     for (name, spec), entry, content in zip(EPISODE_ARRAYS.items(), arrays, found, strict=True):
         if type(entry[3]) is not int or zlib.crc32(content) != entry[3]:
             raise WireError(f"the checksum of {name} does not match: it was changed on its way.")
-        array = np.frombuffer(content, np.dtype(spec.dtype).newbyteorder("<")).reshape(entry[2])
-        read[name] = array.astype(spec.dtype, copy=len(entry) == 4)
+        little = np.dtype(spec.dtype).newbyteorder("<")
+        array = np.frombuffer(memoryview(content).toreadonly(), little).reshape(entry[2])
+        in_place = len(entry) == 5 or (views and little.itemsize == 1)  # Wider ones may not be aligned.
+        read[name] = array.astype(spec.dtype, copy=not in_place)
     return Episode(**scalars, **read), shared_bytes
 
 

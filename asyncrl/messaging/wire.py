@@ -127,12 +127,13 @@ def encode(
     return frames
 
 
-def decode(frames: Sequence[Buffer], ring: RingReader | None = None) -> Message:
+def decode(frames: Sequence[Buffer], ring: RingReader | None = None, *, views: bool = False) -> Message:
     """Read a message. Arrays in frames are fresh, writable copies; those in the ring are read-only views.
 
     Args:
         frames: As they came.
         ring: The sender's, when it has one.
+        views: Leave the images in frames too where they are, as views that keep their frames in memory.
 
     Raises:
         RingMissing: An array lies in a ring, and there is none.
@@ -151,7 +152,7 @@ def decode(frames: Sequence[Buffer], ring: RingReader | None = None) -> Message:
                 f"{kind!r} carries no episode, but came with one or with {len(frames) - 1} arrays."
             )
         return Message(kind=kind, fields=header)
-    episode, shared_bytes = read_episode(scalars, arrays, frames[1:], ring)
+    episode, shared_bytes = read_episode(scalars, arrays, frames[1:], ring, views=views)
     return Message(kind=kind, fields=header, episode=episode, shared_bytes=shared_bytes)
 
 

@@ -1,4 +1,6 @@
-"""Everything the replay decides, in one thread and without sockets: episodes in, receipts and batches out.
+"""Everything the replay decides, without sockets: episodes in, receipts and batches out.
+
+One thread decides; a second one may write the files (`sealing.py`).
 
 Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor hears
 of it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
@@ -53,6 +55,15 @@ class ReplayCore:
         self._waiting: dict[str, float] = {}
         recover(keeper)
 
+    def seal_beside(self) -> None:
+        """Write files in a thread of their own from now on; all receipts of a group follow later then."""
+        self._keeper.seal_beside()
+
+    @property
+    def sealing(self) -> bool:
+        """Whether a group is on its way to the disk: call `tend` soon."""
+        return self._keeper.sealing >= 0
+
     @property
     def actors(self) -> dict[str, str]:
         """Every actor seen -> its session."""
@@ -67,6 +78,7 @@ class ReplayCore:
             in_turns: See `resumption.plan_resume`.
         """
         if session != self.session.learner:
+            self._keeper.finish()
             rewind(self._keeper, version, in_turns=in_turns)
             self.store.ledger.append(learner=session, version=version)
             self.limiter.begin(version)
@@ -78,6 +90,7 @@ class ReplayCore:
     def hello(self, actor: str, session: str) -> None:
         """Note an actor. Under a new session it forgot the groups it was granted, so they are given up."""
         if self.actors.get(actor) != session:
+            self._keeper.finish()
             self.store.ledger.append(actor=actor, session=session)
             self.actors[actor] = session
             for number in [n for n, group in self.limiter.open.items() if group.actor == actor]:
@@ -101,10 +114,12 @@ class ReplayCore:
 
     def admit(self, episode: Episode) -> Receipt:
         """Take an episode. When it decides about its siblings, their receipts follow by `take_receipts`."""
-        receipt = self._judge(episode)
         number = number_of(episode.group_id)
+        if self._keeper.sealing == number:
+            self._keeper.finish()
+        receipt = self._judge(episode)
         if receipt.status == "held" and self.limiter.complete(number):
-            if self._keeper.seal(number, newest=episode.episode_id):
+            if self._keeper.take(number, newest=episode.episode_id):
                 receipt = Receipt(episode_id=episode.episode_id, status="stored")
         elif receipt.status != "held":
             decisions = len(episode.policy_versions) if receipt.status != "duplicate" else 0
@@ -122,6 +137,7 @@ class ReplayCore:
 
     def fail(self, failure: GroupFailure) -> None:
         """Give up a group that cannot be imagined: its credit returns. What is closed already stays so."""
+        self._keeper.finish()
         if failure.number in self.limiter.open:
             self._keeper.drop(failure.number, "dropped_poisoned", about=self.quarantine.note(failure))
 
@@ -169,12 +185,14 @@ class ReplayCore:
     def set_version(self, version: int) -> None:
         """Note the learner's newest version; drop what it makes too old."""
         if version > self.limiter.version:
+            self._keeper.finish()
             self.limiter.advance(version)
             self._keeper.success.close()
         self.tend()
 
     def tend(self) -> None:
         """Give up what is overdue or too old; try again what the disk did not take. Call it often."""
+        self._keeper.finish(wait=False)
         for number in self.limiter.stale():
             if number in self.limiter.used_at:
                 self.limiter.retire(number)
@@ -226,7 +244,7 @@ class ReplayCore:
 
     def close(self) -> None:
         """Let go of the folder."""
-        self.store.close()
+        self._keeper.close()
 
     def _judge(self, episode: Episode) -> Receipt:
         if self.store.holds(number_of(episode.group_id), episode.episode_id):

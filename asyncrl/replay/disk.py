@@ -6,44 +6,19 @@ While groups wait they stay in memory and nothing new is granted, so what is hel
 from __future__ import annotations
 
 import errno
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 
 from asyncrl.errors import DiskFull
-from asyncrl.records import EPISODE_ARRAYS, Episode
 
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
 """Seconds between two attempts; doubled from the first to the longest."""
-MARGIN: Final = 1 << 16
-"""Bytes of a group's file beside its arrays, at most (about 10 kB for 8 episodes)."""
 
 
-def reserve(folder: Path, episodes: Sequence[Episode]) -> None:
-    """Find out whether there is space for a group before any of it is written.
-
-    The space is given back at once, for HDF5 makes the file itself. When another process takes it in between,
-    that is found when the group is written.
-
-    Raises:
-        OSError: There is no space.
-    """
-    size = MARGIN + sum(getattr(episode, name).nbytes for episode in episodes for name in EPISODE_ARRAYS)
-    path = folder / "space.tmp"
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        os.posix_fallocate(handle, 0, size)
-    finally:
-        os.close(handle)
-        path.unlink()
-
-
-def is_full(error: Exception) -> bool:
-    """Whether an error of writing means that there is no space, also one that h5py wraps."""
-    number = getattr(error, "errno", None)
-    return number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+def is_full(error: OSError) -> bool:
+    """Whether an error of writing means that there is no space."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskWait:

@@ -1,11 +1,11 @@
-"""What the files of a store say, remembered beside them: opening 10,000 files costs a stat and 4 KiB each.
+"""What the files of a store say, remembered beside them: opening costs a stat and a short read per file.
 
     index.log    one line per sealed group: CRC-32 of the rest of the line, then JSON
 
 A cache, never an authority. An entry counts only when its checksum holds and its file has the size, the time
-of writing and the first 4 KiB that it had; every other file is read, and the index is written anew. So a line
-needs no fsync: a crash loses or tears lines, and those groups are read from their files. When a group is
-loaded, the attributes in its file are compared with those of its entry.
+of writing and the fingerprint (see `footer.py`) that it had; every other file is read, and the index is
+written anew. So a line needs no fsync: a crash loses or tears lines, and those groups are read from their
+files. When a group is loaded, what its file says of it is compared with its entry.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.records import SCHEMA_VERSION
+from asyncrl.replay.footer import fingerprint
 from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, ROOT, Shard
 
-HEAD: Final = 4096
-"""Bytes at the beginning of a file that its entry knows the checksum of."""
 _VERSIONS: Final = {"format": FORMAT, "format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
 
 
@@ -42,7 +41,7 @@ class ShardIndex:
             return None
         try:
             found = path.stat()
-            if [found.st_size, found.st_mtime_ns, _head(path)] != entry["file"]:
+            if [found.st_size, found.st_mtime_ns, _fingerprint(path)] != entry["file"]:
                 return None
             attributes = {key: kind(entry["attributes"][key]) for key, kind in ROOT.items()}
             if any(attributes[key] != value for key, value in _VERSIONS.items()):
@@ -109,10 +108,10 @@ class ShardIndex:
         return found
 
 
-def _head(path: Path) -> int:
+def _fingerprint(path: Path) -> int:
     handle = os.open(path, os.O_RDONLY)
     try:
-        return zlib.crc32(os.pread(handle, HEAD, 0))
+        return fingerprint(handle, os.fstat(handle).st_size)
     finally:
         os.close(handle)
 
@@ -120,7 +119,7 @@ def _head(path: Path) -> int:
 def _line(shard: Shard) -> bytes:
     entry = {
         "name": shard.path.name,
-        "file": [shard.size, shard.mtime_ns, _head(shard.path)],
+        "file": [shard.size, shard.mtime_ns, _fingerprint(shard.path)],
         "attributes": shard.attributes,
         "decisions": shard.decisions,
         "episode_ids": shard.episode_ids,

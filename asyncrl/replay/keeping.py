@@ -14,6 +14,8 @@ from asyncrl.replay.outcomes import SuccessWindow, constant
 from asyncrl.replay.ports import Receipt, ReceiptStatus
 from asyncrl.replay.quarantine import Quarantine
 from asyncrl.replay.recall import Session
+from asyncrl.replay.schema import Shard
+from asyncrl.replay.sealing import Sealer
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay.tally import Tally
 
@@ -37,16 +39,67 @@ class Keeper:
         self.quarantine = Quarantine(quarantine_after)
         self.receipts: list[tuple[str, Receipt]] = []
         """Receipts that are due, each with its actor."""
+        self._sealer: Sealer | None = None
+
+    def seal_beside(self) -> None:
+        """Let a thread write the files from now on."""
+        self._sealer = Sealer(self.store)
+
+    @property
+    def sealing(self) -> int:
+        """The group that the thread writes; -1: none."""
+        return -1 if self._sealer is None else self._sealer.number
+
+    def take(self, number: int, newest: str) -> bool:
+        """Store a complete group, or have the thread begin with it; returns whether it is stored already."""
+        if self._sealer is None:
+            return self.seal(number, newest)
+        self.finish()
+        self._sealer.begin(number, list(self.limiter.open[number].members.values()))
+        return False
 
     def seal(self, number: int, newest: str = "") -> bool:
         """Store a complete group; False when the disk is full. The episode `newest` gets no receipt here."""
-        group = self.limiter.open[number]
-        members = list(group.members.values())
+        self.finish()
         try:
-            shard = self.store.seal(number, members)
+            shard = self.store.seal(number, list(self.limiter.open[number].members.values()))
         except DiskFull as error:
             self.disk.failed(number, error)
             return False
+        self._sealed(number, shard, newest)
+        return True
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Enter the group that the thread wrote into the books, if there is one.
+
+        Whatever may give an open group up does this first: so the books are as if no thread existed.
+
+        Args:
+            wait: Until it is written; False: only when it is.
+        """
+        if self._sealer is None or self._sealer.number < 0 or not (wait or self._sealer.done):
+            return
+        number = self._sealer.number
+        try:
+            written = self._sealer.finish()
+        except DiskFull as error:
+            self.disk.failed(number, error)
+        else:
+            self._sealed(number, self.store.enter(written))
+
+    def close(self) -> None:
+        """Let go of the folder, once the thread has written what it was given."""
+        try:
+            self.finish()
+        finally:
+            if self._sealer is not None:
+                self._sealer.close()
+            self.store.close()
+
+    def _sealed(self, number: int, shard: Shard, newest: str = "") -> None:
+        """Note that a complete group is durable."""
+        group = self.limiter.open[number]
+        members = list(group.members.values())
         if self.disk.groups:
             self.disk.over(number)
             self.store.ledger.keep_spare()
@@ -59,7 +112,6 @@ class Keeper:
         if self.limiter.filter_groups and constant(members):
             self.filter(number)
         self.trim()
-        return True
 
     def filter(self, number: int) -> None:
         """Close a stored group that teaches nothing."""

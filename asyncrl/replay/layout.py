@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +23,10 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
+from asyncrl.replay.footer import check_footer
 from asyncrl.replay.schema import (
     BOUNDS,
+    CHECKSUMS,
     TABLE,
     UNREADABLE,
     Place,
@@ -41,6 +44,10 @@ LARGEST_GAP: Final = 1 << 16
 KNOWN_FILES: Final = 4096
 """Files whose layout is kept in memory, about 5 kB each."""
 
+_LETTERS: Final = {name: stacking_letter(name) for name in ALL}
+_NOTHING: Final = {name: np.empty(0, spec.dtype) for name, spec in EPISODE_ARRAYS.items()}
+"""Arrays that were not read."""
+
 Identity = tuple[int, int, int]
 """Inode, size in bytes, time of writing in nanoseconds."""
 
@@ -50,13 +57,13 @@ class Buffers:
 
     def __init__(self) -> None:
         """Begin empty; grows to the largest group."""
-        self._flat: dict[str, NDArray[np.uint8]] = {}
+        self._flat: dict[int, NDArray[np.uint8]] = {}
 
-    def take(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        """Return ``[nbytes]`` for an array."""
-        held = self._flat.get(name)
+    def take(self, place: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return ``[nbytes]`` for the piece of a file at `place` in the order of reading."""
+        held = self._flat.get(place)
         if held is None or held.size < nbytes:
-            held = self._flat[name] = np.empty(nbytes, np.uint8)
+            held = self._flat[place] = np.empty(nbytes, np.uint8)
         return held[:nbytes]
 
 
@@ -69,7 +76,7 @@ class GroupReader:
 
     def remember(self, path: Path, written: Written) -> None:
         """Note a file that this process wrote; its checksums are still verified on the first read."""
-        self._note(path, _Known(_identity(path.stat()), written))
+        self._note(path, _Known(written))
 
     def forget(self, path: Path) -> None:
         """Note that a file is gone."""
@@ -91,7 +98,7 @@ class GroupReader:
             names: Arrays to read; the others come back empty, for a quick look.
             buffers: Where to put them; the episodes are valid until the next read. None: into fresh memory.
             verify: Check all checksums again, also those that were checked before.
-            attributes: What the file's root attributes have to be; None: anything.
+            attributes: What the file says of its group has to be this; None: anything.
 
         Raises:
             ReplayError: It is torn, damaged, or of another format or schema version.
@@ -100,27 +107,17 @@ class GroupReader:
         try:
             if attributes not in (None, known.written.attributes):
                 raise damaged(path, "it is not the file that it was")
-            arrays = self._arrays(handle, known, names, buffers or Buffers(), verify=verify)
-            return [_episode(row, place, arrays) for place, row in enumerate(known.written.table)]
+            if verify or not known.verified:
+                check_footer(handle)
+            episodes = known.episodes(_read_arrays(handle, known.plan(tuple(names)), buffers))
+            for name in names if verify else set(names) - known.verified:
+                known.check(name, episodes)
+            return episodes
         except UNREADABLE as error:
             self.forget(path)
             raise damaged(path, str(error)) from None
         finally:
             os.close(handle)
-
-    def _arrays(
-        self, handle: int, known: _Known, names: Sequence[str], buffers: Buffers, *, verify: bool
-    ) -> dict[str, NDArray[Any]]:
-        """Read the arrays `names`, and verify what was not verified before (with `verify`: everything)."""
-        wanted = set(names) if TABLE in known.verified and not verify else {TABLE, *names}
-        places = {name: known.written.places[name] for name in wanted}
-        flat = {name: buffers.take(name, place.nbytes) for name, place in places.items()}
-        _read_all(handle, places, flat)
-        for name in wanted if verify else wanted - known.verified:
-            if zlib.crc32(flat[name].data) != places[name].crc32:
-                raise ValueError(f"the checksum of {name} does not match")
-            known.verified.add(name)
-        return {name: flat[name].view(places[name].dtype).reshape(places[name].shape) for name in names}
 
     def _open(self, path: Path) -> tuple[int, _Known]:
         """Open a file and find its layout. The caller closes the handle."""
@@ -129,10 +126,9 @@ class GroupReader:
         except OSError as error:
             raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
         try:
-            identity = _identity(os.fstat(handle))
             known = self._known.get(path)
-            if known is None or known.identity != identity:
-                known = _Known(identity, read_layout(path))
+            if known is None or known.identity != _identity(os.fstat(handle)):
+                known = _Known(read_layout(path))
                 self._note(path, known)
         except BaseException:
             os.close(handle)
@@ -145,13 +141,62 @@ class GroupReader:
             self._known.popitem(last=False)
 
 
-class _Known:
-    """What was learned of one file."""
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """What one call reads."""
 
-    def __init__(self, identity: Identity, written: Written) -> None:
-        self.identity, self.written = identity, written
+    offset: int
+    nbytes: int
+    arrays: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]
+    """Name, type, shape, and first byte within the piece."""
+
+
+class _Known:
+    """What was learned of one file, in the form that reading needs."""
+
+    def __init__(self, written: Written) -> None:
+        self.written, self.identity = written, _identity(written.found)
         self.verified: set[str] = set()
         """Arrays whose checksum was found right."""
+        self._plans: dict[tuple[str, ...], tuple[_Piece, ...]] = {}
+        rows = [
+            dict(zip(written.table.dtype.names or (), row, strict=True)) for row in written.table.tolist()
+        ]
+        self._bounds = [tuple(row[name] for name in BOUNDS) for row in rows]
+        self._members = [_scalars(row) | _NOTHING for row in rows]
+        self._checksums = {name: written.checksums[name].tolist() for name in ALL}
+
+    def plan(self, names: tuple[str, ...]) -> tuple[_Piece, ...]:
+        """Where the arrays `names` lie; neighbours are read together."""
+        if names not in self._plans:
+            self._plans[names] = tuple(_pieces({name: self.written.places[name] for name in names}))
+        return self._plans[names]
+
+    def episodes(self, arrays: dict[str, NDArray[Any]]) -> list[Episode]:
+        """Cut the arrays of the group into episodes. The slices are views."""
+        episodes, letters = list[Episode](), [(name, array, _LETTERS[name]) for name, array in arrays.items()]
+        for place, (member, (n, n_end, m, m_end)) in enumerate(zip(self._members, self._bounds, strict=True)):
+            fields = member.copy()
+            for name, array, letter in letters:
+                fields[name] = (
+                    array[n:n_end] if letter == "N" else array[m:m_end] if letter == "M" else array[place]
+                )
+            # What `Episode(**fields)` does, in a fifteenth of its time: it sets 23 frozen fields one by one.
+            episode = object.__new__(Episode)
+            episode.__dict__.update(fields)
+            episodes.append(episode)
+        return episodes
+
+    def check(self, name: str, episodes: list[Episode]) -> None:
+        """Compare the checksums of an array.
+
+        Raises:
+            ValueError: One does not match.
+        """
+        found = [zlib.crc32(getattr(episode, name).reshape(-1).view(np.uint8)) for episode in episodes]
+        if found != self._checksums[name]:
+            raise ValueError(f"the checksum of {name} does not match")
+        self.verified.add(name)
 
 
 def read_group(path: Path, names: Sequence[str] = ALL) -> list[Episode]:
@@ -160,77 +205,66 @@ def read_group(path: Path, names: Sequence[str] = ALL) -> list[Episode]:
 
 
 def read_layout(path: Path) -> Written:
-    """Ask HDF5 for the attributes, the table and the places of the arrays.
+    """Ask HDF5 for the tables and the places of the arrays.
 
     Raises:
         ReplayError: It is torn, damaged, or of another format or schema version.
     """
-    check_whole(path)
+    found = check_whole(path)
     try:
         with h5py.File(path, "r") as file:
             root = read_root(path, file)
-            table = get_dataset(file, TABLE)[...]
-            places = {name: _place(path, file, name) for name in (TABLE, *ALL)}
+            table, checksums = (get_dataset(file, name)[...] for name in (TABLE, CHECKSUMS))
+            places = {name: _place(path, file, name) for name in ALL}
     except UNREADABLE as error:
         raise damaged(path, str(error)) from None
-    return Written(attributes=root, table=table, places=places)
+    return Written(attributes=root, table=table, checksums=checksums, places=places, found=found)
 
 
 def _place(path: Path, file: h5py.File, name: str) -> Place:
-    dataset = get_dataset(file, name)
-    spec = EPISODE_ARRAYS.get(name)
-    if spec is not None and dataset.dtype != np.dtype(spec.dtype):
+    dataset, spec = get_dataset(file, name), EPISODE_ARRAYS[name]
+    if dataset.dtype != np.dtype(spec.dtype):
         raise damaged(path, f"{name} is {dataset.dtype}, expected {spec.dtype}")
     offset = dataset.id.get_offset()
     if offset is None and dataset.size:
         raise damaged(path, f"{name} is not stored in one piece")
-    return Place(
-        offset=offset or 0, dtype=dataset.dtype, shape=dataset.shape, crc32=int(dataset.attrs["crc32"])
-    )
+    return Place(offset=offset or 0, dtype=dataset.dtype, shape=dataset.shape)
 
 
 def _identity(found: os.stat_result) -> Identity:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read_all(handle: int, places: dict[str, Place], flat: dict[str, NDArray[np.uint8]]) -> None:
-    """Read arrays in the order of the file, with one call for neighbours."""
-    begin, end, parts = 0, 0, list[memoryview]()
+def _scalars(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name].decode() if kind is str else row[name] for name, kind in EPISODE_SCALARS.items()}
+
+
+def _pieces(places: dict[str, Place]) -> Iterator[_Piece]:
+    """Join neighbours. What is empty lies nowhere; it goes with any other."""
+    joined: list[list[tuple[str, Place]]] = []
+    end = -LARGEST_GAP - 1
     for name, place in sorted(places.items(), key=lambda item: item[1].offset):
-        if not place.nbytes:
-            continue
-        if parts and 0 <= place.offset - end <= LARGEST_GAP:
-            parts.append(memoryview(bytearray(place.offset - end)))
-        else:
-            _preadv(handle, parts, begin)
-            begin, parts = place.offset, []
-        parts.append(flat[name].data)
+        if place.offset - end > LARGEST_GAP:
+            joined.append([])
+        joined[-1].append((name, place))
         end = place.offset + place.nbytes
-    _preadv(handle, parts, begin)
+    for neighbours in joined:
+        begin, (_, last) = neighbours[0][1].offset, neighbours[-1]
+        arrays = tuple((name, p.dtype, p.shape, p.offset - begin) for name, p in neighbours)
+        yield _Piece(offset=begin, nbytes=last.offset + last.nbytes - begin, arrays=arrays)
 
 
-def _preadv(handle: int, parts: list[memoryview], offset: int) -> None:
-    """Fill all parts from `offset` on, however little one call brings."""
-    parts = [part for part in parts if len(part)]
-    while parts:
-        count = os.preadv(handle, parts, offset)
-        if count == 0:
-            raise OSError("the file ends too early")
-        offset += count
-        while parts and count >= len(parts[0]):
-            count -= len(parts.pop(0))
-        if count:
-            parts[0] = parts[0][count:]
-
-
-def _episode(row: Any, place: int, arrays: dict[str, NDArray[Any]]) -> Episode:
-    n_begin, n_end, m_begin, m_end = (int(row[name]) for name in BOUNDS)
-    bounds = {"N": slice(n_begin, n_end), "M": slice(m_begin, m_end), "E": place}
-    scalars: dict[str, Any] = {
-        name: row[name].decode() if kind is str else kind(row[name]) for name, kind in EPISODE_SCALARS.items()
-    }
-    parts: dict[str, Any] = {
-        name: arrays[name][bounds[stacking_letter(name)]] if name in arrays else np.empty(0, spec.dtype)
-        for name, spec in EPISODE_ARRAYS.items()
-    }
-    return Episode(**scalars, **parts)
+def _read_arrays(handle: int, pieces: Sequence[_Piece], buffers: Buffers | None) -> dict[str, NDArray[Any]]:
+    """Read the arrays of the pieces, each into its part of one buffer per piece."""
+    found: dict[str, NDArray[Any]] = {}
+    for place, piece in enumerate(pieces):
+        flat = np.empty(piece.nbytes, np.uint8) if buffers is None else buffers.take(place, piece.nbytes)
+        filled = 0
+        while filled < piece.nbytes:  # One call, but for more than 2 GiB.
+            count = os.preadv(handle, [flat[filled:].data], piece.offset + filled)
+            if count == 0:
+                raise OSError("the file ends too early")
+            filled += count
+        for name, dtype, shape, begin in piece.arrays:
+            found[name] = np.ndarray(shape, dtype, flat, begin)
+    return found

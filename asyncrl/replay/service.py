@@ -1,4 +1,6 @@
-"""The replay process: messages of actors and the learner in, grants, receipts and batches out. One thread.
+"""The replay process: messages of actors and the learner in, grants, receipts and batches out.
+
+One thread serves, one writes files.
 
 consumes   episodes          waits for: messages, at most 100 ms     ended by: any peer
 produces   grants, batches   parks acquire and sample until          ended by: the learner's next version, the
@@ -74,6 +76,7 @@ def serve_replay(
             socket = bind_router(context, endpoint, security)
             if ready is not None:
                 ready()
+            core.seal_beside()
             rings = Rings(shared_bytes if same_host(endpoint) else 0)
             Service(core, socket, rings).run(stop_event or threading.Event())
     finally:
@@ -119,7 +122,7 @@ class Service:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, farewell = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < farewell:
-            self.turn(5 if self._batch else POLL_MS)
+            self.turn(1 if self.core.sealing else 5 if self._batch else POLL_MS)
             if self.core.stopped:
                 farewell = min(farewell, time.monotonic() + FAREWELL)
                 if not self.actors:
@@ -143,7 +146,7 @@ class Service:
 
     def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
         try:
-            message = decode(frames, self.rings.get(peer))
+            message = decode(frames, self.rings.get(peer), views=True)
             if message.kind not in self._handlers:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":

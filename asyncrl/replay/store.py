@@ -23,12 +23,13 @@ from typing import Any
 
 from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
-from asyncrl.replay.disk import is_full, reserve
+from asyncrl.replay.disk import is_full
 from asyncrl.replay.index import ShardIndex
 from asyncrl.replay.layout import Buffers, GroupReader
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.lines import read_line, write_line
-from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, describe, read_shard, write_group
+from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, Written, describe, read_shard
+from asyncrl.replay.writing import write_group
 
 PATTERN = "group-*.h5"
 
@@ -66,7 +67,11 @@ class EpisodeStore:
         self.ledger = Ledger(folder / "ledger.log", warn)
 
     def seal(self, number: int, episodes: Sequence[Episode]) -> Shard:
-        """Write a complete group durably; when this returns it survives a crash.
+        """Write a complete group durably; when this returns it survives a crash. See `write`."""
+        return self.enter(self.write(number, episodes))
+
+    def write(self, number: int, episodes: Sequence[Episode]) -> Written:
+        """Make the durable file of a complete group. Any thread may call this; the caller has to `enter` it.
 
         Args:
             number: Of its grant; not stored yet.
@@ -76,24 +81,26 @@ class EpisodeStore:
             DiskFull: There is no space. Nothing is left behind; it can be tried again.
             ReplayError: The disk does not take it for another reason. Nothing is left behind.
         """
-        path = self.folder / f"group-{number:08d}.h5"
+        path = self._path(number)
         temporary = path.with_suffix(".h5.tmp")
         try:
-            members = sorted(episodes, key=lambda episode: episode.member)
-            reserve(self.folder, members)
-            written = write_group(temporary, number, members)
-            sync(temporary)
+            written = write_group(temporary, number, sorted(episodes, key=lambda episode: episode.member))
             temporary.rename(path)
             sync(self.folder)
-        except (OSError, RuntimeError) as error:  # The latter is how h5py reports a full disk on closing.
+        except OSError as error:
             temporary.unlink(missing_ok=True)
             raise (DiskFull if is_full(error) else ReplayError)(
                 f"group {number} could not be written to {self.folder}: {error}. "
                 "Free disk space, or lower --replay.max-gigabytes."
             ) from None
-        shard = describe(path, written.attributes, written.table)
-        self._reader.remember(path, written)
+        return written
+
+    def enter(self, written: Written) -> Shard:
+        """Note a group whose file is durable."""
+        path = self._path(written.attributes["group_number"])
+        shard = describe(path, written.attributes, written.table, written.found)
         self._enter(shard)
+        self._reader.remember(path, written)
         self._index.add(shard)
         return shard
 
@@ -163,6 +170,9 @@ class EpisodeStore:
                 self._quarantine(path, str(error))
         complete = not misses and self._index.lines == len(self.shards)
         self._index.begin(self.shards.values(), complete=complete)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"group-{number:08d}.h5"
 
     def _enter(self, shard: Shard) -> None:
         self._take_out(shard.number)
