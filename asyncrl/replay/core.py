@@ -47,7 +47,7 @@ class ReplayCore:
         self.stopped = False
         """Whether the learner ended the run."""
         self.tally, self.session = Tally(), Session()
-        self.disk = DiskWait(limiter.clock, warn)
+        self.disk = DiskWait(store.folder, limiter.clock, warn)
         self._waiting: dict[str, float] = {}
         self._receipts: list[tuple[str, Receipt]] = []
         self._success = SuccessWindow()

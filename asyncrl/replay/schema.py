@@ -29,11 +29,10 @@ from asyncrl.errors import ReplayError
 from asyncrl.messaging.wire import as_bytes, scalars_of
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION, Episode
 from asyncrl.replay.footer import append_footer, check_footer
+from asyncrl.replay.sheltered import new_hdf5
 
 FORMAT: Final = "asyncrl-replay"
 FORMAT_VERSION: Final = 2
-LIBVER: Final = ("v110", "v110")
-"""Files that HDF5 1.10 tools can read, whatever HDF5 version writes them."""
 TABLE: Final = "episodes"
 UNITS: Final = {
     "frames": "8-bit sRGB",
@@ -140,7 +139,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> Written
         name: getattr(episodes[0], name)
         for name in ("group_id", "group_size", "task", "start_state", "actor")
     }
-    with h5py.File(path, "x", libver=LIBVER) as file:
+    with new_hdf5(path) as file:
         table = _table(episodes)
         places = {TABLE: _put(file, TABLE, table, "E", "see docs")}
         for name, spec in EPISODE_ARRAYS.items():

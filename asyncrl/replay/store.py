@@ -48,12 +48,18 @@ class EpisodeStore:
             warn: Receives one line per damaged file.
 
         Raises:
-            ReplayError: The folder belongs to another writer, format, version or group size.
+            ReplayError: The folder belongs to another writer, format, version or group size, or the disk does
+                not take it.
         """
         self.folder, self.group_size, self.max_bytes, self._warn = folder, group_size, max_bytes, warn
-        folder.mkdir(parents=True, exist_ok=True)
-        self._unlock = weakref.finalize(self, os.close, _lock(folder))
-        _check_meta(folder / "replay.json", group_size)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._unlock = weakref.finalize(self, os.close, _lock(folder))
+            _check_meta(folder / "replay.json", group_size)
+        except OSError as error:
+            raise ReplayError(
+                f"{folder} cannot be written: {error}. Free disk space, or choose another --run-dir."
+            ) from None
         for torn in folder.glob("*.tmp"):
             torn.unlink()
         self.shards: dict[int, Shard] = {}
