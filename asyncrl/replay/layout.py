@@ -1,6 +1,7 @@
 """A group's file in, its episodes out: HDF5 says once where the arrays lie, `preadv` reads them.
 
-The arrays are contiguous and uncompressed, so one system call reads a whole group. HDF5 has one lock for the
+The arrays are contiguous and uncompressed, so one system call reads a whole group; only the images of files
+that `asyncrl replay compact` rewrote are compressed, and read by HDF5. HDF5 has one lock for the
 process and takes its time for every dataset; it is needed only for files that this process did not write.
 
 Checksums are verified on the first read of each array of a file and not on repeats: a sealed file never
@@ -22,8 +23,10 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
+from asyncrl.replay.codecs import read_compressed
 from asyncrl.replay.schema import (
     BOUNDS,
+    COMPRESSED,
     TABLE,
     UNREADABLE,
     Place,
@@ -95,12 +98,13 @@ class GroupReader:
 
         Raises:
             ReplayError: It is torn, damaged, or of another format or schema version.
+            CodecMissing: It was compacted with a codec that is not installed here.
         """
         handle, known = self._open(path)
         try:
             if attributes not in (None, known.written.attributes):
                 raise damaged(path, "it is not the file that it was")
-            arrays = self._arrays(handle, known, names, buffers or Buffers(), verify=verify)
+            arrays = self._arrays(path, handle, known, names, buffers or Buffers(), verify=verify)
             return [_episode(row, place, arrays) for place, row in enumerate(known.written.table)]
         except UNREADABLE as error:
             self.forget(path)
@@ -109,13 +113,15 @@ class GroupReader:
             os.close(handle)
 
     def _arrays(
-        self, handle: int, known: _Known, names: Sequence[str], buffers: Buffers, *, verify: bool
+        self, path: Path, handle: int, known: _Known, names: Sequence[str], buffers: Buffers, *, verify: bool
     ) -> dict[str, NDArray[Any]]:
         """Read the arrays `names`, and verify what was not verified before (with `verify`: everything)."""
         wanted = set(names) if TABLE in known.verified and not verify else {TABLE, *names}
         places = {name: known.written.places[name] for name in wanted}
         flat = {name: buffers.take(name, place.nbytes) for name, place in places.items()}
-        _read_all(handle, places, flat)
+        _read_all(handle, {name: x for name, x in places.items() if x.offset != COMPRESSED}, flat)
+        if packed := {name: x for name, x in places.items() if x.offset == COMPRESSED}:
+            read_compressed(path, {name: flat[name].reshape(x.shape) for name, x in packed.items()})
         for name in wanted if verify else wanted - known.verified:
             if zlib.crc32(flat[name].data) != places[name].crc32:
                 raise ValueError(f"the checksum of {name} does not match")
@@ -181,7 +187,7 @@ def _place(path: Path, file: h5py.File, name: str) -> Place:
     spec = EPISODE_ARRAYS.get(name)
     if spec is not None and dataset.dtype != np.dtype(spec.dtype):
         raise damaged(path, f"{name} is {dataset.dtype}, expected {spec.dtype}")
-    offset = dataset.id.get_offset()
+    offset = COMPRESSED if dataset.chunks else dataset.id.get_offset()
     if offset is None and dataset.size:
         raise damaged(path, f"{name} is not stored in one piece")
     return Place(

@@ -47,6 +47,7 @@ UNITS: Final = {
     "final_frame": "8-bit sRGB",
     "video": "8-bit sRGB",
 }
+COMPRESSED: Final = -1
 BOUNDS: Final = ("N_begin", "N_end", "M_begin", "M_end")
 ROOT: Final[dict[str, type]] = {
     "format": str,
@@ -87,7 +88,7 @@ class Place:
     """Where an array lies in a file."""
 
     offset: int
-    """Bytes from the beginning of the file."""
+    """Bytes from the beginning of the file; `COMPRESSED` for an array of a compacted file."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     crc32: int

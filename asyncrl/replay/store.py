@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import DiskFull, ReplayError
+from asyncrl.errors import CodecMissing, DiskFull, ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
 from asyncrl.replay.disk import is_full, reserve
 from asyncrl.replay.index import ShardIndex
@@ -113,10 +113,15 @@ class EpisodeStore:
             number: Of a group in `shards`.
             buffers: See `GroupReader.read`; the episodes are then valid until the next load into them.
             verify: Check the checksums also when they were checked before.
+
+        Raises:
+            CodecMissing: It was compacted with a codec that is not installed here.
         """
         shard = self.shards[number]
         try:
             return self._reader.read(shard.path, buffers=buffers, verify=verify, attributes=shard.attributes)
+        except CodecMissing:
+            raise
         except ReplayError as error:
             self._take_out(number)
             self._quarantine(shard.path, str(error))
