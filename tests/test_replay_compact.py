@@ -17,7 +17,8 @@ from asyncrl.errors import CodecMissing, ReplayError
 from asyncrl.replay import codecs
 from asyncrl.replay.inspect import run_inspection
 from asyncrl.replay.inspection import compaction
-from asyncrl.replay.layout import Buffers, GroupReader, read_group
+from asyncrl.replay.layout import Buffers, GroupReader, read_group, read_layout
+from asyncrl.replay.schema import Written, get_dataset
 
 HAS_PLUGIN = importlib.util.find_spec("hdf5plugin") is not None
 CLOSED, WAITS = (0, 1, 3), 2
@@ -65,8 +66,9 @@ def test_only_the_images_are_compressed(run_dir: Path) -> None:
         root = {key: np.array(value) for key, value in file.attrs.items()}
     compact(run_dir)
     with h5py.File(file_of(run_dir, 0)) as file:
-        assert {name for name, x in file.items() if x.chunks} == set(compaction.IMAGES)
-        assert file["frames"].chunks == (1, *file["frames"].shape[1:])
+        assert {name for name in file if get_dataset(file, name).chunks} == set(compaction.IMAGES)
+        frames = get_dataset(file, "frames")
+        assert frames.chunks == (4, *frames.shape[1:]), "up to 8 images"
         after = {name: {key: np.array(value) for key, value in x.attrs.items()} for name, x in file.items()}
         assert repr(after) == repr(before), "types of attributes too"
         assert repr({key: np.array(value) for key, value in file.attrs.items()}) == repr(root)
@@ -120,23 +122,34 @@ def test_the_places_of_small_arrays_need_no_decoder(run_dir: Path, monkeypatch: 
     assert found[0].rewards.tobytes() == episode_of(0, 0).rewards.tobytes()
 
 
+def knowing(path: Path, layout: Written) -> GroupReader:
+    """A reader that found the file sound before."""
+    reader = GroupReader()
+    reader.remember(path, layout)
+    return reader
+
+
 def test_a_flipped_bit_anywhere_is_found_before_a_decoder_sees_it(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compact(run_dir)
     path = file_of(run_dir, 0)
     whole = path.read_bytes()
-    reader = GroupReader()
-    reader.read(path)
+    layout = read_layout(path)
+    written = path.stat().st_mtime_ns
+
+    def never(*_: object) -> None:
+        raise AssertionError("libhdf5 was given a damaged file")
+
     with monkeypatch.context() as opened:
-        opened.setattr(h5py, "File", None)
+        opened.setattr(h5py, "File", never)
         for place in range(0, len(whole), max(1, len(whole) // 500)):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-            os.utime(path, ns=(0, 0))
+            os.utime(path, ns=(written, written))  # As a bit that flips on the disk: it is the same file.
             with pytest.raises(ReplayError, match="damaged"):
                 read_group(path)
             with pytest.raises(ReplayError, match="damaged"):
-                reader.read(path, verify=True)
+                knowing(path, layout).read(path)
     path.write_bytes(whole)
     read_group(path)
 
@@ -173,13 +186,21 @@ def test_what_was_written_wrongly_never_replaces_a_file(
 
     def wrong(old: h5py.File, new: h5py.File, settings: dict[str, object]) -> None:
         copy(old, new, settings)
-        new["frames"][0, 0, 0] ^= 1
+        get_dataset(new, "frames")[0, 0, 0] ^= 1
 
     monkeypatch.setattr(compaction, "_copy", wrong)
     assert compact(run_dir) == 1
     assert "checksum of frames does not match" in capsys.readouterr().err
     assert file_of(run_dir, 0).read_bytes() == before
     assert not list((run_dir / "replay").glob("*.tmp"))
+
+
+def test_what_a_killed_attempt_left_is_replaced(run_dir: Path) -> None:
+    left = file_of(run_dir, 0).with_suffix(".h5.tmp")
+    left.write_bytes(b"half of a file")
+    assert compact(run_dir) == 0
+    assert not left.exists()
+    assert is_compressed(file_of(run_dir, 0))
 
 
 def test_a_full_disk_leaves_the_old_file(

@@ -1,4 +1,4 @@
-"""Compressed arrays of compacted files (`asyncrl replay compact`): a codec's name in, its settings and bytes out.
+"""Compressed arrays (`asyncrl replay compact`): a codec's name in, its settings and decoded values out.
 
 gzip is part of HDF5. The others are plug-ins of the package hdf5plugin, needed to write and to read them.
 """

@@ -18,11 +18,13 @@ from asyncrl.replay.inspection.pruning import locked
 from asyncrl.replay.inspection.tables import watched
 from asyncrl.replay.layout import read_group
 from asyncrl.replay.reading import shard_or_none, warn
-from asyncrl.replay.schema import Shard, check_whole
+from asyncrl.replay.schema import Shard, check_whole, get_dataset
 from asyncrl.replay.sheltered import new_hdf5
 from asyncrl.replay.store import PATTERN, sync
 
 IMAGES: Final = ("frames", "final_frame", "video")
+PER_CHUNK: Final = 8
+"""Images in a chunk: neighbours resemble each other, so with fewer the file would be larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Compact(OfReplay):
     """Compress the images of groups that were used, filtered or dropped. Refuses on a live run."""
 
     codec: Codec = "gzip"
-    """gzip needs nothing and every HDF5 tool reads it; the others are faster but need the extra `compression`."""
+    """Every HDF5 tool reads gzip; the others are faster, and need the extra `compression` also to be read."""
     all: bool = False
     """Also groups that wait: for a run that is over. A resume reads them all the same, only slower."""
     dry_run: bool = False
@@ -75,11 +77,11 @@ def codec_in(path: Path) -> Codec | None:
     """
     check_whole(path)
     with h5py.File(path, "r") as file:
-        return next((codec for name in IMAGES if (codec := codec_of(file[name]))), None)
+        return next((codec for name in IMAGES if (codec := codec_of(get_dataset(file, name)))), None)
 
 
 def compact(path: Path, settings: dict[str, Any]) -> int | None:
-    """Replace a sealed file by one with compressed images, durably; at any moment the name leads to a whole file.
+    """Compress the images of a sealed file durably; at any moment its name leads to a whole file.
 
     Args:
         path: A sealed file, written by nobody else.
@@ -94,6 +96,7 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
     temporary = path.with_suffix(".h5.tmp")
     try:
         read_group(path)
+        temporary.unlink(missing_ok=True)  # Of an earlier attempt that was killed.
         with h5py.File(path, "r") as old, new_hdf5(temporary) as new:
             _copy(old, new, settings)
         append_footer(temporary, ())
@@ -114,12 +117,13 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
 
 
 def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:
-    """Copy everything; images in chunks of one image, compressed."""
+    """Copy everything; the images compressed."""
     for name, value in old.attrs.items():
         new.attrs[name] = value
-    for name, dataset in old.items():
+    for name in old:
+        dataset = get_dataset(old, name)
         if name in IMAGES and dataset.size:
-            values, chunks = dataset[...], (1, *dataset.shape[1:])
+            values, chunks = dataset[...], (min(PER_CHUNK, len(dataset)), *dataset.shape[1:])
             packed = new.create_dataset(name, data=values, chunks=chunks, track_times=False, **settings)
             for key, value in dataset.attrs.items():
                 packed.attrs[key] = value
