@@ -8,8 +8,8 @@
                    without either (final_frame) are stacked: [E, H, W, 3]
     each dataset   attributes: letters, unit, crc32 (of its little-endian bytes)
 
-Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for the images of files
-that `asyncrl replay compact` rewrote. Behind the HDF5 content
+Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for images that
+`asyncrl replay compact` rewrote. Behind the HDF5 content
 lies a checksum of its structure (`footer.py`). `layout.py` reads it back.
 """
 
