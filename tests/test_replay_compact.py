@@ -66,7 +66,7 @@ def test_only_the_images_are_compressed(run_dir: Path) -> None:
         root = {key: np.array(value) for key, value in file.attrs.items()}
     compact(run_dir)
     with h5py.File(file_of(run_dir, 0)) as file:
-        assert {name for name in file if get_dataset(file, name).chunks} == set(compaction.IMAGES)
+        assert {name for name in map(str, file) if get_dataset(file, name).chunks} == set(compaction.IMAGES)
         frames = get_dataset(file, "frames")
         assert frames.chunks == (4, *frames.shape[1:]), "up to 8 images"
         after = {name: {key: np.array(value) for key, value in x.attrs.items()} for name, x in file.items()}

@@ -120,7 +120,7 @@ def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:
     """Copy everything; the images compressed."""
     for name, value in old.attrs.items():
         new.attrs[name] = value
-    for name in old:
+    for name in map(str, old):
         dataset = get_dataset(old, name)
         if name in IMAGES and dataset.size:
             values, chunks = dataset[...], (min(PER_CHUNK, len(dataset)), *dataset.shape[1:])
