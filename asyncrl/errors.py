@@ -7,6 +7,7 @@
     ├── WireError            a message that does not follow the wire format
     ├── ReplayError          the replay store or its service cannot do what was asked
     │   ├── DiskFull         a group could not be written for lack of space; the replay waits for it
+    │   ├── CodecMissing     a compressed file or --codec needs a package that is not installed
     │   └── SampleTimeout    no complete, fresh groups arrived before the deadline
     ├── WeightSyncError      new weights did not arrive in time
     └── RunError             a run cannot go on (an actor died too often, too many bad updates)
@@ -41,6 +42,10 @@ class ReplayError(AsyncRLError):
 
 class DiskFull(ReplayError):
     """There is no space for a group. Nothing was written; it can be tried again."""
+
+
+class CodecMissing(ReplayError):
+    """A codec of compressed files is not installed. The files are sound."""
 
 
 class SampleTimeout(ReplayError):

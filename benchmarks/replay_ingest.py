@@ -27,9 +27,9 @@ from replay_episodes import make_group, write_raw
 
 from asyncrl.config import TrainConfig, overlay
 from asyncrl.messaging.admission import admitting
+from asyncrl.messaging.episodes import as_bytes
 from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
-from asyncrl.messaging.episodes import as_bytes
 from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.opening import open_core

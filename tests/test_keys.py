@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,66 @@ def test_an_admitted_clients_episodes_arrive(tmp_path: Path, keys: Path) -> None
         learner.close()
 
 
+def admitted(endpoint: str, keys: Path, name: str) -> bool:
+    """Whether a new connection with the keys of `name` gets an answer."""
+    learner = ZmqLearnerPort(endpoint, security=load_client_keys(keys, name))
+    try:
+        learner.status()
+        return True
+    except ReplayError as error:
+        if "not on its allow-list" not in str(error):
+            raise
+        return False
+    finally:
+        learner.close()
+
+
+def test_a_key_that_is_added_or_taken_away_counts_for_the_next_connection(
+    tmp_path: Path, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> list[str]:
+        lines = [line.split("changed: ")[1] for line in caplog.messages if "changed: " in line]
+        caplog.clear()
+        return lines
+
+    caplog.set_level("INFO", "asyncrl.messaging.admission")
+    late, gone = tmp_path / "late", keys / "clients" / "actor-0.public"
+    create_keys(late, ["actor-7"])
+    late_public = (late / "clients" / "actor-7.public").read_bytes()
+    (late / "server.public").write_bytes((keys / "server.public").read_bytes())
+    with served(tmp_path, keys) as endpoint:
+        actor = ZmqActorPort(endpoint, "actor-0", security=load_client_keys(keys, "actor-0"))
+        assert admitted(endpoint, keys, "learner")
+        assert not admitted(endpoint, late, "actor-7")
+        assert said() == []
+
+        half = keys / "clients" / "actor-7.public"
+        half.write_bytes(late_public[:20])
+        assert not admitted(endpoint, late, "actor-7")
+        assert any("admits nobody" in line for line in caplog.messages)
+        assert said() == ["added none; removed none; it has 2 keys now"]
+        half.write_bytes(late_public)
+        assert admitted(endpoint, late, "actor-7")
+        assert admitted(endpoint, late, "actor-7")
+        assert said() == ["added actor-7; removed none; it has 3 keys now"], "one line per change"
+
+        gone.unlink()
+        assert not admitted(endpoint, keys, "actor-0")
+        assert said() == ["added none; removed actor-0; it has 2 keys now"]
+        grant = acquire(actor)
+        push_group(actor, grant, "actor-0", 0)
+        until(actor, 0)  # What is connected stays.
+        gone.write_bytes(half.read_bytes())
+        assert not admitted(endpoint, keys, "actor-0"), "another key under its name"
+        assert admitted(endpoint, late, "actor-7")
+        shutil.rmtree(keys / "clients")
+        assert not admitted(endpoint, keys, "learner"), "without a list nobody is admitted"
+        assert said()[-1].endswith("it has 0 keys now")
+        create_keys(keys, ["actor-9"])
+        assert admitted(endpoint, keys, "actor-9"), "the replay did not end of it"
+        actor.close(1.0)
+
+
 def unknown(keys: Path) -> ClientKeys:
     public, secret = zmq.curve_keypair()
     return replace(load_client_keys(keys, "actor-0"), public=public, secret=secret)
@@ -202,9 +263,8 @@ def wrong_server(keys: Path) -> ClientKeys:
     ids=["unknown key", "no keys", "wrong server key"],
 )
 def test_who_is_not_admitted_is_told_before_the_deadline(
-    tmp_path: Path, keys: Path, security: object, why: str
+    tmp_path: Path, keys: Path, security: Callable[[Path], ClientKeys | None], why: str
 ) -> None:
-    assert callable(security)
     with served(tmp_path, keys) as endpoint:
         actor = ZmqActorPort(endpoint, "actor-0", security=security(keys))
         with pytest.raises(ReplayError, match=why):

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_limiter import Clock, fill, make_limiter
@@ -14,25 +15,31 @@ from test_wire import make_episode
 from asyncrl import metrics as m
 from asyncrl.errors import DiskFull
 from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.disk import DiskWait
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.store import EpisodeStore
 
 
 class Disk:
-    """`posix_fallocate` of a disk that has space or has none."""
+    """A disk that has space or has none."""
 
     def __init__(self) -> None:
-        self.full = False
+        self.full, self.free = False, 0
+        """Whether nothing can be allocated; blocks said to be free, which a quota may forbid to use."""
 
-    def __call__(self, handle: int, offset: int, size: int) -> None:
+    def allocate(self, handle: int, offset: int, size: int) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def about(self, path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=self.free, f_frsize=4096)
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
-    monkeypatch.setattr(os, "posix_fallocate", disk)
+    monkeypatch.setattr(os, "posix_fallocate", disk.allocate)
+    monkeypatch.setattr(os, "statvfs", disk.about)
     return disk
 
 
@@ -93,6 +100,32 @@ def test_attempts_become_rarer_and_a_group_too_old_stops_waiting(tmp_path: Path,
     assert not core.disk.groups
     assert core.status()[m.DROPPED_LAG] == 2
     core.close()
+
+
+def test_an_attempt_is_made_as_soon_as_space_returns_and_not_again_for_the_same_space(
+    tmp_path: Path, disk: Disk
+) -> None:
+    clock = Clock()
+    wait = DiskWait(tmp_path, clock, lambda _: None)
+    disk.free = 7
+    for _ in range(8):
+        wait.failed(0, DiskFull("no space"))
+        clock.now += 0.4
+        assert not wait.due
+    clock.now += 0.2
+    assert not wait.due
+    disk.free = 8
+    assert wait.due
+    wait.failed(0, DiskFull("still too little"))
+    disk.free = 9
+    assert not wait.due, "not more often than twice a second"
+    clock.now += 0.6
+    assert wait.due
+    wait.failed(0, DiskFull("a quota"))
+    clock.now += 29.0
+    assert not wait.due
+    clock.now += 1.0
+    assert wait.due
 
 
 def test_the_ledger_goes_on_with_its_spare_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

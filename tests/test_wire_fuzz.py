@@ -123,6 +123,8 @@ def test_hdf5_never_sees_a_file_whose_structure_is_damaged(
 ) -> None:
     """Libhdf5 itself may crash on one, so no exception handler would help."""
     whole, path = valid_files(tmp_path)["group"][0], tmp_path / "damaged.h5"
+    path.write_bytes(whole)
+    values = [range(x.offset, x.offset + x.nbytes) for x in read_layout(path).places.values()]
 
     def opened(*_: object, **__: object) -> None:
         raise AssertionError("HDF5 opened it")
@@ -132,6 +134,8 @@ def test_hdf5_never_sees_a_file_whose_structure_is_damaged(
     with pytest.raises(AssertionError, match="HDF5 opened it"):
         read_shard(path)
     for place in [*range(0, 600, 13), *range(len(whole) - 200, len(whole), 7)]:
+        if any(place in of_array for of_array in values):
+            continue  # Its own checksum covers it.
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         for read in (read_shard, read_layout, read_group):
             with pytest.raises(ReplayError, match="damaged"):

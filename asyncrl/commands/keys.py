@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
         f"\nThe replay's host needs server.secret, server.public and the folder {ALLOWED}/: who may come.\n"
         "A client on another host needs server.public and its own NAME.secret, in a folder of mode 0700:\n"
         f"scp -p {folder}/server.public {folder}/actor-0.secret HOST:DIR/\n"
-        f"To shut a client out, delete {ALLOWED}/NAME.public and restart the replay.\n\n"
+        f"Clients may be added while a run goes on. To shut one out, delete {ALLOWED}/NAME.public: it cannot "
+        "connect\nagain; what it has open stays until it ends or the replay restarts.\n\n"
         f"Use them: asyncrl train --replay.listen tcp://ADDRESS:PORT --replay.keys {folder}"
     )
     return 0

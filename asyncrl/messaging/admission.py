@@ -7,17 +7,20 @@ refused client would retry for ever in silence; `Handshakes` watches for that.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from asyncrl.errors import ReplayError
-from asyncrl.messaging.keys import Security, ServerKeys
+from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.messaging.keys import Security, ServerKeys, read_key
 
+_LOG = logging.getLogger(__name__)
 _DOMAIN: Final = "asyncrl"
 _BROKEN_OFF: Final = 5
 """Handshakes in a row that the other side broke off without a reason until that counts as refused."""
@@ -47,21 +50,58 @@ def admitting(context: zmq.Context[zmq.Socket[bytes]], security: ServerKeys | No
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     try:
-        authenticator.configure_curve_callback(_DOMAIN, _Listed(security.allowed))
+        authenticator.configure_curve_callback(_DOMAIN, AllowList(security.folder))
         yield
     finally:
         authenticator.stop()
 
 
-class _Listed:
-    """The allow-list in the form the authenticator asks for."""
+class AllowList:
+    """Whom the replay admits: the keys in a folder, read again at the next handshake when a file changed."""
 
-    def __init__(self, allowed: frozenset[bytes]) -> None:
-        self._allowed = allowed
+    def __init__(self, folder: Path) -> None:
+        """Read the keys in `folder`. Used by one thread."""
+        self._folder = folder
+        self._files = _about_keys(folder)
+        self._keys = self._read()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client's public key (Z85) is listed."""
-        return key in self._allowed
+        """Whether a client's public key (Z85) is listed; the authenticator asks at each handshake."""
+        files = _about_keys(self._folder)
+        if files != self._files:
+            before, self._files = self._keys, files
+            self._keys = self._read()
+            _report(self._folder, before, self._keys)
+        return key in self._keys.values()
+
+    def _read(self) -> dict[str, bytes]:
+        """Name -> public key; a file that holds none admits nobody, and is tried again when it changes."""
+        keys: dict[str, bytes] = {}
+        for name in self._files:
+            try:
+                keys[name.removesuffix(".public")] = read_key(self._folder / name)
+            except ConfigError as error:
+                _LOG.warning("this entry of the allow-list admits nobody: %s", error)
+        return keys
+
+
+def _about_keys(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """File name -> inode, size and time of writing; nothing when the folder cannot be read."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for path in sorted(folder.glob("*.public")):
+        try:
+            about = path.stat()
+        except OSError:  # It was taken away this moment, or leads nowhere: nobody is admitted by it.
+            continue
+        found[path.name] = about.st_ino, about.st_size, about.st_mtime_ns
+    return found
+
+
+def _report(folder: Path, before: dict[str, bytes], now: dict[str, bytes]) -> None:
+    added = [name for name in now if before.get(name) != now[name]]
+    removed = [name for name in before if now.get(name) != before[name]]
+    said = f"added {', '.join(added) or 'none'}; removed {', '.join(removed) or 'none'}"
+    _LOG.info("the allow-list %s changed: %s; it has %d keys now", folder, said, len(now))
 
 
 class Handshakes:
@@ -95,7 +135,7 @@ class Handshakes:
             elif kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
                 raise self._refused(
                     "this process's public key is not on its allow-list. Add the key to DIR/clients on the "
-                    "replay's host and restart the replay"
+                    "replay's host and start this process again"
                 )
             elif kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
                 raise self._refused(

@@ -4,7 +4,8 @@
       server.secret        mode 0600; stays on the replay's host
       server.public        every client needs it to know the replay by
       NAME.secret          mode 0600; belongs to the process NAME: learner, actor-0, ...
-      clients/NAME.public  the allow-list: whoever holds the matching secret is admitted, nobody else
+      clients/NAME.public  the allow-list: whoever holds the matching secret is admitted, nobody else;
+                           files may come and go while the replay runs
 
 A key file is one line of 40 characters in ZeroMQ's Z85 alphabet. Files are never overwritten.
 """
@@ -39,7 +40,9 @@ class ServerKeys:
     public: bytes
     secret: bytes = field(repr=False)
     allowed: frozenset[bytes]
-    """Public keys of the clients; nobody else is admitted."""
+    """Public keys of the clients when they were read; nobody else is admitted."""
+    folder: Path
+    """Holds the allow-list, which may change: see `admission.AllowList`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,19 +96,19 @@ def load_server_keys(folder: Path) -> ServerKeys:
         ConfigError: A file is missing, damaged or open to others, or nobody would be admitted.
     """
     secret = _read_secret(folder, _SERVER)
-    public = _read_key(folder / f"{_SERVER}.public")
+    public = read_key(folder / f"{_SERVER}.public")
     if zmq.curve_public(secret) != public:
         raise ConfigError(
             f"{folder / 'server.public'} does not belong to server.secret beside it, so no client would find "
             "this server. Make new keys in an empty folder: asyncrl keys DIR"
         )
-    allowed = frozenset(_read_key(path) for path in sorted((folder / ALLOWED).glob("*.public")))
+    allowed = frozenset(read_key(path) for path in sorted((folder / ALLOWED).glob("*.public")))
     if not allowed:
         raise ConfigError(
             f"{folder / ALLOWED} holds no public keys, so nobody would be admitted. "
             f"Make some: asyncrl keys {folder} --clients learner actor-0"
         )
-    return ServerKeys(public=public, secret=secret, allowed=allowed)
+    return ServerKeys(public=public, secret=secret, allowed=allowed, folder=folder / ALLOWED)
 
 
 def load_client_keys(folder: Path, name: str) -> ClientKeys:
@@ -116,7 +119,7 @@ def load_client_keys(folder: Path, name: str) -> ClientKeys:
     """
     secret = _read_secret(folder, name)
     return ClientKeys(
-        public=zmq.curve_public(secret), secret=secret, server=_read_key(folder / f"{_SERVER}.public")
+        public=zmq.curve_public(secret), secret=secret, server=read_key(folder / f"{_SERVER}.public")
     )
 
 
@@ -125,7 +128,7 @@ def _create_pair(secret_path: Path, public_path: Path) -> Path | None:
     if secret_path.exists():
         secret, made = _read_secret(secret_path.parent, secret_path.stem), None
     elif public_path.exists():  # The secret was moved to its client's host.
-        _read_key(public_path)
+        read_key(public_path)
         return None
     else:
         secret, made = zmq.curve_keypair()[1], secret_path
@@ -153,7 +156,7 @@ def _read_secret(folder: Path, name: str) -> bytes:
     path = folder / f"{name}.secret"
     _check_private(folder)
     _check_private(path)
-    return _read_key(path)
+    return read_key(path)
 
 
 def _check_private(path: Path) -> None:
@@ -169,7 +172,12 @@ def _check_private(path: Path) -> None:
         )
 
 
-def _read_key(path: Path) -> bytes:
+def read_key(path: Path) -> bytes:
+    """Read one key file: 40 bytes of Z85.
+
+    Raises:
+        ConfigError: It is missing or damaged.
+    """
     try:
         with path.open("rb") as file:
             key = file.read(64).strip()

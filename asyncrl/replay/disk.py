@@ -6,14 +6,16 @@ While groups wait they stay in memory and nothing new is granted, so what is hel
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import DiskFull
 
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
-"""Seconds between two attempts; doubled from the first to the longest."""
+"""Seconds between two attempts while no space is seen to return; doubled from the first to the longest."""
 
 
 def is_full(error: OSError) -> bool:
@@ -24,17 +26,19 @@ def is_full(error: OSError) -> bool:
 class DiskWait:
     """The complete groups that the disk does not take."""
 
-    def __init__(self, clock: Callable[[], float], warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float], warn: Callable[[str], None]) -> None:
         """Wait for nothing yet.
 
         Args:
+            folder: On the disk.
             clock: Seconds.
             warn: Receives one line when waiting begins and one when it is over.
         """
-        self._clock, self._warn = clock, warn
+        self._folder, self._clock, self._warn = folder, clock, warn
         self.groups: set[int] = set()
         """Numbers of the groups that wait."""
-        self._since, self._retry_at, self._pause, self._before = 0.0, 0.0, FIRST_PAUSE, 0.0
+        self._since, self._failed_at, self._pause, self._before = 0.0, 0.0, FIRST_PAUSE, 0.0
+        self._free = 0
 
     @property
     def seconds(self) -> float:
@@ -43,8 +47,15 @@ class DiskWait:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to try again."""
-        return bool(self.groups) and self._clock() >= self._retry_at
+        """Whether it is time to try again.
+
+        That is `FIRST_PAUSE` after a failure once more space is free than there was, or else after a pause
+        that grows: what is used up may be a quota.
+        """
+        if not self.groups:
+            return False
+        pause = self._clock() - self._failed_at
+        return pause >= self._pause or (pause >= FIRST_PAUSE and self._free_bytes() > self._free)
 
     def failed(self, number: int, error: DiskFull) -> None:
         """Note that a group could not be written."""
@@ -54,7 +65,7 @@ class DiskWait:
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.groups.add(number)
-        self._retry_at = self._clock() + self._pause
+        self._failed_at, self._free = self._clock(), self._free_bytes()
 
     def over(self, number: int) -> None:
         """Note that a group was written or given up."""
@@ -64,3 +75,7 @@ class DiskWait:
             if not self.groups:
                 self._before = now_waited
                 self._warn(f"replay: goes on after {self._clock() - self._since:.1f} s without disk space")
+
+    def _free_bytes(self) -> int:
+        about = os.statvfs(self._folder)
+        return about.f_bavail * about.f_frsize

@@ -17,6 +17,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 _MAGIC: Final = b"ARLFOOT1"
@@ -38,6 +39,13 @@ def make_footer(extents: Sequence[tuple[int, int]], checksum: int, length: int) 
     body = b"".join(_EXTENT.pack(*extent) for extent in extents)
     body += _TAIL.pack(_MAGIC, len(extents), checksum, length)
     return body + _CRC.pack(zlib.crc32(body))
+
+
+def append_footer(path: Path) -> None:
+    """Add a footer without extents to a closed HDF5 file: every byte counts as structure."""
+    with path.open("r+b") as file:
+        length = file.seek(0, os.SEEK_END)
+        file.write(make_footer((), _checksum_outside(file.fileno(), [], length), length))
 
 
 def check_footer(handle: int) -> None:

@@ -1,6 +1,6 @@
 """`asyncrl replay COMMAND`: a run's sealed groups in, tables, pictures, checks and exports out.
 
-Everything works on a live run; only `prune` changes anything, and it refuses on a live run.
+Everything works on a live run but `prune` and `compact`, which alone change files and refuse on a live run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.replay.inspection.compaction import Compact
 from asyncrl.replay.inspection.exporting import Export
 from asyncrl.replay.inspection.listing import List, Show
 from asyncrl.replay.inspection.pruning import Prune
@@ -29,6 +30,7 @@ COMMANDS: Any = (
     | Annotated[Verify, _named(name="verify")]
     | Annotated[Export, _named(name="export")]
     | Annotated[Prune, _named(name="prune")]
+    | Annotated[Compact, _named(name="compact")]
 )
 
 

@@ -35,7 +35,7 @@ class Keeper:
         """Start with what they hold; for the rest see `ReplayCore`."""
         self.store, self.limiter, self.max_age = store, limiter, max_age
         self.tally, self.session, self.success = Tally(), Session(), SuccessWindow()
-        self.disk = DiskWait(limiter.clock, warn)
+        self.disk = DiskWait(store.folder, limiter.clock, warn)
         self.quarantine = Quarantine(quarantine_after)
         self.receipts: list[tuple[str, Receipt]] = []
         """Receipts that are due, each with its actor."""

@@ -1,6 +1,7 @@
 """A group's file in, its episodes out: HDF5 says once where the arrays lie, `preadv` reads them.
 
-The arrays are contiguous and uncompressed, so one system call reads a whole group. HDF5 has one lock for the
+The arrays are contiguous and uncompressed, so one system call reads a whole group; only the images of files
+that `asyncrl replay compact` rewrote are compressed, and read by HDF5. HDF5 has one lock for the
 process and takes its time for every dataset; it is needed only for files that this process did not write.
 
 Checksums are verified on the first read of each array of a file and not on repeats: a sealed file never
@@ -23,10 +24,12 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
+from asyncrl.replay.codecs import read_compressed
 from asyncrl.replay.footer import check_footer
 from asyncrl.replay.schema import (
     BOUNDS,
     CHECKSUMS,
+    COMPRESSED,
     TABLE,
     UNREADABLE,
     Place,
@@ -102,6 +105,7 @@ class GroupReader:
 
         Raises:
             ReplayError: It is torn, damaged, or of another format or schema version.
+            CodecMissing: It was compacted with a codec that is not installed here.
         """
         handle, known = self._open(path)
         try:
@@ -109,7 +113,10 @@ class GroupReader:
                 raise damaged(path, "it is not the file that it was")
             if verify or not known.verified:
                 check_footer(handle)
-            episodes = known.episodes(_read_arrays(handle, known.plan(tuple(names)), buffers))
+            arrays = _read_arrays(handle, known.plan(tuple(names)), buffers)
+            if packed := known.compressed(names):
+                read_compressed(path, packed)
+            episodes = known.episodes(arrays | packed)
             for name in names if verify else set(names) - known.verified:
                 known.check(name, episodes)
             return episodes
@@ -167,10 +174,16 @@ class _Known:
         self._checksums = {name: written.checksums[name].tolist() for name in ALL}
 
     def plan(self, names: tuple[str, ...]) -> tuple[_Piece, ...]:
-        """Where the arrays `names` lie; neighbours are read together."""
+        """Where the arrays `names` lie, but for compressed ones; neighbours are read together."""
         if names not in self._plans:
-            self._plans[names] = tuple(_pieces({name: self.written.places[name] for name in names}))
+            places = {name: self.written.places[name] for name in names}
+            self._plans[names] = tuple(_pieces({n: p for n, p in places.items() if p.offset != COMPRESSED}))
         return self._plans[names]
+
+    def compressed(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Make room for those of the arrays `names` that have to be decoded."""
+        places = {name: self.written.places[name] for name in names}
+        return {n: np.empty(p.shape, p.dtype) for n, p in places.items() if p.offset == COMPRESSED}
 
     def episodes(self, arrays: dict[str, NDArray[Any]]) -> list[Episode]:
         """Cut the arrays of the group into episodes. The slices are views."""
@@ -225,7 +238,7 @@ def _place(path: Path, file: h5py.File, name: str) -> Place:
     dataset, spec = get_dataset(file, name), EPISODE_ARRAYS[name]
     if dataset.dtype != np.dtype(spec.dtype):
         raise damaged(path, f"{name} is {dataset.dtype}, expected {spec.dtype}")
-    offset = dataset.id.get_offset()
+    offset = COMPRESSED if dataset.chunks else dataset.id.get_offset()
     if offset is None and dataset.size:
         raise damaged(path, f"{name} is not stored in one piece")
     return Place(offset=offset or 0, dtype=dataset.dtype, shape=dataset.shape)

@@ -10,8 +10,9 @@
                    without either (final_frame) are stacked: [E, H, W, 3]
     each dataset   attributes: letters, unit
 
-Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked. Behind the HDF5 content
-lies a checksum of its structure and its tables (`footer.py`). `layout.py` reads the arrays back.
+Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for images that
+`asyncrl replay compact` rewrote. Behind the HDF5 content lies a checksum of its structure and its tables
+(`footer.py`). `layout.py` reads the arrays back.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ UNITS: Final = {
     "final_frame": "8-bit sRGB",
     "video": "8-bit sRGB",
 }
+COMPRESSED: Final = -1
 BOUNDS: Final = ("N_begin", "N_end", "M_begin", "M_end")
 ROOT: Final[dict[str, type]] = {
     "format": str,
@@ -93,7 +95,7 @@ class Place:
     """Where an array lies in a file."""
 
     offset: int
-    """Bytes from the beginning of the file; 0 when it is empty."""
+    """Bytes from the beginning of the file; 0 when it is empty, `COMPRESSED` in a compacted file."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import DiskFull, ReplayError
+from asyncrl.errors import CodecMissing, DiskFull, ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
 from asyncrl.replay.disk import is_full
 from asyncrl.replay.index import ShardIndex
@@ -49,12 +49,18 @@ class EpisodeStore:
             warn: Receives one line per damaged file.
 
         Raises:
-            ReplayError: The folder belongs to another writer, format, version or group size.
+            ReplayError: The folder belongs to another writer, format, version or group size, or the disk does
+                not take it.
         """
         self.folder, self.group_size, self.max_bytes, self._warn = folder, group_size, max_bytes, warn
-        folder.mkdir(parents=True, exist_ok=True)
-        self._unlock = weakref.finalize(self, os.close, _lock(folder))
-        _check_meta(folder / "replay.json", group_size)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._unlock = weakref.finalize(self, os.close, _lock(folder))
+            _check_meta(folder / "replay.json", group_size)
+        except OSError as error:
+            raise ReplayError(
+                f"{folder} cannot be written: {error}. Free disk space, or choose another --run-dir."
+            ) from None
         for torn in folder.glob("*.tmp"):
             torn.unlink()
         self.shards: dict[int, Shard] = {}
@@ -113,10 +119,15 @@ class EpisodeStore:
             number: Of a group in `shards`.
             buffers: See `GroupReader.read`; the episodes are then valid until the next load into them.
             verify: Check the checksums also when they were checked before.
+
+        Raises:
+            CodecMissing: It was compacted with a codec that is not installed here.
         """
         shard = self.shards[number]
         try:
             return self._reader.read(shard.path, buffers=buffers, verify=verify, attributes=shard.attributes)
+        except CodecMissing:
+            raise
         except ReplayError as error:
             self._take_out(number)
             self._quarantine(shard.path, str(error))

@@ -107,7 +107,7 @@ def locked(folder: Path) -> Iterator[None]:
             yield
     except BlockingIOError:
         raise ReplayError(
-            f"{folder} is written by a live run, which prunes by itself (--replay.max-gigabytes). "
+            f"{folder} is written by a live run (which prunes by itself, --replay.max-gigabytes). "
             "Wait until it ended, or use --dry-run."
         ) from None
     except PermissionError as error:

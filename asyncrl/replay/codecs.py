@@ -1,0 +1,81 @@
+"""Compressed arrays (`asyncrl replay compact`): a codec's name in, its settings and decoded values out.
+
+gzip is part of HDF5. The others are plug-ins of the package hdf5plugin, needed to write and to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import h5py
+from numpy.typing import NDArray
+
+from asyncrl.errors import CodecMissing
+from asyncrl.replay.schema import check_whole, get_dataset
+
+Codec = Literal["gzip", "zstd", "lz4", "blosc"]
+FILTERS: Final[dict[int, Codec]] = dict(zip((1, 32015, 32004, 32001), get_args(Codec), strict=True))
+"""HDF5's registered number of each codec."""
+
+
+def settings_of(codec: Codec) -> dict[str, Any]:
+    """Arguments of `create_dataset`. Without a shuffle filter: the images have one byte per value.
+
+    Raises:
+        CodecMissing: It needs hdf5plugin, which is not installed.
+    """
+    if codec == "gzip":
+        return {"compression": "gzip", "compression_opts": 4}
+    plugin = _plugin(f"--codec {codec}")
+    if codec == "blosc":
+        return dict(plugin.Blosc(cname="zstd", clevel=5, shuffle=plugin.Blosc.NOSHUFFLE))
+    return dict(plugin.Zstd(clevel=3) if codec == "zstd" else plugin.LZ4())
+
+
+def codec_of(dataset: Any) -> Codec | None:
+    """The codec of a dataset; None when it is stored as it is, or by a filter that we never write."""
+    return next((FILTERS[number] for number in _filters(dataset) if number in FILTERS), None)
+
+
+def read_compressed(path: Path, into: dict[str, NDArray[Any]]) -> None:
+    """Decode datasets. Every byte of the file is checked first: a decoder might crash on a damaged one.
+
+    Args:
+        path: A sealed file.
+        into: Name -> array of the dataset's shape and type, to fill.
+
+    Raises:
+        CodecMissing: Their codec needs hdf5plugin, which is not installed.
+        ReplayError: The file is damaged.
+        OSError: It cannot be decoded.
+    """
+    check_whole(path)
+    with h5py.File(path, "r") as file:
+        for name, array in into.items():
+            dataset = get_dataset(file, name)
+            _require(path, _filters(dataset))
+            dataset.read_direct(array)
+
+
+def _filters(dataset: Any) -> list[int]:
+    created = dataset.id.get_create_plist()
+    return [created.get_filter(place)[0] for place in range(created.get_nfilters())]
+
+
+def _require(path: Path, filters: Iterable[int]) -> None:
+    for number in filters:
+        if not h5py.h5z.filter_avail(number):
+            name = FILTERS.get(number, f"filter {number}")
+            _plugin(f"{path} is compressed with {name}")  # Importing it registers its filters.
+
+
+def _plugin(why: str) -> Any:
+    if find_spec("hdf5plugin") is None:
+        raise CodecMissing(
+            f"{why}, which needs the package hdf5plugin. Install it with pip install 'asyncrl[compression]'."
+        )
+    return import_module("hdf5plugin")
