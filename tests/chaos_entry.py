@@ -17,7 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from asyncrl.messaging.wire import Message
 from asyncrl.records import Episode
-from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.client import ZmqLearnerPort
+from asyncrl.replay.outbox import Outbox
 
 GATE_DEADLINE = 60.0
 
@@ -32,11 +33,11 @@ def note(**entry: Any) -> None:
 
 
 def note_receipts(settle: Any) -> Any:
-    def noting(port: ZmqActorPort, message: Message) -> None:
-        waiting = port._unacknowledged.get(message["episode_id"])  # pyright: ignore[reportPrivateUsage]
+    def noting(outbox: Outbox, message: Message) -> None:
+        waiting = outbox._items.get(message["episode_id"])  # pyright: ignore[reportPrivateUsage]
         if waiting is not None and message["status"] != "held":
             note(receipt=message["episode_id"], status=message["status"], group=int(waiting.group_id))
-        settle(port, message)
+        settle(outbox, message)
 
     return noting
 
@@ -65,7 +66,7 @@ def note_batches(sample: Any) -> Any:
     return noting
 
 
-ZmqActorPort._settle = note_receipts(ZmqActorPort._settle)  # pyright: ignore[reportPrivateUsage]
+Outbox._settle = note_receipts(Outbox._settle)  # pyright: ignore[reportPrivateUsage]
 ZmqLearnerPort.sample = note_batches(ZmqLearnerPort.sample)
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from test_limiter import Clock, fill, make_core, make_limiter
@@ -22,6 +23,7 @@ from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.records import Episode
+from asyncrl.replay import writing
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.inspect import run_inspection
 from asyncrl.replay.layout import read_group
@@ -108,7 +110,7 @@ class Actor:
                     episode = big(grant.number, member, actor=self._name)
                     self.pushed[episode.episode_id] = (grant.number, member)
                     self._port.push(episode)
-            self.acknowledged = self.pushed.keys() - self._port._unacknowledged.keys()
+            self.acknowledged = self.pushed.keys() - self._port._outbox._items.keys()
 
     def stop(self) -> None:
         self._stop.set()
@@ -190,7 +192,9 @@ def every_amount_of_free_space(disk: Path) -> None:
     store = EpisodeStore(disk / "replay", group_size=2, max_bytes=10**9, warn=print)
     for ask in (True, False):
         if not ask:
-            os.posix_fallocate = lambda handle, offset, length: None
+            never = ModuleType("os")
+            never.__dict__.update(os.__dict__, posix_fallocate=lambda handle, offset, length: None)
+            writing.os = never  # pyright: ignore[reportPrivateImportUsage]
         outcomes = []
         for pages in range(48):
             leave(disk, pages * PAGE)
@@ -237,14 +241,14 @@ def the_ledger_fills_the_disk(disk: Path) -> None:
     assert SPARE_BYTES - 4 * PAGE < size < SPARE_BYTES + 4 * PAGE
     ledger.close()
     again = Ledger(disk / "ledger.log", print)
-    assert [entry["n"] for entry in again.entries] == list(range(written))
+    assert [entry["n"] for entry in list(again.read())] == list(range(written))
     assert not spare.exists() or not spare.stat().st_size
     (disk / "ballast").unlink()
     again.keep_spare()
     assert spare.stat().st_size == SPARE_BYTES
     again.append(refused="after")
     again.close()
-    assert Ledger(disk / "ledger.log", print).entries[-1] == {"refused": "after"}
+    assert list(Ledger(disk / "ledger.log", print).read())[-1] == {"refused": "after"}
 
 
 def append_until_refused(ledger: Ledger, line: str, begin: int) -> int:
