@@ -82,9 +82,14 @@ class ReplayCore:
         if self.actors.get(actor) != session:
             self.store.ledger.append(actor=actor, session=session)
             self.actors[actor] = session
-            for number in [n for n, group in self.limiter.open.items() if group.actor == actor]:
-                self._drop(number, "dropped_deadline")
+            self.leave(actor)
         self.limiter.hear(actor)
+
+    def leave(self, actor: str) -> None:
+        """Give up what an actor did not finish: it went, or forgot. Others get the credit at once."""
+        for number in self.limiter.unfinished(actor):
+            self._drop(number, "dropped_deadline")
+        self._waiting.pop(actor, None)
 
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
         """Grant a group to an actor, or None without credit or disk space. The same `turn` >= 0: the same."""
@@ -195,8 +200,9 @@ class ReplayCore:
         readings[m.DISK_WAITING] = self.disk.seconds
         if self._success.last is not None:
             readings[m.REPLAY_SUCCESS] = self._success.last
-        if self._waiting:
-            readings[m.ACTORS_WAITING] = sum(self._waiting.values()) / len(self._waiting)
+        waiting = [share for actor, share in self._waiting.items() if not self.limiter.silent(actor)]
+        if waiting:
+            readings[m.ACTORS_WAITING] = sum(waiting) / len(waiting)
         return readings
 
     def contents(self) -> str:
