@@ -136,6 +136,24 @@ class ZmqActorPort:
         finally:
             self._link.close()
 
+    def leave(self, deadline: float) -> None:
+        """Leave a run that goes on: hand over what is finished, give the open groups back.
+
+        Args:
+            deadline: Seconds that the replay has to take the finished episodes.
+        """
+        end = time.monotonic() + deadline
+        try:
+            while any(not episode.held for episode in self._unacknowledged.values()) and not self.stopped:
+                left = end - time.monotonic()
+                if left <= 0:
+                    self._warn(f"left without handing over all of {self.unacknowledged} episodes")
+                    break
+                self._exchange(min(left, 0.1))
+            self._link.send_now("bye")
+        finally:
+            self._link.close()
+
     def _exchange(self, wait: float) -> None:
         self._send_due()
         for message in self._link.exchange(wait):

@@ -79,9 +79,13 @@ class Limiter:
         """Note a sign of life."""
         self._heard[actor] = self.clock()
 
+    def unheard(self, actor: str) -> float:
+        """Seconds since an actor's last sign of life."""
+        return self.clock() - max(self._heard.get(actor, 0.0), self._listening_since)
+
     def silent(self, actor: str) -> bool:
-        """Whether an actor gave no sign of life for `silence` seconds."""
-        return max(self._heard.get(actor, 0.0), self._listening_since) < self.clock() - self.silence
+        """Whether an actor gave no sign of life for more than `silence` seconds."""
+        return self.unheard(actor) > self.silence
 
     def listen_again(self) -> None:
         """Note that nobody could be heard until now: the replay itself was held up."""

@@ -26,11 +26,16 @@ from asyncrl.messaging.keys import ServerKeys
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Buffer, Message, decode, encode
 from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.visitors import ROLE, RunSettings
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""
 FAREWELL: Final = 5.0
 """Seconds the actors have to leave after the stop."""
+HELD_UP: Final = 2.0
+"""Seconds of a turn (a slow disk, a suspended machine) that are not counted as the actors' silence."""
+TAKEN: Final = 5.0
+"""Seconds after its last sign of life for which an actor's name is not given to one that joins."""
 _LOG = logging.getLogger(__name__)
 _LOGGED: Final = 100
 """Refused messages that are written to the log; all are counted."""
@@ -43,6 +48,7 @@ def serve_replay(
     endpoint: str,
     *,
     security: ServerKeys | None = None,
+    settings: RunSettings | None = None,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
 ) -> None:
@@ -52,6 +58,7 @@ def serve_replay(
         core: Closed at the end.
         endpoint: To bind; see `sockets.check_endpoint`.
         security: The replay's keys and whom it admits; None for an endpoint that only this user can reach.
+        settings: What actors that join are told; None: nobody can join.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
 
@@ -65,7 +72,7 @@ def serve_replay(
             socket = bind_router(context, endpoint, security)
             if ready is not None:
                 ready()
-            Service(core, socket).run(stop_event or threading.Event())
+            Service(core, socket, settings).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         core.close()
@@ -74,14 +81,19 @@ def serve_replay(
 class Service:
     """The loop around one ROUTER socket."""
 
-    def __init__(self, core: ReplayCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, core: ReplayCore, socket: zmq.Socket[bytes], settings: RunSettings | None = None
+    ) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.socket = core, socket
+        self.core, self.socket, self.settings = core, socket, settings
         self.boot = os.urandom(8).hex()
         self.actors: dict[bytes, str] = {}
         """Routing id -> name of each actor that is there."""
         self.learner = b""
         """The learner's routing id; empty until it is there."""
+        self._replaced: set[str] = set()
+        """Sessions of actors whose name a newer one took."""
+        self._turned = time.monotonic()
         self._acquires: dict[bytes, int] = {}
         self._sample: Message | None = None
         self._batch: deque[list[Buffer]] = deque()
@@ -92,6 +104,7 @@ class Service:
             "hello": self._hello,
             "ping": self._ping,
             "bye": self._bye,
+            "settings": self._tell_settings,
             "acquire": self._acquire,
             "episode": self._episode,
             "waiting": self._report_waiting,
@@ -115,8 +128,11 @@ class Service:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
         if self.socket.poll(wait_ms):
             self._receive()
+        if time.monotonic() - self._turned > HELD_UP:
+            self.core.limiter.listen_again()
         self.core.tend()
         self._answer()
+        self._turned = time.monotonic()
 
     def _receive(self) -> None:
         for _ in range(_AT_ONCE):
@@ -145,7 +161,7 @@ class Service:
             self._bytes += sum(len(frame) for frame in frames)
         if self.core.stopped and message.kind not in ("bye", "status", "stop"):
             self._send(peer, "stopped")
-        elif message.kind == "hello" or peer in self.actors or peer == self.learner:
+        elif message.kind in ("hello", "settings") or peer in self.actors or peer == self.learner:
             self._handlers[message.kind](peer, message)
         elif message.kind != "bye":
             # Sent to an earlier process of this service. The peer introduces itself and says it again.
@@ -193,20 +209,47 @@ class Service:
                 self.learner, self._sample = peer, None
                 self._batch.clear()
             self.core.begin(message["session"], message["version"])
-        else:
-            for other in [other for other, name in self.actors.items() if name == message["name"]]:
-                del self.actors[other]
-                self._acquires.pop(other, None)
-            self.actors[peer] = message["name"]
-            self.core.hello(message["name"], message["session"])
+        elif message["role"] == "actor" and not self._welcome_actor(peer, message):
+            return
         self._ping(peer, message)
+
+    def _welcome_actor(self, peer: bytes, message: Message) -> bool:
+        """Note an actor. Of two with one name the newer stays: a respawned actor has its predecessor's."""
+        name, session = message["name"], message["session"]
+        if session in self._replaced:
+            why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
+            self._send(peer, "refused", reason=why)
+            return False
+        before = self.core.actors.get(name, session)
+        if before != session:
+            self._replaced.add(before)
+        for other in [other for other, known in self.actors.items() if known == name]:
+            del self.actors[other]
+            self._acquires.pop(other, None)
+        self.actors[peer] = name
+        self.core.hello(name, session)
+        return True
+
+    def _tell_settings(self, peer: bytes, message: Message) -> None:
+        name = message["name"]
+        part = self.settings.part(message["part"]) if self.settings else None
+        if name in self.actors.values() and self.core.limiter.unheard(name) < TAKEN:
+            why = f"an actor called {name!r} is part of the run. Use another --name, or try again when it ended."
+            self._send(peer, "refused", reason=why)
+        elif part is None:
+            self._send(peer, "refused", reason="this replay has no such settings to tell.")
+        else:
+            self._send(peer, "settings_part", **part)
 
     def _ping(self, peer: bytes, message: Message) -> None:
         self._send(peer, "welcome", boot=self.boot, known=True)
 
     def _bye(self, peer: bytes, message: Message) -> None:
+        """Let an actor go. What it leaves open at the run's end is for a resume to settle."""
         self._acquires.pop(peer, None)
-        self.actors.pop(peer, None)
+        name = self.actors.pop(peer, None)
+        if name is not None and not self.core.stopped:
+            self.core.leave(name)
 
     def _acquire(self, peer: bytes, message: Message) -> None:
         if peer in self.actors:
@@ -278,5 +321,5 @@ def _check_hello(message: Message) -> None:
             f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl {message['package'][:40]!r}, "
             f"the replay runs {__version__!r}. Run the same asyncrl version on both sides."
         )
-    if message["role"] not in ("actor", "learner"):
-        raise WireError(f"role {message['role'][:40]!r} is not 'actor' or 'learner'.")
+    if message["role"] not in ("actor", "learner", ROLE):
+        raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner' or {ROLE!r}.")
