@@ -1,4 +1,6 @@
-"""Messages between the learner and actors that fetch weights, in and out of bytes: `wire`'s header, other kinds.
+"""Messages about weights between the learner and actors that joined, in and out of bytes.
+
+The header is that of `wire`, the kinds are others:
 
     actor ──► learner   newest     which version it holds; answered by `offer`, or `unchanged` after a while
                         manifest   answered by `layout`: names, shapes and types of the tensors, as JSON
@@ -20,7 +22,7 @@ from typing import Any, Final
 from asyncrl.errors import WireError
 from asyncrl.messaging.wire import MAX_HEADER_BYTES, Buffer, check_fields, read_header, write_header
 
-CHUNK: Final = 4 * 2**20
+CHUNK: Final = 2**20
 """Most bytes of a buffer in one message."""
 MAX_PAYLOAD: Final = 16 * 2**20
 """Most bytes of a second frame: a chunk, or the manifest of some hundred thousand tensors."""
@@ -61,8 +63,8 @@ def encode(kind: str, payload: Buffer | None = None, **fields: Any) -> list[Buff
 
     Args:
         kind: One of `KINDS`.
-        payload: For kinds in `WITH_PAYLOAD`; its checksum is added. Not copied: do not change it before it was
-            sent.
+        payload: For kinds in `WITH_PAYLOAD`; its checksum is added. Not copied: it may not change before
+            it was sent.
         fields: Exactly the other fields of the kind.
 
     Raises:
@@ -84,7 +86,9 @@ def decode(frames: Sequence[Buffer]) -> WeightMessage:
         WireError: Whatever is wrong with it.
     """
     if not frames or not 8 <= len(frames[0]) <= MAX_HEADER_BYTES:
-        raise WireError(f"the message has {len(frames)} frames; its header has 8 to {MAX_HEADER_BYTES} bytes.")
+        raise WireError(
+            f"the message has {len(frames)} frames; its header has 8 to {MAX_HEADER_BYTES} bytes."
+        )
     header = read_header(frames[0])
     kind = header.pop("kind", None)
     if not isinstance(kind, str):

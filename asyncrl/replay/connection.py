@@ -1,9 +1,9 @@
 """One socket to the replay that keeps itself introduced: messages out, messages in.
 
-It says `hello` and pings once a second; an actor does so on a thread, because one round of imagination may take
-long. A replay that was restarted answers that it does not know the peer;
-then the connection introduces itself again, and `Connection.boot` names the new process, so that its owner
-repeats what was not answered for good.
+It says `hello` and pings once a second; an actor does so on a thread, because one round of imagination may
+take long. A replay that was restarted answers that it does not know the peer; then the connection introduces
+itself again, and `Connection.boot` names the new process, so that its owner repeats what was not answered for
+good.
 """
 
 from __future__ import annotations

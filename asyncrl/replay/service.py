@@ -220,9 +220,8 @@ class Service:
             why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
             self._send(peer, "refused", reason=why)
             return False
-        before = self.core.actors.get(name, session)
-        if before != session:
-            self._replaced.add(before)
+        if (before := self.core.actors.get(name)) not in (None, session):
+            self._replaced.add(str(before))
         for other in [other for other, known in self.actors.items() if known == name]:
             del self.actors[other]
             self._acquires.pop(other, None)
@@ -234,7 +233,7 @@ class Service:
         name = message["name"]
         part = self.settings.part(message["part"]) if self.settings else None
         if name in self.actors.values() and self.core.limiter.unheard(name) < TAKEN:
-            why = f"an actor called {name!r} is part of the run. Use another --name, or try again when it ended."
+            why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
             self._send(peer, "refused", reason=why)
         elif part is None:
             self._send(peer, "refused", reason="this replay has no such settings to tell.")

@@ -21,11 +21,13 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl import metrics as m
 from asyncrl.errors import WeightSyncError
+from asyncrl.messaging.keys import ServerKeys
 from asyncrl.metrics import Metric
 from asyncrl.weights import layout, transports
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
 from asyncrl.weights.membership import POLL_SECONDS, READY_SECONDS, Header, Member, Roster
 from asyncrl.weights.outbox import Outbox, Snapshot
+from asyncrl.weights.pull_server import PullServer
 from asyncrl.weights.store import epoch_store, open_store
 
 CLOSE_SECONDS = 2.0
@@ -41,16 +43,37 @@ class _Sent:
     members: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class PullSettings:
+    """How actors that join fetch the weights."""
+
+    listen: str
+    """Endpoint; port 0 lets the system choose."""
+    security: ServerKeys | None
+    """The server's keys and whom it admits; None for an endpoint that only this user reaches."""
+    silence: float
+    """Seconds without a request after which an actor counts as gone."""
+
+
 class StorePublisher:
     """Publishes over a store and a transport. See `interface.Publisher`; build it with `build_publisher`."""
 
-    def __init__(self, transport: transports.Transport, store: Store, endpoint: str, deadline: float) -> None:
+    def __init__(
+        self,
+        transport: transports.Transport,
+        store: Store,
+        endpoint: str,
+        deadline: float,
+        serve_pulls: Callable[[Outbox], PullServer] | None = None,
+    ) -> None:
         self.endpoint = endpoint
         """'host:port' that the actors' `build_receiver` needs."""
         self._transport, self._store, self._deadline = transport, store, deadline
         self._roster = Roster(store)
         self._link = EpochLink(deadline, self._given_up)
         self._outbox = Outbox(transport.device)
+        self.pulls = serve_pulls(self._outbox) if serve_pulls else None
+        """Serves actors that join; absent when nobody can."""
         self._k = 0
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
@@ -79,7 +102,8 @@ class StorePublisher:
         with self._changed:
             while True:
                 self._require_alive()
-                took = sorted(name for name, held in self._took.items() if held >= version)
+                held = self._took | (self.pulls.took() if self.pulls else {})
+                took = sorted(name for name, newest in held.items() if newest >= version)
                 if len(took) >= actors:
                     return
                 refused, left = dict(self._roster.refused), until - time.monotonic()
@@ -89,12 +113,13 @@ class StorePublisher:
 
     def status(self) -> dict[Metric, float]:
         """Return the newest readings of `weights/*`."""
+        joined = self.pulls.readings() if self.pulls else {}
         with self._changed:
-            return {
+            return joined | {
                 m.WEIGHTS_VERSION: self._outbox.newest,
                 m.WEIGHTS_BYTES: self._outbox.bytes,
                 m.WEIGHTS_SECONDS: self._sent.seconds,
-                m.WEIGHTS_MEMBERS: self._sent.members,
+                m.WEIGHTS_MEMBERS: self._sent.members + joined.get(m.WEIGHTS_JOINED, 0.0),
             }
 
     def close(self) -> None:
@@ -102,9 +127,13 @@ class StorePublisher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        if self.pulls is not None:
+            self.pulls.close()
         self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
 
     def _require_alive(self) -> None:
+        if self.pulls is not None:
+            self.pulls.took()  # Raises when its thread broke down.
         if self._failure is not None:
             raise WeightSyncError(
                 f"The weight publisher broke down ({self._failure}): the actors get no new versions. "
@@ -243,6 +272,7 @@ def build_publisher(
     store_listen: str = "127.0.0.1:0",
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
+    pulls: PullSettings | None = None,
 ) -> StorePublisher:
     """Open the weight channel on learner rank 0.
 
@@ -251,13 +281,19 @@ def build_publisher(
         store_listen: Loopback address of the store; port 0 lets the system choose.
         device: The learner's device, with its index when it is a GPU.
         deadline: Seconds after which an actor that does not take part is left behind.
+        pulls: Where actors that join fetch the weights; None: nobody can join.
 
     Raises:
-        ConfigError: the address is not loopback or taken, or the transport needs a GPU.
+        ConfigError: an address is not allowed or taken, or the transport needs a GPU.
     """
     carrier = transports.build_transport(transport, torch.device(device), deadline)
     store, endpoint = open_store(store_listen)
-    return StorePublisher(carrier, store, endpoint, deadline)
+
+    def serve(outbox: Outbox) -> PullServer:
+        assert pulls is not None
+        return PullServer(outbox, carrier.device, pulls.listen, pulls.security, pulls.silence)
+
+    return StorePublisher(carrier, store, endpoint, deadline, serve if pulls else None)
 
 
 def _names(members: Iterable[Member]) -> str:
