@@ -173,6 +173,11 @@ class TrainConfig:
                 f"(--replay.max-lag, --synchronous) a group lasts for {self.max_lag + 1} updates, "
                 f"once in each. Use at most {self.max_lag + 1}, or a larger lag."
             )
+        if self.weights.listen and not self.replay.listen:
+            raise ConfigError(
+                f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, which is "
+                "not set. Set --replay.listen tcp://ADDRESS:PORT too, or leave --weights.listen out."
+            )
         check_recipe(self.algorithm, self.correction, self.critic)
 
     @property

@@ -8,6 +8,7 @@ produces   episodes     never waits: the replay port keeps them until they are d
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +59,15 @@ class Actor:
         self._waited = 0.0
         self._reported = time.monotonic()
 
-    def run(self) -> None:
-        """Imagine until the replay (or, before there are weights, the learner) says that the run is over."""
+    def run(self, leaving: Callable[[], bool] = lambda: False) -> None:
+        """Imagine until the replay (or, before there are weights, the learner) says that the run is over.
+
+        Args:
+            leaving: Asked between two decisions; True ends this actor only.
+        """
         try:
             self.version = self.receiver.wait_for_first(WEIGHTS_DEADLINE)
-            while not self.port.stopped:
+            while not (self.port.stopped or leaving()):
                 self.round()
         except (ChannelClosed, RunStopped):
             return

@@ -12,6 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.messaging.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import check_endpoint, ipc_endpoint, private_folder
+from asyncrl.weights.pull_server import PullSettings
 
 
 def check(config: TrainConfig, placement: Placement) -> None:
@@ -24,6 +25,8 @@ def check(config: TrainConfig, placement: Placement) -> None:
         return
     server = server_keys(config)
     check_endpoint(config.replay.listen, server)
+    if config.weights.listen:
+        check_endpoint(config.weights.listen, server, any_port=True)
     if server is None:
         return
     names = ["learner", *(f"actor-{rank}" for rank in placement.actors)]
@@ -36,6 +39,11 @@ def check(config: TrainConfig, placement: Placement) -> None:
                 f"'clients', so the replay would refuse it. Put it back: asyncrl keys {config.replay.keys} "
                 f"--clients {' '.join(names)}"
             )
+    if not placement.actors and len(server.allowed) == 1:
+        raise ConfigError(
+            f"--placement names no actor, and {config.replay.keys}/clients admits nobody but the learner, so no "
+            f"actor could join. Make a key for one: asyncrl keys {config.replay.keys} --clients learner far"
+        )
 
 
 def server_keys(config: TrainConfig) -> ServerKeys | None:
@@ -56,6 +64,20 @@ def opened(config: TrainConfig) -> Iterator[tuple[Path, str]]:
         yield folder, config.replay.listen or ipc_endpoint(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def pull_settings(config: TrainConfig, folder: Path) -> PullSettings:
+    """Where actors that join fetch the weights: beside the replay, unless --weights.listen says otherwise.
+
+    Args:
+        config: Of the run.
+        folder: The private folder of its sockets.
+    """
+    replay = config.replay.listen
+    beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "weights")
+    return PullSettings(
+        listen=config.weights.listen or beside, security=server_keys(config), silence=config.replay.silence
+    )
 
 
 def _folder(config: TrainConfig) -> Path:

@@ -31,7 +31,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     from asyncrl.worlds.start_states import StartStateStream
 
     config, facts = _read(config_json, facts_json)
-    placement = parse_placement(config.placement, world_size(), 0)
+    placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
     taken = (len(placement.learners) - 1) * config.learner.threads
     cores = len(os.sched_getaffinity(0)) - taken
@@ -67,10 +67,12 @@ def replay_main(config_json: str, facts_json: str) -> None:
     from asyncrl.launch import address
     from asyncrl.replay.opening import open_core
     from asyncrl.replay.service import serve_replay
+    from asyncrl.replay.visitors import RunSettings
 
     config, facts = _read(config_json, facts_json)
     core = open_core(Path(facts.run_dir) / "replay", config)
-    serve_replay(core, facts.replay_endpoint, security=address.server_keys(config))
+    settings = RunSettings(config=config_json, weights=facts.pull_endpoint)
+    serve_replay(core, facts.replay_endpoint, security=address.server_keys(config), settings=settings)
 
 
 def _read(config_json: str, facts_json: str) -> tuple[TrainConfig, RunFacts]:

@@ -56,7 +56,7 @@ def run(config: TrainConfig) -> int:
 
 def _placement(config: TrainConfig) -> Placement:
     ranks = rendezvous.world_size()
-    placement = parse_placement(config.placement, ranks, 0)
+    placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
     check_groups(placement, config.algorithm.groups_per_update)
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     if local != ranks:
@@ -118,22 +118,29 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     transport = build.transport_of(config, placement)
     start = build.prepare(config, device)
     run_dir = start.run_dir
-    publisher = build_publisher(transport, device=device, deadline=config.weights.deadline)
     with (
         Logbook(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
         ) as log,
         address.opened(config) as (sockets, endpoint),
     ):
+        publisher = build_publisher(
+            transport,
+            device=device,
+            deadline=config.weights.deadline,
+            pulls=address.pull_settings(config, sockets),
+        )
         log.banner(summary.banner(config, run_dir, placement.summary, str(device)))
+        log.banner(summary.invitation(config, endpoint, waits=not placement.actors))
         facts = RunFacts(
             run_dir=str(run_dir),
             replay_endpoint=endpoint,
             weights_endpoint=publisher.endpoint,
             sockets=str(sockets),
             checkpoint=str(start.checkpoint or ""),
+            pull_endpoint=publisher.pull_endpoint,
         )
-        crew = Crew(stop, log.banner)
+        crew = Crew(stop, log.banner, news=publisher.take_news)
         try:
             port = _start(config, placement, facts, start.version, crew)
             with learners.joined(config, len(placement.learners), device) as group:

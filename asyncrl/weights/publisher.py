@@ -21,13 +21,12 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl import metrics as m
 from asyncrl.errors import WeightSyncError
-from asyncrl.messaging.keys import ServerKeys
 from asyncrl.metrics import Metric
 from asyncrl.weights import layout, transports
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
 from asyncrl.weights.membership import POLL_SECONDS, READY_SECONDS, Header, Member, Roster
 from asyncrl.weights.outbox import Outbox, Snapshot
-from asyncrl.weights.pull_server import PullServer
+from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.store import epoch_store, open_store
 
 CLOSE_SECONDS = 2.0
@@ -41,18 +40,6 @@ class _Sent:
 
     seconds: float = 0.0
     members: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PullSettings:
-    """How actors that join fetch the weights."""
-
-    listen: str
-    """Endpoint; port 0 lets the system choose."""
-    security: ServerKeys | None
-    """The server's keys and whom it admits; None for an endpoint that only this user reaches."""
-    silence: float
-    """Seconds without a request after which an actor counts as gone."""
 
 
 class StorePublisher:
@@ -122,6 +109,15 @@ class StorePublisher:
                 m.WEIGHTS_MEMBERS: self._sent.members + joined.get(m.WEIGHTS_JOINED, 0.0),
             }
 
+    @property
+    def pull_endpoint(self) -> str:
+        """Where actors that join fetch the weights; empty when nobody can join."""
+        return self.pulls.endpoint if self.pulls else ""
+
+    def take_news(self) -> list[str]:
+        """Return and forget one line for each actor that joined or went."""
+        return self.pulls.take_news() if self.pulls else []
+
     def close(self) -> None:
         """Tell the actors that no version will follow, and stop. See `interface.Publisher`."""
         with self._changed:
@@ -150,9 +146,10 @@ class StorePublisher:
         parts = [f"took it: {', '.join(took) or 'nobody'}", f"did not: {', '.join(late) or 'nobody'}"]
         parts += [f"never registered: {n}"] if (n := actors - len(known) - len(refused)) > 0 else []
         parts += [f"{name} refused it: {why}" for name, why in sorted(refused.items())]
+        joined = f", or {self.pull_endpoint} if they join" if self.pulls else ""
         when = "at once" if refused else f"within {deadline:g} s"
         return WeightSyncError(
-            f"Policy version {version} must reach {actors} actors at {self.endpoint}, but {len(took)} "
+            f"Policy version {version} must reach {actors} actors at {self.endpoint}{joined}, but {len(took)} "
             f"have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). See the logs of the "
             "actors that did not, or raise --weights.deadline."
         )
@@ -291,7 +288,7 @@ def build_publisher(
 
     def serve(outbox: Outbox) -> PullServer:
         assert pulls is not None
-        return PullServer(outbox, carrier.device, pulls.listen, pulls.security, pulls.silence)
+        return PullServer(outbox, carrier.device, pulls)
 
     return StorePublisher(carrier, store, endpoint, deadline, serve if pulls else None)
 

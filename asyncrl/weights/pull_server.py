@@ -74,25 +74,33 @@ class _Copy:
     buffers: list[memoryview]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PullSettings:
+    """How actors that join fetch the weights."""
+
+    listen: str
+    """Endpoint; port 0 lets the system choose."""
+    security: ServerKeys | None
+    """The server's keys and whom it admits; None for an endpoint that only this user reaches."""
+    silence: float
+    """Seconds without a request after which an actor counts as gone."""
+
+
 class PullServer:
     """Serves pieces of versions. Everything is guarded by one lock, which is never held while waiting."""
 
-    def __init__(
-        self, outbox: Outbox, device: torch.device, listen: str, security: ServerKeys | None, silence: float
-    ) -> None:
+    def __init__(self, outbox: Outbox, device: torch.device, settings: PullSettings) -> None:
         """Open the socket and begin to serve.
 
         Args:
             outbox: Of the publisher, which goes on sending from it.
             device: Where its buffers are.
-            listen: Endpoint; port 0 lets the system choose.
-            security: The server's keys and whom it admits; None for an endpoint that only this user reaches.
-            silence: Seconds without a request after which an actor counts as gone.
+            settings: Address, keys, and when an actor counts as gone.
 
         Raises:
             ConfigError: The endpoint is not allowed, or someone else has it.
         """
-        self._outbox, self._silence = outbox, silence
+        self._outbox, self._silence = outbox, settings.silence
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
         self._pullers: dict[bytes, _Puller] = {}
@@ -105,8 +113,8 @@ class PullServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._admission = ExitStack()
         try:
-            self._admission.enter_context(admitting(self._context, security))
-            self._socket = bind_router(self._context, listen, security)
+            self._admission.enter_context(admitting(self._context, settings.security))
+            self._socket = bind_router(self._context, settings.listen, settings.security)
         except BaseException:
             self._destroy()
             raise
