@@ -175,8 +175,8 @@ class TrainConfig:
             )
         if self.weights.listen and not self.replay.listen:
             raise ConfigError(
-                f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, which is "
-                "not set. Set --replay.listen tcp://ADDRESS:PORT too, or leave --weights.listen out."
+                f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, "
+                "which is not set. Set --replay.listen tcp://ADDRESS:PORT too, or leave --weights.listen out."
             )
         check_recipe(self.algorithm, self.correction, self.critic)
 

@@ -22,8 +22,8 @@ from asyncrl.messaging.sockets import connect_dealer
 from asyncrl.messaging.weight_wire import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
 from asyncrl.weights import pull_server, pulled
 from asyncrl.weights.interface import ChannelClosed
-from asyncrl.weights.pull_server import PullSettings
 from asyncrl.weights.publisher import StorePublisher, build_publisher
+from asyncrl.weights.pull_server import PullSettings
 from asyncrl.weights.pulled import PulledReceiver, build_pulled_receiver
 
 LOOPBACK = "tcp://127.0.0.1:0"

@@ -19,9 +19,9 @@ class ActorConfig:
     keys: str = ""
     """Folder with server.public and this actor's key NAME.secret, for a run with --replay.keys."""
     key: str = ""
-    """Which key of --keys; empty: that of --name, or the only one there that is not the server's or learner's."""
+    """Which key of --keys. Empty: that of --name, or the only one besides the server's and the learner's."""
     name: str = ""
-    """What the run calls this actor; unique in it. Empty: host name, process number and four random digits."""
+    """What the run calls this actor; unique in it. Empty: made of the host's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the models run. auto: cuda where there is a GPU. CUDA_VISIBLE_DEVICES says which."""
     threads: int = 0

@@ -6,13 +6,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.messaging.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import check_endpoint, ipc_endpoint, private_folder
-from asyncrl.weights.pull_server import PullSettings
+
+if TYPE_CHECKING:
+    from asyncrl.weights.pull_server import PullSettings
 
 
 def check(config: TrainConfig, placement: Placement) -> None:
@@ -41,8 +44,8 @@ def check(config: TrainConfig, placement: Placement) -> None:
             )
     if not placement.actors and len(server.allowed) == 1:
         raise ConfigError(
-            f"--placement names no actor, and {config.replay.keys}/clients admits nobody but the learner, so no "
-            f"actor could join. Make a key for one: asyncrl keys {config.replay.keys} --clients learner far"
+            f"--placement names no actor, and {config.replay.keys}/clients admits nobody but the learner, "
+            f"so no actor could join. Make a key: asyncrl keys {config.replay.keys} --clients learner far"
         )
 
 
@@ -73,6 +76,8 @@ def pull_settings(config: TrainConfig, folder: Path) -> PullSettings:
         config: Of the run.
         folder: The private folder of its sockets.
     """
+    from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
+
     replay = config.replay.listen
     beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "weights")
     return PullSettings(

@@ -100,7 +100,7 @@ def pick_key(settings: JoinSettings) -> ClientKeys | None:
         return load_client_keys(folder, settings.key or settings.name)
     if len(found) != 1:
         raise ConfigError(
-            f"--keys is {settings.keys}, which holds {len(found)} keys of actors ({', '.join(found) or 'none'}), "
+            f"--keys is {settings.keys}, with {len(found)} keys of actors ({', '.join(found) or 'none'}), "
             "so it is not clear which one to use. Name one with --key, or copy one there with server.public."
         )
     return load_client_keys(folder, found[0])

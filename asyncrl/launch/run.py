@@ -29,6 +29,7 @@ from asyncrl.launch.supervisor import Supervisor
 if TYPE_CHECKING:
     from asyncrl.learner.learner import Learner
     from asyncrl.weights.interface import Publisher
+    from asyncrl.weights.publisher import StorePublisher
 
 ACTOR_FAREWELL = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
@@ -140,7 +141,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             checkpoint=str(start.checkpoint or ""),
             pull_endpoint=publisher.pull_endpoint,
         )
-        crew = Crew(stop, log.banner, news=publisher.take_news)
+        crew = Crew(stop, log.banner, news=partial(_news, config, placement, publisher))
         try:
             port = _start(config, placement, facts, start.version, crew)
             with learners.joined(config, len(placement.learners), device) as group:
@@ -159,6 +160,14 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             publisher.close()
         log.banner(summary.closing(config, run_dir))
     return 0
+
+
+def _news(config: TrainConfig, placement: Placement, publisher: StorePublisher) -> list[str]:
+    """Lines about actors that joined or went, and what the learner waits for when none is left."""
+    lines = publisher.take_news()
+    if lines and not (placement.actors or publisher.joined):
+        lines.append(f"no actor is left: waits up to {config.max_wait:g} s (--max-wait) for one to join")
+    return lines
 
 
 def _start(

@@ -114,6 +114,11 @@ class StorePublisher:
         """Where actors that join fetch the weights; empty when nobody can join."""
         return self.pulls.endpoint if self.pulls else ""
 
+    @property
+    def joined(self) -> int:
+        """Actors that joined and are there, with or without a version."""
+        return len(self.pulls.took()) if self.pulls else 0
+
     def take_news(self) -> list[str]:
         """Return and forget one line for each actor that joined or went."""
         return self.pulls.take_news() if self.pulls else []
@@ -149,9 +154,9 @@ class StorePublisher:
         joined = f", or {self.pull_endpoint} if they join" if self.pulls else ""
         when = "at once" if refused else f"within {deadline:g} s"
         return WeightSyncError(
-            f"Policy version {version} must reach {actors} actors at {self.endpoint}{joined}, but {len(took)} "
-            f"have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). See the logs of the "
-            "actors that did not, or raise --weights.deadline."
+            f"Policy version {version} must reach {actors} actors at {self.endpoint}{joined}, "
+            f"but {len(took)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
+            "See the logs of the actors that did not, or raise --weights.deadline."
         )
 
     # --- the publisher's thread ---
