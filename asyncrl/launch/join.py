@@ -79,10 +79,11 @@ def run(settings: JoinSettings) -> int:
     with StopFlag().listening() as stop:
         try:
             actor.run(leaving=lambda: stop.set or receiver.ended)
+            over = port.stopped or receiver.ended
         finally:
             quietly(partial(port.leave, FAREWELL), print)
             receiver.close()
-    print(f"{name}: {'the run is over' if port.stopped or receiver.ended else 'left the run'}", flush=True)
+    print(f"{name}: {'the run is over' if over else 'left the run'}", flush=True)
     return 0
 
 
