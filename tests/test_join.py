@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train import TRAIN, environment, left_over, rows
+from test_train import TRAIN, environment, exit_code, left_over, rows
 from training_fixtures import write_models
 
 from asyncrl import cli
@@ -208,7 +208,8 @@ def test_a_placement_without_actors_needs_an_address_to_join(
     keys = ["--replay.listen", "tcp://127.0.0.1:5", "--replay.keys", str(tmp_path / "keys")]
     assert cli.run("train", ["--placement", "learner=0", *keys, "--run-dir", str(tmp_path / "run")]) == 2
     assert "no actor could join" in capsys.readouterr().err
-    assert cli.run("train", ["--weights.listen", "tcp://127.0.0.1:5"]) == 2
+    assert exit_code(["--weights.listen", "tcp://127.0.0.1:5"]) == 2
+    assert "actors join by --replay.listen first" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
 

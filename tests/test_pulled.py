@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from test_weights import PATIENCE, policy, raw, swap_until
 
@@ -22,6 +23,7 @@ from asyncrl.messaging.sockets import connect_dealer
 from asyncrl.messaging.weight_wire import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
 from asyncrl.weights import pull_server, pulled
 from asyncrl.weights.interface import ChannelClosed
+from asyncrl.weights.outbox import Outbox
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 from asyncrl.weights.pull_server import PullSettings
 from asyncrl.weights.pulled import PulledReceiver, build_pulled_receiver
@@ -105,6 +107,46 @@ def test_without_a_puller_nothing_is_copied(channel: tuple[StorePublisher, str])
     time.sleep(0.2)
     assert publisher.pulls is not None
     assert publisher.pulls._copies == {}
+
+
+def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
+    outbox = Outbox(torch.device("cpu"))
+    outbox.pack(policy(0), 0)
+    assert outbox.promote().version == outbox.sending == 0
+    with outbox.holding() as held:
+        before = [buffer.clone() for buffer in outbox.slots[held.slot]]
+        for version in (1, 2):
+            outbox.pack(policy(version), version)
+            assert outbox.promote().version == 0
+        for kept, now in zip(before, outbox.slots[held.slot], strict=True):
+            assert torch.equal(kept, now)
+    assert outbox.promote().version == 2
+
+
+def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
+    channel: tuple[StorePublisher, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, endpoint = channel
+    genuine, go_on, began = PulledReceiver._tell_piece, threading.Event(), threading.Event()
+
+    def wait(self: PulledReceiver, version: int, piece: tuple[int, int, int]) -> bool:
+        if self._name == "slow" and piece[1]:
+            began.set()
+            assert go_on.wait(PATIENCE)
+        return genuine(self, version, piece)
+
+    monkeypatch.setattr(PulledReceiver, "_tell_piece", wait)
+    tensors = policy(0)
+    publisher.publish(policy(0), 0)
+    with receiving(endpoint, "slow") as slow, receiving(endpoint, "fast") as fast:
+        assert began.wait(PATIENCE)
+        for version in range(1, 7):
+            publisher.publish(policy(version), version)
+            assert swap_until(fast, tensors, version) == version
+        assert publisher.pulls is not None
+        assert sorted(publisher.pulls._copies) == [0, 6], "what nobody reads is not kept"
+        go_on.set()
+        assert slow.wait_for_first(PATIENCE) == 0
 
 
 def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_follows(
