@@ -88,7 +88,7 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
     told = until_told(publisher, 4)
     assert all(part in line for part, line in zip(expected, told, strict=True)), told
     assert publisher.status()[m.WEIGHTS_JOINED] == 0
-    assert publisher.pulls._copies == {}, "without actors there is no copy of a version"
+    assert publisher.pulls._copies.versions == [], "without actors there is no copy of a version"
 
 
 def until_told(publisher: StorePublisher, lines: int) -> list[str]:
@@ -106,7 +106,7 @@ def test_without_a_puller_nothing_is_copied(channel: tuple[StorePublisher, str])
     publisher.publish(policy(1), 1)
     time.sleep(0.2)
     assert publisher.pulls is not None
-    assert publisher.pulls._copies == {}
+    assert publisher.pulls._copies.versions == []
 
 
 def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
@@ -144,7 +144,7 @@ def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
             publisher.publish(policy(version), version)
             assert swap_until(fast, tensors, version) == version
         assert publisher.pulls is not None
-        assert sorted(publisher.pulls._copies) == [0, 6], "what nobody reads is not kept"
+        assert publisher.pulls._copies.versions == [0, 6], "what nobody reads is not kept"
         go_on.set()
         assert slow.wait_for_first(PATIENCE) == 0
 
@@ -339,7 +339,7 @@ def test_senseless_requests_are_refused_and_survived(channel: tuple[StorePublish
         assert stranger.poll(5000)
         return decode(stranger.recv_multipart()).kind
 
-    piece = {"version": 0, "buffer": 0, "offset": 0, "length": 8}
+    piece: dict[str, Any] = {"version": 0, "buffer": 0, "offset": 0, "length": 8}
     assert ask([b"garbage!!"]) == "refused"
     assert ask(encode("unchanged")) == "refused"
     assert ask(encode("bytes", **piece)) == "gone", "it never asked what is newest"
@@ -347,16 +347,18 @@ def test_senseless_requests_are_refused_and_survived(channel: tuple[StorePublish
     assert ask(encode("newest", name="far", held=-1)) == "offer"
     assert ask(encode("bytes", **piece)) == "chunk"
     for change in ({"buffer": 9}, {"buffer": -1}, {"offset": 10**9}, {"offset": -1}, {"length": 0}):
-        assert ask(encode("bytes", **(piece | change))) == "refused"
-    assert ask(encode("bytes", **(piece | {"length": 2**40}))) == "refused"
+        assert ask(encode("bytes", None, **(piece | change))) == "refused"
+    assert ask(encode("bytes", None, **(piece | {"length": 2**40}))) == "refused"
     publisher.publish(policy(1, elements=10), 1)
     context.destroy(linger=0)
 
 
 def test_a_message_that_breaks_the_format_is_a_wire_error() -> None:
-    samples = {str: "x", int: 7}
+    samples: dict[type, Any] = {str: "x", int: 7}
     for kind, about in KINDS.items():
-        fields = {name: samples[expected] for name, expected in about.items() if name != "crc"}
+        fields: dict[str, Any] = {
+            name: samples[expected] for name, expected in about.items() if name != "crc"
+        }
         frames = encode(kind, b"payload" if kind in WITH_PAYLOAD else None, **fields)
         assert decode(frames).fields.items() >= fields.items()
         for place, frame in enumerate(frames):

@@ -18,7 +18,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,13 +32,11 @@ from asyncrl.messaging.keys import ServerKeys
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.weight_wire import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
 from asyncrl.metrics import Metric
-from asyncrl.weights import layout
+from asyncrl.weights.copies import HostCopies
 from asyncrl.weights.outbox import Outbox
 
 PARKED: Final = 1.0
 """Seconds until a question for a newer version is answered with `unchanged`: a sign that all is well."""
-MOST_COPIES: Final = 4
-"""Versions kept at most. Beyond it the oldest goes, and whoever reads it begins again with the newest."""
 GOODBYE: Final = 2.0
 """Seconds the actors have to read that the channel is closed."""
 MOST_LETTERS: Final = 100
@@ -63,15 +61,6 @@ class _Puller:
     """Since when its question waits for an answer."""
     seconds: float = 0.0
     """How long its last version took from the offer to its next question."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """One version in host memory."""
-
-    version: int
-    checksum: int
-    buffers: list[memoryview]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +90,11 @@ class PullServer:
             ConfigError: The endpoint is not allowed, or someone else has it.
         """
         self._outbox, self._silence = outbox, settings.silence
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = HostCopies(outbox, device)
         self._lock = threading.Lock()
         self._pullers: dict[bytes, _Puller] = {}
         self._news: deque[str] = deque(maxlen=1000)
         self._sent_bytes = 0
-        self._copies: dict[int, _Copy] = {}
         self._errors = 0
         self._failure: Exception | None = None
         self._closing = threading.Event()
@@ -241,33 +229,13 @@ class PullServer:
             if puller.parked_at is None:
                 continue
             if newest > puller.held and (manifest := self._outbox.manifest) is not None:
-                copy, crc = self._newest_copy(), zlib.crc32(manifest.to_json().encode())
+                copy = self._copies.newest({other.reading for other in self._pullers.values()})
+                crc = zlib.crc32(manifest.to_json().encode())
                 puller.reading, puller.offered_at, puller.parked_at = copy.version, now, None
                 self._send(peer, "offer", version=copy.version, checksum=copy.checksum, manifest=crc)
             elif now - puller.parked_at >= PARKED:
                 puller.parked_at = None
                 self._send(peer, "unchanged")
-
-    def _newest_copy(self) -> _Copy:
-        """The version that is sent now, in host memory; copied unless it is there."""
-        with self._outbox.holding() as snapshot, self._aside():
-            version = snapshot.version
-            if version in self._copies:
-                return self._copies[version]
-            wanted = {puller.reading for puller in self._pullers.values()}
-            self._copies = {old: copy for old, copy in self._copies.items() if old in wanted}
-            while len(self._copies) >= MOST_COPIES:
-                del self._copies[min(self._copies)]
-            if snapshot.packed is not None:
-                snapshot.packed.synchronize()
-            buffers = [b.to("cpu", copy=True) for b in self._outbox.slots[snapshot.slot]]
-        views = [layout.as_bytes(buffer).numpy().data for buffer in buffers]
-        copy = _Copy(version=version, checksum=layout.checksum(buffers), buffers=views)
-        self._copies[version] = copy
-        return copy
-
-    def _aside(self) -> Any:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _manifest(self, peer: bytes, message: WeightMessage) -> None:
         manifest = self._outbox.manifest
