@@ -252,6 +252,28 @@ def test_another_policy_is_refused_by_the_tensor_that_differs(channel: tuple[Sto
     publisher.publish(policy(1, elements=10), 1)  # The learner goes on.
 
 
+def test_an_actor_that_leaves_with_a_full_queue_is_still_heard(
+    channel: tuple[StorePublisher, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, endpoint = channel
+    publisher.publish(policy(0), 0)
+    monkeypatch.setattr(PulledReceiver, "_receive", insatiable(PulledReceiver._receive))
+    with receiving(endpoint):
+        assert "joined" in until_told(publisher, 1)[0]
+    assert "left (0" in until_told(publisher, 1)[0]
+
+
+def insatiable(genuine: Any) -> Any:
+    """Ask for a piece as often as the queue takes it before this actor closes."""
+
+    def receive(self: PulledReceiver) -> Any:
+        while self._closing.is_set() and self._tell_piece(0, (0, 0, CHUNK)):
+            pass
+        return genuine(self)
+
+    return receive
+
+
 def test_a_closed_channel_ends_the_actor_in_order() -> None:
     with opened() as (publisher, endpoint), receiving(endpoint) as early:
         publisher.close()

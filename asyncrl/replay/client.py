@@ -150,7 +150,8 @@ class ZmqActorPort:
                     self._warn(f"left without handing over all of {self.unacknowledged} episodes")
                     break
                 self._exchange(min(left, 0.1))
-            self._link.send_now("bye")
+            while not self._link.send_now("bye") and time.monotonic() < end:
+                self._exchange(0.05)  # Its queue is full of episodes.
         finally:
             self._link.close()
 

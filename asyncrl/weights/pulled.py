@@ -79,7 +79,7 @@ class PulledReceiver(BufferedReceiver):
     def close(self) -> None:
         """Leave and stop. See `interface.Receiver`."""
         self._closing.set()
-        self._thread.join(10 * _SLICE + LINGER_MS / 1000)
+        self._thread.join(10 * _SLICE + 2 * LINGER_MS / 1000)
 
     # --- the receiver's thread ---
 
@@ -92,6 +92,7 @@ class PulledReceiver(BufferedReceiver):
         except Exception as error:  # the thread's boundary: the actor's next swap raises it
             self._fail(error)
         finally:
+            self._socket.poll(LINGER_MS, zmq.POLLOUT)  # Requests for pieces may fill the queue.
             self._tell("leave")
             self._socket.disable_monitor()
             self._context.destroy(linger=LINGER_MS)
