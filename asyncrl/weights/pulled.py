@@ -38,6 +38,8 @@ ASK_AGAIN: Final = 10.0
 """Seconds without any answer until what was asked is asked again."""
 MAX_DAMAGED: Final = 3
 """Damaged answers or versions in a row after which the receiver gives up."""
+CLOSE_SECONDS: Final = 10.0
+"""Longest wait of `close`; saying good-bye takes up to 2 s when nobody listens."""
 _SLICE: Final = 0.1
 _log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class PulledReceiver(BufferedReceiver):
     def close(self) -> None:
         """Leave and stop. See `interface.Receiver`."""
         self._closing.set()
-        self._thread.join(10 * _SLICE + 2 * LINGER_MS / 1000)
+        self._thread.join(CLOSE_SECONDS)
 
     # --- the receiver's thread ---
 
