@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "asyncrl.commands.train:main",
         "improve a policy inside a world model: [CONFIG.toml] [--flags]",
     ),
+    "actor": ("asyncrl.commands.actor:main", "join a running run as one more actor, from any host: --join"),
     "evaluate": ("asyncrl.commands.evaluate:main", "success rate of a checkpoint in the true simulator"),
     "collect": ("asyncrl.commands.collect:main", "record the simulator: a scripted expert, or a policy"),
     "fit": ("asyncrl.commands.fit:main", "models from recordings: policy | world | reward | starts"),

@@ -37,6 +37,8 @@ class ReplaySettings:
     """No decision older than this many policy versions is trained on; checked at admission and sampling."""
     group_deadline: float = 300.0
     """Seconds after its first episode until an incomplete group is given up and counted."""
+    silence: float = 30.0
+    """Seconds without any sign of life after which an actor's open groups are given up."""
     keep_video_every: int = 16
     """Keep every imagined frame of each n-th group for inspection; 0 = never."""
     max_gigabytes: float = 8.0
@@ -69,6 +71,7 @@ class ReplaySettings:
             "replay.max-lag", self.max_lag, 0, "a lag cannot be negative.", "Use 2, or --synchronous for 0."
         )
         at_least("replay.group-deadline", self.group_deadline, 1, "imagining a group takes time.", "Use 300.")
+        at_least("replay.silence", self.silence, 3, "actors say every second that they are there.", "Use 30.")
         at_least("replay.keep-video-every", self.keep_video_every, 0, "it counts groups.", "Use 0 for never.")
         at_least("replay.max-gigabytes", self.max_gigabytes, 0.01, "the run must fit.", "Use 8.")
         at_least(
@@ -113,7 +116,11 @@ class WeightSettings:
     transport: Literal["auto", "gloo", "nccl", "cuda_ipc"] = "auto"
     """auto: gloo on CPU, cuda_ipc when learner and actor share one GPU, nccl otherwise."""
     deadline: float = 60.0
-    """Seconds after which an actor that does not take part in a broadcast is left behind."""
+    """Seconds after which an actor that does not take part in a broadcast is left behind, and one that joined
+    and cannot reach the learner ends."""
+    listen: str = ""
+    """Address where actors on other hosts fetch the weights, like tcp://10.0.0.5:5556. Empty: the address of
+    --replay.listen with a port that the system chooses. It takes the same --replay.keys."""
 
     def __post_init__(self) -> None:
         at_least("weights.deadline", self.deadline, 1, "a broadcast takes time.", "Use 60.")
@@ -183,6 +190,11 @@ class TrainConfig:
                 f"--replay.uses is {self.replay.uses}, but with a lag of at most {self.max_lag} "
                 f"(--replay.max-lag, --synchronous) a group lasts for {self.max_lag + 1} updates, "
                 f"once in each. Use at most {self.max_lag + 1}, or a larger lag."
+            )
+        if self.weights.listen and not self.replay.listen:
+            raise ConfigError(
+                f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, "
+                "which is not set. Set --replay.listen tcp://ADDRESS:PORT too, or leave --weights.listen out."
             )
         check_recipe(self.algorithm, self.correction, self.critic)
 

@@ -168,6 +168,10 @@ _WEIGHTS: Final = {
     "weights meanwhile. Near --weights.deadline: actors drop out; look at --weights.transport.",
     m.WEIGHTS_MEMBERS: "The number of actors. Fewer: one is restarting or was left behind "
     "(--weights.deadline).",
+    m.WEIGHTS_JOINED: "The number of actors that joined (`asyncrl actor`); docs/joining.md.",
+    m.WEIGHTS_PULL_SECONDS: "Above the time between two updates: actors skip versions and their lag grows. A "
+    "slow network: train adapters (--lora.rank), or raise --replay.max-lag.",
+    m.WEIGHTS_PULLED_BYTES: "Grows by `weights/bytes` for each version and joined actor.",
 }
 
 _TIME: Final = {

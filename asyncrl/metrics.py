@@ -221,7 +221,22 @@ WEIGHTS_VERSION = _define("weights/version", Over.LAST, "versions", "Version las
 WEIGHTS_BYTES = _define("weights/bytes", Over.LAST, "bytes", "Size of one broadcast.")
 WEIGHTS_SECONDS = _define("weights/seconds", Over.LAST, "s", "Duration of the last broadcast.")
 WEIGHTS_MEMBERS = _define(
-    "weights/members", Over.LAST, "actors", "Actors that took part in the last broadcast."
+    "weights/members",
+    Over.LAST,
+    "actors",
+    "Actors that took part in the last broadcast, and joined ones that hold a version.",
+)
+WEIGHTS_JOINED = _define(
+    "weights/joined", Over.LAST, "actors", "Actors that joined and hold a version; absent where none can."
+)
+WEIGHTS_PULL_SECONDS = _define(
+    "weights/pull_seconds",
+    Over.LAST,
+    "s",
+    "Time the slowest joined actor needed to fetch its last version.",
+)
+WEIGHTS_PULLED_BYTES = _define(
+    "weights/pulled_bytes", Over.LAST, "bytes", "Bytes of weights that joined actors fetched."
 )
 
 GROUPS_PER_MINUTE = _define(

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logbook": BASE,
     "run_folder": BASE,
     "replay": BASE | {"messaging"},
-    "weights": BASE,
+    "weights": BASE | {"messaging"},
     "actors": BASE | MODELS | MIDDLE,
     "learner": BASE | MODELS | MIDDLE,
     "fitting": BASE | MODELS,

@@ -19,7 +19,7 @@ from asyncrl.weights import layout
 from asyncrl.weights.bounded import run_bounded
 from asyncrl.weights.cuda_ipc import import_handle
 from asyncrl.weights.inline import build_inline
-from asyncrl.weights.interface import ChannelClosed
+from asyncrl.weights.interface import ChannelClosed, Receiver
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 from asyncrl.weights.receiver import StoreReceiver, build_receiver
 from asyncrl.weights.store import connect
@@ -44,7 +44,7 @@ def raw(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {n: t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for n, t in tensors.items()}
 
 
-def swap_until(receiver: StoreReceiver, tensors: dict[str, torch.Tensor], version: int) -> int:
+def swap_until(receiver: Receiver, tensors: dict[str, torch.Tensor], version: int) -> int:
     """Swap again and again until `version` is there; return what is held when time is up."""
     until = time.monotonic() + PATIENCE
     while (held := receiver.swap_into(tensors)) < version and time.monotonic() < until:

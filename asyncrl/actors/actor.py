@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,16 @@ class Actor:
         self._waited = 0.0
         self._reported = time.monotonic()
 
-    def run(self) -> None:
-        """Imagine until the replay (or, before there are weights, the learner) says that the run is over."""
+    def run(self, leaving: Callable[[], bool] = lambda: False) -> None:
+        """Imagine until the replay (or, before there are weights, the learner) says that the run is over.
+
+        Args:
+            leaving: Asked between two decisions; True ends this actor only.
+        """
         try:
             with waits.waiting(waits.FIRST_WEIGHTS, self.settings.start_deadline):
                 self.version = self.receiver.wait_for_first(self.settings.start_deadline)
-            while not self.port.stopped:
+            while not (self.port.stopped or leaving()):
                 self.round()
         except (ChannelClosed, RunStopped):
             return

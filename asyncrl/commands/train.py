@@ -17,7 +17,9 @@ def main(arguments: list[str]) -> int:
     config = read_settings(arguments)
     ranks = ranks_named(config.placement)
     if ranks > 1 and "RANK" not in os.environ and not config.inline:
-        parse_placement(config.placement, ranks, 0)  # What cannot work is said before torchrun starts.
+        parse_placement(
+            config.placement, ranks, 0, joined=bool(config.replay.listen)
+        )  # What cannot work is said before torchrun starts.
         _become_torchrun(ranks, arguments)
     from asyncrl.launch.run import run
 

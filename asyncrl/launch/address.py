@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config import TrainConfig
 from asyncrl.errors import ConfigError
@@ -16,6 +17,9 @@ from asyncrl.messaging.sockets import PREFIX, check_endpoint, ipc_endpoint, priv
 
 SOCKETS = "sockets"
 """File of the run folder that names the private folder of its sockets."""
+
+if TYPE_CHECKING:
+    from asyncrl.weights.pull_server import PullSettings
 
 
 def check(config: TrainConfig, placement: Placement) -> None:
@@ -37,10 +41,15 @@ def check(config: TrainConfig, placement: Placement) -> None:
                 f"'clients', so the replay would refuse it. Put it back: asyncrl keys {config.replay.keys} "
                 f"--clients {' '.join(names)}"
             )
+    if not placement.actors and len(server.allowed) == 1:
+        raise ConfigError(
+            f"--placement names no actor, and {config.replay.keys}/clients admits nobody but the learner, "
+            f"so no actor could join. Make a key: asyncrl keys {config.replay.keys} --clients learner far"
+        )
 
 
 def check_listen(config: TrainConfig) -> ServerKeys | None:
-    """Check the address alone; returns the keys that it is used with.
+    """Check the addresses alone; returns the keys that it is used with.
 
     Raises:
         ConfigError: The address is not safe, or the replay's own keys cannot be used.
@@ -48,6 +57,8 @@ def check_listen(config: TrainConfig) -> ServerKeys | None:
     server = server_keys(config)
     if config.replay.listen:
         check_endpoint(config.replay.listen, server)
+    if config.weights.listen:
+        check_endpoint(config.weights.listen, server, any_port=True)
     return server
 
 
@@ -82,6 +93,22 @@ def _remove_left_over(note: Path) -> None:
         folder = Path(note.read_text())
         if folder.name.startswith(PREFIX) and folder.is_dir() and folder.stat().st_uid == os.getuid():
             shutil.rmtree(folder)
+
+
+def pull_settings(config: TrainConfig, folder: Path) -> PullSettings:
+    """Where actors that join fetch the weights: beside the replay, unless --weights.listen says otherwise.
+
+    Args:
+        config: Of the run.
+        folder: The private folder of its sockets.
+    """
+    from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
+
+    replay = config.replay.listen
+    beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "weights")
+    return PullSettings(
+        listen=config.weights.listen or beside, security=server_keys(config), silence=config.replay.silence
+    )
 
 
 def _folder(config: TrainConfig) -> Path:

@@ -20,7 +20,7 @@ from asyncrl.config import TrainConfig, to_json
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.outgoing import acting_tensors, copy_policy
-from asyncrl.launch.placement import Placement
+from asyncrl.launch.placement import Placement, only_learns
 from asyncrl.learner.group import LearnerGroup
 from asyncrl.learner.interface import LearnerSettings, Log
 from asyncrl.learner.learner import Learner
@@ -176,9 +176,14 @@ def learner_settings(config: TrainConfig) -> LearnerSettings:
         checkpoint_every=config.checkpoint_every,
         max_wait=config.max_wait,
         hang_after=config.hang_after,
-        first_weights_deadline=config.start_deadline,
+        first_weights_deadline=first_weights_deadline(config),
         config_hash=config_hash(config),
     )
+
+
+def first_weights_deadline(config: TrainConfig) -> float:
+    """Seconds the first actor has to take the first version; one that must join first may come late."""
+    return max(config.start_deadline, config.max_wait if only_learns(config.placement) else 0.0)
 
 
 def config_hash(config: TrainConfig) -> str:

@@ -56,10 +56,15 @@ class StopFlag:
 class Crew:
     """The supervised children of one rank."""
 
-    def __init__(self, stop: StopFlag, tell: Callable[[str], None] = print) -> None:
-        """Begin without children; `tell` receives a line when one came back."""
+    def __init__(
+        self,
+        stop: StopFlag,
+        tell: Callable[[str], None] = print,
+        news: Callable[[], list[str]] = list,
+    ) -> None:
+        """Begin without children; `tell` receives a line when one came back, and what else is new."""
         self.members: list[Supervisor] = []
-        self._stop, self._tell = stop, tell
+        self._stop, self._tell, self._news = stop, tell, news
         self._told: dict[str, int] = {}
 
     def look(self) -> bool:
@@ -73,6 +78,8 @@ class Crew:
             if member.respawns > self._told.get(member.name, 0):
                 self._told[member.name] = member.respawns
                 self._tell(f"{member.name} died and came back (respawn {member.respawns}); see its log")
+        for line in self._news():
+            self._tell(line)
         return self._stop.set
 
     def settle(self, name: str) -> None:

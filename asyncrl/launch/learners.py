@@ -90,7 +90,7 @@ def joined(
         )
     try:
         with naming(f"learner rank {rank} of {ranks} to make its part of an update or a checkpoint"):
-            patience = config.max_wait + config.start_deadline
+            patience = config.max_wait + build.first_weights_deadline(config)
             yield DistributedGroup(patience, while_waiting=while_waiting)
     finally:
         dist.destroy_process_group()

@@ -35,10 +35,10 @@ class Placement:
         '1 learner + 3 actors'
         """
         counts = {"learner": len(self.learners), "actor": len(self.actors)}
-        return " + ".join(f"{n} {role}{'s' * (n > 1)}" for role, n in counts.items())
+        return " + ".join(f"{n} {role}{'s' * (n > 1)}" for role, n in counts.items() if n)
 
 
-def parse_placement(text: str, world_size: int, devices: int) -> Placement:
+def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = False) -> Placement:
     """Read `--placement`.
 
     Args:
@@ -46,6 +46,7 @@ def parse_placement(text: str, world_size: int, devices: int) -> Placement:
             the role before it ('actor=1,3').
         world_size: Number of ranks that were started, at least 1.
         devices: GPUs of this host; only the advice in an error depends on it.
+        joined: Whether actors can join later, so that none need be named.
 
     Raises:
         ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, is
@@ -54,6 +55,7 @@ def parse_placement(text: str, world_size: int, devices: int) -> Placement:
     if text == "auto":
         return Placement(learners=(0,), actors=tuple(range(1, world_size)) or (0,))
     ranks = _read(text)
+    _check_roles(ranks, joined)
     _check_ranks(ranks, world_size, devices)
     if ranks["learner"] != list(range(len(ranks["learner"]))):
         named = ", ".join(map(str, ranks["learner"]))
@@ -124,13 +126,30 @@ def _read(text: str) -> dict[str, list[int]]:
     return {role: sorted(named) for role, named in ranks.items()}
 
 
+def only_learns(text: str) -> bool:
+    """Whether `--placement` names no actor: all of them join later.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    return text != "auto" and not _read(text)["actor"]
+
+
+def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
+    if not ranks["learner"]:
+        raise ConfigError(f"--placement names no learner, but a run needs one. {_EXAMPLE}")
+    if not ranks["actor"] and not joined:
+        raise ConfigError(
+            "--placement names no actor, and without --replay.listen nobody knows where to join the run. Set "
+            f"--replay.listen tcp://ADDRESS:PORT and start actors with `asyncrl actor --join`. {_EXAMPLE}"
+        )
+
+
 def _check_ranks(ranks: dict[str, list[int]], world_size: int, devices: int) -> None:
     for role, named in ranks.items():
-        if not named:
-            raise ConfigError(f"--placement names no {role}, but a run needs one. {_EXAMPLE}")
         if twice := sorted({rank for rank in named if named.count(rank) > 1}):
             raise ConfigError(f"--placement names rank {twice[0]} twice as {role}. Name it once.")
-    highest = max(max(named) for named in ranks.values())
+    highest = max(max(named, default=0) for named in ranks.values())
     started = f"{world_size} ranks (0-{world_size - 1})" if world_size > 1 else "1 rank (0)"
     if highest >= world_size:
         gpus = f" (this host has {devices} GPU{'s' * (devices > 1)})" if devices else ""

@@ -46,6 +46,8 @@ class RunFacts:
     """Private folder that lies there as long as the run: rank 0 removes it as its last act."""
     checkpoint: str = ""
     """Folder from which the learners go on; empty: a new run."""
+    pull_endpoint: str = ""
+    """Address where actors that join fetch weights."""
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:

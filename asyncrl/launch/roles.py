@@ -34,7 +34,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     config, facts = _read(config_json, facts_json)
     activity.join(Path(facts.run_dir), name)
     activity.now_doing("loading models", config.start_deadline)
-    placement = parse_placement(config.placement, world_size(), 0)
+    placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
     taken = (len(placement.learners) - 1) * config.learner.threads
     cores = len(os.sched_getaffinity(0)) - taken
@@ -77,17 +77,19 @@ def replay_main(config_json: str, facts_json: str) -> None:
     from asyncrl.launch.placement import parse_placement
     from asyncrl.replay.opening import open_core
     from asyncrl.replay.service import serve_replay
+    from asyncrl.replay.visitors import RunSettings
 
     config, facts = _read(config_json, facts_json)
     activity.join(Path(facts.run_dir), "replay")
     activity.now_doing("opening the files", config.start_deadline)
     core = open_core(Path(facts.run_dir) / "replay", config)
-    actors = len(parse_placement(config.placement, world_size(), 0).actors)
+    actors = len(parse_placement(config.placement, world_size(), 0, joined=True).actors)
     serve_replay(
         core,
         facts.replay_endpoint,
         security=address.server_keys(config),
         shared_bytes=actors * config.replay.shared_megabytes * 2**20,
+        settings=RunSettings(config=config_json, weights=facts.pull_endpoint),
     )
 
 

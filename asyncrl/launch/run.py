@@ -32,6 +32,7 @@ from asyncrl.launch.supervisor import Supervisor
 if TYPE_CHECKING:
     from asyncrl.learner.learner import Learner
     from asyncrl.weights.interface import Publisher
+    from asyncrl.weights.publisher import StorePublisher
 
 ACTOR_FAREWELL = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
@@ -61,7 +62,7 @@ def run(config: TrainConfig) -> int:
 
 def _placement(config: TrainConfig) -> Placement:
     ranks = rendezvous.world_size()
-    placement = parse_placement(config.placement, ranks, 0)
+    placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
     check_groups(placement, config.algorithm.groups_per_update)
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     if local != ranks:
@@ -131,26 +132,32 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     run_dir = start.run_dir
     rendezvous.remember_run(run_dir)
     activity.join(run_dir, "learner-0")
-    publisher = build_publisher(transport, device=device, deadline=config.weights.deadline)
     with (
         Logbook(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
         ) as log,
         address.opened(config, run_dir) as (sockets, endpoint),
     ):
+        publisher = build_publisher(
+            transport,
+            device=device,
+            deadline=config.weights.deadline,
+            pulls=address.pull_settings(config, sockets),
+        )
         log.banner(summary.banner(config, run_dir, placement.summary, str(device)))
         if attempt := rendezvous.attempt():
-            log.banner(
-                f"torchrun started the ranks again (restart {attempt}); on from version {start.version}"
-            )
+            log.banner(f"torchrun started the ranks again ({attempt}); on from version {start.version}")
+        log.banner(summary.invitation(config, endpoint, waits=not placement.actors))
         facts = RunFacts(
             run_dir=str(run_dir),
             replay_endpoint=endpoint,
             weights_endpoint=publisher.endpoint,
             sockets=str(sockets),
             checkpoint=str(start.checkpoint or ""),
+            pull_endpoint=publisher.pull_endpoint,
         )
-        crew, watch = Crew(stop, log.banner), HangWatch(run_dir, log.banner)
+        crew = Crew(stop, log.banner, news=partial(_news, config, placement, publisher))
+        watch = HangWatch(run_dir, log.banner)
         try:
             port = _start(config, placement, facts, start.version, crew)
             with learners.joined(config, len(placement.learners), device) as group:
@@ -170,6 +177,14 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             publisher.close()
         log.banner(summary.closing(config, run_dir))
     return 0
+
+
+def _news(config: TrainConfig, placement: Placement, publisher: StorePublisher) -> list[str]:
+    """Lines about actors that joined or went, and what the learner waits for when none is left."""
+    lines = publisher.take_news()
+    if lines and not (placement.actors or publisher.joined):
+        lines.append(f"no actor is left: waits up to {config.max_wait:g} s (--max-wait) for one to join")
+    return lines
 
 
 def _start(

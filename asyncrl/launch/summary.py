@@ -36,6 +36,15 @@ def banner(config: TrainConfig, run_dir: Path, processes: str, device: str) -> s
     return "  ".join(parts)
 
 
+def invitation(config: TrainConfig, endpoint: str, *, waits: bool) -> str:
+    """One line: how an actor joins, and (`waits`) that nothing happens before one does."""
+    keys = " --keys DIR" if config.replay.keys else ""
+    command = f"asyncrl actor --join {endpoint}{keys}"
+    if not waits:
+        return f"more actors can join: {command}"
+    return f"waits up to {config.max_wait:g} s (--max-wait) for actors to join: {command}"
+
+
 def closing(config: TrainConfig, run_dir: Path) -> str:
     """What was reached, where the newest checkpoint is, and the command that comes next."""
     rates = successes(run_dir / "metrics.jsonl")

@@ -107,8 +107,9 @@ def _report(folder: Path, before: dict[str, bytes], now: dict[str, bytes]) -> No
 class Handshakes:
     """Watches one connecting socket for refusals."""
 
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
-        """Begin before the socket connects."""
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, who: str = "replay") -> None:
+        """Begin before the socket connects; `who` is at the other end."""
+        self._who = who
         self._endpoint, self._broken_off = endpoint, 0
         events = (
             zmq.Event.HANDSHAKE_SUCCEEDED
@@ -141,7 +142,7 @@ class Handshakes:
                 raise self._refused(
                     "one side uses keys and the other does not. Set --replay.keys on both"
                     if event["value"] == _MECHANISM_MISMATCH
-                    else f"its handshake breaks the protocol ({event['value']:#x}). Is it a replay at all?"
+                    else f"its handshake breaks the protocol ({event['value']:#x}). Is it asyncrl's at all?"
                 )
             else:
                 self._broken_off += 1
@@ -152,4 +153,4 @@ class Handshakes:
                     )
 
     def _refused(self, why: str) -> ReplayError:
-        return ReplayError(f"the replay at {self._endpoint} refused the connection: {why}.")
+        return ReplayError(f"the {self._who} at {self._endpoint} refused the connection: {why}.")

@@ -54,8 +54,13 @@ def ipc_endpoint(folder: Path, name: str = "replay") -> str:
     return check_endpoint(f"ipc://{folder / name}")
 
 
-def check_endpoint(endpoint: str, security: Security | None = None) -> str:
+def check_endpoint(endpoint: str, security: Security | None = None, *, any_port: bool = False) -> str:
     """Return `endpoint` when it can be used safely.
+
+    Args:
+        endpoint: ipc:///absolute/path or tcp://ADDRESS:PORT.
+        security: The keys that go with it; None for an address that only this host reaches.
+        any_port: Port 0 stands for one that the system chooses.
 
     Raises:
         ConfigError: It reaches beyond this host without keys, is open to other users, or cannot be read.
@@ -64,7 +69,7 @@ def check_endpoint(endpoint: str, security: Security | None = None) -> str:
     if kind == "ipc" and rest.startswith("/"):
         _check_ipc(endpoint, Path(rest))
     elif kind == "tcp":
-        _check_tcp(endpoint, rest, security)
+        _check_tcp(endpoint, rest, security, any_port)
     else:
         raise ConfigError(
             f"endpoint {endpoint!r} is not supported. Use ipc:///absolute/path or tcp://127.0.0.1:PORT."
@@ -89,7 +94,7 @@ def _check_ipc(endpoint: str, path: Path) -> None:
         )
 
 
-def _check_tcp(endpoint: str, rest: str, security: Security | None) -> None:
+def _check_tcp(endpoint: str, rest: str, security: Security | None, any_port: bool) -> None:
     host, _, port = rest.rpartition(":")
     try:
         address = ipaddress.IPv4Address(host)
@@ -111,7 +116,7 @@ def _check_tcp(endpoint: str, rest: str, security: Security | None) -> None:
             f"endpoint {endpoint!r} does not name one address, and the others connect to the same endpoint. "
             "Use the IPv4 address of one network interface, for example tcp://10.0.0.5:5555."
         )
-    if not (port.isdecimal() and 0 < int(port[:6]) < 65536):
+    if not (port.isdecimal() and (not any_port) <= int(port[:6]) < 65536):
         raise ConfigError(f"endpoint {endpoint!r} has no port between 1 and 65535.")
 
 
@@ -125,17 +130,17 @@ def _limited(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[b
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, security: ServerKeys | None = None
 ) -> zmq.Socket[bytes]:
-    """Bind the replay's socket. A vanished peer raises on send; a returning peer takes its name over.
+    """Bind a server's socket. A vanished peer raises on send; a returning peer takes its name over.
 
     Args:
         context: Where the socket lives. With keys it must be `admission.admitting`, or nobody gets in.
-        endpoint: See `check_endpoint`.
+        endpoint: See `check_endpoint`; port 0: `zmq.LAST_ENDPOINT` tells the one that the system chose.
         security: The server's keys and its allow-list.
 
     Raises:
         ConfigError: The endpoint is not allowed, or someone else has it.
     """
-    check_endpoint(endpoint, security)
+    check_endpoint(endpoint, security, any_port=True)
     socket = _limited(context, zmq.ROUTER)
     secure(socket, security)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

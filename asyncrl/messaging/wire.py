@@ -43,6 +43,8 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "welcome": {"boot": str, "known": bool, "package": str},
     "ping": {},
     "bye": {},
+    "settings": {"name": str, "part": int},
+    "settings_part": {"part": int, "parts": int, "text": str, "weights": str},
     "acquire": {"turn": int},
     "grant": {"turn": int, "number": int, "min_version": int, "keep_video": bool},
     "episode": {},
@@ -113,16 +115,15 @@ def encode(
     """
     if "package" in KINDS.get(kind, {}):
         fields.setdefault("package", __version__)
-    _check_fields(kind, fields)
+    check_fields(kind, fields, KINDS)
     if (episode is not None) != (kind in WITH_EPISODE):
         raise WireError(f"{kind!r} {'carries' if episode is None else 'does not carry'} an episode.")
-    header: dict[str, Any] = {"schema": SCHEMA_VERSION, "kind": kind, **fields}
+    header: dict[str, Any] = {"kind": kind, **fields}
     payload: list[Buffer] = []
     if episode is not None:
         header["episode"] = scalars_of(episode)
         header["arrays"], payload = write_arrays(episode, offsets)
-    body = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    frames: list[Buffer] = [_PREFIX.pack(MAGIC, zlib.crc32(body)) + body, *payload]
+    frames: list[Buffer] = [write_header(header), *payload]
     _check_sizes(frames)
     return frames
 
@@ -140,12 +141,12 @@ def decode(frames: Sequence[Buffer], ring: RingReader | None = None, *, views: b
         WireError: Whatever is wrong with it.
     """
     _check_sizes(frames)
-    header = _read_header(frames[0])
+    header = read_header(frames[0])
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         raise WireError(f"kind {shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
     scalars, arrays = header.pop("episode", None), header.pop("arrays", None)
-    _check_fields(kind, header)
+    check_fields(kind, header, KINDS)
     if kind not in WITH_EPISODE:
         if scalars is not None or arrays is not None or len(frames) != 1:
             raise WireError(
@@ -167,7 +168,18 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
     check_sizes(lengths)
 
 
-def _read_header(frame: Buffer) -> dict[str, Any]:
+def write_header(header: dict[str, Any]) -> bytes:
+    """Write the first frame of a message: magic, checksum and the fields, with the schema's version."""
+    body = json.dumps({"schema": SCHEMA_VERSION, **header}, separators=(",", ":"), allow_nan=False).encode()
+    return _PREFIX.pack(MAGIC, zlib.crc32(body)) + body
+
+
+def read_header(frame: Buffer) -> dict[str, Any]:
+    """Read the first frame of a message, which has at least 8 bytes; all but the schema's version.
+
+    Raises:
+        WireError: It is damaged, no message of asyncrl, or of another schema version.
+    """
     magic, crc = _PREFIX.unpack_from(frame)
     if magic != MAGIC:
         raise WireError(f"the message begins with {magic!r}, expected {MAGIC!r}: not a message of asyncrl.")
@@ -201,9 +213,14 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number here")
 
 
-def _check_fields(kind: str, fields: dict[str, Any]) -> None:
-    if kind not in KINDS:
-        raise WireError(f"kind {kind[:40]!r} is unknown. Known: {', '.join(KINDS)}.")
-    check_keys(kind, fields, KINDS[kind])
-    for name, expected in KINDS[kind].items():
+def check_fields(kind: str, fields: dict[str, Any], kinds: dict[str, dict[str, type]]) -> None:
+    """Check the fields of a message against the table of its kinds.
+
+    Raises:
+        WireError: The kind is unknown, or a field is missing, unknown, or of the wrong type or size.
+    """
+    if kind not in kinds:
+        raise WireError(f"kind {kind[:40]!r} is unknown. Known: {', '.join(kinds)}.")
+    check_keys(kind, fields, kinds[kind])
+    for name, expected in kinds[kind].items():
         check_value(f"{kind}.{name}", fields[name], expected)

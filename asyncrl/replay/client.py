@@ -133,6 +133,26 @@ class ZmqActorPort:
             self._link.close()
             self._outbox.close()
 
+    def leave(self, deadline: float) -> None:
+        """Leave a run that goes on: hand over what is finished, give the open groups back.
+
+        Args:
+            deadline: Seconds that the replay has to take the finished episodes.
+        """
+        end = time.monotonic() + deadline
+        try:
+            while self._outbox.on_the_way and not self.stopped:
+                left = end - time.monotonic()
+                if left <= 0:
+                    self._outbox.warn(f"left without handing over all of {self.unacknowledged} episodes")
+                    break
+                self._exchange(min(left, 0.1))
+            while not self._link.send_now("bye") and time.monotonic() < end:
+                self._exchange(0.05)  # Its queue is full of episodes.
+        finally:
+            self._link.close()
+            self._outbox.close()
+
     def _exchange(self, wait: float) -> None:
         self._outbox.send_due()
         for message in self._link.exchange(wait):

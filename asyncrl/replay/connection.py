@@ -1,13 +1,15 @@
 """One socket to the replay that keeps itself introduced: messages out, messages in.
 
-It says `hello` and pings once a second. A replay that was restarted answers that it does not know the peer;
-then the connection introduces itself again, and `Connection.boot` names the new process, so that its owner
-repeats what was not answered for good.
+It says `hello` and pings once a second; an actor does so on a thread, because one round of imagination may
+take long. A replay that was restarted answers that it does not know the peer; then the connection introduces
+itself again, and `Connection.boot` names the new process, so that its owner repeats what was not answered for
+good.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any, Final
 
@@ -49,6 +51,11 @@ class Connection:
             self._context.destroy(linger=0)
             raise
         self._spoke = -float("inf")
+        # Around every use of the socket, which no two threads may use at once.
+        self._lock, self._closing = threading.RLock(), threading.Event()
+        self._pulse = threading.Thread(target=self._beat, name="replay pings", daemon=True)
+        if role == "actor":
+            self._pulse.start()
 
     def exchange(self, wait: float) -> list[Message]:
         """Keep in touch and return what came; waits up to `wait` seconds when nothing is there.
@@ -57,9 +64,11 @@ class Connection:
             ReplayError: The replay refused a message or this process, or is of another package version.
             WireError: It speaks another schema version, or garbage.
         """
-        now = time.monotonic()
-        if now - self._spoke >= PING_EVERY:
-            self._spoke = now
+        with self._lock:
+            return self._exchange(wait)
+
+    def _exchange(self, wait: float) -> list[Message]:
+        if self._quiet():
             self.send_now("ping") if self.boot else self._introduce()
         found: list[Message] = []
         if wait > 0:
@@ -88,13 +97,35 @@ class Connection:
     def send_frames(self, frames: list[Buffer]) -> bool:
         """Send an encoded message without waiting; False when the queue is full."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            with self._lock:
+                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         return True
 
+    def _quiet(self) -> bool:
+        """Whether it is time to say something; notes that it is said now."""
+        now = time.monotonic()
+        quiet = now - self._spoke >= PING_EVERY
+        self._spoke = now if quiet else self._spoke
+        return quiet
+
+    def _beat(self) -> None:
+        """Keep in touch while nobody exchanges messages. Ended by `close`."""
+        while not self._closing.wait(PING_EVERY / 4):
+            if self._lock.acquire(timeout=PING_EVERY):
+                try:
+                    # Not a ping: nobody reads now that a restarted replay does not know this actor.
+                    if not self._closing.is_set() and self._quiet():
+                        self._introduce()
+                finally:
+                    self._lock.release()
+
     def close(self) -> None:
         """Disconnect; what was sent is still delivered for a second."""
+        self._closing.set()
+        if self._pulse.is_alive():
+            self._pulse.join(2 * PING_EVERY)
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._context.destroy(linger=LINGER_MS)

@@ -90,12 +90,17 @@ class ReplayCore:
     def hello(self, actor: str, session: str) -> None:
         """Note an actor. Under a new session it forgot the groups it was granted, so they are given up."""
         if self.actors.get(actor) != session:
-            self._keeper.finish()
             self.store.ledger.append(actor=actor, session=session)
             self.actors[actor] = session
-            for number in [n for n, group in self.limiter.open.items() if group.actor == actor]:
-                self._keeper.drop(number, "dropped_deadline")
+            self.leave(actor)
         self.limiter.hear(actor)
+
+    def leave(self, actor: str) -> None:
+        """Give up what an actor did not finish: it went, or forgot. Others get the credit at once."""
+        self._keeper.finish()
+        for number in self.limiter.unfinished(actor):
+            self._keeper.drop(number, "dropped_deadline")
+        self._waiting.pop(actor, None)
 
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
         """Grant a group to an actor, or None without credit, disk space or start state.
@@ -225,8 +230,9 @@ class ReplayCore:
         readings[m.DISK_WAITING] = self.disk.seconds
         if self._keeper.success.last is not None:
             readings[m.REPLAY_SUCCESS] = self._keeper.success.last
-        if self._waiting:
-            readings[m.ACTORS_WAITING] = sum(self._waiting.values()) / len(self._waiting)
+        waiting = [share for actor, share in self._waiting.items() if not self.limiter.silent(actor)]
+        if waiting:
+            readings[m.ACTORS_WAITING] = sum(waiting) / len(waiting)
         return readings
 
     def contents(self) -> str:

@@ -6,6 +6,7 @@ nothing is in flight while it updates, version max(0, k - max_lag) imagines batc
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection
@@ -30,6 +31,7 @@ class InlineActorPort:
     ) -> None:
         """Introduce the actor; `warn` receives one line for each invalid episode."""
         self._core, self._name, self._warn = core, actor_name, warn
+        core.limiter.silence = math.inf  # Within one thread a long round is no silence.
         core.hello(actor_name, os.urandom(8).hex())
 
     @property

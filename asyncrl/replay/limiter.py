@@ -26,6 +26,7 @@ class Limiter(GroupBooks):
         groups_per_update: int,
         max_lag: int,
         group_deadline: float = 300.0,
+        silence: float = 30.0,
         keep_video_every: int = 0,
         filter_groups: bool = False,
         uses: int = 1,
@@ -42,9 +43,10 @@ class Limiter(GroupBooks):
         super().__init__(uses=uses, horizon=max(horizon, max_lag))
         self.group_size, self.groups_per_update, self.max_lag = group_size, groups_per_update, max_lag
         self.group_deadline, self.keep_video_every, self.clock = group_deadline, keep_video_every, clock
-        self.filter_groups, self.seed = filter_groups, seed
+        self.filter_groups, self.seed, self.silence = filter_groups, seed, silence
         self.order: Order = order
         self._heard: dict[str, float] = {}
+        self._listening_since = self.clock()
 
     @property
     def ahead(self) -> int:
@@ -66,9 +68,17 @@ class Limiter(GroupBooks):
         """Note a sign of life."""
         self._heard[actor] = self.clock()
 
+    def unheard(self, actor: str) -> float:
+        """Seconds since an actor's last sign of life."""
+        return self.clock() - max(self._heard.get(actor, 0.0), self._listening_since)
+
     def silent(self, actor: str) -> bool:
-        """Whether an actor gave no sign of life for `group_deadline` seconds."""
-        return self._heard.get(actor, -float("inf")) < self.clock() - self.group_deadline
+        """Whether an actor gave no sign of life for more than `silence` seconds."""
+        return self.unheard(actor) > self.silence
+
+    def listen_again(self) -> None:
+        """Note that nobody could be heard until now: the replay itself was held up."""
+        self._listening_since = self.clock()
 
     def grant(self, actor: str, turn: int = -1, *, withhold: bool = False) -> GroupGrant | None:
         """Grant the next group, or None without credit.
@@ -133,19 +143,21 @@ class Limiter(GroupBooks):
         return number in self.open and len(self.open[number].members) == self.group_size
 
     def overdue(self) -> list[int]:
-        """Open groups to give up: first episode too long ago, or none yet and an actor that fell silent.
+        """Open groups to give up: first episode too long ago, or an actor that fell silent.
 
         A complete one waits for the disk; that is not its actor's fault.
         """
-        latest = self.clock() - self.group_deadline
-        found = []
+        now, found = self.clock(), []
         for number, group in self.open.items():
-            since = group.first_at
-            if since is None:
-                since = max(group.granted_at, self._heard.get(group.actor, group.granted_at))
-            if since < latest and not self.complete(number):
+            late = group.first_at is not None and group.first_at < now - self.group_deadline
+            lost = group.granted_at < now - self.silence and self.silent(group.actor)
+            if (late or lost) and not self.complete(number):
                 found.append(number)
         return found
+
+    def unfinished(self, actor: str) -> list[int]:
+        """Open groups of an actor whose members are not all there."""
+        return [n for n, group in self.open.items() if group.actor == actor and not self.complete(n)]
 
     def stale(self) -> list[int]:
         """Open and ready groups that hold a decision beyond the lag bound."""

@@ -28,6 +28,7 @@ def open_core(folder: Path, config: TrainConfig, warn: Callable[[str], None] = p
         groups_per_update=config.algorithm.groups_per_update,
         max_lag=config.max_lag,
         group_deadline=config.replay.group_deadline,
+        silence=config.replay.silence,
         keep_video_every=config.replay.keep_video_every,
         filter_groups=config.algorithm.filter_groups,
         uses=config.replay.uses,

@@ -66,7 +66,7 @@ class Outbox:
             shared_bytes: Size of the ring; 0, or a replay on another host: there is none.
             warn: Receives a line when there is no shared memory.
         """
-        self._link, self._warn = link, warn
+        self._link, self.warn = link, warn
         self._items: dict[str, _Unacknowledged] = {}
         self._ring: RingWriter | None = None
         self._asked, self._asked_at = 0, -float("inf")
@@ -84,6 +84,11 @@ class Outbox:
     def groups(self) -> int:
         """Groups with unacknowledged episodes."""
         return len({item.group_id for item in self._items.values()})
+
+    @property
+    def on_the_way(self) -> bool:
+        """Whether the replay may not even have received something."""
+        return any(not item.held for item in self._items.values())
 
     def add(self, episode: Episode) -> None:
         """Take over an episode.
@@ -165,4 +170,4 @@ class Outbox:
         if self._ring is not None:
             self._ring.give_back(item.offsets)
         if status == "dropped_invalid":
-            self._warn(f"replay: episode {message['episode_id']} was dropped: {message['reason']}")
+            self.warn(f"replay: episode {message['episode_id']} was dropped: {message['reason']}")

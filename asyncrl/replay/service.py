@@ -33,6 +33,7 @@ from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.ports import CAUSES, GroupFailure
+from asyncrl.replay.visitors import ROLE, RunSettings
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""
@@ -40,6 +41,10 @@ HANGS_AFTER: Final = 300.0
 """Seconds that handling what is there may take; a disk that needs longer is not there any more."""
 FAREWELL: Final = 5.0
 """Seconds the actors have to leave after the stop."""
+HELD_UP: Final = 2.0
+"""Seconds of a turn (a slow disk, a suspended machine) that are not counted as the actors' silence."""
+TAKEN: Final = 5.0
+"""Seconds after its last sign of life for which an actor's name is not given to one that joins."""
 _LOG = logging.getLogger(__name__)
 _LOGGED: Final = 100
 """Refused messages that are written to the log; all are counted."""
@@ -53,6 +58,7 @@ def serve_replay(
     *,
     security: ServerKeys | None = None,
     shared_bytes: int = 0,
+    settings: RunSettings | None = None,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
 ) -> None:
@@ -63,6 +69,7 @@ def serve_replay(
         endpoint: To bind; see `sockets.check_endpoint`.
         security: The replay's keys and whom it admits; None for an endpoint that only this user can reach.
         shared_bytes: What the rings of shared memory of all actors on this host may have; 0: sockets only.
+        settings: What actors that join are told; None: nobody can join.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
 
@@ -78,7 +85,7 @@ def serve_replay(
                 ready()
             core.seal_beside()
             rings = Rings(shared_bytes if same_host(endpoint) else 0)
-            Service(core, socket, rings).run(stop_event or threading.Event())
+            Service(core, socket, rings, settings).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         core.close()
@@ -87,14 +94,23 @@ def serve_replay(
 class Service:
     """The loop around one ROUTER socket."""
 
-    def __init__(self, core: ReplayCore, socket: zmq.Socket[bytes], rings: Rings) -> None:
+    def __init__(
+        self,
+        core: ReplayCore,
+        socket: zmq.Socket[bytes],
+        rings: Rings,
+        settings: RunSettings | None = None,
+    ) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.socket, self.rings = core, socket, rings
+        self.core, self.socket, self.rings, self.settings = core, socket, rings, settings
         self.boot = os.urandom(8).hex()
         self.actors: dict[bytes, str] = {}
         """Routing id -> name of each actor that is there."""
         self.learner = b""
         """The learner's routing id; empty until it is there."""
+        self._replaced: set[str] = set()
+        """Sessions of actors whose name a newer one took."""
+        self._turned = time.monotonic()
         self._acquires: dict[bytes, int] = {}
         self._sample: Message | None = None
         self._batch: deque[list[Buffer]] = deque()
@@ -108,6 +124,7 @@ class Service:
             "ping": self._ping,
             "bye": self._bye,
             "ring": self._ring,
+            "settings": self._tell_settings,
             "acquire": self._acquire,
             "episode": self._episode,
             "failed": self._failed,
@@ -133,8 +150,11 @@ class Service:
         now_doing("serving", HANGS_AFTER)
         if self.socket.poll(wait_ms):
             self._receive()
+        if time.monotonic() - self._turned > HELD_UP:
+            self.core.limiter.listen_again()
         self.core.tend()
         self._answer()
+        self._turned = time.monotonic()
 
     def _receive(self) -> None:
         for _ in range(_AT_ONCE):
@@ -165,7 +185,7 @@ class Service:
             self._count(peer, message, frames)
         if self.core.stopped and message.kind not in ("bye", "status", "stop"):
             self._send(peer, "stopped")
-        elif message.kind == "hello" or peer in self.actors or peer == self.learner:
+        elif message.kind in ("hello", "settings") or peer in self.actors or peer == self.learner:
             self._handlers[message.kind](peer, message)
         elif message.kind != "bye":
             # Sent to an earlier process of this service. The peer introduces itself and says it again.
@@ -238,21 +258,52 @@ class Service:
                 self.learner, self._sample = peer, None
                 self._batch.clear()
             self.core.begin(message["session"], message["version"])
-        else:
-            for other in [other for other, name in self.actors.items() if name == message["name"]]:
-                self._bye(other, message)
-            self.actors[peer] = message["name"]
-            self._told.pop(peer, None)
-            self.core.hello(message["name"], message["session"])
+        elif message["role"] == "actor" and not self._welcome_actor(peer, message):
+            return
         self._ping(peer, message)
+
+    def _welcome_actor(self, peer: bytes, message: Message) -> bool:
+        """Note an actor. Of two with one name the newer stays: a respawned actor has its predecessor's."""
+        name, session = message["name"], message["session"]
+        if session in self._replaced:
+            why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
+            self._send(peer, "refused", reason=why)
+            return False
+        if (before := self.core.actors.get(name)) not in (None, session):
+            self._replaced.add(str(before))
+        for other in [other for other, known in self.actors.items() if known == name]:
+            self._forget(other)
+        self.actors[peer] = name
+        self._told.pop(peer, None)
+        self.core.hello(name, session)
+        return True
+
+    def _tell_settings(self, peer: bytes, message: Message) -> None:
+        name = message["name"]
+        part = self.settings.part(message["part"]) if self.settings else None
+        if name in self.actors.values() and self.core.limiter.unheard(name) < TAKEN:
+            why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
+            self._send(peer, "refused", reason=why)
+        elif part is None:
+            self._send(peer, "refused", reason="this replay has no such settings to tell.")
+        else:
+            self._send(peer, "settings_part", **part)
 
     def _ping(self, peer: bytes, message: Message) -> None:
         self._send(peer, "welcome", boot=self.boot, known=True)
 
     def _bye(self, peer: bytes, message: Message) -> None:
-        for book in (self._acquires, self._told, self.actors):
-            book.pop(peer, None)
+        """Let an actor go. What it leaves open at the run's end is for a resume to settle."""
+        name = self._forget(peer)
+        if name is not None and not self.core.stopped:
+            self.core.leave(name)
+
+    def _forget(self, peer: bytes) -> str | None:
+        """Forget a peer; returns its name when it was an actor."""
+        self._acquires.pop(peer, None)
+        self._told.pop(peer, None)
         self.rings.forget(peer)
+        return self.actors.pop(peer, None)
 
     def _ring(self, peer: bytes, message: Message) -> None:
         if peer not in self.actors:
@@ -342,5 +393,5 @@ def _check_hello(message: Message) -> None:
             f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl {message['package'][:40]!r}, "
             f"the replay runs {__version__!r}. Run the same asyncrl version on both sides."
         )
-    if message["role"] not in ("actor", "learner"):
-        raise WireError(f"role {message['role'][:40]!r} is not 'actor' or 'learner'.")
+    if message["role"] not in ("actor", "learner", ROLE):
+        raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner' or {ROLE!r}.")

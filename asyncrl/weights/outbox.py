@@ -1,12 +1,14 @@
 """The learner's two buffer sets: policy tensors in, the newest packed version out.
 
-One set is sent while the other is packed. A version that was not sent yet is replaced by the next one.
+One set is sent while the other is packed. A version that was not sent yet is replaced by the next one. What
+is sent stays where it is while somebody holds it; the learner goes on packing the other set.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +30,7 @@ class Snapshot:
 
 
 class Outbox:
-    """Packed by the learner's thread, emptied by the publisher's."""
+    """Packed by the learner's thread, emptied by the publisher's, copied by the pull server's."""
 
     def __init__(self, device: torch.device) -> None:
         """Begin empty; the buffers are allocated on `device` when the first version is packed."""
@@ -36,6 +38,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._pending: Snapshot | None = None
         self._current: Snapshot | None = None
+        self._held = False
         self.slots: Slots = ([], [])
         self.manifest: layout.Manifest | None = None
         """What the buffers hold; absent until the first version is packed."""
@@ -71,12 +74,33 @@ class Outbox:
             self.newest = version
 
     def promote(self) -> Snapshot:
-        """Make the newest packed version the one to send; its predecessor's set may be packed from now on."""
+        """Make the newest packed version the one to send; its predecessor's set may be packed from now on.
+
+        While the predecessor is held it stays the one to send.
+        """
         with self._lock:
-            if self._pending is not None:
+            if self._pending is not None and not self._held:
                 self._current, self._pending = self._pending, None
             assert self._current is not None
             return self._current
+
+    @property
+    def sending(self) -> int:
+        """Version that is sent now; -1 before the first."""
+        current = self._current
+        return -1 if current is None else current.version
+
+    @contextmanager
+    def holding(self) -> Iterator[Snapshot]:
+        """Keep the version that is sent now in its buffers within the block; one thread at a time."""
+        with self._lock:
+            assert self._current is not None
+            self._held, snapshot = True, self._current
+        try:
+            yield snapshot
+        finally:
+            with self._lock:
+                self._held = False
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:

@@ -27,6 +27,7 @@ from asyncrl.weights import layout, transports
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
 from asyncrl.weights.membership import POLL_SECONDS, READY_SECONDS, Header, Member, Roster
 from asyncrl.weights.outbox import Outbox, Snapshot
+from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.store import epoch_store, open_store
 
 CLOSE_SECONDS = 2.0
@@ -45,13 +46,22 @@ class _Sent:
 class StorePublisher:
     """Publishes over a store and a transport. See `interface.Publisher`; build it with `build_publisher`."""
 
-    def __init__(self, transport: transports.Transport, store: Store, endpoint: str, deadline: float) -> None:
+    def __init__(
+        self,
+        transport: transports.Transport,
+        store: Store,
+        endpoint: str,
+        deadline: float,
+        serve_pulls: Callable[[Outbox], PullServer] | None = None,
+    ) -> None:
         self.endpoint = endpoint
         """'host:port' that the actors' `build_receiver` needs."""
         self._transport, self._store, self._deadline = transport, store, deadline
         self._roster = Roster(store)
         self._link = EpochLink(deadline, self._given_up)
         self._outbox = Outbox(transport.device)
+        self.pulls = serve_pulls(self._outbox) if serve_pulls else None
+        """Serves actors that join; absent when nobody can."""
         self._k = 0
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
@@ -80,7 +90,8 @@ class StorePublisher:
         with self._changed:
             while True:
                 self._require_alive()
-                took = sorted(name for name, held in self._took.items() if held >= version)
+                held = self._took | (self.pulls.took() if self.pulls else {})
+                took = sorted(name for name, newest in held.items() if newest >= version)
                 if len(took) >= actors:
                     return
                 refused, left = dict(self._roster.refused), until - time.monotonic()
@@ -90,22 +101,41 @@ class StorePublisher:
 
     def status(self) -> dict[Metric, float]:
         """Return the newest readings of `weights/*`."""
+        joined = self.pulls.readings() if self.pulls else {}
         with self._changed:
-            return {
+            return joined | {
                 m.WEIGHTS_VERSION: self._outbox.newest,
                 m.WEIGHTS_BYTES: self._outbox.bytes,
                 m.WEIGHTS_SECONDS: self._sent.seconds,
-                m.WEIGHTS_MEMBERS: self._sent.members,
+                m.WEIGHTS_MEMBERS: self._sent.members + joined.get(m.WEIGHTS_JOINED, 0.0),
             }
+
+    @property
+    def pull_endpoint(self) -> str:
+        """Where actors that join fetch the weights; empty when nobody can join."""
+        return self.pulls.endpoint if self.pulls else ""
+
+    @property
+    def joined(self) -> int:
+        """Actors that joined and are there, with or without a version."""
+        return len(self.pulls.took()) if self.pulls else 0
+
+    def take_news(self) -> list[str]:
+        """Return and forget one line for each actor that joined or went."""
+        return self.pulls.take_news() if self.pulls else []
 
     def close(self) -> None:
         """Tell the actors that no version will follow, and stop. See `interface.Publisher`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        if self.pulls is not None:
+            self.pulls.close()
         self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
 
     def _require_alive(self) -> None:
+        if self.pulls is not None:
+            self.pulls.took()  # Raises when its thread broke down.
         if self._failure is not None:
             raise WeightSyncError(
                 f"The weight publisher broke down ({self._failure}): the actors get no new versions. "
@@ -122,11 +152,12 @@ class StorePublisher:
         parts = [f"took it: {', '.join(took) or 'nobody'}", f"did not: {', '.join(late) or 'nobody'}"]
         parts += [f"never registered: {n}"] if (n := actors - len(known) - len(refused)) > 0 else []
         parts += [f"{name} refused it: {why}" for name, why in sorted(refused.items())]
+        joined = f", or {self.pull_endpoint} if they join" if self.pulls else ""
         when = "at once" if refused else f"within {deadline:g} s"
         return WeightSyncError(
-            f"Policy version {version} must reach {actors} actors at {self.endpoint}, but {len(took)} "
-            f"have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). See the logs of the "
-            "actors that did not, or raise --weights.deadline."
+            f"Policy version {version} must reach {actors} actors at {self.endpoint}{joined}, "
+            f"but {len(took)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
+            "See the logs of the actors that did not, or raise --weights.deadline."
         )
 
     # --- the publisher's thread ---
@@ -254,6 +285,7 @@ def build_publisher(
     store_listen: str = "127.0.0.1:0",
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
+    pulls: PullSettings | None = None,
 ) -> StorePublisher:
     """Open the weight channel on learner rank 0.
 
@@ -262,13 +294,19 @@ def build_publisher(
         store_listen: Loopback address of the store; port 0 lets the system choose.
         device: The learner's device, with its index when it is a GPU.
         deadline: Seconds after which an actor that does not take part is left behind.
+        pulls: Where actors that join fetch the weights; None: nobody can join.
 
     Raises:
-        ConfigError: the address is not loopback or taken, or the transport needs a GPU.
+        ConfigError: an address is not allowed or taken, or the transport needs a GPU.
     """
     carrier = transports.build_transport(transport, torch.device(device), deadline)
     store, endpoint = open_store(store_listen)
-    return StorePublisher(carrier, store, endpoint, deadline)
+
+    def serve(outbox: Outbox) -> PullServer:
+        assert pulls is not None
+        return PullServer(outbox, carrier.device, pulls)
+
+    return StorePublisher(carrier, store, endpoint, deadline, serve if pulls else None)
 
 
 def _names(members: Iterable[Member]) -> str:

@@ -22,7 +22,7 @@ from asyncrl import waits
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import layout, transports
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
-from asyncrl.weights.interface import ChannelClosed
+from asyncrl.weights.buffered import BufferedReceiver
 from asyncrl.weights.membership import POLL_SECONDS, Header, Seat
 from asyncrl.weights.store import LOST, connect, epoch_store, first_line
 
@@ -31,7 +31,7 @@ MAX_DAMAGED = 3
 _log = logging.getLogger(__name__)
 
 
-class StoreReceiver:
+class StoreReceiver(BufferedReceiver):
     """Receives over a store and a transport. See `interface.Receiver`; build it with `build_receiver`."""
 
     def __init__(
@@ -43,98 +43,34 @@ class StoreReceiver:
         manifest: layout.Manifest,
         deadline: float,
     ) -> None:
-        self._transport, self._endpoint, self._deadline = transport, endpoint, deadline
-        self._name, self._manifest = name, manifest
+        super().__init__(name, endpoint, manifest, transport.device, deadline)
+        self._transport = transport
         self._seat = Seat(store, name)
         self._link = EpochLink(deadline, self._given_up)
         self._epoch, self._k, self._damaged = 0, 0, 0
         self._epoch_failed = False
-        self._spare: layout.Buffers | None = None
-        """Where the next version goes; made when it comes: no answer to an offer waits for it."""
-        # Everything below is shared between the two threads and guarded by this condition.
-        self._changed = threading.Condition()
-        self._complete = layout.allocate(manifest, transport.device)
-        self._version, self._held = -1, -1
-        self._state = f"waiting for the learner at {endpoint} to publish its first version"
-        self._failure: Exception | None = None
-        self._lost_since: float | None = None
-        self._ended = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
         self._thread.start()
-
-    # --- the actor's thread ---
-
-    def wait_for_first(self, deadline: float) -> int:
-        """Wait for the first complete version. See `interface.Receiver`."""
-        until = time.monotonic() + deadline
-        with self._changed:
-            while self._version < 0:
-                self._require_alive()
-                if self._ended:
-                    raise ChannelClosed(f"The learner ended the run before {self._name} had weights.")
-                left = until - time.monotonic()
-                if left <= 0 or self._lost_since is not None:
-                    raise WeightSyncError(
-                        f"{self._name} waited for its first weights, at most {deadline:g} s, and has none: "
-                        f"{self._state}. See the learner's log."
-                    )
-                self._changed.wait(left)
-            return self._version
-
-    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
-        """Copy the newest complete version into the tensors when it is newer. See `interface.Receiver`."""
-        if self._failure is not None or self._lost_since is not None:
-            self._require_alive()
-        if self._version == self._held:
-            return self._held
-        layout.require_same(self._manifest, layout.build_manifest(tensors), f"{self._name}'s swap")
-        with self._changed:
-            layout.unpack(self._manifest, self._complete, tensors)
-            if self._transport.device.type == "cuda":
-                # The copies must be over before the next version may be received into these buffers.
-                torch.cuda.current_stream(self._transport.device).synchronize()
-            self._held = self._version
-        return self._held
-
-    def wait_newer(self, version: int, wait: float) -> None:
-        """Wait a little for news. See `interface.Receiver`."""
-        with self._changed:
-            if self._version <= version:
-                self._changed.wait(wait)
 
     def close(self) -> None:
         """Leave the group and stop. See `interface.Receiver`."""
         self._closing.set()
         self._thread.join(2 * ABORT_SECONDS)
 
-    def _require_alive(self) -> None:
-        if self._failure is not None:
-            raise WeightSyncError(str(self._failure)) from self._failure
-        lost = self._lost_since
-        if lost is not None and time.monotonic() - lost > self._deadline:
-            raise WeightSyncError(
-                f"{self._name} lost the learner at {self._endpoint} {time.monotonic() - lost:.0f} s ago and "
-                f"still acts with version {self._version}. The learner ended or was restarted: see its log."
-            )
-
     # --- the receiver's thread ---
 
     def _run(self) -> None:
         try:
             self._take_part()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            self._end()
         except LOST as error:
             with self._changed:
                 self._lost_since = time.monotonic()
                 self._state = f"the connection to {self._endpoint} is gone ({first_line(error)})"
                 self._changed.notify_all()
         except Exception as error:  # the thread's boundary: the next swap raises it
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._fail(error)
         finally:
             self._link.drop()
 
@@ -203,8 +139,7 @@ class StoreReceiver:
 
     def _receive(self, header: Header) -> None:
         """Take one version into the spare buffers and, when it is whole, make them the complete ones."""
-        spare = self._spare or layout.allocate(self._manifest, self._transport.device)
-        self._spare = spare
+        spare = self._room()
         try:
             with waits.waiting(waits.RECEIVING, self._deadline, f": version {header.version}"):
                 self._link.use(
@@ -218,11 +153,7 @@ class StoreReceiver:
         if reason := self._given_up():
             raise WeightSyncError(f"Version {header.version} came too late: {reason}.")
         self._require_whole(header, spare)
-        if header.version > self._version:
-            with self._changed:
-                self._spare, self._complete = self._complete, spare
-                self._version = header.version
-                self._changed.notify_all()
+        self._accept(header.version)
 
     def _require_whole(self, header: Header, buffers: layout.Buffers) -> None:
         with self._transport.aside():

@@ -1,0 +1,53 @@
+"""`asyncrl actor --join ENDPOINT`: one more actor for a run that is under way, from this host or another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from asyncrl.launch.join import JoinSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """Join a running run: imagine for it until it ends or this process is asked to stop (Ctrl-C, SIGTERM)."""
+
+    join: str
+    """Where the run's replay listens: its --replay.listen, or the address that its console shows."""
+    keys: str = ""
+    """Folder with server.public and this actor's key NAME.secret, for a run with --replay.keys."""
+    key: str = ""
+    """Which key of --keys. Empty: that of --name, or the only one besides the server's and the learner's."""
+    name: str = ""
+    """What the run calls this actor; unique in it. Empty: made of the host's name."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the models run. auto: cuda where there is a GPU. CUDA_VISIBLE_DEVICES says which."""
+    threads: int = 0
+    """CPU threads. 0: two where there are two cores, else one."""
+    policy: str = ""
+    """The run's policy, where its path differs on this host. It must hold the same files."""
+    world: str = ""
+    """The run's world model, where its path differs on this host. It must hold the same files."""
+    start_states: str = ""
+    """The run's start states, where their path differs on this host. It must be the same file."""
+
+
+def main(arguments: list[str]) -> int:
+    """Join, imagine, leave."""
+    config = tyro.cli(ActorConfig, args=arguments, prog="asyncrl actor")
+    from asyncrl.launch.join import run
+
+    paths = {"policy": config.policy, "world": config.world, "start_states": config.start_states}
+    return run(
+        JoinSettings(
+            endpoint=config.join,
+            keys=config.keys,
+            key=config.key,
+            name=config.name,
+            device=config.device,
+            threads=config.threads,
+            paths={name: path for name, path in paths.items() if path},
+        )
+    )

@@ -1,0 +1,178 @@
+"""One more actor for a running run: the address of its replay in, an exit code out when the run or this ends.
+
+1  ask the replay for the run's settings and for where the weights are     deadline ANSWER_DEADLINE
+2  load policy, world, reward and start states as the run's own actors do
+3  fetch the first weights                                                 deadline --weights.deadline
+4  imagine, like any actor                     ended by: the run, SIGTERM or Ctrl-C, a learner that is gone
+5  hand over what is finished, give the open groups back
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+from asyncrl.config import TrainConfig, overlay
+from asyncrl.errors import ConfigError
+from asyncrl.launch.crew import StopFlag, quietly
+from asyncrl.messaging.keys import ClientKeys, load_client_keys
+
+if TYPE_CHECKING:
+    from asyncrl.actors.actor import Actor
+    from asyncrl.replay.client import ZmqActorPort
+    from asyncrl.weights.pulled import PulledReceiver
+
+ANSWER_DEADLINE: Final = 30.0
+"""Seconds the replay has to tell the run's settings."""
+FAREWELL: Final = 5.0
+"""Seconds the replay has to take the last finished episodes."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_RESERVED: Final = re.compile(r"actor-\d+|learner|replay|inline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSettings:
+    """What an actor that joins decides for itself; all else is the run's."""
+
+    endpoint: str
+    """Of the replay."""
+    keys: str
+    """Folder of key files; empty: none."""
+    key: str
+    """Name of the key; empty: see `pick_key`."""
+    name: str
+    """Of the actor; empty: made up."""
+    device: str
+    threads: int
+    """CPU threads; 0: by the number of cores."""
+    paths: Mapping[str, str]
+    """Settings of the run (policy, world, start_states) that are another path on this host."""
+
+
+def run(settings: JoinSettings) -> int:
+    """Join, imagine, leave.
+
+    Raises:
+        ConfigError: A setting that cannot work.
+        ReplayError: The replay does not answer, or refuses this actor.
+        WeightSyncError: The weights do not fit, or the learner is gone.
+        CheckpointError: The run's files are not on this host.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        with _interrupting():
+            name, keys = _pick_name(settings.name), pick_key(settings)
+            actor, port, receiver = _join(settings, name, keys)
+    except KeyboardInterrupt:
+        return 0  # Nobody has given it anything yet.
+    with StopFlag().listening() as stop:
+        try:
+            actor.run(leaving=lambda: stop.set or receiver.ended)
+            over = port.stopped or receiver.ended
+        finally:
+            quietly(partial(port.leave, FAREWELL), print)
+            receiver.close()
+    print(f"{name}: {'the run is over' if over else 'left the run'}", flush=True)
+    return 0
+
+
+def pick_key(settings: JoinSettings) -> ClientKeys | None:
+    """Choose the key of an actor: the named one, one called like it, or the only one that can be meant.
+
+    Raises:
+        ConfigError: There is none, or more than one.
+    """
+    if not settings.keys:
+        return None
+    folder = Path(settings.keys).expanduser()
+    found = sorted(path.stem for path in folder.glob("*.secret") if path.stem not in ("server", "learner"))
+    if settings.key or settings.name in found:
+        return load_client_keys(folder, settings.key or settings.name)
+    if len(found) != 1:
+        raise ConfigError(
+            f"--keys is {settings.keys}, with {len(found)} keys of actors ({', '.join(found) or 'none'}), "
+            "so it is not clear which one to use. Name one with --key, or copy one there with server.public."
+        )
+    return load_client_keys(folder, found[0])
+
+
+def _join(
+    settings: JoinSettings, name: str, keys: ClientKeys | None
+) -> tuple[Actor, ZmqActorPort, PulledReceiver]:
+    """Do all until the first weights are there."""
+    import torch
+
+    from asyncrl.actors.actor import Actor
+    from asyncrl.launch import build
+    from asyncrl.launch.devices import pick_device
+    from asyncrl.launch.placement import threads_of_actor
+    from asyncrl.replay.client import ZmqActorPort
+    from asyncrl.replay.visitors import ask_settings
+    from asyncrl.weights.pulled import build_pulled_receiver
+    from asyncrl.worlds.start_states import StartStateStream
+
+    device = pick_device(settings.device)
+    told = ask_settings(settings.endpoint, name, keys, ANSWER_DEADLINE)
+    config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
+    config = replace(config, **dict(settings.paths))
+    torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
+    policy = build.build_policy(config, device)
+    dreams = build.build_dreams(config, device)
+    build.check_tasks(policy, dreams.starts)
+    receiver = build_pulled_receiver(
+        told.weights, name, policy.acting_tensors(), keys, config.weights.deadline
+    )
+    try:
+        version = receiver.wait_for_first(config.start_deadline)
+        print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
+        port = ZmqActorPort(settings.endpoint, name, security=keys)
+        actor = Actor(
+            build.build_imagination(config, policy, dreams),
+            StartStateStream(dreams.starts, config.seed),
+            port,
+            receiver,
+            build.actor_settings(config, name),
+        )
+    except BaseException:
+        receiver.close()
+        raise
+    return actor, port, receiver
+
+
+def _pick_name(name: str) -> str:
+    """Check a name, or make one up."""
+    if not name:
+        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:40] or "host"
+        return f"{host}-{os.getpid()}-{os.urandom(2).hex()}"
+    if not _NAME.fullmatch(name) or _RESERVED.fullmatch(name):
+        raise ConfigError(
+            f"--name is {name!r}. Names have letters, digits, '.', '-' and '_'; the run's own processes are "
+            "called learner, replay, actor-0, actor-1 ... Use another one, like the host's, or leave it out."
+        )
+    return name
+
+
+@contextmanager
+def _interrupting() -> Iterator[None]:
+    """Let SIGTERM and SIGINT raise KeyboardInterrupt within the block."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

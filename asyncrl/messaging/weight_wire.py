@@ -1,0 +1,110 @@
+"""Messages about weights between the learner and actors that joined, in and out of bytes.
+
+The header is that of `wire`, the kinds are others:
+
+    actor ──► learner   newest     which version it holds; answered by `offer`, or `unchanged` after a while
+                        manifest   answered by `layout`: names, shapes and types of the tensors, as JSON
+                        bytes      a piece of one buffer of a version; answered by `chunk`, or `gone`
+                        leave
+    learner ──► actor   closed     no version will follow
+
+A `layout` and a `chunk` have a second frame with raw bytes; the header has its checksum. `decode` raises
+`WireError` only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from asyncrl.errors import WireError
+from asyncrl.messaging.wire import MAX_HEADER_BYTES, Buffer, check_fields, read_header, write_header
+
+CHUNK: Final = 2**20
+"""Most bytes of a buffer in one message."""
+MAX_PAYLOAD: Final = 16 * 2**20
+"""Most bytes of a second frame: a chunk, or the manifest of some hundred thousand tensors."""
+
+KINDS: Final[dict[str, dict[str, type]]] = {
+    "newest": {"name": str, "held": int},
+    "manifest": {},
+    "bytes": {"version": int, "buffer": int, "offset": int, "length": int},
+    "leave": {},
+    "offer": {"version": int, "checksum": int, "manifest": int},
+    "unchanged": {},
+    "layout": {"crc": int},
+    "chunk": {"version": int, "buffer": int, "offset": int, "crc": int},
+    "gone": {"version": int},
+    "closed": {},
+    "refused": {"reason": str},
+}
+"""Every kind of message with its fields. `checksum` is of all buffers, `manifest` and `crc` are CRC-32."""
+WITH_PAYLOAD: Final = frozenset({"layout", "chunk"})
+"""Kinds with a second frame."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightMessage:
+    """One decoded message."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    payload: Buffer = b""
+    """The second frame, not copied; empty when the kind has none."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+def encode(kind: str, payload: Buffer | None = None, **fields: Any) -> list[Buffer]:
+    """Write a message.
+
+    Args:
+        kind: One of `KINDS`.
+        payload: For kinds in `WITH_PAYLOAD`; its checksum is added. Not copied: it may not change before
+            it was sent.
+        fields: Exactly the other fields of the kind.
+
+    Raises:
+        WireError: The message breaks the format.
+    """
+    if payload is not None:
+        fields["crc"] = zlib.crc32(payload)
+    check_fields(kind, fields, KINDS)
+    header = write_header({"kind": kind, **fields})
+    frames: list[Buffer] = [header] if payload is None else [header, payload]
+    _check_frames(kind, frames)
+    return frames
+
+
+def decode(frames: Sequence[Buffer]) -> WeightMessage:
+    """Read a message.
+
+    Raises:
+        WireError: Whatever is wrong with it.
+    """
+    if not frames or not 8 <= len(frames[0]) <= MAX_HEADER_BYTES:
+        raise WireError(
+            f"the message has {len(frames)} frames; its header has 8 to {MAX_HEADER_BYTES} bytes."
+        )
+    header = read_header(frames[0])
+    kind = header.pop("kind", None)
+    if not isinstance(kind, str):
+        raise WireError("the message has no kind.")
+    check_fields(kind, header, KINDS)
+    _check_frames(kind, frames)
+    if kind not in WITH_PAYLOAD:
+        return WeightMessage(kind=kind, fields=header)
+    if zlib.crc32(frames[1]) != header["crc"]:
+        raise WireError(f"the checksum of a {kind} does not match: it was changed on its way.")
+    return WeightMessage(kind=kind, fields=header, payload=frames[1])
+
+
+def _check_frames(kind: str, frames: Sequence[Buffer]) -> None:
+    expected = 2 if kind in WITH_PAYLOAD else 1
+    if len(frames) != expected:
+        raise WireError(f"{kind!r} has {expected} frames, but came with {len(frames)}.")
+    if len(frames[-1]) > MAX_PAYLOAD:
+        raise WireError(f"{kind!r} carries {len(frames[-1])} bytes, allowed are {MAX_PAYLOAD}.")

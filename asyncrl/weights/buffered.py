@@ -1,0 +1,130 @@
+"""What every actor's end of the weight channel shares: complete versions from its thread in, swaps out.
+
+A thread of the receiver fills the spare buffers and makes them the complete ones; the actor's thread copies
+the complete ones into the policy. Neither waits for the other longer than such a copy takes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.weights import layout
+from asyncrl.weights.interface import ChannelClosed
+
+
+class BufferedReceiver:
+    """The actor's side of a receiver. See `interface.Receiver`."""
+
+    def __init__(
+        self, name: str, endpoint: str, manifest: layout.Manifest, device: torch.device, deadline: float
+    ) -> None:
+        """Begin without a version.
+
+        Args:
+            name: The actor's.
+            endpoint: Where the versions come from, for errors.
+            manifest: Of the tensors that will be swapped.
+            device: Where the buffers are.
+            deadline: Seconds after which a learner that is gone is an error.
+        """
+        self._name, self._endpoint, self._manifest = name, endpoint, manifest
+        self._device, self._deadline = device, deadline
+        self._spare: layout.Buffers | None = None
+        """Where the next version goes; made when it comes: no answer to an offer waits for it."""
+        # Everything below is shared between the two threads and guarded by this condition.
+        self._changed = threading.Condition()
+        self._complete = layout.allocate(manifest, device)
+        self._version, self._held = -1, -1
+        self._state = f"waiting for the learner at {endpoint} to publish its first version"
+        self._failure: Exception | None = None
+        self._lost_since: float | None = None
+        self._ended = False
+
+    # --- the actor's thread ---
+
+    @property
+    def ended(self) -> bool:
+        """Whether the learner said that no version will follow."""
+        return self._ended
+
+    def wait_for_first(self, deadline: float) -> int:
+        """Wait for the first complete version. See `interface.Receiver`."""
+        until = time.monotonic() + deadline
+        with self._changed:
+            while self._version < 0:
+                self._require_alive()
+                if self._ended:
+                    raise ChannelClosed(f"The learner ended the run before {self._name} had weights.")
+                left = until - time.monotonic()
+                if left <= 0 or self._lost_since is not None:
+                    raise WeightSyncError(
+                        f"{self._name} waited for its first weights, at most {deadline:g} s, and has none: "
+                        f"{self._state}. See the learner's log."
+                    )
+                self._changed.wait(left)
+            return self._version
+
+    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+        """Copy the newest complete version into the tensors when it is newer. See `interface.Receiver`."""
+        if self._failure is not None or self._lost_since is not None:
+            self._require_alive()
+        if self._version == self._held:
+            return self._held
+        layout.require_same(self._manifest, layout.build_manifest(tensors), f"{self._name}'s swap")
+        with self._changed:
+            layout.unpack(self._manifest, self._complete, tensors)
+            if self._device.type == "cuda":
+                # The copies must be over before the next version may be received into these buffers.
+                torch.cuda.current_stream(self._device).synchronize()
+            self._held = self._version
+        return self._held
+
+    def wait_newer(self, version: int, wait: float) -> None:
+        """Wait a little for news. See `interface.Receiver`."""
+        with self._changed:
+            if self._version <= version:
+                self._changed.wait(wait)
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise WeightSyncError(str(self._failure)) from self._failure
+        lost = self._lost_since
+        if lost is not None and time.monotonic() - lost > self._deadline:
+            raise WeightSyncError(
+                f"{self._name} lost the learner at {self._endpoint} {time.monotonic() - lost:.0f} s ago and "
+                f"still acts with version {self._version}. The learner ended or was restarted: see its log."
+            )
+
+    # --- the receiver's thread ---
+
+    def _room(self) -> layout.Buffers:
+        """The spare buffers."""
+        if self._spare is None:
+            self._spare = layout.allocate(self._manifest, self._device)
+        return self._spare
+
+    def _accept(self, version: int) -> None:
+        """Make the spare buffers, which hold `version`, the complete ones, unless that is not newer."""
+        with self._changed:
+            if version > self._version:
+                self._spare, self._complete = self._complete, self._room()
+                self._version = version
+                self._changed.notify_all()
+
+    def _end(self) -> None:
+        """Note that no version will follow."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """Note what the actor's next call shall raise."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
