@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos import Chaos, Plan
+from chaos_run import Chaos, Plan
 from test_train import environment
 from training_fixtures import write_models
 
