@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from asyncrl.errors import ReplayError, RunError
@@ -19,7 +21,6 @@ class Child:
 
     def poll(self) -> State:
         self.polls += 1
-        assert self.polls < 1000, f"{self.name} is waited for without end"
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
     def wait(self, deadline: float) -> bool:
@@ -46,30 +47,40 @@ class Answering:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr("asyncrl.launch.crew.LOOK_EVERY", 0.0)
+    for module in ("crew", "caretaker"):
+        monkeypatch.setattr(f"asyncrl.launch.{module}.LOOK_EVERY", 0.001)
 
 
-def crew_of(*children: Child) -> Crew:
-    crew = Crew(StopFlag(), tell=lambda line: None)
-    crew.members += children
-    return crew
+@pytest.fixture
+def crew_of():
+    crews: list[Crew] = []
+
+    def make(*children: Child) -> Crew:
+        crews.append(Crew(StopFlag(), tell=lambda line: None))
+        for child in children:
+            crews[-1].hire(lambda child=child: child)
+        return crews[-1]
+
+    yield make
+    for crew in crews:
+        crew.end(0.0)
 
 
-def test_the_learner_does_not_wait_for_an_actor_that_backs_off():
+def test_the_learner_does_not_wait_for_an_actor_that_backs_off(crew_of):
     actor = Child("actor-0", State.BACKING_OFF)
     crew = crew_of(Child("replay", State.RUNNING), actor)
     assert WatchedReplay(Answering(0), crew).status() == {}
     assert actor.polls > 0, "but it is looked after"
 
 
-def test_the_learner_waits_for_a_replay_that_died():
+def test_the_learner_waits_for_a_replay_that_died(crew_of):
     replay = Child("replay", *[State.BACKING_OFF] * 20, State.RUNNING)
     assert WatchedReplay(Answering(1), crew_of(replay)).status() == {}
     assert replay.states == [State.RUNNING]
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.BACKING_OFF])
-def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state):
+def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state, crew_of):
     actor = Child("actor-1", state)
     looks = iter([False, False, True])
     crew = crew_of(actor)
@@ -79,7 +90,7 @@ def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state):
     assert actor.poll() is State.FINISHED
 
 
-def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody():
+def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody(crew_of):
     class Dying(Child):
         def poll(self) -> State:
             raise RunError("died too often")
@@ -87,7 +98,24 @@ def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody():
     crew_of(Dying("actor-1", State.RUNNING)).watch(over=lambda: True)
 
 
-def test_a_crew_is_watched_until_all_finished_or_a_stop_is_asked_for():
+def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks(crew_of):
+    class DyingInTheEnd(Child):
+        def poll(self) -> State:
+            if super().poll() is State.FINISHED:
+                raise RunError("died too often")
+            return State.RUNNING
+
+    child = DyingInTheEnd("actor-0", *[State.RUNNING] * 3, State.FINISHED)
+    crew = crew_of(child)
+    until = time.monotonic() + 10
+    while child.polls < 4:  # Nobody looks, as during a long update.
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    with pytest.raises(RunError, match="died too often"):
+        crew.watch(over=lambda: False)
+
+
+def test_a_crew_is_watched_until_all_finished_or_a_stop_is_asked_for(crew_of):
     finishing = Child("actor-1", *[State.RUNNING] * 5, State.FINISHED)
     crew_of(finishing).watch(over=lambda: False)
     assert finishing.states == [State.FINISHED]

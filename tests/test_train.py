@@ -43,9 +43,15 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return kept | more
 
 
-def left_over(tmp_path: Path) -> list[str]:
-    """Processes that were started with this test's environment and still run."""
-    mark = f"MARK={tmp_path}\0".encode()
+def left_over(tmp_path: Path, patience: float = 5.0) -> list[str]:
+    """Processes that were started with this test's environment and still run after `patience` seconds."""
+    until = time.monotonic() + patience
+    while (found := _marked(f"MARK={tmp_path}\0".encode())) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def _marked(mark: bytes) -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

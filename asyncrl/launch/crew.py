@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from asyncrl import metrics as m
 from asyncrl import waits
 from asyncrl.errors import AsyncRLError, ReplayError
+from asyncrl.launch.caretaker import LOOK_EVERY, Caretaker
 from asyncrl.launch.supervisor import State, Supervisor
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from asyncrl.weights.interface import Publisher
 
-LOOK_EVERY = 0.05
-"""Seconds between two looks while nothing else is to do."""
 REPLAY = "replay"
 """Name of the child that keeps the episodes."""
 ANSWER_DEADLINE = 60.0
@@ -63,18 +62,23 @@ class Crew:
         news: Callable[[], list[str]] = list,
     ) -> None:
         """Begin without children; `tell` receives a line when one came back, and what else is new."""
-        self.members: list[Supervisor] = []
+        self._caretaker = Caretaker()
         self._stop, self._tell, self._news = stop, tell, news
         self._told: dict[str, int] = {}
 
+    def hire(self, make: Callable[[], Supervisor]) -> None:
+        """Spawn a child, which is respawned when it dies; raises what `make` raises."""
+        self._caretaker.hire(make)
+
     def look(self) -> bool:
-        """Respawn who died; returns whether the run shall stop. The learner's `stop_requested`.
+        """Tell who came back; returns whether the run shall stop. The learner's `stop_requested`.
 
         Raises:
             RunError: One died too often.
         """
-        for member in self.members:
-            member.poll()
+        if self._caretaker.failure is not None:
+            raise self._caretaker.failure
+        for member in list(self._caretaker.members):
             if member.respawns > self._told.get(member.name, 0):
                 self._told[member.name] = member.respawns
                 self._tell(f"{member.name} died and came back (respawn {member.respawns}); see its log")
@@ -86,7 +90,7 @@ class Crew:
         """Look until the child `name` does not wait for its respawn; nobody waits for the others."""
         self.look()
         with waits.waiting(waits.RESPAWN):
-            while any(member.name == name and member.poll() is State.BACKING_OFF for member in self.members):
+            while self._caretaker.states.get(name) is State.BACKING_OFF:
                 time.sleep(LOOK_EVERY)
                 self.look()
 
@@ -96,16 +100,13 @@ class Crew:
         A child that came too late to hear of the run's end would go on for ever, or die again and again.
         """
         while not (over() or self.look()):
-            if all(member.poll() is State.FINISHED for member in self.members):
+            if all(state is State.FINISHED for state in list(self._caretaker.states.values())):
                 return
             time.sleep(LOOK_EVERY)
 
     def end(self, deadline: float) -> None:
         """Let the children end by themselves for `deadline` seconds in all, then end those that are left."""
-        until = time.monotonic() + deadline
-        for member in reversed(self.members):
-            member.wait(max(0.0, until - time.monotonic()))
-            member.stop(1.0)
+        self._caretaker.end(deadline)
 
 
 class WatchedReplay:

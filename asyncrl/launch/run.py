@@ -80,7 +80,7 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     activity.join(Path(facts.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
     crew = Crew(stop)
     if placement.imagines(rank):
-        crew.members.append(_actor(config, facts, rank))
+        crew.hire(partial(_actor, config, facts, rank))
     try:
         if placement.learns(rank):
             from asyncrl.launch import learners
@@ -193,10 +193,10 @@ def _start(
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     from asyncrl.replay.client import ZmqLearnerPort
 
-    crew.members.append(_child(REPLAY, "replay_main", config, facts))
+    crew.hire(partial(_child, REPLAY, "replay_main", config, facts))
     rank = rendezvous.rank()
     if placement.imagines(rank):
-        crew.members.append(_actor(config, facts, rank))
+        crew.hire(partial(_actor, config, facts, rank))
     rendezvous.share(facts, config.start_deadline)
     security = address.client_keys(config, "learner")
     port = ZmqLearnerPort(facts.replay_endpoint, version=version, security=security)

@@ -52,8 +52,8 @@ class State(Enum):
 class Supervisor:
     """Runs one child process and respawns it when it dies.
 
-    The kernel ends a child together with the *thread* that spawned it, so create and poll a supervisor on the
-    main thread.
+    The kernel ends a child together with the *thread* that spawned it, so create and poll a supervisor on one
+    thread that outlives it.
     """
 
     def __init__(
