@@ -150,7 +150,7 @@ def strike(settings: Settings, learner: Learner, fleet: Fleet, run_dir: Path, ch
     until = time.monotonic() + settings.deadline
     while not broadcasting(run_dir) and time.monotonic() < until:
         pass
-    time.sleep(chance.uniform(0.0, 0.02) * settings.gigabytes)
+    time.sleep(chance.uniform(0.0, 0.003) * settings.gigabytes)
     pid = fleet.processes[victim].pid
     assert pid is not None
     took = fleet.held[victim].value >= newest
