@@ -29,11 +29,13 @@ from asyncrl.config import TrainConfig, overlay
 from asyncrl.messaging.admission import admitting
 from asyncrl.messaging.episodes import as_bytes
 from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_keys
+from asyncrl.messaging.shared import Rings
 from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
 from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.opening import open_core
 from asyncrl.replay.ports import GroupGrant, Receipt
+from asyncrl.replay.quarantine import Quarantine
 from asyncrl.replay.service import Service, serve_replay
 
 GROUP_SIZE, ACTORS = 8, 2
@@ -50,7 +52,9 @@ class RawCore:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self.folder, self.limiter = folder, self
+        self.folder, self.limiter, self.quarantine = folder, self, Quarantine(2)
+        self.actors: dict[str, str] = {}
+        self.hopeless = ""
         self.stopped = self.sealing = False
         self._granted = 0
         self._members: dict[str, list[Episode]] = defaultdict(list)
@@ -62,6 +66,12 @@ class RawCore:
     def silent(self, actor: str) -> bool:
         """Nobody falls silent here."""
         return False
+
+    def listen_again(self) -> None:
+        """Nobody falls silent here."""
+
+    def leave(self, actor: str) -> None:
+        """Whoever leaves has pushed all."""
 
     def tend(self) -> None:
         """Nothing becomes too old here."""
@@ -109,7 +119,7 @@ def serve(pipeline: str, folder: Path, endpoint: str, keys: Path | None) -> None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with admitting(context, security):
         socket = bind_router(context, endpoint, security)
-        Service(RawCore(folder), socket).run(multiprocessing.get_context("spawn").Event())  # type: ignore[arg-type]
+        Service(RawCore(folder), socket, Rings(0)).run(multiprocessing.get_context("spawn").Event())  # type: ignore[arg-type]
     context.destroy(linger=1000)
     return None
 

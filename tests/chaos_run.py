@@ -7,6 +7,7 @@ was doing when it was hit is read from the run (`asyncrl.activity`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -128,7 +129,8 @@ class Chaos:
     def _open_gate(self, share: float) -> None:
         """Let the learner go on up to a share of its updates, and a little further."""
         part = self.folder / "gate.new"
-        part.write_text(str(int(share * self.plan.updates) + 3))
+        last = self.plan.updates if share == 1.0 else int(share * (self.plan.updates - 4)) + 3
+        part.write_text(str(last))
         part.replace(self.folder / "gate")
 
     def _strike(self) -> None:
@@ -155,7 +157,8 @@ class Chaos:
             self._watch(STOPPED_SECONDS)
             for hit in hits:
                 if hit.signal == "SIGSTOP":
-                    os.kill(hit.pid, signal.SIGCONT)
+                    with contextlib.suppress(ProcessLookupError):  # Ended with its parent, which was hit too.
+                        os.kill(hit.pid, signal.SIGCONT)
         self._await_recovery(hits)
 
     def _await_recovery(self, hits: list[Hit]) -> None:

@@ -19,7 +19,7 @@ PER_UPDATE = 1
 HALF, WHOLE = 5, 10
 """Updates until the interruption, and in all."""
 TIMES = {m.WEIGHTS_SECONDS.name, m.PEAK_MEMORY.name, "time"}
-"""Readings that differ between any two runs, besides everything under `time/`."""
+"""Readings that differ between any two runs, besides everything under `time/` and `wait/`."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def train(*arguments: object) -> None:
 def rows(run: Path, leave_out: frozenset[str] = frozenset()) -> list[dict[str, float]]:
     read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in row.items() if not k.startswith("time/") and k not in TIMES | leave_out}
+        {k: v for k, v in row.items() if not k.startswith(("time/", "wait/")) and k not in TIMES | leave_out}
         for row in read
     ]
 
