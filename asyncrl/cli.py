@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "asyncrl.commands.doctor:main",
         "check everything a run needs on this host: [CONFIG.toml] [--flags]",
     ),
+    "status": ("asyncrl.commands.status:main", "what every process of a run is doing, and since when"),
     "keys": ("asyncrl.commands.keys:main", "make keys for a replay that other hosts can reach"),
     "configs": ("asyncrl.commands.configs:main", "list the shipped configuration files"),
     "metrics": ("asyncrl.commands.metrics:main", "print the reference page of all metrics"),

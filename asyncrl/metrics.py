@@ -35,102 +35,101 @@ class Metric:
 REGISTRY: dict[str, Metric] = {}
 
 
-def _define(name: str, over: Over, unit: str, meaning: str) -> Metric:
+def define(name: str, over: Over, unit: str, meaning: str) -> Metric:
+    """Add a metric to the registry; its name must be new."""
     assert name not in REGISTRY, name
     REGISTRY[name] = Metric(name, over, unit, meaning)
     return REGISTRY[name]
 
 
-define = _define
-
-SUCCESS_ONCE = _define(
+SUCCESS_ONCE = define(
     "env/success_once", Over.MEAN, "share", "Imagined episodes that succeeded, by the reward model."
 )
-RETURN = _define("env/return", Over.MEAN, "1", "Sum of rewards of an episode.")
-REWARD = _define("env/reward", Over.MEAN, "1/step", "Return divided by the episode's length.")
-EPISODE_LEN = _define("env/episode_len", Over.MEAN, "steps", "Steps until success or truncation.")
+RETURN = define("env/return", Over.MEAN, "1", "Sum of rewards of an episode.")
+REWARD = define("env/reward", Over.MEAN, "1/step", "Return divided by the episode's length.")
+EPISODE_LEN = define("env/episode_len", Over.MEAN, "steps", "Steps until success or truncation.")
 
-REWARDS = _define("rollout/rewards", Over.MEAN, "1", "Mean return of the episodes in the batch.")
-ADVANTAGES_MEAN = _define("rollout/advantages_mean", Over.MEAN, "1", "Mean advantage over valid tokens.")
-ADVANTAGES_MAX = _define("rollout/advantages_max", Over.MAX, "1", "Largest advantage.")
-ADVANTAGES_MIN = _define("rollout/advantages_min", Over.MIN, "1", "Smallest advantage.")
+REWARDS = define("rollout/rewards", Over.MEAN, "1", "Mean return of the episodes in the batch.")
+ADVANTAGES_MEAN = define("rollout/advantages_mean", Over.MEAN, "1", "Mean advantage over valid tokens.")
+ADVANTAGES_MAX = define("rollout/advantages_max", Over.MAX, "1", "Largest advantage.")
+ADVANTAGES_MIN = define("rollout/advantages_min", Over.MIN, "1", "Smallest advantage.")
 
-LOSS = _define("train/loss", Over.MEAN, "1", "What was minimised.")
-POLICY_LOSS = _define("train/actor/policy_loss", Over.MEAN, "1", "Clipped policy objective, negated.")
-ENTROPY_LOSS = _define(
+LOSS = define("train/loss", Over.MEAN, "1", "What was minimised.")
+POLICY_LOSS = define("train/actor/policy_loss", Over.MEAN, "1", "Clipped policy objective, negated.")
+ENTROPY_LOSS = define(
     "train/entropy_loss", Over.MEAN, "nats", "Entropy of the action-token distribution, per token."
 )
-APPROX_KL = _define(
+APPROX_KL = define(
     "train/actor/approx_kl", Over.MEAN, "nats", "KL(before || after) the update per token, k3."
 )
-CLIP_FRACTION = _define(
+CLIP_FRACTION = define(
     "train/actor/clip_fraction", Over.MEAN, "share", "Valid units whose gradient the clip removed."
 )
-CLIPPED_RATIO = _define("train/actor/clipped_ratio", Over.MEAN, "1", "Mean probability ratio after clipping.")
-GRAD_NORM = _define("train/actor/grad_norm", Over.MAX, "1", "Gradient norm before clipping.")
-LEARNING_RATE = _define("train/actor/lr", Over.LAST, "1", "Learning rate of this update.")
-MISMATCH_KL = _define(
+CLIPPED_RATIO = define("train/actor/clipped_ratio", Over.MEAN, "1", "Mean probability ratio after clipping.")
+GRAD_NORM = define("train/actor/grad_norm", Over.MAX, "1", "Gradient norm before clipping.")
+LEARNING_RATE = define("train/actor/lr", Over.LAST, "1", "Learning rate of this update.")
+MISMATCH_KL = define(
     "train/actor/mismatch_kl",
     Over.MEAN,
     "nats",
     "KL(behaviour || learner's) per token, before the update, k3.",
 )
-IMPORTANCE_MEAN = _define(
+IMPORTANCE_MEAN = define(
     "train/actor/importance_mean", Over.MEAN, "1", "Mean importance weight after truncation."
 )
-IMPORTANCE_MAX = _define(
+IMPORTANCE_MAX = define(
     "train/actor/importance_max", Over.MAX, "1", "Largest importance weight before truncation."
 )
-IMPORTANCE_CAPPED = _define(
+IMPORTANCE_CAPPED = define(
     "train/actor/importance_capped", Over.MEAN, "share", "Valid units whose weight a limit changed."
 )
-ESS = _define(
+ESS = define(
     "train/actor/effective_sample_size",
     Over.MEAN,
     "share",
     "(sum r)^2 / (n sum r^2) of the ratios learner's / behaviour, at the correction's level, untruncated.",
 )
-IMPORTANCE_ESS = _define(
+IMPORTANCE_ESS = define(
     "train/actor/importance_ess", Over.MEAN, "share", "The same of the importance weights in use."
 )
-VETOED = _define("train/actor/vetoed", Over.MEAN, "share", "Units whose episode was vetoed.")
-DUAL_CLIPPED = _define(
+VETOED = define("train/actor/vetoed", Over.MEAN, "share", "Units whose episode was vetoed.")
+DUAL_CLIPPED = define(
     "train/actor/dual_clip_fraction", Over.MEAN, "share", "Valid units whose gradient the dual clip removed."
 )
-RATIO = _define("train/actor/ratio", Over.MEAN, "1", "Mean probability ratio current / proximal.")
-KL_REFERENCE = _define(
+RATIO = define("train/actor/ratio", Over.MEAN, "1", "Mean probability ratio current / proximal.")
+KL_REFERENCE = define(
     "train/actor/kl_reference",
     Over.MEAN,
     "nats",
     "KL(current || reference) per token by --algorithm.kl-estimator.",
 )
-VALUE_LOSS = _define("train/critic/value_loss", Over.MEAN, "1", "Value loss; only with a critic.")
-VALUE_CLIP_RATIO = _define(
+VALUE_LOSS = define("train/critic/value_loss", Over.MEAN, "1", "Value loss; only with a critic.")
+VALUE_CLIP_RATIO = define(
     "train/critic/value_clip_ratio", Over.MEAN, "share", "Values the clip cut; only with a critic."
 )
-EXPLAINED_VARIANCE = _define(
+EXPLAINED_VARIANCE = define(
     "train/critic/explained_variance",
     Over.MEAN,
     "share",
     "1 - Var(return - value) / Var(return); only with a critic.",
 )
-CRITIC_GRAD_NORM = _define(
+CRITIC_GRAD_NORM = define(
     "train/critic/grad_norm", Over.MAX, "1", "Gradient norm of the value head before clipping."
 )
-CRITIC_LEARNING_RATE = _define("train/critic/lr", Over.LAST, "1", "Learning rate of the value head.")
-RETURNS_MEAN = _define("rollout/returns_mean", Over.MEAN, "1", "Mean value target; only with a critic.")
-VALUES_MEAN = _define(
+CRITIC_LEARNING_RATE = define("train/critic/lr", Over.LAST, "1", "Learning rate of the value head.")
+RETURNS_MEAN = define("rollout/returns_mean", Over.MEAN, "1", "Mean value target; only with a critic.")
+VALUES_MEAN = define(
     "rollout/values_mean", Over.MEAN, "1", "Mean value before the update; only with a critic."
 )
-BAD_UPDATES = _define(
+BAD_UPDATES = define(
     "train/bad_updates", Over.LAST, "updates", "Updates skipped because the gradient was not finite."
 )
 
-LAG_MEAN = _define("replay/lag_mean", Over.MEAN, "versions", "Learner's version minus the decision's, mean.")
-LAG_MAX = _define("replay/lag_max", Over.MAX, "versions", "The same, largest in the batch.")
+LAG_MEAN = define("replay/lag_mean", Over.MEAN, "versions", "Learner's version minus the decision's, mean.")
+LAG_MAX = define("replay/lag_max", Over.MAX, "versions", "The same, largest in the batch.")
 LAG_HISTOGRAM = [
     (
-        _define(f"replay/lag_{name}", Over.MEAN, "share", f"Decisions of the batch with a lag of {text}."),
+        define(f"replay/lag_{name}", Over.MEAN, "share", f"Decisions of the batch with a lag of {text}."),
         low,
         high,
     )
@@ -144,38 +143,38 @@ LAG_HISTOGRAM = [
     )
 ]
 """Metric, lowest and highest lag of each bar."""
-GROUPS_READY = _define("replay/groups_ready", Over.LAST, "groups", "Complete groups waiting to be used.")
-GROUPS_IN_FLIGHT = _define(
+GROUPS_READY = define("replay/groups_ready", Over.LAST, "groups", "Complete groups waiting to be used.")
+GROUPS_IN_FLIGHT = define(
     "replay/groups_in_flight", Over.LAST, "groups", "Groups granted and not yet complete."
 )
-FILTERED_GROUPS = _define(
+FILTERED_GROUPS = define(
     "replay/filtered_groups",
     Over.LAST,
     "groups",
     "Groups replaced because all their episodes had the same return; with --algorithm.filter-groups.",
 )
-REPLAY_SUCCESS = _define(
+REPLAY_SUCCESS = define(
     "replay/success",
     Over.MEAN,
     "share",
     "Successful episodes of all groups completed at the learner's last version, filtered ones included.",
 )
-SIGNAL_GROUPS = _define(
+SIGNAL_GROUPS = define(
     "replay/signal_groups", Over.MEAN, "share", "Groups of the batch whose episodes differ in return."
 )
-EPISODES = _define("replay/episodes", Over.LAST, "episodes", "Episodes acknowledged since the run began.")
-DROPPED_LAG = _define("replay/dropped_lag", Over.LAST, "episodes", "Dropped: older than the lag bound.")
-DROPPED_DEADLINE = _define(
+EPISODES = define("replay/episodes", Over.LAST, "episodes", "Episodes acknowledged since the run began.")
+DROPPED_LAG = define("replay/dropped_lag", Over.LAST, "episodes", "Dropped: older than the lag bound.")
+DROPPED_DEADLINE = define(
     "replay/dropped_deadline", Over.LAST, "episodes", "Dropped: their group never became complete."
 )
-DROPPED_RESUME = _define(
+DROPPED_RESUME = define(
     "replay/dropped_resume",
     Over.LAST,
     "episodes",
     "Dropped on a resume and imagined again: incomplete, or of versions that were lost.",
 )
-DROPPED_INVALID = _define("replay/dropped_invalid", Over.LAST, "episodes", "Refused: inconsistent content.")
-DROPPED_POISONED = _define(
+DROPPED_INVALID = define("replay/dropped_invalid", Over.LAST, "episodes", "Refused: inconsistent content.")
+DROPPED_POISONED = define(
     "replay/dropped_poisoned",
     Over.LAST,
     "episodes",
@@ -188,103 +187,103 @@ DROPPED_POISONED = _define(
     DROPPED_INVALID_DECISIONS,
     DROPPED_POISONED_DECISIONS,
 ) = (
-    _define(f"{dropped.name}_decisions", Over.LAST, "decisions", f"Decisions in `{dropped.name}`.")
+    define(f"{dropped.name}_decisions", Over.LAST, "decisions", f"Decisions in `{dropped.name}`.")
     for dropped in (DROPPED_LAG, DROPPED_DEADLINE, DROPPED_RESUME, DROPPED_INVALID, DROPPED_POISONED)
 )
 POISONED_POLICY, POISONED_WORLD, POISONED_REWARD = (
-    _define(f"replay/poisoned_{model}", Over.LAST, "groups", f"Given up: {what} not finite.")
+    define(f"replay/poisoned_{model}", Over.LAST, "groups", f"Given up: {what} not finite.")
     for model, what in (
         ("policy", "a log-prob, action or value of the policy was"),
         ("world", "what the world model drew was"),
         ("reward", "a score of the reward model was"),
     )
 )
-POISONED_RAISED = _define(
+POISONED_RAISED = define(
     "replay/poisoned_raised", Over.LAST, "groups", "Given up: imagining one of its episodes raised an error."
 )
-POISONED_QUARANTINED = _define(
+POISONED_QUARANTINED = define(
     "replay/poisoned_quarantined", Over.LAST, "groups", "Not begun: their start state is quarantined."
 )
-QUARANTINED = _define(
+QUARANTINED = define(
     "replay/quarantined",
     Over.LAST,
     "start states",
     "Not used any more: they failed in --replay.quarantine-after groups.",
 )
-DUPLICATES = _define("replay/duplicates", Over.LAST, "episodes", "Received again and recognised.")
-DISK_WAITING = _define(
+DUPLICATES = define("replay/duplicates", Over.LAST, "episodes", "Received again and recognised.")
+DISK_WAITING = define(
     "replay/disk_waiting", Over.LAST, "s", "Time that complete groups waited for disk space."
 )
-REPLAY_BYTES = _define("replay/bytes", Over.LAST, "bytes", "Size of the HDF5 files.")
+REPLAY_BYTES = define("replay/bytes", Over.LAST, "bytes", "Size of the HDF5 files.")
 
-WEIGHTS_VERSION = _define("weights/version", Over.LAST, "versions", "Version last published.")
-WEIGHTS_BYTES = _define("weights/bytes", Over.LAST, "bytes", "Size of one broadcast.")
-WEIGHTS_SECONDS = _define("weights/seconds", Over.LAST, "s", "Duration of the last broadcast.")
-WEIGHTS_MEMBERS = _define(
+WEIGHTS_VERSION = define("weights/version", Over.LAST, "versions", "Version last published.")
+WEIGHTS_BYTES = define("weights/bytes", Over.LAST, "bytes", "Size of one broadcast.")
+WEIGHTS_SECONDS = define("weights/seconds", Over.LAST, "s", "Duration of the last broadcast.")
+WEIGHTS_MEMBERS = define(
     "weights/members",
     Over.LAST,
     "actors",
     "Actors that took part in the last broadcast, and joined ones that hold a version.",
 )
-WEIGHTS_JOINED = _define(
+WEIGHTS_JOINED = define(
     "weights/joined", Over.LAST, "actors", "Actors that joined and hold a version; absent where none can."
 )
-WEIGHTS_PULL_SECONDS = _define(
+WEIGHTS_PULL_SECONDS = define(
     "weights/pull_seconds",
     Over.LAST,
     "s",
     "Time the slowest joined actor needed to fetch its last version.",
 )
-WEIGHTS_PULLED_BYTES = _define(
+WEIGHTS_PULLED_BYTES = define(
     "weights/pulled_bytes", Over.LAST, "bytes", "Bytes of weights that joined actors fetched."
 )
 
-GROUPS_PER_MINUTE = _define(
+GROUPS_PER_MINUTE = define(
     "time/groups_per_minute", Over.MEAN, "1/min", "Groups used by the learner per minute."
 )
-LEARNER_WAITING = _define(
+LEARNER_WAITING = define(
     "time/learner_waiting", Over.MEAN, "share", "Share of the time the learner waited for episodes."
 )
-CHECKPOINT_WAITING = _define(
+CHECKPOINT_WAITING = define(
     "time/checkpoint_waiting",
     Over.SUM,
     "s",
     "Time the learner waited for the checkpoint before to be written.",
 )
-ACTORS_WAITING = _define(
+ACTORS_WAITING = define(
     "time/actors_waiting", Over.MEAN, "share", "Share of the time the actors waited for credit."
 )
-UPDATE_SECONDS = _define("time/update", Over.MEAN, "s", "Duration of one update without the waiting.")
-DECISIONS_PER_SECOND = _define(
+UPDATE_SECONDS = define("time/update", Over.MEAN, "s", "Duration of one update without the waiting.")
+DECISIONS_PER_SECOND = define(
     "time/decisions_per_second",
     Over.MEAN,
     "1/s",
     "Decisions with a gradient, of all ranks and epochs, per second of the update.",
 )
-MFU = _define(
+MFU = define(
     "time/mfu",
     Over.MEAN,
     "share",
     "Model FLOPs of those decisions per second, of the GPUs' peak; absent where that is not known.",
 )
-RESPAWNS = _define(
+RESPAWNS = define(
     "time/respawns",
     Over.LAST,
     "processes",
     "Actors and replays that died and were started again, since torchrun last started the ranks.",
 )
-PEAK_MEMORY = _define("time/peak_memory", Over.SUM, "bytes", "Peak resident memory of the learner process.")
+PEAK_MEMORY = define("time/peak_memory", Over.SUM, "bytes", "Peak resident memory of the learner process.")
 
-WIRE_BYTES = _define("wire/bytes", Over.LAST, "bytes", "Episode bytes received by the replay.")
-SHARED_BYTES = _define("wire/shared_bytes", Over.LAST, "bytes", "Those that came through shared memory.")
-UNSHARED = _define(
+WIRE_BYTES = define("wire/bytes", Over.LAST, "bytes", "Episode bytes received by the replay.")
+SHARED_BYTES = define("wire/shared_bytes", Over.LAST, "bytes", "Those that came through shared memory.")
+UNSHARED = define(
     "wire/unshared", Over.LAST, "episodes", "Large ones that used the socket though their actor has a ring."
 )
-WIRE_ERRORS = _define(
+WIRE_ERRORS = define(
     "wire/errors", Over.LAST, "messages", "Messages refused because they broke the wire format."
 )
 
-EVAL_SUCCESS = _define("eval/success_once", Over.MEAN, "share", "Success rate in the true simulator.")
+EVAL_SUCCESS = define("eval/success_once", Over.MEAN, "share", "Success rate in the true simulator.")
 
 Readings = Mapping[Metric, float]
 

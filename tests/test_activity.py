@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import activity, waits
+from asyncrl import activity, cli, waits
 from asyncrl import metrics as m
 from asyncrl.launch.hang_watch import HangWatch
 
 CHILD = """
 import ctypes, sys, threading, time
 from pathlib import Path
-from asyncrl import activity, waits
+from asyncrl import activity, cli, waits
 from asyncrl import metrics as m
 
 activity.join(Path(sys.argv[1]), "actor-1")
@@ -150,3 +150,19 @@ def test_waits_are_counted_also_from_before_the_process_joined(
     assert 0.04 <= found[waits.BATCH.metric] < 5.0
     assert found[m.RESPAWNS] == 1
     assert found[waits.PART.metric] == 0
+
+
+def test_status_shows_every_thread_and_asks_for_stacks(
+    child: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run("status", [str(tmp_path), "--stacks"]) == 0
+    said = capsys.readouterr().out
+    assert f"{child.pid}  alive" in said
+    assert "imagining, " in said
+    assert "waiting for version 3, " in said
+    assert "stuck_in_a_library" in (tmp_path / "processes" / "actor-1.stacks").read_text()
+    child.kill()
+    child.wait(10)
+    assert cli.run("status", [str(tmp_path)]) == 1
+    assert "dead" in capsys.readouterr().out
+    assert cli.run("status", [str(tmp_path / "elsewhere")]) == 2
