@@ -27,6 +27,11 @@ from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import PATTERN
 
 ENTRY: Final = Path(__file__).with_name("chaos_entry.py")
+TORCHRUN: Final = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
+    *("--max-restarts", "1000", "--monitor-interval", "0.1"),
+)
+MAX_LAG: Final = 2
 WEIGHTS: Final = {"actor-1": 5, "actor-2": 5, "replay": 5, "learner-0": 2, "rank-1": 1}
 """How often each role is hit, relative to the others."""
 SIGNALS: Final = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
@@ -42,7 +47,7 @@ class Plan:
 
     kills: int = 30
     updates: int = 40
-    at_once: int = 2
+    at_once: int = 3
     """Processes that are hit in one moment."""
     seed: int = 0
     deadline: float = 600.0
@@ -97,20 +102,20 @@ class Chaos:
             "updates": plan.updates,
             "run-dir": self.run,
             "checkpoint-every": 2,
-            "replay.max-lag": 2,
+            "replay.max-lag": MAX_LAG,
             "replay.max-gigabytes": 8,
             "actor.max-respawns": 1000,
             "weights.deadline": 20,
         }
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-        self.process = subprocess.Popen(
-            [*torchrun, "--max-restarts", "1000", "--monitor-interval", "0.1", str(ENTRY), *flags]
-            + [text for name, value in settings.items() for text in (f"--{name}", str(value))],
-            env=environment | {"CHAOS_NOTES": str(folder / "notes.jsonl")},
-            stdout=(folder / "output").open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with (folder / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                [*TORCHRUN, str(ENTRY), *flags]
+                + [text for name, value in settings.items() for text in (f"--{name}", str(value))],
+                env=environment | {"CHAOS_NOTES": str(folder / "notes.jsonl")},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def finish(self) -> Report:
         """Hit it until the plan is fulfilled, wait for its end, and look at what it left."""
@@ -218,7 +223,7 @@ class Chaos:
         self.report.lost = sorted(self._missing(stored))
         batches = [x for x in notes if "batch" in x]
         self.report.longest_wait = max(x["waited"] for x in batches)
-        self.report.too_old = [x for x in batches if x["version"] - x["oldest"] > 2]
+        self.report.too_old = [x for x in batches if x["version"] - x["oldest"] > MAX_LAG]
         learned = {x["version"]: x["batch"] for x in batches}  # The last batch of a version is what counts.
         uses = Counter(episode for batch in learned.values() for episode in batch)
         self.report.doubled = sorted(episode for episode, count in uses.items() if count > 1)
