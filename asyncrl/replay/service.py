@@ -10,18 +10,16 @@ ends when the learner said stop and the actors left (or 5 s later), on its stop 
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Final
+from typing import Final
 
 import zmq
 
-from asyncrl import __version__
 from asyncrl import metrics as m
 from asyncrl.activity import now_doing
 from asyncrl.errors import WireError
@@ -31,9 +29,10 @@ from asyncrl.messaging.keys import ServerKeys
 from asyncrl.messaging.shared import SHARED_FROM, RingMissing, Rings, same_host
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
+from asyncrl.replay.attendance import Attendance, Post, check_hello
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.ports import CAUSES, GroupFailure
-from asyncrl.replay.visitors import ROLE, RunSettings
+from asyncrl.replay.visitors import RunSettings
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""
@@ -43,11 +42,6 @@ FAREWELL: Final = 5.0
 """Seconds the actors have to leave after the stop."""
 HELD_UP: Final = 2.0
 """Seconds of a turn (a slow disk, a suspended machine) that are not counted as the actors' silence."""
-TAKEN: Final = 5.0
-"""Seconds after its last sign of life for which an actor's name is not given to one that joins."""
-_LOG = logging.getLogger(__name__)
-_LOGGED: Final = 100
-"""Refused messages that are written to the log; all are counted."""
 _AT_ONCE: Final = 64
 """Messages handled before parked requests are looked at again."""
 
@@ -102,29 +96,21 @@ class Service:
         settings: RunSettings | None = None,
     ) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.socket, self.rings, self.settings = core, socket, rings, settings
-        self.boot = os.urandom(8).hex()
-        self.actors: dict[bytes, str] = {}
-        """Routing id -> name of each actor that is there."""
-        self.learner = b""
-        """The learner's routing id; empty until it is there."""
-        self._replaced: set[str] = set()
-        """Sessions of actors whose name a newer one took."""
+        self.core, self.socket, self.rings, self.post = core, socket, rings, Post(socket)
+        self.peers = Attendance(core, self.post, rings, settings)
         self._turned = time.monotonic()
         self._acquires: dict[bytes, int] = {}
         self._sample: Message | None = None
         self._batch: deque[list[Buffer]] = deque()
         self._batch_of = ""
         """The request that `_batch` answers."""
-        self._told: dict[bytes, int] = {}
-        """Actor -> quarantined start states that it knows of: the first of the list."""
-        self._bytes, self._shared_bytes, self._unshared, self._errors = 0, 0, 0, 0
+        self._bytes, self._shared_bytes, self._unshared = 0, 0, 0
         self._handlers: dict[str, Callable[[bytes, Message], None]] = {
             "hello": self._hello,
-            "ping": self._ping,
-            "bye": self._bye,
-            "ring": self._ring,
-            "settings": self._tell_settings,
+            "ping": self.peers.ping,
+            "bye": self.peers.bye,
+            "ring": self.peers.ring,
+            "settings": self.peers.tell_settings,
             "acquire": self._acquire,
             "episode": self._episode,
             "failed": self._failed,
@@ -142,7 +128,7 @@ class Service:
             self.turn(1 if self.core.sealing else 5 if self._batch else POLL_MS)
             if self.core.stopped:
                 farewell = min(farewell, time.monotonic() + FAREWELL)
-                if not self.actors:
+                if not self.peers.actors:
                     return
 
     def turn(self, wait_ms: int) -> None:
@@ -170,32 +156,25 @@ class Service:
             if message.kind not in self._handlers:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
-                _check_hello(message)
+                check_hello(message)
             elif message.kind == "failed" and message["cause"] not in CAUSES:
                 raise WireError(f"cause {message['cause'][:40]!r} is none of {', '.join(CAUSES)}.")
         except WireError as error:
-            if isinstance(error, RingMissing) and peer not in self.actors:
-                self._send(peer, "welcome", boot=self.boot, known=False)  # As below.
+            if isinstance(error, RingMissing) and peer not in self.peers.actors:
+                self.peers.introduce(peer)
             else:
-                self._refuse(peer, error)
+                self.post.refuse(peer, error)
             return
-        if peer in self.actors:
-            self.core.limiter.hear(self.actors[peer])
+        if peer in self.peers.actors:
+            self.core.limiter.hear(self.peers.actors[peer])
         if message.kind in WITH_EPISODE:
             self._count(peer, message, frames)
         if self.core.stopped and message.kind not in ("bye", "status", "stop"):
-            self._send(peer, "stopped")
-        elif message.kind in ("hello", "settings") or peer in self.actors or peer == self.learner:
+            self.post.send(peer, "stopped")
+        elif message.kind in ("hello", "settings") or peer in self.peers.actors or peer == self.peers.learner:
             self._handlers[message.kind](peer, message)
         elif message.kind != "bye":
-            # Sent to an earlier process of this service. The peer introduces itself and says it again.
-            self._send(peer, "welcome", boot=self.boot, known=False)
-
-    def _refuse(self, peer: bytes, error: WireError) -> None:
-        self._errors += 1
-        if self._errors <= _LOGGED:
-            _LOG.warning("refused a message: %s", error)
-        self._send(peer, "refused", reason=str(error)[:1000])
+            self.peers.introduce(peer)
 
     def _count(self, peer: bytes, message: Message, frames: list[Buffer]) -> None:
         lengths = [len(frame) for frame in frames]
@@ -205,38 +184,34 @@ class Service:
 
     def _answer(self) -> None:
         """Send what is due: receipts, grants, the batch."""
-        routes = {name: peer for peer, name in self.actors.items()}
+        routes = {name: peer for peer, name in self.peers.actors.items()}
         for actor, receipt in self.core.take_receipts():
             if actor in routes:
                 self._receipt(routes[actor], receipt.episode_id, receipt.status, receipt.reason)
         if self.core.stopped:
             return
-        if self.learner:  # Before it, nobody knows which version the run begins at.
+        if self.peers.learner:  # Before it, nobody knows which version the run begins at.
             self._grant()
         self._try_sample()
-        while self._batch and self._send_frames(self.learner, self._batch[0]):
+        while self._batch and self.post.send_frames(self.peers.learner, self._batch[0]):
             self._batch.popleft()
+        if self.peers.learner in self.post.unreachable:
+            self._batch.clear()  # It will ask again.
+        self.post.unreachable.clear()
 
     def _grant(self) -> None:
         """Answer parked acquisitions, oldest first: with a new group, or again with one that got lost."""
         for peer, turn in list(self._acquires.items()):
-            if self.core.limiter.silent(self.actors[peer]):
+            if peer not in self.peers.actors:
+                del self._acquires[peer]
+            elif self.core.limiter.silent(self.peers.actors[peer]):
                 del self._acquires[peer]  # Whoever hangs would keep the credit; awake, it asks again.
-            elif not self._tell_quarantined(peer):
+            elif not self.peers.tell_quarantined(peer):
                 continue  # Its queue is full: it hears the names before its next grant.
-            elif grant := self.core.grant(self.actors[peer], turn):
+            elif grant := self.core.grant(self.peers.actors[peer], turn):
                 del self._acquires[peer]
                 about = {"number": grant.number, "min_version": grant.min_version}
-                self._send(peer, "grant", turn=turn, keep_video=grant.keep_video, **about)
-
-    def _tell_quarantined(self, peer: bytes) -> bool:
-        """Tell an actor the start states that it does not know to be quarantined; False: it takes no more."""
-        names = self.core.quarantine.names
-        while (told := self._told.get(peer, 0)) < len(names):
-            if not self._send(peer, "quarantined", start_state=names[told]):
-                return False
-            self._told[peer] = told + 1
-        return True
+                self.post.send(peer, "grant", turn=turn, keep_video=grant.keep_video, **about)
 
     def _try_sample(self) -> None:
         wish = self._sample
@@ -244,7 +219,8 @@ class Service:
             return
         groups = self.core.sample(wish["groups"], wish["version"], wish["request"])
         if groups is None:
-            if self.core.hopeless and self._send(self.learner, "refused", reason=self.core.hopeless[:4000]):
+            why = self.core.hopeless[:4000]
+            if why and self.post.send(self.peers.learner, "refused", reason=why):
                 self._sample = None
             return
         self._sample, self._batch_of = None, wish["request"]
@@ -253,72 +229,13 @@ class Service:
             self._batch.extend(encode("batch", episode, **about) for episode in group)
 
     def _hello(self, peer: bytes, message: Message) -> None:
-        if message["role"] == "learner":
-            if peer != self.learner:
-                self.learner, self._sample = peer, None
-                self._batch.clear()
-            self.core.begin(message["session"], message["version"])
-        elif message["role"] == "actor" and not self._welcome_actor(peer, message):
-            return
-        self._ping(peer, message)
-
-    def _welcome_actor(self, peer: bytes, message: Message) -> bool:
-        """Note an actor. Of two with one name the newer stays: a respawned actor has its predecessor's."""
-        name, session = message["name"], message["session"]
-        if session in self._replaced:
-            why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
-            self._send(peer, "refused", reason=why)
-            return False
-        if (before := self.core.actors.get(name)) not in (None, session):
-            self._replaced.add(str(before))
-        for other in [other for other, known in self.actors.items() if known == name]:
-            self._forget(other)
-        self.actors[peer] = name
-        self._told.pop(peer, None)
-        self.core.hello(name, session)
-        return True
-
-    def _tell_settings(self, peer: bytes, message: Message) -> None:
-        name = message["name"]
-        part = self.settings.part(message["part"]) if self.settings else None
-        if name in self.actors.values() and self.core.limiter.unheard(name) < TAKEN:
-            why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
-            self._send(peer, "refused", reason=why)
-        elif part is None:
-            self._send(peer, "refused", reason="this replay has no such settings to tell.")
-        else:
-            self._send(peer, "settings_part", **part)
-
-    def _ping(self, peer: bytes, message: Message) -> None:
-        self._send(peer, "welcome", boot=self.boot, known=True)
-
-    def _bye(self, peer: bytes, message: Message) -> None:
-        """Let an actor go. What it leaves open at the run's end is for a resume to settle."""
-        name = self._forget(peer)
-        if name is not None and not self.core.stopped:
-            self.core.leave(name)
-
-    def _forget(self, peer: bytes) -> str | None:
-        """Forget a peer; returns its name when it was an actor."""
-        self._acquires.pop(peer, None)
-        self._told.pop(peer, None)
-        self.rings.forget(peer)
-        return self.actors.pop(peer, None)
-
-    def _ring(self, peer: bytes, message: Message) -> None:
-        if peer not in self.actors:
-            return
-        try:
-            reason = self.rings.announced(peer, message.fields)
-        except WireError as error:
-            self._refuse(peer, error)
-            return
-        if reason:
-            _LOG.info("episodes of %s come through the socket: %s", self.actors[peer][:40], reason)
-        self._send(peer, "ring_answer", mapped=not reason, reason=reason[:1000])
+        if message["role"] == "learner" and peer != self.peers.learner:
+            self._sample = None
+            self._batch.clear()
+        self.peers.hello(peer, message)
 
     def _acquire(self, peer: bytes, message: Message) -> None:
-        if peer in self.actors:
+        if peer in self.peers.actors:
             self._acquires[peer] = message["turn"]
 
     def _episode(self, peer: bytes, message: Message) -> None:
@@ -332,12 +249,12 @@ class Service:
         self._receipt(peer, message["report"], "dropped_poisoned", "")
 
     def _report_waiting(self, peer: bytes, message: Message) -> None:
-        if peer in self.actors:
-            self.core.report_waiting(self.actors[peer], message["share"])
+        if peer in self.peers.actors:
+            self.core.report_waiting(self.peers.actors[peer], message["share"])
 
     def _want(self, peer: bytes, message: Message) -> None:
         if (
-            peer != self.learner
+            peer != self.peers.learner
             or message["groups"] < 1
             or (self._batch and message["request"] == self._batch_of)
         ):
@@ -346,52 +263,24 @@ class Service:
         self._sample = message
 
     def _version(self, peer: bytes, message: Message) -> None:
-        if peer == self.learner:
+        if peer == self.peers.learner:
             self.core.set_version(message["version"])
 
     def _status(self, peer: bytes, message: Message) -> None:
         readings = self.core.status()
-        readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self._errors)}
+        readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.post.errors)}
         readings |= {m.SHARED_BYTES: float(self._shared_bytes), m.UNSHARED: float(self._unshared)}
         named = {metric.name: value for metric, value in readings.items()}
-        self._send(peer, "status_reply", readings=named, contents=self.core.contents()[:4000])
+        self.post.send(peer, "status_reply", readings=named, contents=self.core.contents()[:4000])
 
     def _stop(self, peer: bytes, message: Message) -> None:
-        if peer != self.learner:
+        if peer != self.peers.learner:
             return
         self.core.stop()
-        self._send(peer, "stopped")
-        for actor in list(self.actors):
-            if not self._send(actor, "stopped"):
-                self._bye(actor, message)
+        self.post.send(peer, "stopped")
+        for actor in list(self.peers.actors):
+            if not self.post.send(actor, "stopped"):
+                self.peers.bye(actor, message)
 
     def _receipt(self, peer: bytes, episode_id: str, status: str, reason: str) -> None:
-        self._send(peer, "receipt", episode_id=episode_id, status=status, reason=reason[:1000])
-
-    def _send(self, peer: bytes, kind: str, **fields: Any) -> bool:
-        return self._send_frames(peer, encode(kind, **fields))
-
-    def _send_frames(self, peer: bytes, frames: list[Buffer]) -> bool:
-        """Send without waiting; False when the peer takes nothing now: it will ask again."""
-        try:
-            self.socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            if peer == self.learner:
-                self._batch.clear()
-            return False
-        return True
-
-
-def _check_hello(message: Message) -> None:
-    """Refuse a peer of another package version or role, by name."""
-    if message["package"] != __version__:
-        raise WireError(
-            f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl {message['package'][:40]!r}, "
-            f"the replay runs {__version__!r}. Run the same asyncrl version on both sides."
-        )
-    if message["role"] not in ("actor", "learner", ROLE):
-        raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner' or {ROLE!r}.")
+        self.post.send(peer, "receipt", episode_id=episode_id, status=status, reason=reason[:1000])

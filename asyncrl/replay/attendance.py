@@ -1,0 +1,173 @@
+"""Who talks to the replay: introductions, rings of shared memory and farewells in, names and answers out.
+
+Part of the replay's one serving thread. `Post` is the way back to the peers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, Final
+
+import zmq
+
+from asyncrl import __version__
+from asyncrl.errors import WireError
+from asyncrl.messaging.episodes import Buffer
+from asyncrl.messaging.shared import Rings
+from asyncrl.messaging.wire import Message, encode
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.visitors import ROLE, RunSettings
+
+TAKEN: Final = 5.0
+"""Seconds after its last sign of life for which an actor's name is not given to one that joins."""
+_LOG = logging.getLogger(__name__)
+_LOGGED: Final = 100
+"""Refused messages that are written to the log; all are counted."""
+
+
+class Post:
+    """Messages to the peers of one ROUTER socket, without waiting."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.errors = 0
+        """Messages that were refused."""
+        self.unreachable: set[bytes] = set()
+        """Peers that were gone when something was sent to them."""
+
+    def send(self, peer: bytes, kind: str, **fields: Any) -> bool:
+        """Send a message; False when the peer takes nothing now: it will ask again."""
+        return self.send_frames(peer, encode(kind, **fields))
+
+    def send_frames(self, peer: bytes, frames: list[Buffer]) -> bool:
+        """Send an encoded message; see `send`."""
+        try:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.unreachable.add(peer)
+            return False
+        return True
+
+    def refuse(self, peer: bytes, error: WireError) -> None:
+        """Say what is wrong with a message, and count it."""
+        self.errors += 1
+        if self.errors <= _LOGGED:
+            _LOG.warning("refused a message: %s", error)
+        self.send(peer, "refused", reason=str(error)[:1000])
+
+
+class Attendance:
+    """The learner and the actors that are there."""
+
+    def __init__(self, core: ReplayCore, post: Post, rings: Rings, settings: RunSettings | None) -> None:
+        """Begin without peers; those of an earlier process introduce themselves again."""
+        self.core, self.post, self.rings, self.settings = core, post, rings, settings
+        self.boot = os.urandom(8).hex()
+        """Names this process of the replay."""
+        self.actors: dict[bytes, str] = {}
+        """Routing id -> name of each actor that is there."""
+        self.learner = b""
+        """The learner's routing id; empty until it is there."""
+        self._replaced: set[str] = set()
+        """Sessions of actors whose name a newer one took."""
+        self._told: dict[bytes, int] = {}
+        """Actor -> quarantined start states that it knows of: the first of the list."""
+
+    def hello(self, peer: bytes, message: Message) -> None:
+        """Note a peer and welcome it."""
+        if message["role"] == "learner":
+            self.learner = peer
+            self.core.begin(message["session"], message["version"])
+        elif message["role"] == "actor" and not self._admit(peer, message):
+            return
+        self.ping(peer, message)
+
+    def ping(self, peer: bytes, message: Message) -> None:
+        """Say that this process knows the peer."""
+        self.post.send(peer, "welcome", boot=self.boot, known=True)
+
+    def introduce(self, peer: bytes) -> None:
+        """Ask a peer, which knew an earlier process, to introduce itself and to say it again."""
+        self.post.send(peer, "welcome", boot=self.boot, known=False)
+
+    def bye(self, peer: bytes, message: Message) -> None:
+        """Let an actor go. What it leaves open at the run's end is for a resume to settle."""
+        name = self._forget(peer)
+        if name is not None and not self.core.stopped:
+            self.core.leave(name)
+
+    def ring(self, peer: bytes, message: Message) -> None:
+        """Map an actor's ring, or say why the socket must be used."""
+        if peer not in self.actors:
+            return
+        try:
+            reason = self.rings.announced(peer, message.fields)
+        except WireError as error:
+            self.post.refuse(peer, error)
+            return
+        if reason:
+            _LOG.info("episodes of %s come through the socket: %s", self.actors[peer][:40], reason)
+        self.post.send(peer, "ring_answer", mapped=not reason, reason=reason[:1000])
+
+    def tell_settings(self, peer: bytes, message: Message) -> None:
+        """Give one that wants to join a part of the run's settings."""
+        name = message["name"]
+        part = self.settings.part(message["part"]) if self.settings else None
+        if name in self.actors.values() and self.core.limiter.unheard(name) < TAKEN:
+            why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
+            self.post.send(peer, "refused", reason=why)
+        elif part is None:
+            self.post.send(peer, "refused", reason="this replay has no such settings to tell.")
+        else:
+            self.post.send(peer, "settings_part", **part)
+
+    def tell_quarantined(self, peer: bytes) -> bool:
+        """Tell an actor the start states that it does not know to be quarantined; False: it takes no more."""
+        names = self.core.quarantine.names
+        while (told := self._told.get(peer, 0)) < len(names):
+            if not self.post.send(peer, "quarantined", start_state=names[told]):
+                return False
+            self._told[peer] = told + 1
+        return True
+
+    def _admit(self, peer: bytes, message: Message) -> bool:
+        """Note an actor. Of two with one name the newer stays: a respawned actor has its predecessor's."""
+        name, session = message["name"], message["session"]
+        if session in self._replaced:
+            why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
+            self.post.send(peer, "refused", reason=why)
+            return False
+        if (before := self.core.actors.get(name)) not in (None, session):
+            self._replaced.add(str(before))
+        for other in [other for other, known in self.actors.items() if known == name]:
+            self._forget(other)
+        self.actors[peer] = name
+        self._told.pop(peer, None)
+        self.core.hello(name, session)
+        return True
+
+    def _forget(self, peer: bytes) -> str | None:
+        """Forget a peer; returns its name when it was an actor."""
+        self._told.pop(peer, None)
+        self.rings.forget(peer)
+        return self.actors.pop(peer, None)
+
+
+def check_hello(message: Message) -> None:
+    """Refuse a peer of another package version or role, by name.
+
+    Raises:
+        WireError: Says which.
+    """
+    if message["package"] != __version__:
+        raise WireError(
+            f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl {message['package'][:40]!r}, "
+            f"the replay runs {__version__!r}. Run the same asyncrl version on both sides."
+        )
+    if message["role"] not in ("actor", "learner", ROLE):
+        raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner' or {ROLE!r}.")
