@@ -136,3 +136,24 @@ def test_fewer_groups_than_learners_are_refused_before_anything_starts(
     assert "--algorithm.groups-per-update is 1" in refused.stderr
     assert time.monotonic() - began < 25
     assert not run.exists()
+
+
+@pytest.mark.timeout(120)
+def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    placed = ["--placement", "learner=0,actor=1", "--updates", "100000", "--run-dir", str(run)]
+    process = subprocess.Popen(
+        [*START, *flags, *placed],
+        env=environment(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        reach(run, 1, process, 90)
+        assert len(left_over(tmp_path, patience=0.0)) >= 5, "torchrun, two ranks, an actor and the replay"
+    finally:
+        process.kill()
+    process.wait(10)
+    assert left_over(tmp_path, patience=10.0) == []
