@@ -104,6 +104,13 @@ def _report(folder: Path, before: dict[str, bytes], now: dict[str, bytes]) -> No
     _LOG.info("the allow-list %s changed: %s; it has %d keys now", folder, said, len(now))
 
 
+_ONE_SIDED: Final = "one side uses keys and the other does not. Set --replay.keys on both"
+_WRONG_SERVER: Final = (
+    "it broke off every handshake: DIR/server.public is not its public key. "
+    "Copy server.public again from the replay's host"
+)
+
+
 class Handshakes:
     """Watches one connecting socket for refusals."""
 
@@ -111,6 +118,7 @@ class Handshakes:
         """Begin before the socket connects; `who` is at the other end."""
         self._who = who
         self._endpoint, self._broken_off = endpoint, 0
+        self._without_keys = socket.getsockopt(zmq.MECHANISM) == zmq.NULL
         events = (
             zmq.Event.HANDSHAKE_SUCCEEDED
             | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -140,17 +148,14 @@ class Handshakes:
                 )
             elif kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
                 raise self._refused(
-                    "one side uses keys and the other does not. Set --replay.keys on both"
+                    _ONE_SIDED
                     if event["value"] == _MECHANISM_MISMATCH
                     else f"its handshake breaks the protocol ({event['value']:#x}). Is it asyncrl's at all?"
                 )
             else:
                 self._broken_off += 1
                 if self._broken_off >= _BROKEN_OFF:
-                    raise self._refused(
-                        "it broke off every handshake: DIR/server.public is not its public key. "
-                        "Copy server.public again from the replay's host"
-                    )
+                    raise self._refused(_ONE_SIDED if self._without_keys else _WRONG_SERVER)
 
     def _refused(self, why: str) -> ReplayError:
         return ReplayError(f"the {self._who} at {self._endpoint} refused the connection: {why}.")
