@@ -27,6 +27,18 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_models(tmp_path_factory.mktemp("models"))
 
 
+def begin(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
+    """Start torchrun in a process group of its own."""
+    return subprocess.Popen(
+        [*START, *flags],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def train(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*START, *flags], env=environment(tmp_path), capture_output=True, text=True, timeout=110
@@ -38,14 +50,7 @@ def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(
     flags: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        [*START, *flags, *TWO, "--updates", "100000", "--run-dir", str(run)],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = begin(tmp_path, *flags, *TWO, "--updates", "100000", "--run-dir", str(run))
     try:
         reach(run, 2, process, 90)
         os.killpg(process.pid, signal.SIGINT)
@@ -80,13 +85,7 @@ def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(
 @pytest.mark.timeout(120)
 def test_a_learner_that_is_killed_ends_the_run_with_an_error(flags: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        [*START, *flags, *TWO, "--updates", "100000", "--run-dir", str(run)],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = begin(tmp_path, *flags, *TWO, "--updates", "100000", "--run-dir", str(run))
     try:
         reach(run, 1, process, 90)
         victim = next(int(pid) for pid in learner_ranks(tmp_path) if rank_of(pid) == "1")
@@ -142,18 +141,11 @@ def test_fewer_groups_than_learners_are_refused_before_anything_starts(
 def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     placed = ["--placement", "learner=0,actor=1", "--updates", "100000", "--run-dir", str(run)]
-    process = subprocess.Popen(
-        [*START, *flags, *placed],
-        env=environment(tmp_path),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    process = begin(tmp_path, *flags, *placed)
     try:
         reach(run, 1, process, 90)
         assert len(left_over(tmp_path, patience=0.0)) >= 5, "torchrun, two ranks, an actor and the replay"
     finally:
         process.kill()
-    process.wait(10)
+    process.communicate(timeout=10)
     assert left_over(tmp_path, patience=10.0) == []
