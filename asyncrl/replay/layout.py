@@ -44,8 +44,8 @@ from asyncrl.replay.schema import (
 ALL: Final = tuple(EPISODE_ARRAYS)
 LARGEST_GAP: Final = 1 << 16
 """Bytes between two arrays that are read and thrown away rather than skipped by a second call."""
-KNOWN_FILES: Final = 4096
-"""Files whose layout is kept in memory, about 5 kB each."""
+KNOWN_FILES: Final = 1024
+"""Files whose layout is kept in memory, about 20 kB each."""
 
 _LETTERS: Final = {name: stacking_letter(name) for name in ALL}
 _NOTHING: Final = {name: np.empty(0, spec.dtype) for name, spec in EPISODE_ARRAYS.items()}
