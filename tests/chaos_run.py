@@ -203,7 +203,7 @@ class Chaos:
             self.process.kill()
         self.report.returncode = self.process.wait(10)
         until = time.monotonic() + 10
-        while (left := left_over(self._mark)) and time.monotonic() < until:
+        while (left := marked(self._mark)) and time.monotonic() < until:
             time.sleep(0.05)
         self.report.left_over = left
         self.report.output = (self.folder / "output").read_text()
@@ -245,12 +245,15 @@ def at_work(process: activity.Process) -> bool:
     )
 
 
-def left_over(mark: str) -> list[str]:
+def marked(mark: str) -> list[str]:
     """Processes with `mark` in their environment that still run."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if mark.encode() in (folder / "environ").read_bytes() and (folder / "cmdline").read_bytes():
+            if (
+                f"{mark}\0".encode() in (folder / "environ").read_bytes()
+                and (folder / "cmdline").read_bytes()
+            ):
                 found.append((folder / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue  # Ended meanwhile, or somebody else's.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chaos_run import marked
 from training_fixtures import GROUP_SIZE, start_state, write_models
 
 from asyncrl import checkpoint, cli
@@ -46,19 +47,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def left_over(tmp_path: Path, patience: float = 5.0) -> list[str]:
     """Processes that were started with this test's environment and still run after `patience` seconds."""
     until = time.monotonic() + patience
-    while (found := _marked(f"MARK={tmp_path}\0".encode())) and time.monotonic() < until:
+    while (found := marked(f"MARK={tmp_path}")) and time.monotonic() < until:
         time.sleep(0.05)
-    return found
-
-
-def _marked(mark: bytes) -> list[str]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (folder / "environ").read_bytes() and (folder / "cmdline").read_bytes():
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue  # Ended meanwhile, or somebody else's.
     return found
 
 

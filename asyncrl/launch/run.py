@@ -30,6 +30,7 @@ from asyncrl.launch.rendezvous import RunFacts
 from asyncrl.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from asyncrl.launch.build import Start
     from asyncrl.learner.learner import Learner
     from asyncrl.weights.interface import Publisher
     from asyncrl.weights.publisher import StorePublisher
@@ -148,14 +149,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         if attempt := rendezvous.attempt():
             log.banner(f"torchrun started the ranks again ({attempt}); on from version {start.version}")
         log.banner(summary.invitation(config, endpoint, waits=not placement.actors))
-        facts = RunFacts(
-            run_dir=str(run_dir),
-            replay_endpoint=endpoint,
-            weights_endpoint=publisher.endpoint,
-            sockets=str(sockets),
-            checkpoint=str(start.checkpoint or ""),
-            pull_endpoint=publisher.pull_endpoint,
-        )
+        facts = _facts(start, endpoint, sockets, publisher)
         crew = Crew(stop, log.banner, news=partial(_news, config, placement, publisher))
         watch = HangWatch(run_dir, log.banner)
         try:
@@ -177,6 +171,18 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             publisher.close()
         log.banner(summary.closing(config, run_dir))
     return 0
+
+
+def _facts(start: Start, replay_endpoint: str, sockets: Path, publisher: StorePublisher) -> RunFacts:
+    """What the other processes have to know."""
+    return RunFacts(
+        run_dir=str(start.run_dir),
+        replay_endpoint=replay_endpoint,
+        weights_endpoint=publisher.endpoint,
+        sockets=str(sockets),
+        checkpoint=str(start.checkpoint or ""),
+        pull_endpoint=publisher.pull_endpoint,
+    )
 
 
 def _news(config: TrainConfig, placement: Placement, publisher: StorePublisher) -> list[str]:
