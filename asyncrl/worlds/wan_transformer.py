@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.records import ACTION_DIM
+from asyncrl.worlds.wan_block import WanBlock
 from asyncrl.worlds.weight_files import assign, read_tensors
 
 FRAMES_PER_LATENT: Final = 4
@@ -74,10 +75,11 @@ class ActionWanTransformer(WanTransformer3DModel):
             text_dim=1,
             freq_dim=size.freq_dim,
             ffn_dim=size.ffn_dim,
-            num_layers=size.layers,
+            num_layers=0,
         )
         width = size.heads * size.head_dim
         self.size = size
+        self.blocks = nn.ModuleList(WanBlock(width, size.ffn_dim, size.heads) for _ in range(size.layers))
         self.condition_embedder.register_module("text_embedder", nn.Identity())
         self.action_mlp1 = nn.Sequential(nn.Linear(ACTION_DIM, width), nn.GELU(), nn.Linear(width, width))
         self.action_mlp2 = nn.Sequential(
@@ -97,20 +99,18 @@ class ActionWanTransformer(WanTransformer3DModel):
         """
         latents = latents_BZFhw.to(self.patch_embedding.weight.dtype)
         rotary = self.rope(latents)
-        tokens_BSD = self.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
-        per_frame = tokens_BSD.shape[1] // latents.shape[2]
+        tokens_BFPD = self.patch_embedding(latents).flatten(3).permute(0, 2, 3, 1).contiguous()
         context_BTD, embedding_BFD, modulation_BF6D = self._condition(times_BF, actions_BTA)
-        modulation_BS6D = modulation_BF6D.float().repeat_interleave(per_frame, dim=1)
         for block in self.blocks:
-            inputs = (tokens_BSD, context_BTD, modulation_BS6D, rotary)
+            inputs = (tokens_BFPD, context_BTD, modulation_BF6D, rotary)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                tokens_BSD = checkpoint(block, *inputs, use_reentrant=False)
+                tokens_BFPD = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                tokens_BSD = block(*inputs)
+                tokens_BFPD = block(*inputs)
         shift_scale_BF2D = self.scale_shift_table.unsqueeze(0) + embedding_BFD.unsqueeze(2)
-        shift_BSD, scale_BSD = shift_scale_BF2D.repeat_interleave(per_frame, dim=1).unbind(2)
-        tokens_BSD = (self.norm_out(tokens_BSD.float()) * (1 + scale_BSD) + shift_BSD).type_as(tokens_BSD)
-        return self._unpatch(self.proj_out(tokens_BSD), latents)
+        shift, scale = shift_scale_BF2D.unsqueeze(3).unbind(2)
+        tokens_BFPD = (self.norm_out(tokens_BFPD.float()) * (1 + scale) + shift).type_as(tokens_BFPD)
+        return self._unpatch(self.proj_out(tokens_BFPD).flatten(1, 2), latents)
 
     def _condition(self, times_BF: Tensor, actions_BTA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return action tokens ``[B, T, D]``, time embedding ``[B, F, D]``, modulation ``[B, F, 6, D]``."""

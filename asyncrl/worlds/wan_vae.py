@@ -21,15 +21,13 @@ from typing import Any, Final
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, patchify, unpatchify
 from torch import Tensor, nn
-from torch.nn import functional
 
+from asyncrl.worlds.vae_stream import decode_layers, encode_layers, laid_out
 from asyncrl.worlds.weight_files import assign, read_tensors
 
 PUBLISHED_FILE: Final = "Wan2.2_VAE.pth"
 SPATIAL: Final = 16
 """Pixels per latent pixel."""
-MEMORY_FRAMES: Final = 2
-"""Frames of its input that a causal convolution remembers."""
 Cache = list[Tensor]
 """One ``[B, C, 2, ., .]`` tensor per causal convolution, in the order the network meets them."""
 
@@ -145,26 +143,6 @@ def _statistics_for(vae: WanVae, like: Tensor) -> tuple[Tensor, Tensor]:
     return _statistics(vae.size.latents_mean, vae.size.latents_std, like.device, like.dtype)
 
 
-def _run(network: Any, x: Tensor, cache: Cache | None, **flags: bool) -> tuple[Tensor, Cache]:
-    """Run diffusers' encoder or decoder with `cache` and collect what it remembers afterwards.
-
-    diffusers remembers one or two frames, or the word "Rep" for "nothing yet"; missing frames count as zeros.
-    Written as two frames with zeros in front, all of these mean the same to it and every row has one shape.
-    """
-    slots: list[Any] = [None] * sum(1 for _ in network.modules())
-    if cache is not None:
-        slots[: len(cache)] = cache
-    count = [0]
-    y = network(x, feat_cache=slots, feat_idx=count, **flags)
-    after: Cache = []
-    for slot in slots[: count[0]]:
-        # "Rep" stands in front of an up-sampler, whose input has the shape of the layer before.
-        remembered = torch.zeros_like(after[-1]) if isinstance(slot, str) else slot
-        missing = MEMORY_FRAMES - remembered.shape[2]
-        after.append(functional.pad(remembered, (0, 0, 0, 0, missing, 0)) if missing else remembered)
-    return y, after
-
-
 def encode_step(vae: WanVae, frames_B3THW: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
     """Encode the next frames of `B` videos.
 
@@ -180,10 +158,10 @@ def encode_step(vae: WanVae, frames_B3THW: Tensor, cache: Cache | None) -> tuple
     if frames != 1 if cache is None else frames % 4:
         raise ValueError(f"a video is encoded as 1 frame, then groups of 4; got {frames} frames")
     x = patchify(frames_B3THW.to(vae.dtype), 2)
-    moments, after = _run(vae.encoder, x, cache)
+    moments, after = encode_layers(vae.encoder, laid_out(x), cache)
     mode = vae.quant_conv(moments)[:, : vae.size.z_dim]
     mean, std = _statistics_for(vae, mode)
-    return (mode - mean) / std, after
+    return (mode - mean) / std, list(after)
 
 
 def decode_step(
@@ -200,14 +178,13 @@ def decode_step(
     Returns:
         Frames ``[B, 3, 1 or 4 F, H, W]``, and the cache after them.
     """
-    first = cache is None
-    if first and latents_BZFhw.shape[2] != 1:
+    if cache is None and latents_BZFhw.shape[2] != 1:
         raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
     raw = latents_BZFhw.to(vae.dtype)
     mean, std = _statistics_for(vae, raw)
-    x, after = _run(vae.decoder, vae.post_quant_conv(raw * std + mean), cache, first_chunk=first)
+    x, after = decode_layers(vae.decoder, laid_out(vae.post_quant_conv(raw * std + mean)), cache)
     frames = unpatchify(x, 2)
-    return (frames.clamp(-1, 1) if clamp else frames), after
+    return (frames.clamp(-1, 1) if clamp else frames), list(after)
 
 
 def encode_stream(vae: WanVae, video_B3THW: Tensor, *, frames_per_step: int = 16) -> Tensor:
