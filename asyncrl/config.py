@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.errors import ConfigError
+from asyncrl.imagination import ImaginationSettings
 from asyncrl.recipe import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -175,6 +176,7 @@ class TrainConfig:
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     actor: ActorSettings = field(default_factory=ActorSettings)
+    imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-BASE = {"errors", "recipe", "config", "records", "metrics", "assets", "activity", "waits"}
+BASE = {"errors", "recipe", "imagination", "config", "records", "metrics", "assets", "activity", "waits"}
 MODELS = {
     "pixels",
     "messaging",
@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "assets": {"errors"},
     "records": {"errors"},
     "recipe": {"errors"},
-    "config": {"errors", "recipe"},
+    "imagination": {"errors"},
+    "config": {"errors", "recipe", "imagination"},
     "metrics": {"errors"},
     "waits": {"activity", "metrics"},
     "metric_advice": {"metrics", "waits"},

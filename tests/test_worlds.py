@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 
 import h5py
@@ -361,6 +362,75 @@ def test_imagined_frames_follow_the_written_recipe(world: WanWorld) -> None:
     assert (frames - expected).abs().mean() < 1e-3
     torch.testing.assert_close(state.memory, latents[:, :, -1:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state.anchor, latents[:, :, :1], atol=1e-5, rtol=1e-5)
+
+
+def test_with_memory_in_frames_every_decision_is_the_published_pipeline_anew(world: WanWorld) -> None:
+    """Two decisions by hand: encode [first, last four] as uint8, denoise, decode all four latents."""
+    exact = WanWorld(world.transformer, world.vae, image_size=64, schedule_steps=2, memory="frames")
+    start = start_state(5, context=4)
+    actions = torch.stack([some_actions(1, 1)[0], some_actions(1, 2)[0]])
+    queue = torch.tensor(np.concatenate([start.frame[None], start.context_frames]))
+    history, drawn = torch.tensor(start.context_actions), []
+    for decision in range(2):
+        latents = encode_stream(world.vae, (queue / 127.5 - 1).permute(3, 0, 1, 2)[None])
+        x = torch.randn(32, 4, 4, 4, generator=torch.Generator().manual_seed(70 + decision))[None, :, 2:]
+        all_actions = torch.cat([torch.tensor([[0, 0, 0, 0, 0, 0, -1.0]]), history, actions[decision]])[None]
+        for time, following in ((1000.0, 5 / 6 * 1000), (5 / 6 * 1000, 0.0)):
+            window = torch.cat([latents, x], dim=2)
+            velocity = world.transformer(window, torch.tensor([[0, 0, time, time]]), all_actions)[:, :, 2:]
+            x = x + velocity * (following - time) / 1000
+        video = decode_stream(world.vae, torch.cat([latents, x], dim=2), latents_per_step=1)
+        drawn.append(((video[0, :, 5:] + 1) * 127.5).round().permute(1, 2, 3, 0))
+        queue = torch.cat([queue[:1], drawn[-1][-4:].to(torch.uint8)])
+        history = actions[decision][4:]
+    expected = torch.cat(drawn)
+
+    state = exact.start([start])
+    first, state = exact.imagine(state, actions[:1], [70])
+    second, _ = exact.imagine(state, actions[1:], [71])
+    frames = torch.cat([first, second], dim=1)[0].float()
+    assert (frames - expected).abs().max() <= 1
+    assert (frames - expected).abs().mean() < 1e-2
+
+
+def test_the_two_memories_agree_in_the_first_decision_and_part_afterwards(world: WanWorld) -> None:
+    exact = WanWorld(world.transformer, world.vae, image_size=64, schedule_steps=2, memory="frames")
+    states = [one.start([start_state(5, context=4)]) for one in (exact, world)]
+    actions = some_actions(1)
+    (a, state_a), (b, state_b) = (
+        one.imagine(state, actions, [3]) for one, state in zip((exact, world), states, strict=True)
+    )
+    assert (a.int() - b.int()).abs().max() <= 1
+    assert (state_a.memory - state_b.memory).abs().max() > 1e-2
+
+
+def test_slots_with_memory_in_frames_can_be_refilled(world: WanWorld) -> None:
+    exact = WanWorld(world.transformer, world.vae, image_size=64, schedule_steps=2, memory="frames")
+    _, state = exact.imagine(exact.start([start_state(1), start_state(2)]), some_actions(2), [1, 2])
+    kept = state.select([0])
+    state.put([1], exact.start([start_state(3)]))
+    actions = some_actions(2, seed=9)
+    mixed, _ = exact.imagine(state, actions, [3, 4])
+    goes_on, _ = exact.imagine(kept, actions[:1], [3])
+    afresh, _ = exact.imagine(exact.start([start_state(3)]), actions[1:], [4])
+    assert (mixed[0].int() - goes_on[0].int()).abs().max() <= 1
+    assert (mixed[1].int() - afresh[0].int()).abs().max() <= 1
+
+
+def test_a_compiled_world_fills_its_batch_up_and_imagines_the_same(
+    world: WanWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole graphs are captured for real, and run as they are: building kernels would take a minute."""
+    compiler, module_compiler = torch.compile, torch.nn.Module.compile
+    monkeypatch.setattr(torch, "compile", partial(compiler, backend="eager"))
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(module_compiler, backend="eager"))
+    fixed = WanWorld(world.transformer, world.vae, image_size=64, schedule_steps=2).compile(rows=3)
+    starts, actions = [start_state(1), start_state(2)], some_actions(2)
+    frames, after = fixed.imagine(fixed.start(starts), actions, [11, 12])
+    plain, plain_after = world.imagine(world.start(starts), actions, [11, 12])
+    assert frames.shape == plain.shape
+    assert (frames.int() - plain.int()).abs().max() <= 1
+    torch.testing.assert_close(after.memory, plain_after.memory, atol=1e-5, rtol=1e-5)
 
 
 def test_without_context_the_episode_begins_with_a_still_image_and_null_actions(world: WanWorld) -> None:

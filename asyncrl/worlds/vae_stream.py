@@ -10,7 +10,7 @@ Dimension letters: B videos, C channels, T frames, h/w height and width at the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,8 @@ MEMORY_FRAMES: Final = 2
 """Frames of its input that a causal convolution remembers."""
 Memory = tuple[Tensor, ...]
 """One ``[B, C, 2, h, w]`` tensor per layer that remembers, in the order in which they run."""
+Layers = Callable[[Any, Tensor, Sequence[Tensor] | None], tuple[Tensor, Memory]]
+"""`encode_layers` or `decode_layers`, or one of them compiled."""
 
 
 class _Step:

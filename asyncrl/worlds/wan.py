@@ -1,10 +1,13 @@
-"""Start states and actions in, imagined frames out: the Wan world model, with latents as its memory.
+"""Start states and actions in, imagined frames out: the Wan world model.
 
-For the autoencoder an episode is one continuous causal video: the first frame is latent 0 (the anchor, kept
-for ever), the four context frames are latent 1, and every decision appends two latents (8 frames). The
-transformer sees a window of four latents: [anchor, memory, new, new], where the memory is the last latent and
-stands for the last four frames. Frames never return to the transformer through pixels, and the decoder goes
-on from where it stopped; the published pipeline encodes and decodes the whole window anew for every decision.
+The transformer sees a window of four latents: [anchor, memory, new, new]. The anchor is the first frame, the
+memory stands for the last four frames, and every decision makes two latents (8 frames). Two ways to go on:
+
+    latents   the memory is the last latent, and the decoder goes on from where it stopped: for the
+              autoencoder an episode is one continuous causal video
+    frames    as published: the last four frames become uint8 pixels and are encoded again behind the first
+              one, and the decoder draws [memory, new, new] anew behind the first frame. What encoder and
+              decoder remember of the first frame is the same for the whole episode and is kept
 
 Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 13 actions of a window.
 """
@@ -12,10 +15,11 @@ Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,12 +27,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.pixels import to_signed, to_uint8
+from asyncrl.pixels import to_signed, to_uint8, uploaded
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds import wan_transformer, wan_vae
 from asyncrl.worlds.flow_schedule import sampling_sigmas
+from asyncrl.worlds.vae_stream import Layers, decode_layers, encode_layers
+from asyncrl.worlds.wan_state import WanState
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer
-from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_stream, load_vae
+from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_step, load_vae
 from asyncrl.worlds.weight_files import read_json, write_json, write_tensors
 
 CONTEXT: Final = 4
@@ -38,49 +44,33 @@ WINDOW: Final = 4
 FORMAT: Final = "asyncrl-world-1"
 
 
-@dataclass(kw_only=True)
-class WanState:
-    """Memory of `B` slots. Every tensor has the slots first and belongs to this state alone."""
+class Decoder(Protocol):
+    """Draws frames from latents as a stream; rows of its memory belong to slots."""
 
-    anchor: Tensor
-    """``[B, Z, 1, h, w]`` float32 latent of the first frame."""
-    memory: Tensor
-    """``[B, Z, 1, h, w]`` float32 latent of the last four frames."""
-    last_actions: Tensor
-    """``[B, 4, 7]`` float32 actions that produced the last four frames."""
-    cache: Cache
-    """What the decoder remembers of the frames so far."""
-    finite: Tensor
-    """``[B]`` bool: all latents and pixels so far were finite."""
+    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """See `wan_vae.decode_step`."""
+        ...
 
-    def __len__(self) -> int:
-        """Return the number of slots."""
-        return self.anchor.shape[0]
+    def compile(self) -> None:
+        """Be faster from now on, at one fixed batch size."""
+        ...
 
-    def _tensors(self) -> list[Tensor]:
-        return [self.anchor, self.memory, self.last_actions, self.finite, *self.cache]
 
-    @staticmethod
-    def _from(tensors: list[Tensor]) -> WanState:
-        anchor, memory, last_actions, finite, *cache = tensors
-        return WanState(anchor=anchor, memory=memory, last_actions=last_actions, finite=finite, cache=cache)
+class FullDecoder:
+    """The autoencoder's own decoder."""
 
-    def select(self, indices: Sequence[int]) -> WanState:
-        """Return a state of its own that holds copies of the rows `indices`, in that order."""
-        rows = torch.tensor(list(indices), dtype=torch.long, device=self.anchor.device)
-        return self._from([tensor.index_select(0, rows) for tensor in self._tensors()])
+    def __init__(self, vae: WanVae) -> None:
+        self.vae = vae
+        self._layers: Layers = decode_layers
 
-    @torch.inference_mode()  # in place on tensors that may or may not have been made in inference mode
-    def put(self, indices: Sequence[int], other: WanState) -> WanState:
-        """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
-        rows = torch.tensor(list(indices), dtype=torch.long, device=self.anchor.device)
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            mine.index_copy_(0, rows, theirs.to(mine))
-        return self
+    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """Draw frames; the single first one of a video is never worth compiling for."""
+        layers = decode_layers if cache is None else self._layers
+        return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
 
-    def to(self, device: torch.device | str) -> WanState:
-        """Return this state on `device`."""
-        return self._from([tensor.to(device) for tensor in self._tensors()])
+    def compile(self) -> None:
+        """Compile the layers into one graph."""
+        self._layers = torch.compile(decode_layers, fullgraph=True, dynamic=False)
 
 
 class WanWorld:
@@ -95,12 +85,30 @@ class WanWorld:
         schedule_steps: int = 5,
         version: int = 0,
         device: torch.device | str = "cpu",
+        memory: Literal["frames", "latents"] = "latents",
+        decoder: Decoder | None = None,
     ) -> None:
+        """Join the networks.
+
+        Args:
+            transformer: Draws latents.
+            vae: Encodes frames; draws them too unless `decoder` is given.
+            image_size: Height and width of the frames in pixels.
+            schedule_steps: Network calls per decision.
+            version: Which weights these are.
+            device: Where they go.
+            memory: See `options.WorldOptions`.
+            decoder: Draws frames instead of the autoencoder's own.
+        """
         self.transformer = transformer
         self.vae = vae
         self.schedule_steps = schedule_steps
         self.version = version
+        self.memory = memory
+        self.decoder = decoder or FullDecoder(vae)
         self._image_size = image_size
+        self._rows = 0
+        self._encoder_layers: Layers = encode_layers
         self.to(device)
         sampling_sigmas(schedule_steps)  # refuses 0 steps here and not at the first decision
 
@@ -111,9 +119,23 @@ class WanWorld:
 
     def to(self, device: torch.device | str) -> WanWorld:
         """Move the weights to `device` (host memory while they are not needed) and return this world."""
-        for module in (self.transformer, self.vae):
-            nn.Module.to(module, device)  # diffusers' own `to` is untyped
+        for module in (self.transformer, self.vae, self.decoder):
+            if isinstance(module, nn.Module):
+                nn.Module.to(module, device)  # diffusers' own `to` is untyped
         self.device = torch.device(device)
+        return self
+
+    def compile(self, rows: int) -> WanWorld:
+        """Compile what takes the time; the first decision takes about a minute longer.
+
+        Args:
+            rows: Slots of a decision from now on; fewer are filled up with copies and cost as much.
+        """
+        self._rows = rows
+        for block in self.transformer.blocks:
+            block.compile(fullgraph=True, dynamic=False)
+        self.decoder.compile()
+        self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
 
     @torch.no_grad()
@@ -125,17 +147,20 @@ class WanWorld:
         """
         clips = np.stack([_opening_frames(state, self.image_size) for state in states])
         actions = np.stack([_opening_actions(state) for state in states])
-        video = to_signed(torch.from_numpy(clips).to(self.device)).permute(0, 4, 1, 2, 3)
-        latents = encode_stream(self.vae, video).float()
-        anchor, memory = latents[:, :, :1].clone(), latents[:, :, 1:].clone()
-        _, cache = decode_step(self.vae, anchor, None)
-        _, cache = decode_step(self.vae, memory, cache)
+        video = to_signed(uploaded(clips, self.device)).permute(0, 4, 1, 2, 3)
+        anchor, seen = encode_step(self.vae, video[:, :, :1], None)
+        memory, _ = encode_step(self.vae, video[:, :, 1:], seen)
+        anchor, memory = anchor.float(), memory.float()
+        _, cache = self.decoder.decode(anchor, None)
+        if self.memory == "latents":
+            _, cache = self.decoder.decode(memory, cache)
         return WanState(
             anchor=anchor,
             memory=memory,
-            last_actions=torch.from_numpy(actions).to(self.device),
-            finite=_finite_rows(latents),
+            last_actions=uploaded(actions, self.device),
+            finite=_finite_rows(anchor) & _finite_rows(memory),
             cache=cache,
+            encoder_cache=seen if self.memory == "frames" else [],
         )
 
     @torch.no_grad()
@@ -145,38 +170,71 @@ class WanWorld:
         """Draw the 8 frames that 8 actions lead to; see `asyncrl.worlds.protocol.World.imagine`."""
         if not isinstance(actions, Tensor):
             actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
-        actions_B8A = actions.to(self.device, torch.float32)
-        if actions_B8A.shape != (len(state), CHUNK, ACTION_DIM) or len(noise_seeds) != len(state):
+        actions_B8A = actions.to(self.device, torch.float32, non_blocking=True)
+        live = len(state)
+        if actions_B8A.shape != (live, CHUNK, ACTION_DIM) or len(noise_seeds) != live:
             raise ValueError(
-                f"{len(state)} slots need actions [{len(state)}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
+                f"{live} slots need actions [{live}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
                 f"got {list(actions_B8A.shape)} and {len(noise_seeds)}"
             )
+        if live < self._rows:
+            rows = [*range(live), *[0] * (self._rows - live)]
+            filled = torch.cat([actions_B8A, actions_B8A[:1].expand(len(rows) - live, -1, -1)])
+            frames, after = self._imagine(state.select(rows), filled, [noise_seeds[row] for row in rows])
+            return frames[:live], after.select(range(live))
+        return self._imagine(state, actions_B8A, noise_seeds)
+
+    def _imagine(
+        self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]
+    ) -> tuple[Tensor, WanState]:
         new_BZ2hw = self.denoise(state, actions_B8A, noise_seeds)
-        frames, cache = decode_step(self.vae, new_BZ2hw, state.cache)
+        if self.memory == "latents":
+            frames, cache = self.decoder.decode(new_BZ2hw, state.cache)
+            memory = new_BZ2hw[:, :, -1:].clone()
+        else:
+            window = torch.cat([state.memory, new_BZ2hw], dim=2)
+            frames, _ = self.decoder.decode(window, state.cache)
+            frames, cache = frames[:, :, CONTEXT:], [tensor.clone() for tensor in state.cache]
+            memory = self._seen_again(frames[:, :, -CONTEXT:], state.encoder_cache)
         after = WanState(
             anchor=state.anchor.clone(),
-            memory=new_BZ2hw[:, :, -1:].clone(),
+            memory=memory,
             last_actions=actions_B8A[:, -CONTEXT:].clone(),
             finite=state.finite & _finite_rows(new_BZ2hw) & _finite_rows(frames),
             cache=cache,
+            encoder_cache=[tensor.clone() for tensor in state.encoder_cache],
         )
         return to_uint8(frames).permute(0, 2, 3, 4, 1).contiguous(), after
+
+    def _seen_again(self, frames_B3THW: Tensor, encoder_cache: Cache) -> Tensor:
+        """Latent ``[B, Z, 1, h, w]`` of four frames as uint8 pixels, behind the first frame."""
+        pixels = to_signed(to_uint8(frames_B3THW))
+        return encode_step(self.vae, pixels, encoder_cache, layers=self._encoder_layers)[0].float()
 
     @torch.no_grad()
     def denoise(self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]) -> Tensor:
         """Return the two new latents ``[B, Z, 2, h, w]`` float32 that `actions_B8A` lead to."""
         batch, channels, _, height, width = state.anchor.shape
-        new_BZ2hw = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:].to(self.device)
-        dummy = torch.tensor(DUMMY_ACTION, device=self.device).expand(batch, 1, ACTION_DIM)
-        actions_BTA = torch.cat([dummy, state.last_actions, actions_B8A], dim=1)
-        is_new = torch.tensor([0.0, 0.0, 1.0, 1.0], device=self.device).expand(batch, WINDOW)
+        noise = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:]
+        new_BZ2hw = uploaded(noise.numpy(), self.device)
+        dummy, is_new = _constants(self.device)
+        actions_BTA = torch.cat([dummy.expand(batch, 1, -1), state.last_actions, actions_B8A], dim=1)
         sigmas = sampling_sigmas(self.schedule_steps)
         for sigma, following in pairwise(sigmas):
             # The conditions stay clean: only the two new latents are stepped.
             window = torch.cat([state.anchor, state.memory, new_BZ2hw], dim=2)
-            velocity = self.transformer(window, 1000 * sigma * is_new, actions_BTA)[:, :, 2:]
+            times_BF = (1000 * sigma * is_new).expand(batch, -1)
+            velocity = self.transformer(window, times_BF, actions_BTA)[:, :, 2:]
             new_BZ2hw = new_BZ2hw + velocity.float() * (following - sigma)
         return new_BZ2hw
+
+
+@lru_cache(maxsize=8)
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The dummy action ``[7]`` and which latents are new ``[4]``, kept: a copy to a device waits for it."""
+    with torch.inference_mode(False):
+        dummy = torch.tensor(DUMMY_ACTION, device=device)
+        return dummy, torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
 
 
 def _finite_rows(values: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, patchify, unpatchify
 from torch import Tensor, nn
 
-from asyncrl.worlds.vae_stream import decode_layers, encode_layers, laid_out
+from asyncrl.worlds.vae_stream import Layers, decode_layers, encode_layers, laid_out
 from asyncrl.worlds.weight_files import assign, read_tensors
 
 PUBLISHED_FILE: Final = "Wan2.2_VAE.pth"
@@ -143,13 +143,16 @@ def _statistics_for(vae: WanVae, like: Tensor) -> tuple[Tensor, Tensor]:
     return _statistics(vae.size.latents_mean, vae.size.latents_std, like.device, like.dtype)
 
 
-def encode_step(vae: WanVae, frames_B3THW: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+def encode_step(
+    vae: WanVae, frames_B3THW: Tensor, cache: Cache | None, *, layers: Layers = encode_layers
+) -> tuple[Tensor, Cache]:
     """Encode the next frames of `B` videos.
 
     Args:
         vae: The autoencoder.
         frames_B3THW: ``[B, 3, T, H, W]`` in [-1, 1]; T is 1 when `cache` is None, else a multiple of 4.
         cache: What the last call returned, or None at the first frame. Not changed.
+        layers: `vae_stream.encode_layers`, or the same compiled.
 
     Returns:
         Normalised latents ``[B, Z, 1 or T / 4, h, w]`` (mode of the posterior), and the cache after them.
@@ -158,14 +161,19 @@ def encode_step(vae: WanVae, frames_B3THW: Tensor, cache: Cache | None) -> tuple
     if frames != 1 if cache is None else frames % 4:
         raise ValueError(f"a video is encoded as 1 frame, then groups of 4; got {frames} frames")
     x = patchify(frames_B3THW.to(vae.dtype), 2)
-    moments, after = encode_layers(vae.encoder, laid_out(x), cache)
+    moments, after = layers(vae.encoder, laid_out(x), cache)
     mode = vae.quant_conv(moments)[:, : vae.size.z_dim]
     mean, std = _statistics_for(vae, mode)
     return (mode - mean) / std, list(after)
 
 
 def decode_step(
-    vae: WanVae, latents_BZFhw: Tensor, cache: Cache | None, *, clamp: bool = True
+    vae: WanVae,
+    latents_BZFhw: Tensor,
+    cache: Cache | None,
+    *,
+    clamp: bool = True,
+    layers: Layers = decode_layers,
 ) -> tuple[Tensor, Cache]:
     """Decode the next latents of `B` videos.
 
@@ -174,6 +182,7 @@ def decode_step(
         latents_BZFhw: ``[B, Z, F, h, w]`` normalised; F is 1 when `cache` is None.
         cache: What the last call returned, or None at the first latent. Not changed.
         clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
+        layers: `vae_stream.decode_layers`, or the same compiled.
 
     Returns:
         Frames ``[B, 3, 1 or 4 F, H, W]``, and the cache after them.
@@ -182,7 +191,7 @@ def decode_step(
         raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
     raw = latents_BZFhw.to(vae.dtype)
     mean, std = _statistics_for(vae, raw)
-    x, after = decode_layers(vae.decoder, laid_out(vae.post_quant_conv(raw * std + mean)), cache)
+    x, after = layers(vae.decoder, laid_out(vae.post_quant_conv(raw * std + mean)), cache)
     frames = unpatchify(x, 2)
     return (frames.clamp(-1, 1) if clamp else frames), list(after)
 
