@@ -1,0 +1,186 @@
+"""What asynchrony gains: steps per hour of the same job on the same GPUs, asynchronous and synchronous.
+
+    python benchmarks/asynchrony.py --gpus 0 --flags="--policy models/p --world models/w --lora.rank 32"
+    python benchmarks/asynchrony.py --gpus 0,1,2,3 --placement learner=0-1,actor=2-3 --flags="..."
+
+Three runs of `torchrun_scripts/train.sh` with the same flags, one after the other:
+
+    actors alone   no update has a gradient (GRPO on a reward that never differs), so the learner costs nothing
+    synchronous    the actors wait for every update; the learner alone is its time per update in this run
+    asynchronous   as a user runs it
+
+A step is one action of one episode. The first updates, which compile and fill the pipeline, do not count.
+Both sides' idle shares are those of the run: the learner waits for a batch, the actors for credit or weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from pace import commit, heading, table
+
+from asyncrl import metrics as m
+from asyncrl.errors import RunError
+from asyncrl.metrics import Metric
+from asyncrl.records import CHUNK
+
+ROOT = Path(__file__).resolve().parents[1]
+SIGNAL = ["--algorithm.entropy-coef", "1e-6"]
+"""Makes every decision count for the learner, whatever its advantage; without it a constant reward teaches
+nothing and nothing is evaluated."""
+MEMORY = (m.PEAK_MEMORY, m.PEAK_DEVICE_MEMORY, m.ACTOR_PEAK_MEMORY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Compare asynchronous, synchronous and one-sided runs."""
+
+    gpus: str
+    """CUDA_VISIBLE_DEVICES of the runs; one rank each. Empty: one rank on the CPU."""
+    flags: str
+    """Flags of `asyncrl train` for all runs: models, batch, slots."""
+    placement: str = "auto"
+    updates: int = 12
+    """Of each run."""
+    skip: int = 3
+    """First updates that do not count."""
+    modes: tuple[str, ...] = ("actors alone", "synchronous", "asynchronous")
+    out: str = ""
+    """Folder for the runs; default: a temporary one."""
+    limit: float = 300.0
+    """Seconds that one run may take."""
+    json: str = ""
+    """Also write the numbers here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One run."""
+
+    mode: str
+    steps_per_hour: float
+    update_seconds: float
+    learner_waiting: float
+    actors_waiting: float
+    mfu: float
+    memory: dict[str, float]
+    """Peak bytes by role."""
+    rows: int
+    """Updates that count."""
+    seconds: float
+    """Of the whole run, start included."""
+
+
+def train(settings: Settings, mode: str, out: Path) -> Outcome:
+    """Make one run and read what it wrote."""
+    run_dir = out / mode.replace(" ", "-")
+    ranks = len(settings.gpus.split(",")) if settings.gpus else 1
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *(str(ROOT / "torchrun_scripts" / "train.sh"), *shlex.split(settings.flags)),
+        *("--placement", settings.placement, "--updates", str(settings.updates), "--run-dir", str(run_dir)),
+        *("--checkpoint-every", str(settings.updates + 1)),
+        *([] if mode == "actors alone" else SIGNAL),
+        *(["--synchronous"] if mode == "synchronous" else []),
+    ]
+    print(f"{mode}: {shlex.join(command)}", flush=True)
+    began = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if settings.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = settings.gpus
+    with (out / f"{run_dir.name}.log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(settings.limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            code = process.wait(60)
+    seconds = time.monotonic() - began
+    rows = read_rows(run_dir)
+    if len(rows) <= settings.skip + 1:
+        print((out / f"{run_dir.name}.log").read_text()[-4000:], flush=True)
+        raise RunError(f"The run '{mode}' ended with code {code} after {len(rows)} updates; nothing to compare.")
+    group_size = json.loads((run_dir / "config.json").read_text())["algorithm"]["group_size"]
+    return outcome(mode, rows[settings.skip :], group_size, seconds)
+
+
+def read_rows(run_dir: Path) -> list[dict[str, float]]:
+    """The readings of every update."""
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def outcome(mode: str, rows: list[dict[str, float]], group_size: int, seconds: float) -> Outcome:
+    """Fold the updates that count."""
+    minutes_per_step = [
+        1 / (row[m.GROUPS_PER_MINUTE.name] * group_size * row[m.EPISODE_LEN.name]) for row in rows
+    ]
+
+    def middle(metric: Metric) -> float:
+        return statistics.median(row.get(metric.name, 0.0) for row in rows)
+
+    return Outcome(
+        mode=mode,
+        steps_per_hour=60 / statistics.mean(minutes_per_step),
+        update_seconds=middle(m.UPDATE_SECONDS),
+        learner_waiting=statistics.mean(row[m.LEARNER_WAITING.name] for row in rows),
+        actors_waiting=statistics.mean(row[m.ACTORS_WAITING.name] for row in rows),
+        mfu=middle(m.MFU),
+        memory={metric.name: rows[-1][metric.name] for metric in MEMORY if metric.name in rows[-1]},
+        rows=len(rows),
+        seconds=seconds,
+    )
+
+
+def verdict(found: dict[str, Outcome]) -> str:
+    """The ratios, as far as the runs for them were made."""
+    lines = []
+    both = found.get("asynchronous"), found.get("synchronous")
+    if both[0] and both[1]:
+        lines.append(f"asynchronous / synchronous: {both[0].steps_per_hour / both[1].steps_per_hour:.2f}")
+        learner = both[1].steps_per_hour / max(1 - both[1].learner_waiting, 1e-9)
+        lines.append(f"learner alone: {learner:,.0f} steps/h (synchronous, without its waiting)")
+        if actors := found.get("actors alone"):
+            slower = min(learner, actors.steps_per_hour)
+            lines.append(f"asynchronous / slower of both alone: {both[0].steps_per_hour / slower:.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run, print."""
+    settings = tyro.cli(Settings, description=__doc__)
+    device = torch.device("cuda" if settings.gpus else "cpu")
+    print(heading(device), flush=True)
+    out = Path(settings.out or tempfile.mkdtemp(prefix="asynchrony-"))
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Outcome] = {}
+    for mode in settings.modes:
+        found[mode] = train(settings, mode, out)
+        print(f"  {found[mode]}", flush=True)
+    titles = ["", "steps/h", "s/update", "learner waits", "actors wait", "MFU", "updates"]
+    rows = [
+        [o.mode, f"{o.steps_per_hour:,.0f}", f"{o.update_seconds:.2f}", f"{o.learner_waiting:.1%}",
+         f"{o.actors_waiting:.1%}", f"{o.mfu:.1%}", o.rows]
+        for o in found.values()
+    ]  # fmt: skip
+    print("\n" + table(titles, rows) + "\n\n" + verdict(found))
+    for mode, result in found.items():
+        print(mode + ": " + ", ".join(f"{name} {value / 2**30:.1f} GiB" for name, value in result.memory.items()))
+    if settings.json:
+        content = {"commit": commit(), **asdict(settings), "runs": [asdict(o) for o in found.values()]}
+        Path(settings.json).write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""How fast does the Wan world imagine at its published size, and what do compilation and shortcuts gain?
+
+    python benchmarks/world_speed.py --rows 16 32
+
+Random weights: speed does not depend on the values. The first table is per stage: the seconds that a decision
+(8 frames of each slot) takes, and its share of the device's own rate of bfloat16 matrix products over counted
+FLOPs. The second is frames per second of whole decisions; every line adds to the one before it, and the ratio
+is to the first line, in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from pace import commit, counted, heading, matmul_rate, randomised, seconds, table, wait
+
+from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig
+from asyncrl.worlds.wan import WanWorld
+from asyncrl.worlds.wan_state import WanState
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, WanRotaryPosEmbed
+from asyncrl.worlds.wan_vae import VaeConfig, WanVae, encode_step, lay_channels_last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time the world model."""
+
+    rows: tuple[int, ...] = (16, 32)
+    """Slots imagined together; the second table uses the last one."""
+    rounds: int = 3
+    """Decisions per reading."""
+    device: str = "cuda"
+    """Where."""
+    tiny: bool = False
+    """The embedded sizes, to try the script on a CPU."""
+    json: str = ""
+    """Also write the numbers here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One reading of the first table."""
+
+    stage: str
+    how: str
+    rows: int
+    seconds: float
+    share: float
+    """Of the matrix product rate."""
+
+
+def build(settings: Settings, device: torch.device) -> WanWorld:
+    """A world with random weights, exact and eager."""
+    size, vae_size = TransformerConfig.full(), VaeConfig.full()
+    if settings.tiny:
+        size, vae_size = TransformerConfig.tiny(), VaeConfig.tiny()
+    with torch.device("meta"):
+        transformer, vae = ActionWanTransformer(size), WanVae(vae_size)
+    dtype = torch.float32 if settings.tiny else torch.bfloat16
+    transformer: Any = randomised(transformer, device, dtype)
+    vae: Any = randomised(vae, device, dtype)
+    transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
+    lay_channels_last(vae)
+    pixels = 64 if settings.tiny else 256
+    return WanWorld(transformer, vae, image_size=pixels, schedule_steps=5, device=device, memory="frames")
+
+
+def tiny_decoder(settings: Settings, device: torch.device, vae: WanVae) -> TinyDecoder:
+    """The distilled decoder with random weights."""
+    with torch.device("meta"):
+        decoder = TinyDecoder(TinyDecoderConfig.tiny() if settings.tiny else TinyDecoderConfig.full())
+    made: Any = randomised(decoder, device, vae.dtype)
+    return made
+
+
+def begin(world: WanWorld, rows: int) -> tuple[WanState, torch.Tensor, list[int]]:
+    """Open `rows` slots at once; returns their state, actions and noise seeds."""
+    rng = np.random.default_rng(0)
+    side = world.image_size
+    one = StartState(
+        name="random",
+        task="",
+        frame=rng.integers(0, 256, (side, side, 3), dtype=np.uint8),
+        context_frames=np.zeros((0, side, side, 3), np.uint8),
+        context_actions=np.zeros((0, ACTION_DIM), np.float32),
+    )
+    state = world.start([one]).select([0] * rows)
+    return state, torch.randn(rows, CHUNK, ACTION_DIM, device=world.device), list(range(rows))
+
+
+def stages(world: WanWorld, rows: int) -> dict[str, Callable[[int], object]]:
+    """The three parts of an exact decision, as functions of the number of slots."""
+    state, actions, seeds = begin(world, rows)
+    new = torch.randn_like(state.anchor.expand(-1, -1, 2, -1, -1))
+    window = torch.cat([state.memory, new], dim=2)
+    side = world.image_size
+    frames = torch.rand(rows, 3, 4, side, side, device=world.device) * 2 - 1
+
+    def cut(tensors: list[torch.Tensor], n: int) -> list[torch.Tensor]:
+        return [tensor[:n] for tensor in tensors]
+
+    layers = {"layers": world._encoder_layers}
+    return {
+        "encode": lambda n: encode_step(world.vae, frames[:n], cut(state.encoder_cache, n), **layers),
+        "denoise": lambda n: world.denoise(state if n == rows else state.select([0]), actions[:n], seeds[:n]),
+        "decode": lambda n: world.decoder.decode(window[:n], cut(state.cache, n)),
+    }
+
+
+@torch.inference_mode()
+def measure_stages(world: WanWorld, how: str, settings: Settings, rate: float) -> list[Stage]:
+    """Time the parts of an exact decision."""
+    found = []
+    for rows in settings.rows:
+        for name, run in stages(world, rows).items():
+            if name not in FLOPS:
+                FLOPS[name] = counted(lambda run=run: run(1))
+            taken = seconds(lambda run=run: run(rows), world.device, rounds=settings.rounds)
+            share = FLOPS[name] * rows / taken / rate
+            found.append(Stage(stage=name, how=how, rows=rows, seconds=taken, share=share))
+            print(f"{name:8} {how:9} {rows:3} slots  {1000 * taken:8.1f} ms  {share:6.1%}", flush=True)
+    return found
+
+
+FLOPS: dict[str, float] = {}
+"""Of one slot, by stage; counted once, while nothing is compiled."""
+
+
+@torch.inference_mode()
+def frames_per_second(world: WanWorld, settings: Settings) -> float:
+    """Whole decisions of the largest number of slots."""
+    rows = settings.rows[-1]
+    state, actions, seeds = begin(world, rows)
+    taken = seconds(lambda: world.imagine(state, actions, seeds), world.device, rounds=settings.rounds)
+    return CHUNK * rows / taken
+
+
+def main() -> None:
+    """Measure, print."""
+    settings = tyro.cli(Settings, description=__doc__)
+    device = torch.device(settings.device)
+    print(heading(device), flush=True)
+    rate = matmul_rate(device)
+    print(f"matrix products: {rate / 1e12:.0f} TFLOP/s\n", flush=True)
+    world = build(settings, device)
+    rows = settings.rows[-1]
+    measured = measure_stages(world, "eager", settings, rate)
+    pace = [("exact, eager", frames_per_second(world, settings))]
+
+    world.compile(rows)
+    measured += measure_stages(world, "compiled", settings, rate)
+    pace.append(("exact, compiled", frames_per_second(world, settings)))
+    world.memory = "latents"
+    pace.append(("+ memory in latents, decoder goes on", frames_per_second(world, settings)))
+    world.decoder = tiny_decoder(settings, device, world.vae)
+    world.decoder.compile()
+    pace.append(("+ tiny decoder", frames_per_second(world, settings)))
+    for steps in (3, 1):
+        world.schedule_steps = steps
+        pace.append(
+            (f"+ {steps} of 5 steps" if steps == 3 else "+ 1 of 5 steps", frames_per_second(world, settings))
+        )
+    wait(device)
+
+    print("\n" + table(
+        ["stage", "how", "slots", "TFLOP/slot", "ms", "of matmul"],
+        [[s.stage, s.how, s.rows, f"{FLOPS[s.stage] / 1e12:.2f}", f"{1000 * s.seconds:.1f}", f"{s.share:.1%}"]
+         for s in measured]))  # fmt: skip
+    first = pace[0][1]
+    print("\n" + table(
+        [f"{rows} slots", "frames/s", "ratio"],
+        [[name, f"{value:.0f}", f"{value / first:.2f}"] for name, value in pace]))  # fmt: skip
+    if device.type == "cuda":
+        print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
+    if settings.json:
+        content = {"commit": commit(), "matmul": rate, "flops": FLOPS, "pace": dict(pace)}
+        content["stages"] = [vars(stage) for stage in measured]
+        Path(settings.json).write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()
