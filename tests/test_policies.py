@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import NormStats, decode, encode, unnormalise
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT, count_parameters
-from asyncrl.policies.protocol import Policy, PolicyInputs, SamplingParams
+from asyncrl.policies.protocol import Policy, SamplingParams
 from asyncrl.policies.sampling import (
     action_distribution,
     choose_tokens,
@@ -46,14 +46,6 @@ def policy() -> OpenVLAOFT:
 
 def some_frames(count: int, size: int = 64) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
-
-
-def rows(inputs: PolicyInputs, order: list[int]) -> PolicyInputs:
-    return PolicyInputs(
-        pixels=inputs.pixels[order],
-        input_ids=inputs.input_ids[order],
-        attention_mask=inputs.attention_mask[order],
-    )
 
 
 # --- tokens -------------------------------------------------------------------
@@ -338,12 +330,14 @@ def test_padding_changes_nothing(policy: OpenVLAOFT) -> None:
 
 
 @torch.no_grad()
-def test_padding_that_all_rows_share_is_cut_away(policy: OpenVLAOFT) -> None:
-    both = policy.preprocess(some_frames(2), [SHORT, LONG])
-    embeddings, mask, last_prompt = policy.embed(rows(both, [0, 0]))
+def test_prompts_of_one_length_need_no_mask(policy: OpenVLAOFT) -> None:
+    both = policy.preprocess(some_frames(2), [SHORT, SHORT])
+    embeddings, mask, last_prompt = policy.embed(both)
+    assert not both.padded
     assert mask is None
     assert last_prompt == len(policy.tokenizer.ids(SHORT)) + 64 - 1
     assert embeddings.shape[1] == last_prompt + 1 + 56
+    assert policy.preprocess(some_frames(2), [SHORT, LONG]).padded
 
 
 def test_frames_of_another_size_are_resized_to_whole_grey_levels() -> None:

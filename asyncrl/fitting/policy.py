@@ -10,6 +10,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.policies.action_tokens import BINS, encode
+from asyncrl.policies.openvla_config import require_trainable
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import PolicyInputs, SamplingParams
 from asyncrl.records import CHUNK
@@ -56,12 +57,21 @@ def fit_policy(
 
     Returns:
         Mean loss of the last tenth.
+
+    Raises:
+        ConfigError: The policy needs more than a picture per decision, or makes other than 8 steps.
     """
+    require_trainable(policy.config)
     device = next(policy.parameters()).device
     imitation = _Imitation(policy, recordings, drawn, seed=seed, jitter=jitter)
 
     def logprob(pixels: Tensor, input_ids: Tensor, attention_mask: Tensor, tokens_BCA: Tensor) -> Tensor:
-        inputs = PolicyInputs(pixels=pixels, input_ids=input_ids, attention_mask=attention_mask)
+        inputs = PolicyInputs(
+            pixels=pixels,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            padded=imitation.prompts.padded,
+        )
         return policy.evaluate(inputs, tokens_BCA, SamplingParams(temperature=1.0, top_k=0)).logprob
 
     logprob = prepared(logprob, device, compiled=compiled)
@@ -90,7 +100,8 @@ class _Imitation:
         self.device = policy.device
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.jitter = jitter
-        self.sources = [self._put(frames) for frames in (recordings.frames, drawn) if frames is not None]
+        pictures = (frames for frames in (recordings.frames, drawn) if frames is not None)
+        self.sources = [policy.place_pictures(frames) for frames in pictures]
         self.tokens = self._put(encode(recordings.actions))
         self.rows = self._put(examples(recordings))
         names = sorted(set(recordings.tasks))

@@ -29,6 +29,7 @@ from asyncrl.learner.update import Update
 from asyncrl.policies.checkpoints import load_policy
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.memory import enable_gradient_checkpointing
+from asyncrl.policies.openvla_config import require_trainable
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.records import StartState
@@ -200,6 +201,7 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[OpenVLAOFT, 
     """
     dreams = build_dreams(config, torch.device("cpu"))
     policy = build_learning_policy(config, device)
+    require_trainable(policy.config)
     check_tasks(policy, dreams.starts)
     return policy, dreams
 

@@ -1,23 +1,29 @@
 """Actions as tokens: values in [-1, 1] in, bins 0..255 out, and back to the environment's units.
 
+Proprioception is scaled by the same kind of statistics, the other way round.
+
 One convention everywhere (records, wire, replay, losses): a token is the *bin* ``j``, 0..255, counted from
 the first of the 256 action rows of the vocabulary: id = first_action_id + j (31744 + j for Llama 2).
 OpenVLA counts bins from the end of the vocabulary, so the order is reversed: j = 255 is -1, j = 0 is +1.
 256 edges make 255 cells, and j = 0 (only ever the value +1 exactly) decodes like j = 1.
 
 Dimension letters:
-    A  action dimensions
+    A  action dimensions      Q  numbers of proprioception
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from asyncrl.policies.placing import put_constant
 
 BINS: Final = 256
 """Action tokens in the vocabulary."""
@@ -28,23 +34,55 @@ _DECODED = _CENTERS[np.minimum(BINS - 1 - np.arange(BINS), BINS - 2)].astype(np.
 _EPSILON = 1e-8
 
 
+Gripper = Literal["none", "libero", "maniskill"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class NormStats:
-    """Range of each action dimension in the data a policy was fine-tuned on."""
+class Bounds:
+    """Range of some numbers in the data a policy was fine-tuned on (OpenVLA calls this BOUNDS_Q99)."""
 
     q01: tuple[float, ...]
-    """``[A]`` first percentile, in the environment's units."""
+    """First percentile of each, in the environment's units."""
     q99: tuple[float, ...]
-    """``[A]`` 99th percentile, in the environment's units."""
+    """99th percentile of each, in the environment's units."""
     mask: tuple[bool, ...]
-    """``[A]`` False: the dimension is not scaled (the gripper)."""
+    """False: the number is not scaled (the gripper)."""
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> NormStats:
-        """Read one `action` entry of a `dataset_statistics.json`; without a mask, everything is scaled."""
+    def from_json(cls, fields: Mapping[str, Any]) -> Bounds:
+        """Read one entry of a `dataset_statistics.json`; without a mask, everything is scaled."""
         q01, q99 = fields["q01"], fields["q99"]
         mask = fields.get("mask", [True] * len(q01))
         return cls(q01=tuple(map(float, q01)), q99=tuple(map(float, q99)), mask=tuple(map(bool, mask)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormStats(Bounds):
+    """Range of each action dimension, and of the robot's own state where the data has it."""
+
+    proprio: Bounds | None = None
+    """``[Q]`` of proprioception; None: the data has none."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> NormStats:
+        """Read the `action` entry of a data set; our own files keep `proprio` inside it."""
+        action, proprio = Bounds.from_json(fields), fields.get("proprio")
+        own = None if proprio is None else Bounds.from_json(proprio)
+        return cls(q01=action.q01, q99=action.q99, mask=action.mask, proprio=own)
+
+    @classmethod
+    def from_published(cls, entry: Mapping[str, Any]) -> NormStats:
+        """Read one data set of a published `dataset_statistics.json`: `action` and perhaps `proprio`."""
+        return cls.from_json({**entry["action"], "proprio": entry.get("proprio")})
+
+    def to_published(self) -> dict[str, Any]:
+        """Inverse of `from_published`."""
+        entries = {"action": self, "proprio": self.proprio}
+        return {
+            name: {"q01": list(b.q01), "q99": list(b.q99), "mask": list(b.mask)}
+            for name, b in entries.items()
+            if b is not None
+        }
 
 
 def encode(actions: NDArray[np.floating]) -> NDArray[np.int32]:
@@ -68,20 +106,64 @@ def decode(tokens: Tensor) -> Tensor:
     Returns:
         float32 of the same shape, in [-0.99608, 0.99608], on the device of `tokens`.
     """
-    return torch.tensor(_DECODED, device=tokens.device)[tokens.long()]
+    return _decoded_on(tokens.device)[tokens.long()]
 
 
-def unnormalise(actions: Tensor, stats: NormStats) -> Tensor:
+@lru_cache(maxsize=32)
+def _decoded_on(device: torch.device) -> Tensor:
+    return put_constant(_DECODED, device)
+
+
+def unnormalise(actions: Tensor, stats: Bounds) -> Tensor:
     """Scale [-1, 1] back to the range of the data: ``(a + 1) / 2 * (q99 - q01 + 1e-8) + q01`` where masked.
 
     Args:
         actions: ``[..., A]`` float32 in [-1, 1].
-        stats: Percentiles (OpenVLA calls this BOUNDS_Q99).
+        stats: Percentiles.
 
     Returns:
         ``[..., A]`` float32 in the environment's units.
     """
-    low = actions.new_tensor(stats.q01)
-    width = actions.new_tensor(stats.q99) - low + _EPSILON
-    mask = torch.tensor(stats.mask, device=actions.device)
+    low, width, mask = _bounds_on(stats.q01, stats.q99, stats.mask, actions.device)
     return torch.where(mask, 0.5 * (actions + 1) * width + low, actions)
+
+
+@lru_cache(maxsize=32)
+def _bounds_on(
+    q01: tuple[float, ...], q99: tuple[float, ...], mask: tuple[bool, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    low = np.array(q01, np.float32)
+    width = np.array(q99, np.float32) - low + np.float32(_EPSILON)
+    return put_constant(low, device), put_constant(width, device), put_constant(np.array(mask), device)
+
+
+def normalise(values: NDArray[np.floating], stats: Bounds) -> NDArray[np.float32]:
+    """Scale numbers to [-1, 1], clipped: ``2 (x - q01) / (q99 - q01 + 1e-8) - 1`` where masked.
+
+    Args:
+        values: ``[..., Q]`` in the environment's units.
+        stats: Percentiles.
+
+    Returns:
+        ``[..., Q]`` float32.
+    """
+    low, high = np.array(stats.q01), np.array(stats.q99)
+    scaled = 2 * (values - low) / (high - low + _EPSILON) - 1
+    return np.clip(np.where(stats.mask, scaled, values), -1, 1).astype(np.float32)
+
+
+def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:
+    """Turn the last number of every action, 0 = closed to 1 = open in the data, into the robot's command.
+
+    Args:
+        actions: ``[..., A]`` in the units of the data.
+        gripper: none: as it is. libero: -1 open, +1 closed. maniskill: +1 open, -1 closed.
+    """
+    if gripper == "none":
+        return actions
+    opening = actions[..., -1:]
+    if gripper == "libero":
+        command = -torch.sign(2 * opening - 1)
+    else:
+        command = 2 * (opening > 0.5).to(actions.dtype) - 1
+    return torch.cat([actions[..., :-1], command], dim=-1)

@@ -19,6 +19,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.files import compare_names, read_json, read_tensors, write, write_json
 from asyncrl.policies.lora import merged_tensors
+from asyncrl.policies.openvla import build_policy_model
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.published import (
@@ -160,7 +161,7 @@ def export_openvla(policy: OpenVLAOFT, folder: str | Path, *, shard_bytes: int =
         total = sum(t.nbytes for t in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
-    stats = {key: {"action": dataclasses.asdict(value)} for key, value in config.norm_stats.items()}
+    stats = {key: value.to_published() for key, value in config.norm_stats.items()}
     write_json(folder / "dataset_statistics.json", stats)
     write_json(folder / "config.json", published_config(config) | {"norm_stats": stats})
     write(folder / "tokenizer.json", policy.tokenizer.save)
@@ -172,9 +173,7 @@ def _published_stats(folder: Path) -> dict[str, NormStats]:
     if overlay.exists():
         stats |= read_json(overlay)
     try:
-        return {
-            key: NormStats.from_json(value["action"]) for key, value in stats.items() if "action" in value
-        }
+        return {key: NormStats.from_published(value) for key, value in stats.items() if "action" in value}
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"The action statistics in {folder} lack {error}: tokens cannot become actions. "
@@ -197,7 +196,7 @@ def _to_native(policy: OpenVLAOFT, published: dict[str, Tensor], folder: Path) -
 
 def _on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenVLAOFT:
     with torch.device("meta"):
-        return OpenVLAOFT(config, tokenizer)
+        return build_policy_model(config, tokenizer)
 
 
 def _fill(

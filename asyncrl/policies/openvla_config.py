@@ -1,17 +1,18 @@
-"""What shapes an OpenVLA-OFT policy and gives its tokens a meaning: `config.json` in, checked sizes out."""
+"""What shapes an OpenVLA(-OFT) policy and gives its tokens a meaning: `config.json` in, checked sizes out."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.action_tokens import BINS, NormStats
+from asyncrl.policies.action_tokens import BINS, Bounds, Gripper, NormStats
 from asyncrl.policies.vision import TowerConfig
+from asyncrl.records import ACTION_DIM, CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +43,29 @@ class OpenVLAOFTConfig:
     """Hidden features of the value head."""
     value_head: Literal["none", "chunk", "action"] = "none"
     """chunk: a critic gives one value per decision. action: one per step."""
+    decoding: Literal["parallel", "autoregressive"] = "parallel"
+    """parallel: all tokens of a decision from one pass that attends in both directions (OpenVLA-OFT).
+    autoregressive: one token after the other, each sees those before it (OpenVLA)."""
     chunk: int = 8
-    """Steps per decision."""
+    """Steps per decision. OpenVLA as published makes 1."""
     action_dim: int = 7
     """Numbers per step; the last one is the gripper."""
     stop_token: bool = False
     """Append `</s>` behind the slots, as supervised OFT training does and RLinf does not."""
-    gripper: Literal["none", "libero"] = "none"
-    """libero: the gripper leaves as ``-sign(2 g - 1)``, from the data's 0 = closed to LIBERO's -1 = open."""
+    images: int = 1
+    """Pictures per decision, one after another in the sequence (main camera, wrist camera, ...)."""
+    image_pipeline: Literal["rlinf", "oft"] = "rlinf"
+    """rlinf: frames of another size are resized (bicubic), nothing else. oft: what `pictures` does."""
+    proprio_dim: int = 0
+    """Numbers of the robot's own state, as one token behind the patches; 0: the policy does not see it."""
+    gripper: Gripper = "none"
+    """libero: the gripper leaves as ``-sign(2 g - 1)``, from the data's 0 = closed to LIBERO's -1 = open.
+    maniskill: as ``2 (g > 0.5) - 1``, ManiSkill's 1 = open."""
     norm_key: str = ""
-    """Entry of `norm_stats` that actions are scaled with; empty: actions stay in [-1, 1]."""
+    """Entry of `norm_stats` that actions are scaled with; empty: actions stay in [-1, 1], and proprioception
+    is taken as it comes."""
     norm_stats: Mapping[str, NormStats] = field(default_factory=dict)
-    """Action ranges by data set."""
+    """Ranges of actions (and proprioception) by data set."""
     rms_eps: float = 1e-6
     """Epsilon of the Llama norms."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -90,6 +102,21 @@ class OpenVLAOFTConfig:
     def patches(self) -> int:
         """Patches of one picture."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def prefix(self) -> int:
+        """Places between the first and the second prompt token: all pictures' patches and proprioception."""
+        return self.images * self.patches + (self.proprio_dim > 0)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a place sees only those before it."""
+        return self.decoding == "autoregressive"
+
+    @property
+    def proprio_bounds(self) -> Bounds | None:
+        """What proprioception is scaled with; None: nothing."""
+        return self.norm_stats[self.norm_key].proprio if self.proprio_dim and self.norm_key else None
 
     @property
     def slots(self) -> int:
@@ -130,7 +157,37 @@ class OpenVLAOFTConfig:
             ) from error
 
 
+def require_trainable(config: OpenVLAOFTConfig) -> None:
+    """Refuse a policy that cannot be trained in a world model, which draws one picture for each of 8 steps.
+
+    Such a policy can be evaluated in simulators.
+
+    Raises:
+        ConfigError: The policy makes other than 8 steps of 7 numbers per decision, or needs several pictures
+            or proprioception.
+    """
+    has = ""
+    if (config.chunk, config.action_dim) != (CHUNK, ACTION_DIM):
+        has = f"makes {config.chunk} steps of {config.action_dim} numbers per decision (chunk, action_dim), "
+        has += f"but world models and the replay have {CHUNK} steps of {ACTION_DIM}"
+    elif config.images > 1:
+        has = f"looks at {config.images} pictures per decision, but a world model draws one"
+    elif config.proprio_dim:
+        has = f"needs proprioception of {config.proprio_dim} numbers, but a world model draws pictures only"
+    if has:
+        raise ConfigError(
+            f"--policy cannot be trained: it {has}. It can be evaluated in simulators; to train, choose a "
+            f"policy that was fine-tuned with one picture, without proprioception and with chunk {CHUNK}."
+        )
+
+
 def _check(config: OpenVLAOFTConfig) -> None:
+    problem = _size_problem(config) or _meaning_problem(config) or _proprio_problem(config)
+    if problem:
+        raise ConfigError(f"The policy's configuration cannot work: {problem}. Correct config.json.")
+
+
+def _size_problem(config: OpenVLAOFTConfig) -> str:
     problem = ""
     if config.image_size % config.patch_size:
         problem = f"patches of {config.patch_size} pixels do not tile a picture of {config.image_size}"
@@ -139,15 +196,42 @@ def _check(config: OpenVLAOFTConfig) -> None:
     elif not BINS < config.token_count < config.vocab_size:
         problem = f"{config.token_count} tokens need {BINS} action bins below and a padding row above them, "
         problem += f"but the embedding has {config.vocab_size} rows"
-    elif config.norm_key and config.norm_key not in config.norm_stats:
-        problem = f"norm_key {config.norm_key!r} is not among its statistics: {sorted(config.norm_stats)}"
-    elif config.norm_key and len(config.norm_stats[config.norm_key].q01) != config.action_dim:
-        problem = f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
-    elif config.value_head not in ("none", "chunk", "action"):
-        problem = f"value_head is {config.value_head!r} (none, chunk, action)"
-    elif config.gripper not in ("none", "libero"):
-        problem = f"gripper is {config.gripper!r} (none, libero)"
-    elif config.dtype not in ("float32", "bfloat16"):
-        problem = f"dtype is {config.dtype!r} (float32, bfloat16)"
-    if problem:
-        raise ConfigError(f"The policy's configuration cannot work: {problem}. Correct config.json.")
+    elif min(config.chunk, config.action_dim, config.images) < 1 or config.proprio_dim < 0:
+        problem = "chunk, action_dim and images must be at least 1 and proprio_dim at least 0, but they are "
+        problem += f"{config.chunk}, {config.action_dim}, {config.images} and {config.proprio_dim}"
+    return problem
+
+
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "value_head": ("none", "chunk", "action"),
+    "decoding": ("parallel", "autoregressive"),
+    "image_pipeline": ("rlinf", "oft"),
+    "gripper": ("none", "libero", "maniskill"),
+    "dtype": ("float32", "bfloat16"),
+}
+
+
+def _meaning_problem(config: OpenVLAOFTConfig) -> str:
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            return f"{name} is {getattr(config, name)!r} ({', '.join(choices)})"
+    if config.causal and config.stop_token:
+        return "decoding is autoregressive, which has no slots to put a stop token behind (stop_token)"
+    if config.norm_key and config.norm_key not in config.norm_stats:
+        return f"norm_key {config.norm_key!r} is not among its statistics: {sorted(config.norm_stats)}"
+    if config.norm_key and len(config.norm_stats[config.norm_key].q01) != config.action_dim:
+        return f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
+    return ""
+
+
+def _proprio_problem(config: OpenVLAOFTConfig) -> str:
+    if not (config.proprio_dim and config.norm_key):
+        return ""
+    bounds = config.proprio_bounds
+    found = "none" if bounds is None else f"{len(bounds.q01)}"
+    if found == str(config.proprio_dim):
+        return ""
+    return (
+        f"proprio_dim is {config.proprio_dim}, but the statistics of {config.norm_key!r} have {found} "
+        "numbers of proprioception"
+    )

@@ -1,12 +1,12 @@
 """OpenVLA-OFT with discrete actions, on transformers: frames and prompts in, 8 x 7 action tokens out.
 
-The language model reads ``[<s>][patches][rest of the prompt][56 empty slots]`` once and attends in both
-directions. The output at a place speaks for the slot after it: token 0 is read at the last prompt token, and
-the last slot is not read.
+The language model reads ``[<s>][patches][proprioception?][rest of the prompt][56 empty slots][</s>?]`` once
+and attends in both directions. The output at a place speaks for the slot after it: token 0 is read at the
+last prompt token, and the last slot is not read. Neither acting nor evaluating waits for the device.
 
 Dimension letters:
-    B  rows      H, W  frame size in pixels      L  prompt tokens      P  patches
-    D  width of the language model
+    B  rows      H, W  frame size in pixels      L  prompt tokens      P  patches of all pictures, + 1 with
+    D  width of the language model                  proprioception
     C = 8 steps per decision      A = 7 action dimensions      K = C * A slots      N = 256 action bins
     S = L + P + K (+ 1 with a stop token) places      V  values per decision: 1, or C
 """
@@ -16,69 +16,41 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies import action_tokens
-from asyncrl.policies.action_tokens import BINS
+from asyncrl.policies.inputs import build_inputs, place_pictures, require_complete
+from asyncrl.policies.language import ActionHead, ProprioProjector, attention_of, build_llm
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.protocol import ActResult, EvaluateResult, PolicyInputs, SamplingParams
-from asyncrl.policies.sampling import action_distribution, choose_tokens, entropy_of, logprob_of
+from asyncrl.policies.sampling import (
+    action_distribution,
+    entropy_of,
+    logprob_of,
+    take_tokens,
+    uniforms_for,
+)
 from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.policies.value_head import ValueHead
 from asyncrl.policies.vision import FusedVision, Projector, stable_name
 
 
-class ActionHead(nn.Linear):
-    """The vocabulary's output layer, of which only the action rows are ever multiplied."""
+class Choice(NamedTuple):
+    """What a policy chose, still on the device."""
 
-    def __init__(self, config: OpenVLAOFTConfig) -> None:
-        super().__init__(config.llm_width, config.vocab_size, bias=False)
-        self.first = config.first_action_id
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``[B, K, D]`` hidden states to ``[B, K, N]`` float32 logits of the action bins."""
-        with torch.autocast(input.device.type, enabled=False):
-            return nn.functional.linear(input.float(), self.weight[self.first : self.first + BINS].float())
-
-
-def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
-    """A Llama model that attends in both directions: otherwise OFT checkpoints lose half their successes."""
-    return LlamaModel(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.llm_width,
-            intermediate_size=config.llm_mlp,
-            num_hidden_layers=config.llm_layers,
-            num_attention_heads=config.llm_heads,
-            rms_norm_eps=config.rms_eps,
-            initializer_range=config.llm_width**-0.5,  # The usual 0.02 keeps a narrow model from learning.
-            pad_token_id=config.token_count,
-            is_causal=False,  # type: ignore[call-arg]  # an extra field that the mask builder reads
-            use_cache=False,
-        )
-    )
-
-
-def trim_padding(ids_BL: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Drop the columns that are padding in every row.
-
-    Returns:
-        The remaining ids, and their mask, or None when nothing is padded (attention is faster without).
-    """
-    mask_cpu = mask_BL.to("cpu", dtype=torch.bool)
-    used_L = mask_cpu.any(dim=0)
-    if not used_L.all():
-        columns = used_L.nonzero().flatten().to(ids_BL.device)
-        ids_BL, mask_BL = ids_BL[:, columns], mask_BL[:, columns]
-    return ids_BL, None if mask_cpu[:, used_L].all() else mask_BL
+    tokens: Tensor
+    """``[B, K]`` int64 bins."""
+    logprobs: Tensor
+    """``[B, K, N]`` float32, of the distribution that was sampled."""
+    hidden: Tensor
+    """``[B, 1 or more, D]`` final hidden states; the first is at the last prompt token."""
 
 
 class OpenVLAOFT(nn.Module):
@@ -98,6 +70,9 @@ class OpenVLAOFT(nn.Module):
             config.dino, config.siglip, image_size=config.image_size, patch_size=config.patch_size
         )
         self.projector = Projector(config.dino.width + config.siglip.width, config.llm_width)
+        self.proprio_projector: ProprioProjector | None = None
+        if config.proprio_dim:
+            self.proprio_projector = ProprioProjector(config.proprio_dim, config.llm_width)
         self.llm = build_llm(config)
         self.lm_head = ActionHead(config)
         self.value_head: ValueHead | None = None
@@ -138,58 +113,82 @@ class OpenVLAOFT(nn.Module):
         """Where the weights are."""
         return self.lm_head.weight.device
 
-    def preprocess(self, frames: NDArray[np.uint8], tasks: Sequence[str]) -> PolicyInputs:
-        """Move frames and prompts to the device.
+    def preprocess(
+        self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
+    ) -> PolicyInputs:
+        """Move frames, prompts and proprioception to the device; see `protocol.Policy.preprocess`."""
+        return build_inputs(self.config, self.tokenizer, self.device, frames, tasks, proprio)
 
-        Args:
-            frames: ``[B, H, W, 3]`` uint8.
-            tasks: B instructions.
+    def place_pictures(self, frames: NDArray[np.uint8]) -> Tensor:
+        """The pictures of `preprocess` alone: frames ``[..., H, W, 3]`` uint8 to `PolicyInputs.pixels`."""
+        return place_pictures(self.config, frames, self.device)
+
+    def embed_prompt(self, inputs: PolicyInputs) -> tuple[Tensor, Tensor | None]:
+        """Lay out what is known before a decision.
+
+        Returns:
+            Embeddings ``[B, L + P, D]`` and mask ``[B, L + P]`` (None: no padding).
 
         Raises:
-            ConfigError: the frames are not uint8 pictures, or do not match the tasks in number.
+            ConfigError: The inputs lack a picture or proprioception that the policy needs.
         """
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or len(frames) != len(tasks):
-            raise ConfigError(
-                f"The policy got frames {frames.dtype}{list(frames.shape)} for {len(tasks)} tasks, but it "
-                "reads one uint8 picture [H, W, 3] per task. Check the world's or simulator's observation."
-            )
-        ids, mask = self.tokenizer.batch(tasks)
-        pixels = torch.tensor(frames).to(self.device)
-        return PolicyInputs(pixels=pixels, input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
+        require_complete(self.config, inputs)
+        text_BLD = self.llm.embed_tokens(inputs.input_ids)
+        features = self.vision(inputs.pixels.flatten(0, -4))
+        patches_BPD = self.projector(features.reshape(len(text_BLD), -1, features.shape[-1]))
+        parts = [text_BLD[:, :1], patches_BPD.to(text_BLD.dtype), text_BLD[:, 1:]]
+        if self.proprio_projector is not None and inputs.proprio is not None:
+            parts.insert(2, self.proprio_projector(inputs.proprio).to(text_BLD.dtype))
+        embeddings = torch.cat(parts, dim=1)
+        if not inputs.padded:
+            return embeddings, None
+        mask_BL = inputs.attention_mask
+        between = mask_BL.new_ones(len(mask_BL), self.config.prefix)
+        return embeddings, torch.cat([mask_BL[:, :1], between, mask_BL[:, 1:]], dim=1)
 
-    def embed(self, inputs: PolicyInputs) -> tuple[Tensor, Tensor | None, int]:
+    def embed(
+        self, inputs: PolicyInputs, tokens_BK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, int]:
         """Lay out the sequence.
+
+        Args:
+            inputs: What `preprocess` gives.
+            tokens_BK: Not looked at: the slots are empty (zeros) whatever was or will be chosen.
 
         Returns:
             Embeddings ``[B, S, D]``, mask ``[B, S]`` (None: no padding), place of the last prompt token.
         """
-        ids_BL, mask_BL = trim_padding(inputs.input_ids, inputs.attention_mask)
-        text_BLD = self.llm.embed_tokens(ids_BL)
-        patches_BPD = self.projector(self.vision(inputs.pixels))
-        rows, width = ids_BL.shape[0], self.config.llm_width
-        slots_BKD = text_BLD.new_zeros(rows, self.config.slots, width)
-        parts = [text_BLD[:, :1], patches_BPD.to(text_BLD.dtype), text_BLD[:, 1:], slots_BKD]
+        prompt, mask = self.embed_prompt(inputs)
+        parts = [prompt, prompt.new_zeros(len(prompt), self.config.slots, self.config.llm_width)]
         if self.config.stop_token:
-            stop_B1 = ids_BL.new_full((rows, 1), self.tokenizer.end_id)
+            stop_B1 = inputs.input_ids.new_full((len(prompt), 1), self.tokenizer.end_id)
             parts.append(self.llm.embed_tokens(stop_B1))
         embeddings_BSD = torch.cat(parts, dim=1)
-        last_prompt = patches_BPD.shape[1] + ids_BL.shape[1] - 1
-        if mask_BL is None:
-            return embeddings_BSD, None, last_prompt
-        mask_BS = mask_BL.new_ones(embeddings_BSD.shape[:2])
-        mask_BS[:, 1 + patches_BPD.shape[1] : last_prompt + 1] = mask_BL[:, 1:]
-        return embeddings_BSD, mask_BS, last_prompt
+        if mask is not None:
+            mask = nn.functional.pad(mask, (0, embeddings_BSD.shape[1] - mask.shape[1]), value=1)
+        return embeddings_BSD, mask, prompt.shape[1] - 1
 
-    def readout(self, inputs: PolicyInputs) -> Tensor:
-        """Final hidden states ``[B, K, D]`` of the action tokens; the first is at the last prompt token."""
-        embeddings_BSD, mask_BS, last_prompt = self.embed(inputs)
-        places: dict[str, Tensor] = {}
-        if (
-            mask_BS is not None
-        ):  # padding takes no place: a padded prompt gets the positions of an unpadded one
-            places = {"attention_mask": mask_BS, "position_ids": (mask_BS.cumsum(dim=1) - 1).clamp(min=0)}
+    def readout(self, inputs: PolicyInputs, tokens_BK: Tensor | None = None) -> Tensor:
+        """Final hidden states ``[B, K, D]`` of the action tokens; the first is at the last prompt token.
+
+        Shapes depend on those of `inputs` alone, and on `PolicyInputs.padded`.
+        """
+        embeddings_BSD, mask_BS, last_prompt = self.embed(inputs, tokens_BK)
+        places = attention_of(mask_BS, causal=self.config.causal)
         hidden_BSD = self.llm(inputs_embeds=embeddings_BSD, **places).last_hidden_state
         return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]
+
+    def choose(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
+        """Choose the tokens of a decision: on the device alone, with shapes as in `readout`.
+
+        Args:
+            inputs: What `preprocess` gives.
+            sampling: Temperature and top-k.
+            uniforms_BK: ``[B, K]`` float64 in [0, 1), one number per token; None: the most likely tokens.
+        """
+        hidden_BKD = self.readout(inputs)
+        logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
+        return Choice(take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)
 
     def value_of(self, hidden_BKD: Tensor, *, critic_through_policy: bool = False) -> Tensor | None:
         """Critic's values ``[B, V]`` float32, read at the last prompt token."""
@@ -230,16 +229,15 @@ class OpenVLAOFT(nn.Module):
                 f"{len(seeds)} seeds for {len(inputs.pixels)} rows: every row samples from its own stream. "
                 "Pass one seed per row."
             )
-        hidden_BKD = self.readout(inputs)
-        logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
-        tokens_BK = choose_tokens(logprobs_BKN, sampling, seeds)
-        tokens = self.as_chunk(tokens_BK).int()
+        uniforms_BK = uniforms_for(sampling, seeds, self.config.slots, self.device)
+        chosen = self.choose(inputs, sampling, uniforms_BK)
+        tokens = self.as_chunk(chosen.tokens).int()
         return ActResult(
             actions=self.decode(tokens),
             tokens=tokens,
-            logprob=self.as_chunk(logprob_of(logprobs_BKN, tokens_BK)),
-            value=self.value_of(hidden_BKD),
-            entropy=self.as_chunk(entropy_of(logprobs_BKN)),
+            logprob=self.as_chunk(logprob_of(chosen.logprobs, chosen.tokens)),
+            value=self.value_of(chosen.hidden),
+            entropy=self.as_chunk(entropy_of(chosen.logprobs)),
         )
 
     def evaluate(
@@ -252,7 +250,7 @@ class OpenVLAOFT(nn.Module):
     ) -> EvaluateResult:
         """Log-probs of given tokens with gradient; see `protocol.Policy.evaluate`."""
         tokens_BK = tokens.flatten(1)
-        hidden_BKD = self.readout(inputs)
+        hidden_BKD = self.readout(inputs, tokens_BK)
         logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling, tokens_BK)
         return EvaluateResult(
             logprob=self.as_chunk(logprob_of(logprobs_BKN, tokens_BK)),
@@ -276,10 +274,7 @@ class OpenVLAOFT(nn.Module):
         actions = action_tokens.decode(tokens)
         if self.config.norm_key:
             actions = action_tokens.unnormalise(actions, self.config.norm_stats[self.config.norm_key])
-        if self.config.gripper == "libero":
-            gripper = -torch.sign(2 * actions[..., -1:] - 1)
-            actions = torch.cat([actions[..., :-1], gripper], dim=-1)
-        return actions
+        return action_tokens.with_gripper(actions, self.config.gripper)
 
     def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
         """Optimizer groups of everything trainable: `policy` at `lr`, the critic (`value`) at `value_lr`."""

@@ -4,6 +4,7 @@ Dimension letters:
     B  rows (observations)           L  prompt tokens
     H, W  image size in pixels       C = 8 steps per decision      A = 7 action dimensions
     V  values per decision: 1 (value head of level chunk) or C (action)
+    N  pictures per row              Q  numbers of proprioception
 """
 
 from __future__ import annotations
@@ -48,11 +49,17 @@ class PolicyInputs:
     """What a policy looks at. Tensors only, on the policy's device: rows can be picked and stacked."""
 
     pixels: Tensor
-    """``[B, H, W, 3]`` uint8, any size: resizing and normalising happen on the device."""
+    """``[B, H, W, 3]``, or ``[B, N, H, W, 3]`` where the policy looks at several pictures; uint8, any size:
+    resizing and normalising happen on the device."""
     input_ids: Tensor
     """``[B, L]`` int64: the beginning-of-sequence token, padding, the prompt."""
     attention_mask: Tensor
     """``[B, L]`` int64, 1 = token, 0 = padding."""
+    padded: bool = True
+    """False: the mask is all ones, so attention needs none. Known on the host, because looking at the mask
+    would wait for the device."""
+    proprio: Tensor | None = None
+    """``[B, Q]`` float32 in [-1, 1], the robot's own state; None where the policy does not see it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +93,19 @@ class EvaluateResult:
 class Policy(Protocol):
     """A vision-language-action policy. Reductions over C and A belong to the loss, not here."""
 
-    def preprocess(self, frames: NDArray[np.uint8], tasks: Sequence[str]) -> PolicyInputs:
-        """Turn frames ``[B, H, W, 3]`` uint8 and B instructions into inputs on the policy's device."""
+    def preprocess(
+        self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
+    ) -> PolicyInputs:
+        """Turn frames and B instructions into inputs on the policy's device.
+
+        Args:
+            frames: ``[B, H, W, 3]`` (one picture per row) or ``[B, N, H, W, 3]``, uint8.
+            tasks: B instructions.
+            proprio: ``[B, Q]`` in the environment's units, for policies that see it.
+
+        Raises:
+            ConfigError: Something that the policy needs is missing or has another shape.
+        """
         ...
 
     def act(self, inputs: PolicyInputs, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from asyncrl.policies.placing import put
 from asyncrl.policies.protocol import SamplingParams
 
 
@@ -72,12 +73,24 @@ def pick_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor) -> Tensor:
     return torch.minimum(picked_BK, last_possible_BK)  # rounding must not reach behind the last possible bin
 
 
+def uniforms_for(
+    sampling: SamplingParams, seeds: Sequence[int], count: int, device: torch.device
+) -> Tensor | None:
+    """`row_uniforms` on the device, copied without waiting; None at temperature 0, which draws nothing."""
+    if sampling.temperature == 0:
+        return None
+    return put(row_uniforms(seeds, count).numpy(), device)
+
+
+def take_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor | None) -> Tensor:
+    """``[B, K]`` int64: `pick_tokens`, or the most likely ones without uniforms."""
+    return logprobs_BKN.argmax(dim=-1) if uniforms_BK is None else pick_tokens(logprobs_BKN, uniforms_BK)
+
+
 def choose_tokens(logprobs_BKN: Tensor, sampling: SamplingParams, seeds: Sequence[int]) -> Tensor:
     """Sample (or, at temperature 0, take the most likely) tokens: ``[B, K]`` int64."""
-    if sampling.temperature == 0:
-        return logprobs_BKN.argmax(dim=-1)
-    uniforms_BK = row_uniforms(seeds, logprobs_BKN.shape[1]).to(logprobs_BKN.device)
-    return pick_tokens(logprobs_BKN, uniforms_BK)
+    uniforms_BK = uniforms_for(sampling, seeds, logprobs_BKN.shape[1], logprobs_BKN.device)
+    return take_tokens(logprobs_BKN, uniforms_BK)
 
 
 def logprob_of(logprobs_BKN: Tensor, tokens_BK: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+"""Pictures as the official OpenVLA-OFT prepares them (`image_pipeline` "oft"): frames in, tower input out.
+
+    frame ──► JPEG and back ──► lanczos3 to the model's size ──► centre 90 % of the area, resized again
+
+Every arrow ends in whole grey levels. The first is computed on the host, the others on the policy's device.
+Frames come in upright: the simulator adapter has already turned LIBERO's pictures by 180 degrees. The
+formulas are TensorFlow's, which the policies were fine-tuned with. Its JPEG decoder defaults to a coarser
+inverse cosine transform than Pillow's, so some grey levels may differ a little.
+
+Dimension letters:
+    B  frames      H, W  frame size in pixels      S  side the towers want, in pixels
+"""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from asyncrl.policies.placing import put, put_constant
+
+JPEG_QUALITY: Final = 95
+CROPPED_AREA: Final = 0.9
+"""Share of the picture's area that is kept: fine-tuning augments with random crops of this size."""
+_RADIUS: Final = 3
+_ROWS_AT_ONCE: Final = 64
+
+
+def prepare_oft(frames: NDArray[np.uint8], size: int, device: torch.device) -> Tensor:
+    """Carry out the whole pipeline.
+
+    Args:
+        frames: ``[..., H, W, 3]`` uint8.
+        size: ``S``.
+        device: Of the result, and of all steps but the first.
+
+    Returns:
+        ``[..., S, S, 3]`` uint8.
+    """
+    flat = frames.reshape(-1, *frames.shape[-3:])
+    parts = []
+    for start in range(0, len(flat), _ROWS_AT_ONCE):
+        decoded = np.stack([through_jpeg(frame) for frame in flat[start : start + _ROWS_AT_ONCE]])
+        parts.append(crop_centre(resize_lanczos3(put(decoded, device), size)))
+    return torch.cat(parts).reshape(*frames.shape[:-3], size, size, 3)
+
+
+def encode_jpeg(frame: NDArray[np.uint8]) -> bytes:
+    """JPEG file of a frame ``[H, W, 3]``: quality 95, colours at half the resolution (4:2:0)."""
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(frame)).save(
+        file, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0"
+    )
+    return file.getvalue()
+
+
+def through_jpeg(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """``[H, W, 3]`` uint8 as it comes back from a JPEG file: what the fine-tuning data went through."""
+    with Image.open(io.BytesIO(encode_jpeg(frame))) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def lanczos3_weights(source: int, target: int) -> NDArray[np.float64]:
+    """Weights of the source pixels in every target pixel, along one axis.
+
+    Pixels are at half-integer places; when the picture shrinks, the window grows with it (antialiasing).
+
+    Returns:
+        ``[target, source]`` float64; every row adds up to 1.
+    """
+    ratio = source / target
+    stretch = max(ratio, 1.0)
+    centers = (np.arange(target) + 0.5) * ratio
+    distance = (np.arange(source) + 0.5 - centers[:, None]) / stretch
+    window = np.sinc(distance) * np.sinc(distance / _RADIUS) * (np.abs(distance) <= _RADIUS)
+    return window / window.sum(axis=1, keepdims=True)
+
+
+@lru_cache(maxsize=32)
+def _weights_on(source: int, target: int, device: torch.device) -> Tensor:
+    return put_constant(lanczos3_weights(source, target), device)
+
+
+def resize_lanczos3(frames_BHW3: Tensor, size: int) -> Tensor:
+    """Resize to ``[B, S, S, 3]`` uint8; halves are rounded to even.
+
+    Float64 because reduced-precision matrix products (TF32, autocast) would miss grey levels.
+
+    Args:
+        frames_BHW3: ``[B, H, W, 3]`` uint8.
+        size: ``S``.
+    """
+    rows_SH = _weights_on(frames_BHW3.shape[1], size, frames_BHW3.device)
+    columns_SW = _weights_on(frames_BHW3.shape[2], size, frames_BHW3.device)
+    levels_BSW3 = torch.einsum("sh,bhwc->bswc", rows_SH, frames_BHW3.double())
+    levels_BSS3 = torch.einsum("tw,bswc->bstc", columns_SW, levels_BSW3)
+    return levels_BSS3.round().clamp(0, 255).to(torch.uint8)
+
+
+@lru_cache(maxsize=32)
+def _crop_places(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower and upper neighbour ``[S]`` int64 of every sampled place, and the upper one's share ``[S]``."""
+    side = np.sqrt(CROPPED_AREA)
+    places = ((1 - side) / 2 + np.linspace(0, 1, size) * side) * (size - 1)  # corners meet corners
+    lower = np.floor(places).astype(np.int64)
+    upper = np.minimum(lower + 1, size - 1)
+    share = (places - lower).astype(np.float32)
+    return put_constant(lower, device), put_constant(upper, device), put_constant(share, device)
+
+
+def crop_centre(frames_BSS3: Tensor) -> Tensor:
+    """Cut out the centre (side ``sqrt(0.9)``) and stretch it to the old size, bilinear, corners on corners.
+
+    Args:
+        frames_BSS3: ``[B, S, S, 3]`` uint8.
+
+    Returns:
+        ``[B, S, S, 3]`` uint8: ``255.5 x`` without its fraction, for x in [0, 1].
+    """
+    lower, upper, share_S = _crop_places(frames_BSS3.shape[1], frames_BSS3.device)
+    levels = frames_BSS3.float() / 255
+    left, right = levels.index_select(2, lower), levels.index_select(2, upper)
+    levels = left + (right - left) * share_S[:, None]
+    top, bottom = levels.index_select(1, lower), levels.index_select(1, upper)
+    levels = top + (bottom - top) * share_S[:, None, None]
+    return (levels.clamp(0, 1) * 255.5).to(torch.uint8)

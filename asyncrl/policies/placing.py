@@ -1,0 +1,37 @@
+"""Host arrays in, tensors on the policy's device out, without ever waiting for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def put(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to a device.
+
+    On CUDA through page-locked memory: the copy is queued like a kernel and the host goes on. A copy from
+    ordinary memory would wait until all kernels before it are done.
+
+    Args:
+        array: Any shape and numeric type; may be read-only.
+        device: Where to.
+
+    Returns:
+        A tensor of the same shape and type that shares no memory with `array`.
+    """
+    if device.type != "cuda":
+        return torch.tensor(array, device=device)
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    locked = torch.empty(array.shape, dtype=dtype, pin_memory=True)
+    np.copyto(locked.numpy(), array)
+    return locked.to(device, non_blocking=True)
+
+
+def put_constant(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array that is kept: a tensor made in inference mode could not take part in a gradient later."""
+    with torch.inference_mode(False):
+        return put(array, device)
