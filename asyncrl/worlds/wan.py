@@ -27,6 +27,7 @@ from asyncrl.pixels import to_signed, to_uint8
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds import wan_transformer, wan_vae
 from asyncrl.worlds.flow_schedule import sampling_sigmas
+from asyncrl.worlds.tiny_decoder import Decoder
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer
 from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_stream, load_vae
 from asyncrl.worlds.weight_files import read_json, write_json, write_tensors
@@ -83,6 +84,17 @@ class WanState:
         return self._from([tensor.to(device) for tensor in self._tensors()])
 
 
+class FullDecoder:
+    """The autoencoder's own decoder, with the contract that every decoder of a world keeps."""
+
+    def __init__(self, vae: WanVae) -> None:
+        self.vae = vae
+
+    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """Draw the next frames; see `asyncrl.worlds.wan_vae.decode_step`."""
+        return decode_step(self.vae, latents_BZFhw, cache)
+
+
 class WanWorld:
     """Imagines frames with an action-conditioned Wan transformer and the Wan autoencoder."""
 
@@ -98,6 +110,7 @@ class WanWorld:
     ) -> None:
         self.transformer = transformer
         self.vae = vae
+        self.decoder: Decoder = FullDecoder(vae)
         self.schedule_steps = schedule_steps
         self.version = version
         self._image_size = image_size
@@ -128,8 +141,8 @@ class WanWorld:
         video = to_signed(torch.from_numpy(clips).to(self.device)).permute(0, 4, 1, 2, 3)
         latents = encode_stream(self.vae, video).float()
         anchor, memory = latents[:, :, :1].clone(), latents[:, :, 1:].clone()
-        _, cache = decode_step(self.vae, anchor, None)
-        _, cache = decode_step(self.vae, memory, cache)
+        _, cache = self.decoder.decode(anchor, None)
+        _, cache = self.decoder.decode(memory, cache)
         return WanState(
             anchor=anchor,
             memory=memory,
@@ -152,7 +165,7 @@ class WanWorld:
                 f"got {list(actions_B8A.shape)} and {len(noise_seeds)}"
             )
         new_BZ2hw = self.denoise(state, actions_B8A, noise_seeds)
-        frames, cache = decode_step(self.vae, new_BZ2hw, state.cache)
+        frames, cache = self.decoder.decode(new_BZ2hw, state.cache)
         after = WanState(
             anchor=state.anchor.clone(),
             memory=new_BZ2hw[:, :, -1:].clone(),
