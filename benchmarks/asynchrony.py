@@ -33,7 +33,6 @@ from pace import commit, heading, table
 from asyncrl import metrics as m
 from asyncrl.errors import RunError
 from asyncrl.metrics import Metric
-from asyncrl.records import CHUNK
 
 ROOT = Path(__file__).resolve().parents[1]
 SIGNAL = ["--algorithm.entropy-coef", "1e-6"]
@@ -110,7 +109,9 @@ def train(settings: Settings, mode: str, out: Path) -> Outcome:
     rows = read_rows(run_dir)
     if len(rows) <= settings.skip + 1:
         print((out / f"{run_dir.name}.log").read_text()[-4000:], flush=True)
-        raise RunError(f"The run '{mode}' ended with code {code} after {len(rows)} updates; nothing to compare.")
+        raise RunError(
+            f"The run '{mode}' ended with code {code} after {len(rows)} updates; nothing to compare."
+        )
     group_size = json.loads((run_dir / "config.json").read_text())["algorithm"]["group_size"]
     return outcome(mode, rows[settings.skip :], group_size, seconds)
 
@@ -176,7 +177,11 @@ def main() -> None:
     ]  # fmt: skip
     print("\n" + table(titles, rows) + "\n\n" + verdict(found))
     for mode, result in found.items():
-        print(mode + ": " + ", ".join(f"{name} {value / 2**30:.1f} GiB" for name, value in result.memory.items()))
+        print(
+            mode
+            + ": "
+            + ", ".join(f"{name} {value / 2**30:.1f} GiB" for name, value in result.memory.items())
+        )
     if settings.json:
         content = {"commit": commit(), **asdict(settings), "runs": [asdict(o) for o in found.values()]}
         Path(settings.json).write_text(json.dumps(content, indent=1))

@@ -40,7 +40,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> fl
 
 
 def counted(action: Callable[[], object]) -> float:
-    """FLOPs of matrix products, convolutions and attention in one call, two per multiplication and addition."""
+    """FLOPs of matrix products, convolutions and attention in one call, two per multiply-add."""
     with FlopCounterMode(display=False) as counter:
         action()
     return float(counter.get_total_flops())

@@ -1,4 +1,4 @@
-"""`asyncrl fit policy|world|reward|starts`: models and start states from recordings."""
+"""`asyncrl fit policy|world|reward|starts|decoder`: models and start states from what was seen."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from asyncrl.assets import policy_folder
+from asyncrl.commands.fit_decoder import Decoder, fit_decoder_command
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.launch.devices import pick_device
 
@@ -109,12 +110,21 @@ class Starts:
 def main(arguments: list[str]) -> int:
     """Fit one kind of model."""
     config = tyro.cli(
-        Policy | World | Reward | Starts,  # type: ignore[arg-type]
+        Policy | World | Reward | Starts | Decoder,  # type: ignore[arg-type]
         args=arguments,
         prog="asyncrl fit",
     )
     began = time.monotonic()
     _use_tensor_cores()
+    if isinstance(config, Decoder):
+        fit_decoder_command(config)
+    else:
+        _fit_recordings(config)
+    print(f"done in {time.monotonic() - began:.0f} s", flush=True)
+    return 0
+
+
+def _fit_recordings(config: Policy | World | Reward | Starts) -> None:
     print(f"reading {', '.join(map(str, config.data))}", flush=True)
     recordings = load_recordings(config.data)
     share = recordings.solved().mean()
@@ -128,8 +138,6 @@ def main(arguments: list[str]) -> int:
             fit_reward_command(config, recordings)
         case Starts():
             write_starts(config, recordings)
-    print(f"done in {time.monotonic() - began:.0f} s", flush=True)
-    return 0
 
 
 def _use_tensor_cores() -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -30,11 +30,12 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.pixels import to_signed, to_uint8, uploaded
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds import wan_transformer, wan_vae
+from asyncrl.worlds.decoders import Decoder, FullDecoder
 from asyncrl.worlds.flow_schedule import sampling_sigmas
-from asyncrl.worlds.vae_stream import Layers, decode_layers, encode_layers
+from asyncrl.worlds.vae_stream import Layers, encode_layers
 from asyncrl.worlds.wan_state import WanState
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer
-from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_step, load_vae
+from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, encode_step, load_vae
 from asyncrl.worlds.weight_files import read_json, write_json, write_tensors
 
 CONTEXT: Final = 4
@@ -42,35 +43,6 @@ CONTEXT: Final = 4
 WINDOW: Final = 4
 """Latent frames the transformer sees: anchor, memory and two new ones."""
 FORMAT: Final = "asyncrl-world-1"
-
-
-class Decoder(Protocol):
-    """Draws frames from latents as a stream; rows of its memory belong to slots."""
-
-    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """See `wan_vae.decode_step`."""
-        ...
-
-    def compile(self) -> None:
-        """Be faster from now on, at one fixed batch size."""
-        ...
-
-
-class FullDecoder:
-    """The autoencoder's own decoder."""
-
-    def __init__(self, vae: WanVae) -> None:
-        self.vae = vae
-        self._layers: Layers = decode_layers
-
-    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw frames; the single first one of a video is never worth compiling for."""
-        layers = decode_layers if cache is None else self._layers
-        return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
-
-    def compile(self) -> None:
-        """Compile the layers into one graph."""
-        self._layers = torch.compile(decode_layers, fullgraph=True, dynamic=False)
 
 
 class WanWorld:
@@ -97,7 +69,7 @@ class WanWorld:
             schedule_steps: Network calls per decision.
             version: Which weights these are.
             device: Where they go.
-            memory: See `options.WorldOptions`.
+            memory: See `ImaginationSettings`.
             decoder: Draws frames instead of the autoencoder's own.
         """
         self.transformer = transformer
@@ -105,7 +77,7 @@ class WanWorld:
         self.schedule_steps = schedule_steps
         self.version = version
         self.memory = memory
-        self.decoder = decoder or FullDecoder(vae)
+        self.decoder: Decoder = decoder or FullDecoder(vae)
         self._image_size = image_size
         self._rows = 0
         self._encoder_layers: Layers = encode_layers
@@ -134,7 +106,7 @@ class WanWorld:
         self._rows = rows
         for block in self.transformer.blocks:
             block.compile(fullgraph=True, dynamic=False)
-        self.decoder.compile()
+        self.decoder.speed_up()
         self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
 

@@ -1,0 +1,183 @@
+"""`asyncrl fit decoder`: a world, a policy and start states in, the world's tiny decoder out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.assets import policy_folder, start_states_file, world_folder
+from asyncrl.errors import ConfigError
+from asyncrl.launch.devices import pick_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.fitting.decoder import Likeness
+    from asyncrl.fitting.imagined import Imagined
+    from asyncrl.rewards.resnet import RewardModel
+    from asyncrl.worlds.tiny_decoder import TinyDecoder
+    from asyncrl.worlds.wan import WanWorld
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """A tiny decoder, distilled from the world's own on episodes that the world imagines."""
+
+    world: str = "tabletop"
+    """World folder, or 'tabletop' (shipped)."""
+    policy: str = "tabletop"
+    """Policy that acts in the imagined episodes."""
+    start_states: str = "tabletop"
+    """Where they begin."""
+    out: str = ""
+    """Folder for decoder.safetensors and decoder.json; empty: the world's folder."""
+    episodes: int = 256
+    """Episodes to learn from."""
+    held_out: int = 64
+    """Further episodes, from other start states, to measure on."""
+    decisions: int = 6
+    """Length of an episode; as long as those of training (--actor.max-decisions)."""
+    imagine_batch: int = 32
+    """Episodes imagined side by side."""
+    steps: int = 2_000
+    """Optimizer steps."""
+    batch: int = 4
+    """Episodes, and as many windows, per step."""
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
+    temperature: float = 1.0
+    """Sampling temperature of the policy, as in training."""
+    threshold: float = 0.7
+    """Probability from which a frame counts as success, for the agreement of the verdicts."""
+    device: str = "auto"
+    """cpu, cuda, or auto. On a GPU world and policy compute in bfloat16, as they do in training."""
+    seed: int = 0
+    """Of weights, episodes and the order of examples."""
+    compile: bool = False
+    """Compile the tiny decoder first: a minute at the start, then faster on a GPU."""
+
+    def __post_init__(self) -> None:
+        for name in ("episodes", "held_out", "decisions", "imagine_batch", "steps", "batch"):
+            if (value := getattr(self, name)) < 1:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {value}, but it counts from 1. Leave it out for the default.")
+
+
+def fit_decoder_command(config: Decoder) -> None:
+    """Imagine, distil, measure and write."""
+    import torch
+
+    from asyncrl.fitting.decoder import compare, fit_decoder
+    from asyncrl.fitting.imagined import windows_of
+    from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig
+    from asyncrl.worlds.wan import load_world
+
+    device = pick_device(config.device)
+    folder = world_folder(config.world)
+    out = Path(config.out) if config.out else folder
+    world = load_world(folder, device=device, dtype=_dtype(device))
+    reward = _reward(folder, device)
+    learned, held_out = _episodes(config, world, device)
+    windows = windows_of(world.vae, learned, seed=config.seed)
+    torch.manual_seed(config.seed)
+    decoder = TinyDecoder(TinyDecoderConfig.for_world(world.vae.size.z_dim, world.image_size)).to(device)
+    loss = fit_decoder(
+        decoder,
+        learned,
+        windows,
+        steps=config.steps,
+        batch=config.batch,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+        compiled=config.compile,
+    )
+    decoder.to(torch.bfloat16)  # as it is stored: halves the file, and what is measured is what will be used
+    decoder.to(_dtype(device))
+    likeness = compare(decoder, held_out, reward, threshold=config.threshold)
+    _save(config, out, world, decoder, likeness, loss)
+    print(report(likeness, len(held_out), config.threshold))
+    print(f"tiny decoder in {out}")
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    import torch
+
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _episodes(config: Decoder, world: WanWorld, device: torch.device) -> tuple[Imagined, Imagined]:
+    """Episodes to learn from and, from other start states, to measure on."""
+    from asyncrl.fitting.imagined import imagine_episodes
+    from asyncrl.policies.checkpoints import load_policy
+    from asyncrl.policies.protocol import SamplingParams
+    from asyncrl.worlds.start_states import load_start_states, pick
+
+    policy = load_policy(policy_folder(config.policy), device=device, dtype=_dtype(device)).eval()
+    file = start_states_file(config.start_states)
+    states = load_start_states(file)
+    if len(states) < 2:
+        raise ConfigError(
+            f"--start-states {config.start_states} holds {len(states)} start state, but some are to learn "
+            "from and others to measure on. Give a file with more."
+        )
+    apart = min(len(states) - 1, max(1, len(states) // 8, min(config.held_out, len(states) // 2)))
+    parts = []
+    for name, own, count, seed in (
+        ("imagine", states[apart:], config.episodes, config.seed),
+        ("imagine held-out", states[:apart], config.held_out, config.seed + 1),
+    ):
+        parts.append(
+            imagine_episodes(
+                world,
+                policy,
+                SamplingParams(temperature=config.temperature, top_k=0),
+                [pick(own, seed, n) for n in range(count)],
+                decisions=config.decisions,
+                batch=config.imagine_batch,
+                seed=seed,
+                name=name,
+            )
+        )
+    return parts[0], parts[1]
+
+
+def _reward(folder: Path, device: torch.device) -> RewardModel | None:
+    from asyncrl.rewards.resnet import load_reward
+
+    if not (folder / "reward.json").is_file():
+        print(f"{folder} holds no reward model: the agreement of its verdicts is not measured.", flush=True)
+        return None
+    return load_reward(folder, device=device)
+
+
+def _save(
+    config: Decoder, out: Path, world: WanWorld, decoder: TinyDecoder, likeness: Likeness, loss: float
+) -> None:
+    import torch
+
+    from asyncrl.worlds.tiny_decoder import save_decoder
+
+    made = {name: getattr(config, name) for name in ("episodes", "decisions", "steps", "batch", "seed")}
+    size = world.vae.size
+    save_decoder(
+        out,
+        decoder.to(torch.bfloat16),
+        latents_mean=size.latents_mean,
+        latents_std=size.latents_std,
+        fit=made | {"learning_rate": config.learning_rate, "loss": round(loss, 5)} | likeness.as_dict(),
+    )
+
+
+def report(likeness: Likeness, episodes: int, threshold: float) -> str:
+    """The figures as lines."""
+    lines = [
+        f"against the full decoder on {episodes} held-out episodes:",
+        f"  PSNR {likeness.psnr:.2f} dB, worst hundredth of the frames below {likeness.worst_psnr:.2f} dB",
+    ]
+    if likeness.same_verdict == likeness.same_verdict:
+        lines.append(
+            f"  same verdict (threshold {threshold}) on {likeness.same_verdict:.2%} of the frames and "
+            f"{likeness.same_outcome:.1%} of the episodes, of which {likeness.success:.1%} succeed"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,177 @@
+"""Distil a tiny decoder: latents and the full decoder's frames in, a trained decoder and its figures out.
+
+Dimension letters: E episodes, B episodes of a batch, F latent frames, T frames, H W pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from asyncrl.fitting.imagined import Imagined
+from asyncrl.fitting.loop import minimise, prepared
+from asyncrl.fitting.vae import FOREGROUND_WEIGHT
+from asyncrl.pixels import to_signed, to_uint8
+from asyncrl.rewards.resnet import RewardModel
+from asyncrl.worlds.tiny_decoder import TinyDecoder
+
+OPENING = 5
+"""Frames of a stream that were seen and not imagined: the first and its four followers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likeness:
+    """How much a tiny decoder's new frames are like the full decoder's, on episodes it was not fitted on."""
+
+    psnr: float
+    """dB, mean over frames of uint8 pictures."""
+    worst_psnr: float
+    """dB, the frame below which 1 % of the frames lie."""
+    same_verdict: float
+    """Share of frames that the reward model judges alike; nan without a reward model."""
+    same_outcome: float
+    """Share of episodes of which it judges alike whether any frame shows success; nan without one."""
+    success: float
+    """Share of the full decoder's episodes with a success: how much there is to disagree about."""
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Rounded values, for JSON, which knows no nan."""
+        return {name: None if value != value else round(value, 4) for name, value in asdict(self).items()}
+
+
+def _pictures(frames: Tensor, device: torch.device) -> Tensor:
+    """uint8 ``[B, T, H, W, 3]`` to float32 ``[B, 3, T, H, W]`` in [-1, 1]."""
+    return to_signed(frames.to(device)).permute(0, 4, 1, 2, 3)
+
+
+def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background_3HW: Tensor) -> Tensor:
+    """Absolute plus twice the squared error, heavier where a pixel differs from the average picture.
+
+    What matters is small: without the weight a decoder learns the table and forgets the cubes.
+
+    Args:
+        drawn_B3THW: ``[B, 3, T, H, W]`` float, not clamped.
+        wanted_B3THW: The same shape, in [-1, 1].
+        background_3HW: ``[3, H, W]`` the average picture.
+
+    Returns:
+        Scalar, mean over all numbers.
+    """
+    away = (wanted_B3THW - background_3HW[:, None]).abs().mean(1, keepdim=True)
+    error = drawn_B3THW - wanted_B3THW
+    return ((1 + FOREGROUND_WEIGHT * away) * (error.abs() + 2 * error.square())).mean()
+
+
+def fit_decoder(
+    decoder: TinyDecoder,
+    streams: Imagined,
+    windows: Imagined,
+    *,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+    compiled: bool = False,
+) -> float:
+    """Train `decoder` in place on whole episodes, and on windows that follow an anchor from later on.
+
+    Args:
+        decoder: On the device to train on, in float32.
+        streams: Whole episodes, so that the memory blocks learn what to remember.
+        windows: From `asyncrl.fitting.imagined.windows_of`.
+        steps: Optimizer steps.
+        batch: Episodes, and as many windows, per step.
+        learning_rate: Peak learning rate.
+        seed: Of the choice of episodes.
+        compiled: Use `torch.compile`.
+
+    Returns:
+        Mean loss of the last tenth.
+
+    Raises:
+        RunError: The loss stopped being finite.
+    """
+    device = next(decoder.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    some = streams.frames[:: max(1, len(streams) // 64)]
+    background_3HW = _pictures(some, device).mean((0, 2))
+    draw = prepared(decoder, device, compiled=compiled)
+
+    def loss_at(step: int) -> Tensor:
+        losses: list[Tensor] = []
+        for source in (streams, windows):
+            rows = torch.randint(len(source), (batch,), generator=generator)
+            wanted = _pictures(source.frames[rows], device)
+            drawn = draw(source.latents[rows].to(device)).float()
+            losses.append(reconstruction_loss(drawn, wanted, background_3HW))
+        return torch.stack(losses).mean()
+
+    decoder.train()
+    loss = minimise("decoder", decoder, loss_at, steps=steps, learning_rate=learning_rate, average=0.995)
+    decoder.eval()
+    return loss
+
+
+@torch.no_grad()
+def compare(
+    decoder: TinyDecoder,
+    held_out: Imagined,
+    reward: RewardModel | None,
+    *,
+    threshold: float,
+    batch: int = 16,
+) -> Likeness:
+    """Measure `decoder` against the full decoder's frames, the opening ones left out.
+
+    Args:
+        decoder: Draws the episodes again.
+        held_out: Episodes it was not fitted on.
+        reward: Judges both; None leaves its figures nan.
+        threshold: Probability from which a frame shows success.
+        batch: Episodes at a time.
+    """
+    device = next(decoder.parameters()).device
+    decibels: list[Tensor] = []
+    verdicts: list[tuple[Tensor, Tensor]] = []
+    for begin in tqdm(range(0, len(held_out), batch), desc="compare", mininterval=2.0):
+        rows = slice(begin, begin + batch)
+        drawn = to_uint8(decoder(held_out.latents[rows].to(device))).permute(0, 2, 3, 4, 1)[:, OPENING:]
+        wanted = held_out.frames[rows].to(device)[:, OPENING:]
+        decibels.append(psnr(drawn, wanted).flatten())
+        if reward is not None:
+            scores = [reward.score(video, held_out.tasks[rows]) for video in (wanted, drawn)]
+            verdicts.append((scores[0] >= threshold, scores[1] >= threshold))
+    nan = float("nan")
+    per_frame = torch.cat(decibels)
+    likeness = Likeness(
+        psnr=float(per_frame.mean()),
+        worst_psnr=float(per_frame.quantile(0.01)),
+        same_verdict=nan,
+        same_outcome=nan,
+        success=nan,
+    )
+    if not verdicts:
+        return likeness
+    full, tiny = (torch.cat(both) for both in zip(*verdicts, strict=True))
+    return Likeness(
+        psnr=likeness.psnr,
+        worst_psnr=likeness.worst_psnr,
+        same_verdict=float((full == tiny).float().mean()),
+        same_outcome=float((full.any(1) == tiny.any(1)).float().mean()),
+        success=float(full.any(1).float().mean()),
+    )
+
+
+def psnr(a: Tensor, b: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB of uint8 pictures: ``[..., H, W, 3]`` to ``[...]``; at most 78 dB.
+
+    Example:
+        >>> black = torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
+        >>> psnr(black, black + 255).tolist(), round(psnr(black, black).item())
+        ([0.0], 78)
+    """
+    error = (a.float() - b.float()).square().flatten(-3).mean(-1)
+    return 10 * torch.log10(255**2 / error.clamp(min=1e-3))

@@ -1,0 +1,259 @@
+"""Latents in, frames out, at a small part of the autoencoder's cost: a decoder distilled from the full one.
+
+Every level works on whole latent frames, that is on four video frames at once, with two-dimensional
+convolutions; only the last layer turns channels into time. What a latent frame looks like depends on those
+before it through memory blocks: each sees half of the channels that it was given one latent frame earlier.
+So a stream's memory is one tensor per block, and all latents of a call run side by side as one batch.
+
+A small network in place of a video autoencoder's decoder is a known idea (TAEHV for Wan); this architecture
+is our own. `asyncrl fit decoder` trains it.
+
+Dimension letters:
+    B  videos    F  latent frames    N = B F    Z  latent channels    h, w  latent size    H, W  pixels
+    C  channels of a level    K  channels that are remembered    T = 1 + 4 (F - 1) or 4 F frames
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asyncrl.errors import CheckpointError
+from asyncrl.worlds.weight_files import assign, read_json, read_tensors, write_json, write_tensors
+
+FORMAT: Final = "asyncrl-tiny-decoder-1"
+WEIGHTS: Final = "decoder.safetensors"
+ABOUT: Final = "decoder.json"
+FRAMES_PER_LATENT: Final = 4
+PATCH: Final = 2
+"""The last layer draws patches of 2x2 pixels; three doublings before it make 16 pixels per latent pixel."""
+
+Memory = list[Tensor]
+"""One ``[B, ., ., K]`` tensor per memory block, in the order of the blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyDecoderConfig:
+    """Size of a tiny decoder. It has no fixed image size: it draws 16 pixels per latent pixel."""
+
+    z_dim: int
+    """Latent channels."""
+    widths: tuple[int, int, int, int]
+    """Channels at 1, 2, 4 and 8 times the latent size; even."""
+    blocks: tuple[int, int, int, int]
+    """Memory blocks at each of these levels."""
+
+    @classmethod
+    def tiny(cls) -> TinyDecoderConfig:
+        """For the embedded world: 64-pixel frames from ``[32, 4, 4]`` latents, an eighth of the full cost."""
+        return cls(z_dim=32, widths=(48, 64, 48, 32), blocks=(1, 1, 1, 1))
+
+    @classmethod
+    def full(cls) -> TinyDecoderConfig:
+        """For the published size: 256-pixel frames from ``[48, 16, 16]`` latents, a fiftieth of the cost."""
+        return cls(z_dim=48, widths=(512, 384, 256, 128), blocks=(2, 2, 3, 3))
+
+    @classmethod
+    def for_world(cls, z_dim: int, image_size: int) -> TinyDecoderConfig:
+        """The size that suits a world: `full` from 128 pixels on, else `tiny`."""
+        return replace(cls.full() if image_size >= 128 else cls.tiny(), z_dim=z_dim)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> TinyDecoderConfig:
+        """Build the config that ``asdict`` and JSON turned into `content`."""
+        lists = {name: tuple(int(n) for n in content[name]) for name in ("widths", "blocks")}
+        return cls(**{**content, **lists})
+
+
+class MemoryBlock(nn.Module):
+    """A residual block that also sees half of the channels it was given one latent frame earlier."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.kept = width // 2
+        self.mix = nn.Conv2d(width + self.kept, width, 3, padding=1)
+        self.add = nn.Conv2d(width, width, 3, padding=1)
+        with torch.no_grad():
+            self.add.weight.mul_(0.2)  # a deep stack of fresh blocks begins near the identity
+
+    def forward(self, x_NChw: Tensor, frames: int, memory_BhwK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map ``[N, C, h, w]`` to the same shape.
+
+        Args:
+            x_NChw: Features, the `frames` latent frames of a video side by side.
+            frames: ``F``.
+            memory_BhwK: Of the latent frame before the first of these; None where there is none.
+
+        Returns:
+            The new features, and the memory ``[B, h, w, K]`` after them (a tensor of its own).
+        """
+        # Channels last throughout: these permutations are views, and the convolutions are faster.
+        x_BFhwC = x_NChw.permute(0, 2, 3, 1).unflatten(0, (-1, frames))
+        kept_BFhwK = x_BFhwC[..., : self.kept]
+        first_B1hwK = torch.zeros_like(kept_BFhwK[:, :1]) if memory_BhwK is None else memory_BhwK[:, None]
+        before_BFhwK = torch.cat([first_B1hwK, kept_BFhwK[:, :-1]], dim=1)
+        seen = torch.cat([x_BFhwC, before_BFhwK], dim=-1).flatten(0, 1).permute(0, 3, 1, 2)
+        y_NChw = self.add(functional.relu(self.mix(seen)))
+        return x_NChw + y_NChw, kept_BFhwK[:, -1].clone(memory_format=torch.contiguous_format)
+
+
+class TinyDecoder(nn.Module):
+    """Draws frames from latents. Keeps the contract of `asyncrl.worlds.wan_vae.decode_step`."""
+
+    def __init__(self, config: TinyDecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        widths = config.widths
+        self.enter = nn.Conv2d(config.z_dim, widths[0], 3, padding=1)
+        self.levels = nn.ModuleList(
+            nn.ModuleList(MemoryBlock(width) for _ in range(count))
+            for width, count in zip(widths, config.blocks, strict=True)
+        )
+        self.widen = nn.ModuleList(nn.Conv2d(before, width, 1) for before, width in pairwise(widths))
+        self.draw = nn.Conv2d(widths[-1], FRAMES_PER_LATENT * 3 * PATCH * PATCH, 3, padding=1)
+        self.lay_channels_last()
+
+    def lay_channels_last(self) -> None:
+        """Store the convolutions' weights in the layout that they compute in."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+
+    def decode(
+        self, latents_BZFhw: Tensor, cache: Memory | None, *, clamp: bool = True
+    ) -> tuple[Tensor, Memory]:
+        """Draw the next frames of `B` videos.
+
+        Args:
+            latents_BZFhw: ``[B, Z, F, h, w]`` normalised, any floating type; F is 1 when `cache` is None.
+            cache: What the last call returned, or None at the first latent. Not changed.
+            clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
+
+        Returns:
+            Frames ``[B, 3, 1 or 4 F, 16 h, 16 w]`` in the weights' type, and the memory after them.
+
+        Raises:
+            ValueError: A video would start with more than one latent frame.
+        """
+        if cache is None and latents_BZFhw.shape[2] != 1:
+            raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
+        frames, after = self._run(latents_BZFhw, cache)
+        # The first latent stands for one frame: the last of the four that the network draws.
+        frames = frames[:, :, -1:] if cache is None else frames
+        return (frames.clamp(-1, 1) if clamp else frames), after
+
+    def speed_up(self) -> None:
+        """Compile for one fixed batch size; `decode` is not `forward`, so `compile` would not do."""
+        self._run = torch.compile(self._run, fullgraph=True, dynamic=False)
+
+    def forward(self, latents_BZFhw: Tensor) -> Tensor:
+        """Draw whole videos: ``[B, Z, F, h, w]`` to ``[B, 3, 1 + 4 (F - 1), 16 h, 16 w]``, not clamped."""
+        frames, _ = self._run(latents_BZFhw, None)
+        return frames[:, :, FRAMES_PER_LATENT - 1 :]
+
+    def _run(self, latents_BZFhw: Tensor, cache: Memory | None) -> tuple[Tensor, Memory]:
+        frames, after = latents_BZFhw.shape[2], []
+        x = latents_BZFhw.to(self.enter.weight.dtype).permute(0, 2, 3, 4, 1).flatten(0, 1)
+        x = functional.relu(self.enter(x.permute(0, 3, 1, 2)))
+        for index, blocks in enumerate(self.levels):
+            if index:
+                x = functional.interpolate(self.widen[index - 1](x), scale_factor=2.0, mode="nearest")
+            assert isinstance(blocks, nn.ModuleList)
+            for block in blocks:
+                x, memory = block(x, frames, None if cache is None else cache[len(after)])
+                after.append(memory)
+        return _to_video(self.draw(functional.relu(x)), frames), after
+
+
+def _to_video(drawn_NChw: Tensor, frames: int) -> Tensor:
+    """Turn channels (4 frames, 3 colours, 2x2 pixels) into time and space: ``[B, 3, 4 F, 2 h, 2 w]``."""
+    height, width = drawn_NChw.shape[2:]
+    parts = drawn_NChw.view(-1, frames, FRAMES_PER_LATENT, 3, PATCH, PATCH, height, width)
+    return parts.permute(0, 3, 1, 2, 6, 4, 7, 5).reshape(
+        -1, 3, FRAMES_PER_LATENT * frames, PATCH * height, PATCH * width
+    )
+
+
+def save_decoder(
+    folder: Path,
+    decoder: TinyDecoder,
+    *,
+    latents_mean: Sequence[float],
+    latents_std: Sequence[float],
+    fit: Mapping[str, float | int | None],
+) -> None:
+    """Write ``decoder.safetensors`` and ``decoder.json``.
+
+    Args:
+        folder: Usually the world's.
+        decoder: Its weights are written in the type they have.
+        latents_mean: ``[Z]`` of the autoencoder it was distilled from: says whose latents it can read.
+        latents_std: ``[Z]`` of the same.
+        fit: How it was made and how good it is; for people, nothing reads it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / WEIGHTS, decoder.state_dict())
+    content = {
+        "format": FORMAT,
+        "config": asdict(decoder.config),
+        "latents_mean": list(latents_mean),
+        "latents_std": list(latents_std),
+        "fit": dict(fit),
+    }
+    write_json(folder / ABOUT, content)
+
+
+def load_decoder(
+    folder: Path,
+    *,
+    latents_mean: Sequence[float],
+    latents_std: Sequence[float],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> TinyDecoder:
+    """Load for inference what `save_decoder` wrote.
+
+    Args:
+        folder: Holds the two files.
+        latents_mean: ``[Z]`` of the autoencoder whose latents it is to read.
+        latents_std: ``[Z]`` of the same.
+        device: Where the weights go.
+        dtype: Of the weights once loaded.
+
+    Raises:
+        CheckpointError: There is none, a file does not fit, or it was distilled from another autoencoder.
+    """
+    file = folder / ABOUT
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} holds no tiny decoder ({ABOUT}). Make one: asyncrl fit decoder --world {folder}, or "
+            "use the full decoder."
+        )
+    content = read_json(file)
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{file} has format {content.get('format')!r}; this version reads {FORMAT!r}. Fit it again: "
+            f"asyncrl fit decoder --world {folder}."
+        )
+    try:
+        config = TinyDecoderConfig.from_json(content["config"])
+        statistics = [[float(n) for n in content[name]] for name in ("latents_mean", "latents_std")]
+        with torch.device("meta"):
+            decoder = TinyDecoder(config)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{file} is incomplete ({error!r}). Fit the decoder again.") from error
+    if statistics != [list(latents_mean), list(latents_std)]:
+        raise CheckpointError(
+            f"{file} belongs to another autoencoder: the mean and deviation of its latents differ from the "
+            f"world's. Fit it again: asyncrl fit decoder --world {folder}."
+        )
+    assign(decoder, read_tensors(folder / WEIGHTS), folder / WEIGHTS, dtype=dtype, device=device)
+    decoder.lay_channels_last()
+    return decoder.eval().requires_grad_(False)
