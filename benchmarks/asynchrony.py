@@ -5,7 +5,7 @@
 
 Three runs of `torchrun_scripts/train.sh` with the same flags, one after the other:
 
-    actors alone   no update has a gradient (GRPO on a reward that never differs), so the learner costs nothing
+    actors alone   no update has a gradient (GRPO on a reward that never differs): the learner is free
     synchronous    the actors wait for every update; the learner alone is its time per update in this run
     asynchronous   as a user runs it
 

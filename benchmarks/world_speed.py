@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,22 +117,20 @@ def stages(world: WanWorld, rows: int) -> dict[str, Callable[[int], object]]:
 
 
 @torch.inference_mode()
-def measure_stages(world: WanWorld, how: str, settings: Settings, rate: float) -> list[Stage]:
-    """Time the parts of an exact decision."""
+def measure_stages(
+    world: WanWorld, how: str, settings: Settings, rate: float, flops: dict[str, float]
+) -> list[Stage]:
+    """Time the parts of an exact decision; `flops` of one slot are counted while nothing is compiled."""
     found = []
     for rows in settings.rows:
         for name, run in stages(world, rows).items():
-            if name not in FLOPS:
-                FLOPS[name] = counted(lambda run=run: run(1))
-            taken = seconds(lambda run=run: run(rows), world.device, rounds=settings.rounds)
-            share = FLOPS[name] * rows / taken / rate
+            if name not in flops:
+                flops[name] = counted(partial(run, 1))
+            taken = seconds(partial(run, rows), world.device, rounds=settings.rounds)
+            share = flops[name] * rows / taken / rate
             found.append(Stage(stage=name, how=how, rows=rows, seconds=taken, share=share))
             print(f"{name:8} {how:9} {rows:3} slots  {1000 * taken:8.1f} ms  {share:6.1%}", flush=True)
     return found
-
-
-FLOPS: dict[str, float] = {}
-"""Of one slot, by stage; counted once, while nothing is compiled."""
 
 
 @torch.inference_mode()
@@ -151,12 +150,12 @@ def main() -> None:
     rate = matmul_rate(device)
     print(f"matrix products: {rate / 1e12:.0f} TFLOP/s\n", flush=True)
     world = build(settings, device)
-    rows = settings.rows[-1]
-    measured = measure_stages(world, "eager", settings, rate)
+    rows, flops = settings.rows[-1], dict[str, float]()
+    measured = measure_stages(world, "eager", settings, rate, flops)
     pace = [("exact, eager", frames_per_second(world, settings))]
 
     world.compile(rows)
-    measured += measure_stages(world, "compiled", settings, rate)
+    measured += measure_stages(world, "compiled", settings, rate, flops)
     pace.append(("exact, compiled", frames_per_second(world, settings)))
     world.memory = "latents"
     pace.append(("+ memory in latents, decoder goes on", frames_per_second(world, settings)))
@@ -172,7 +171,7 @@ def main() -> None:
 
     print("\n" + table(
         ["stage", "how", "slots", "TFLOP/slot", "ms", "of matmul"],
-        [[s.stage, s.how, s.rows, f"{FLOPS[s.stage] / 1e12:.2f}", f"{1000 * s.seconds:.1f}", f"{s.share:.1%}"]
+        [[s.stage, s.how, s.rows, f"{flops[s.stage] / 1e12:.2f}", f"{1000 * s.seconds:.1f}", f"{s.share:.1%}"]
          for s in measured]))  # fmt: skip
     first = pace[0][1]
     print("\n" + table(
@@ -181,7 +180,7 @@ def main() -> None:
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json:
-        content = {"commit": commit(), "matmul": rate, "flops": FLOPS, "pace": dict(pace)}
+        content = {"commit": commit(), "matmul": rate, "flops": flops, "pace": dict(pace)}
         content["stages"] = [vars(stage) for stage in measured]
         Path(settings.json).write_text(json.dumps(content, indent=1))
 
