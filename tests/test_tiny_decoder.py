@@ -24,9 +24,9 @@ from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.vision import TowerConfig
 from asyncrl.records import StartState
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network, load_reward
+from asyncrl.worlds.decoders import Decoder
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.tiny_decoder import (
-    Decoder,
     TinyDecoder,
     TinyDecoderConfig,
     load_decoder,
