@@ -69,7 +69,7 @@ def test_a_token_decodes_to_the_published_value(vocabulary_id: int, value: float
     ("value", "vocabulary_id"), [(-1.0, 31999), (1.0, 31744), (0.999, 31745), (0.0, 31872), (-7.0, 31999)]
 )
 def test_a_value_encodes_to_the_published_token(value: float, vocabulary_id: int) -> None:
-    assert encode(np.float32([value])).tolist() == [vocabulary_id - FIRST_ID]
+    assert encode(np.array([value], np.float32)).tolist() == [vocabulary_id - FIRST_ID]
 
 
 def test_encoding_undoes_decoding_except_for_the_bin_without_a_cell() -> None:
@@ -113,7 +113,9 @@ def test_published_statistics_come_back_with_and_without_proprioception() -> Non
 def test_the_gripper_leaves_in_the_convention_of_the_simulator(gripper: str, commands: list[float]) -> None:
     stats = NormStats(q01=(-0.5,) * 6 + (0.0,), q99=(0.5,) * 6 + (1.0,), mask=(True,) * 6 + (False,))
     config = OpenVLAOFTConfig.tiny(gripper=gripper, norm_key="libero", norm_stats={"libero": stats})
-    tokens = torch.from_numpy(encode(np.float32([[0, 0, 0, 0, 0, 0, 0.99], [0, 0, 0, 0, 0, 0.99, 0.02]])))
+    tokens = torch.from_numpy(
+        encode(np.array([[0, 0, 0, 0, 0, 0, 0.99], [0, 0, 0, 0, 0, 0.99, 0.02]], np.float32))
+    )
     actions = OpenVLAOFT(config).decode(tokens)
     assert actions[:, 6].tolist() == commands  # the first opens the gripper
     assert actions[1, 5].item() == pytest.approx(0.495, abs=0.5 / 255)

@@ -202,7 +202,7 @@ def test_in_oft_the_second_to_last_slot_is_seen_at_the_first_place_and_in_openvl
 
 @torch.no_grad()
 def test_norms_add_a_millionth_to_the_mean_square() -> None:
-    policy = small()
+    policy: Any = small()
     faint = 1e-3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     by_hand = policy.llm.norm.weight.double() * faint / (faint.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     for norm in (policy.llm.norm, policy.llm.layers[0].input_layernorm):
