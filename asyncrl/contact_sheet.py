@@ -47,13 +47,16 @@ def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> 
 def _imagine_alike(world: World[State], episodes: Sequence[SimulatedEpisode]) -> NDArray[np.uint8]:
     """``[B, F, H, W, 3]`` for episodes of one length."""
     actions_BFA = np.stack([episode.actions for episode in episodes])
+    length = actions_BFA.shape[1]
+    missing = -(length - 1) % CHUNK  # a world draws whole chunks; the policy may have ended within one
+    actions_BFA = np.concatenate([actions_BFA, np.repeat(actions_BFA[:, -1:], missing, axis=1)], axis=1)
     parts = [np.stack([episode.frames[:1] for episode in episodes])]
     state = world.start([_start_of(episode) for episode in episodes])
     for decision in range((actions_BFA.shape[1] - 1) // CHUNK):
         actions = actions_BFA[:, 1 + CHUNK * decision : 1 + CHUNK * (decision + 1)]
         frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
         parts.append(frames.cpu().numpy())
-    return np.concatenate(parts, axis=1)
+    return np.concatenate(parts, axis=1)[:, :length]
 
 
 def _start_of(episode: SimulatedEpisode) -> StartState:

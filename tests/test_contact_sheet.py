@@ -73,6 +73,13 @@ def test_only_the_first_frame_and_the_actions_are_used() -> None:
     assert drawn[2][:, 0, 0, 0].tolist() == [30 + t for t in triangular]
 
 
+def test_an_episode_that_ends_within_a_chunk_is_imagined_to_its_end() -> None:
+    whole = episode(1, 2)
+    cut = replace(whole, frames=whole.frames[:12], actions=whole.actions[:12], success=whole.success[:12])
+    (drawn,) = imagine_again(AddingWorld(), [cut])
+    assert drawn[:, 0, 0, 0].tolist() == [10 + i * (i + 1) // 2 for i in range(12)]
+
+
 def test_clips_lie_in_rows_and_a_short_one_keeps_its_last_frame() -> None:
     clips = [np.full((2, 1, 1, 3), value, np.uint8) for value in (1, 2, 3, 4)]
     last = np.array([5, 6, 7], np.uint8)[:, None, None, None].repeat(3, axis=3)

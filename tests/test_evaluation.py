@@ -34,14 +34,15 @@ class CountingPool:
         return np.zeros((len(indices), 2, 2, 3), np.uint8), [TASKS[seed % 2] for seed in seeds]
 
     def step_chunk(self, indices: Sequence[int], actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        assert actions.shape == (len(indices), 8, 7)
-        frames = np.zeros((len(indices), 8, 2, 2, 3), np.uint8)
-        success = np.zeros((len(indices), 8), bool)
+        chunk = actions.shape[1]
+        assert actions.shape == (len(indices), chunk, 7)
+        frames = np.zeros((len(indices), chunk, 2, 2, 3), np.uint8)
+        success = np.zeros((len(indices), chunk), bool)
         for row, place in enumerate(indices):
-            made = self.steps[place] + np.arange(1, 9)
+            made = self.steps[place] + np.arange(1, chunk + 1)
             frames[row] = made[:, None, None, None]
             success[row] = made == self.seed[place] % 100
-            self.steps[place] += 8
+            self.steps[place] += chunk
         return frames, success
 
 
@@ -113,6 +114,21 @@ def test_action_i_made_frame_i() -> None:
     np.testing.assert_array_equal(episode.actions[0], DUMMY_ACTION)
     assert episode.actions[1:9].max() == 0  # decided on frame 0
     assert (episode.actions[9:17] == 8).all()  # decided on frame 8
+
+
+@pytest.mark.parametrize(
+    ("chunk", "lengths"), [(1, {101: 2, 109: 10, 100: 25}), (5, {101: 6, 109: 11, 100: 26})]
+)
+def test_a_policy_of_another_chunk_gets_as_many_steps(chunk: int, lengths: dict[int, int]) -> None:
+    def short(frames: np.ndarray, tasks: list[str], seeds: list[int]) -> np.ndarray:
+        return act(frames, tasks, seeds)[:, :chunk]
+
+    played = {e.seed: e for e in rollout(CountingPool(2), short, list(lengths), max_decisions=3)}
+    assert {seed: len(e.frames) for seed, e in played.items()} == lengths
+    for episode in played.values():
+        assert len(episode.actions) == len(episode.success) == len(episode.frames)
+        decided_on = [0] + [(step - 1) // chunk * chunk for step in range(1, len(episode.frames))]
+        assert episode.actions[1:, 0].tolist() == decided_on[1:]
 
 
 def test_a_place_is_refilled_as_soon_as_it_is_free() -> None:

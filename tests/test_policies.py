@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +13,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.action_tokens import NormStats, decode, encode, unnormalise
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.action_tokens import Bounds, NormStats, decode, encode, normalise, unnormalise
+from asyncrl.policies.openvla import build_policy_model
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla_oft import OpenVLAOFT, count_parameters
 from asyncrl.policies.protocol import Policy, SamplingParams
 from asyncrl.policies.sampling import (
@@ -22,17 +26,19 @@ from asyncrl.policies.sampling import (
     row_uniforms,
 )
 from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
-from asyncrl.policies.vision import resize
+from asyncrl.policies.vision import DINO_MEAN, DINO_STD, resize
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
 AS_IS = SamplingParams(temperature=1.0)
+SEVEN = NormStats(q01=(0.0,) * 7, q99=(1.0,) * 7, mask=(True,) * 7)
+WITH_STATE = replace(SEVEN, proprio=SEVEN)
 FIRST_ID = 31744  # of the action bins in Llama 2's vocabulary of 32000
 
 
 def tiny(**changes: object) -> OpenVLAOFT:
     """A tiny policy whose weights are large enough to matter everywhere."""
     torch.manual_seed(0)
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(**changes))
+    policy = build_policy_model(OpenVLAOFTConfig.tiny(**changes))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -63,7 +69,7 @@ def test_a_token_decodes_to_the_published_value(vocabulary_id: int, value: float
     ("value", "vocabulary_id"), [(-1.0, 31999), (1.0, 31744), (0.999, 31745), (0.0, 31872), (-7.0, 31999)]
 )
 def test_a_value_encodes_to_the_published_token(value: float, vocabulary_id: int) -> None:
-    assert encode(np.float32([value])).tolist() == [vocabulary_id - FIRST_ID]
+    assert encode(np.array([value], np.float32)).tolist() == [vocabulary_id - FIRST_ID]
 
 
 def test_encoding_undoes_decoding_except_for_the_bin_without_a_cell() -> None:
@@ -85,12 +91,33 @@ def test_unnormalising_follows_the_formula_where_masked() -> None:
     torch.testing.assert_close(unnormalise(actions, stats), expected, atol=1e-6, rtol=0)
 
 
-def test_the_libero_gripper_is_the_negative_sign_of_the_data() -> None:
+def test_proprioception_is_scaled_to_the_range_of_the_data_and_clipped() -> None:
+    bounds = Bounds(q01=(-1.0, 0.0, 0.0), q99=(3.0, 0.5, 9.0), mask=(True, True, False))
+    found = normalise(np.array([[-1.0, 0.25, 0.75], [9.0, -1.0, 5.0]]), bounds)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [[-1.0, 0.0, 0.75], [1.0, -1.0, 1.0]], atol=1e-7)
+
+
+def test_published_statistics_come_back_with_and_without_proprioception() -> None:
+    action = {"q01": [-0.5, 0.0], "q99": [0.5, 1.0], "mask": [True, False]}
+    stats = NormStats.from_published({"action": action, "num_transitions": 7})
+    assert stats == NormStats(q01=(-0.5, 0.0), q99=(0.5, 1.0), mask=(True, False))
+    assert stats.to_published() == {"action": action}
+    proprio = {"q01": [0.0], "q99": [2.0]}  # published without a mask
+    stats = NormStats.from_published({"action": action, "proprio": proprio})
+    assert stats.proprio == Bounds(q01=(0.0,), q99=(2.0,), mask=(True,))
+    assert NormStats.from_published(stats.to_published()) == stats
+
+
+@pytest.mark.parametrize(("gripper", "commands"), [("libero", [-1.0, 1.0]), ("maniskill", [1.0, -1.0])])
+def test_the_gripper_leaves_in_the_convention_of_the_simulator(gripper: str, commands: list[float]) -> None:
     stats = NormStats(q01=(-0.5,) * 6 + (0.0,), q99=(0.5,) * 6 + (1.0,), mask=(True,) * 6 + (False,))
-    config = OpenVLAOFTConfig.tiny(gripper="libero", norm_key="libero", norm_stats={"libero": stats})
-    tokens = torch.from_numpy(encode(np.float32([[0, 0, 0, 0, 0, 0, 0.99], [0, 0, 0, 0, 0, 0.99, 0.02]])))
+    config = OpenVLAOFTConfig.tiny(gripper=gripper, norm_key="libero", norm_stats={"libero": stats})
+    tokens = torch.from_numpy(
+        encode(np.array([[0, 0, 0, 0, 0, 0, 0.99], [0, 0, 0, 0, 0, 0.99, 0.02]], np.float32))
+    )
     actions = OpenVLAOFT(config).decode(tokens)
-    assert actions[:, 6].tolist() == [-1.0, 1.0]  # open in the data is -1 for the robot
+    assert actions[:, 6].tolist() == commands  # the first opens the gripper
     assert actions[1, 5].item() == pytest.approx(0.495, abs=0.5 / 255)
 
 
@@ -239,6 +266,51 @@ def test_frames_that_are_not_pictures_are_refused(policy: OpenVLAOFT) -> None:
         policy.preprocess(some_frames(1), [LONG, LONG])
 
 
+def test_pictures_or_proprioception_that_are_missing_are_named() -> None:
+    two, state = tiny(images=2), tiny(proprio_dim=8)
+    with pytest.raises(
+        ConfigError, match=r"reads 2 uint8 .* got frames uint8\[1, 64, 64, 3\].*not trained in"
+    ):
+        two.preprocess(some_frames(1), [LONG])
+    with pytest.raises(ConfigError, match=r"uint8\[1, 3, 64"):
+        two.preprocess(some_frames(3)[None], [LONG])
+    with pytest.raises(ConfigError, match=r"reads one uint8"):
+        tiny().preprocess(some_frames(2)[None], [LONG])
+    with pytest.raises(ConfigError, match=r"proprioception of 8 numbers .* got none.*not trained in a world"):
+        state.preprocess(some_frames(1), [LONG])
+    with pytest.raises(ConfigError, match=r"got \[1, 7\]"):
+        state.preprocess(some_frames(1), [LONG], np.zeros((1, 7)))
+    complete = state.preprocess(some_frames(1), [LONG], np.zeros((1, 8)))
+    with pytest.raises(ConfigError, match="got none"):
+        state.act(replace(complete, proprio=None), AS_IS, [1])
+    with pytest.raises(ConfigError, match=r"reads 2 uint8 .* got pixels \[1, 64, 64, 3\]"):
+        two.act(complete, AS_IS, [1])
+
+
+def test_one_picture_may_come_with_an_axis_of_its_own(policy: OpenVLAOFT) -> None:
+    frames = some_frames(2)
+    plain, wrapped = (policy.preprocess(f, [LONG, LONG]).pixels for f in (frames, frames[:, None]))
+    assert torch.equal(plain, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"chunk": 1, "decoding": "autoregressive"}, "makes 1 steps of 7"),
+        ({"chunk": 25, "action_dim": 14}, "makes 25 steps of 14"),
+        ({"images": 2}, "looks at 2 pictures"),
+        ({"proprio_dim": 8}, "proprioception of 8 numbers"),
+    ],
+)
+def test_what_no_world_can_train_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"--policy cannot be trained: it .*{said}.*evaluated in simulators"
+    ):
+        require_trainable(OpenVLAOFTConfig.tiny(**changes))
+    require_trainable(OpenVLAOFTConfig.tiny())
+    require_trainable(OpenVLAOFTConfig.tiny(decoding="autoregressive"))
+
+
 def test_read_only_frames_are_welcome(policy: OpenVLAOFT) -> None:
     frames = some_frames(1)
     frames.flags.writeable = False
@@ -246,65 +318,6 @@ def test_read_only_frames_are_welcome(policy: OpenVLAOFT) -> None:
 
 
 # --- wiring -------------------------------------------------------------------
-
-
-def slow_llama(policy: OpenVLAOFT, x: Tensor) -> Tensor:
-    """Llama by its equations, attending in both directions: ``[S, D]`` to ``[S, D]``."""
-    config = policy.config
-    heads, size = config.llm_heads, config.llm_width // config.llm_heads
-    angles = torch.arange(len(x))[:, None] / 10_000 ** (torch.arange(0, size, 2) / size)
-
-    def rms(x: Tensor, weight: Tensor) -> Tensor:
-        return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-
-    def turn(x: Tensor) -> Tensor:
-        a, b = x[:, : size // 2], x[:, size // 2 :]
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=1)
-
-    for layer in policy.llm.layers:
-        attention, y = layer.self_attn, rms(x, layer.input_layernorm.weight)
-        q, k, v = (getattr(attention, f"{n}_proj").weight for n in "qkv")
-        out = []
-        for h in range(heads):
-            cut = slice(h * size, (h + 1) * size)
-            scores = turn(y @ q[cut].T) @ turn(y @ k[cut].T).T / math.sqrt(size)
-            out.append(scores.softmax(-1) @ (y @ v[cut].T))
-        x = x + torch.cat(out, dim=1) @ attention.o_proj.weight.T
-        y = rms(x, layer.post_attention_layernorm.weight)
-        gate = y @ layer.mlp.gate_proj.weight.T
-        x = x + (gate * gate.sigmoid() * (y @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
-    return rms(x, policy.llm.norm.weight)
-
-
-@pytest.mark.parametrize("stop_token", [False, True])
-@torch.no_grad()
-def test_the_sequence_is_laid_out_and_read_as_published(stop_token: bool) -> None:
-    policy = tiny(value_head="chunk", stop_token=stop_token)
-    inputs = policy.preprocess(some_frames(1), [LONG])
-    table = policy.llm.embed_tokens.weight
-    prompt = policy.tokenizer.ids(LONG)
-    patches = policy.projector(policy.vision(inputs.pixels))[0]
-    parts = [table[[prompt[0]]], patches, table[list(prompt[1:])], torch.zeros(56, 128)]
-    sequence = torch.cat(parts + ([table[[2]]] if stop_token else []))
-    hidden = slow_llama(policy, sequence)
-    last_prompt = len(prompt) + 64 - 1
-    spoken = hidden[last_prompt : last_prompt + 56]  # from the last prompt token to the second-to-last slot
-    logits = (spoken @ policy.lm_head.weight.T)[:, 192:448]  # the last 256 of 448 tokens
-    found = policy.evaluate(inputs, torch.zeros(1, 8, 7, dtype=torch.int32), AS_IS)
-    expected = logits.log_softmax(-1)[:, 0].reshape(8, 7)
-    torch.testing.assert_close(found.logprob[0], expected, atol=1e-4, rtol=0)
-    assert policy.value_head is not None
-    torch.testing.assert_close(found.value, policy.value_head(hidden[[last_prompt]]), atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-def test_attention_goes_both_ways(policy: OpenVLAOFT) -> None:
-    embeddings, mask, _ = policy.embed(policy.preprocess(some_frames(1), [LONG]))
-    changed = embeddings.clone()
-    changed[:, -1] += 1.0
-    assert mask is None
-    before, after = (policy.llm(inputs_embeds=x).last_hidden_state for x in (embeddings, changed))
-    assert (before[:, 0] - after[:, 0]).abs().max() > 1e-4
 
 
 @torch.no_grad()
@@ -351,6 +364,18 @@ def test_frames_of_another_size_are_resized_to_whole_grey_levels() -> None:
     assert flat.unique().tolist() == [77.0]
     same = torch.from_numpy(some_frames(1))
     assert torch.equal(resize(same, 64), same.permute(0, 3, 1, 2).float())
+
+
+def test_dino_sees_the_rounded_statistics_of_imagenet() -> None:
+    exact = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    rounded = {name: tuple(torch.tensor(values).bfloat16().tolist()) for name, values in exact.items()}
+    assert (rounded["mean"], rounded["std"]) == (DINO_MEAN, DINO_STD)
+
+
+def test_no_module_needs_torchvision_or_timm() -> None:
+    files = (Path(__file__).parent.parent / "asyncrl").rglob("*.py")
+    wanted = re.compile(r"^\s*(import|from) (torchvision|timm|tensorflow)\b", re.MULTILINE)
+    assert [file.name for file in files if wanted.search(file.read_text())] == []
 
 
 # --- the critic ---------------------------------------------------------------
@@ -536,6 +561,14 @@ def test_the_tiny_size_is_tiny() -> None:
         ({"norm_key": "bridge"}, "not among its statistics"),
         ({"dtype": "float16"}, "float16"),
         ({"value_head": "token"}, "none, chunk, action"),
+        ({"gripper": "robotiq"}, "none, libero, maniskill"),
+        ({"image_pipeline": "jpeg"}, "rlinf, oft"),
+        ({"decoding": "diffusion"}, "parallel, autoregressive"),
+        ({"decoding": "autoregressive", "stop_token": True}, "no slots"),
+        ({"images": 0}, "at least 1"),
+        ({"chunk": 0}, "at least 1"),
+        ({"proprio_dim": 8, "norm_key": "a", "norm_stats": {"a": SEVEN}}, "have none numbers of proprio"),
+        ({"proprio_dim": 8, "norm_key": "a", "norm_stats": {"a": WITH_STATE}}, "have 7 numbers of proprio"),
     ],
 )
 def test_a_configuration_that_cannot_work_says_why(changes: dict[str, object], said: str) -> None:

@@ -1,4 +1,5 @@
 import ctypes.util
+import itertools
 import os
 import select
 import signal
@@ -302,7 +303,26 @@ def test_a_pool_refuses_indices_and_actions_that_do_not_fit():
         with pytest.raises(ValueError, match=r"different and in 0\.\.1"):
             pool.reset([0, 0], [1, 2])
         with pytest.raises(ValueError, match="actions must be finite"):
-            pool.step_chunk([0], random_actions((1, 7)))
+            pool.step_chunk([0], random_actions((1, 7))[..., :6])
+        with pytest.raises(ValueError, match="actions must be finite"):
+            pool.step_chunk([0], random_actions((1, 0)))
+
+
+@pytest.mark.render
+@needs_opengl
+def test_a_pool_makes_as_many_steps_as_there_are_actions():
+    actions = random_actions((2, 11))
+    results = []
+    for cuts in ([1] * 11, [8, 3], [11]):
+        with SimulatorPool("tabletop", 0, 2, 32) as pool:
+            pool.reset([0, 1], [4, 5])
+            ends = np.cumsum([0, *cuts])
+            parts = [pool.step_chunk([0, 1], actions[:, a:b]) for a, b in itertools.pairwise(ends)]
+        assert [part[0].shape[1] for part in parts] == [part[1].shape[1] for part in parts] == cuts
+        results.append([np.concatenate(made, axis=1) for made in zip(*parts, strict=True)])
+    for frames, success in results[1:]:
+        np.testing.assert_array_equal(frames, results[0][0])
+        np.testing.assert_array_equal(success, results[0][1])
 
 
 def test_a_library_that_loads_but_is_not_egl_is_not_usable(monkeypatch):

@@ -2,7 +2,7 @@
 
 The language model reads ``[<s>][patches][proprioception?][rest of the prompt][56 empty slots][</s>?]`` once
 and attends in both directions. The output at a place speaks for the slot after it: token 0 is read at the
-last prompt token, and the last slot is not read. Neither acting nor evaluating waits for the device.
+last prompt token, and the last slot is not read. Acting never waits for the device.
 
 Dimension letters:
     B  rows      H, W  frame size in pixels      L  prompt tokens      P  patches of all pictures, + 1 with

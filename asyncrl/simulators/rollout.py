@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.records import DUMMY_ACTION
+from asyncrl.records import CHUNK, DUMMY_ACTION
 
 Act = Callable[[NDArray[np.uint8], list[str], list[int]], NDArray[np.float32]]
-"""``(frames [B, H, W, 3], tasks, sampling seeds) -> actions [B, 8, 7]``."""
+"""``(frames [B, H, W, 3], tasks, sampling seeds) -> actions [B, C, 7]``, C steps per decision."""
 
 
 class Pool(Protocol):
@@ -30,7 +30,7 @@ class Pool(Protocol):
     def step_chunk(
         self, indices: Sequence[int], actions: NDArray[np.float32]
     ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Make 8 steps in each of the given places."""
+        """Carry out actions ``[n, C, 7]`` in n places; frames ``[n, C, H, W, 3]`` and success ``[n, C]``."""
         ...
 
 
@@ -41,7 +41,7 @@ class SimulatedEpisode:
     seed: int
     task: str
     frames: NDArray[np.uint8]
-    """``[F, H, W, 3]``; frame 0 is the first observation and F - 1 is a multiple of 8."""
+    """``[F, H, W, 3]``; frame 0 is the first observation and F - 1 whole decisions of the policy follow."""
     actions: NDArray[np.float32]
     """``[F, 7]``; row 0 is `DUMMY_ACTION`."""
     success: NDArray[np.bool_]
@@ -59,6 +59,10 @@ class _Running:
     @property
     def decisions(self) -> int:
         return len(self.frames) - 1
+
+    @property
+    def steps(self) -> int:
+        return sum(map(len, self.frames)) - 1
 
     @property
     def solved(self) -> bool:
@@ -82,7 +86,8 @@ def sampling_seed(seed: int, decision: int) -> int:
 def rollout(pool: Pool, act: Act, seeds: Sequence[int], *, max_decisions: int) -> Iterator[SimulatedEpisode]:
     """Play every seed once and yield the episodes in the order they end.
 
-    An episode ends after the decision in which the task was solved, or after `max_decisions`.
+    An episode ends after the decision in which the task was solved, or which reaches `max_decisions` times
+    8 steps: a policy that makes fewer steps per decision gets as much time as the others.
     """
     waiting = list(reversed(seeds))
     running: dict[int, _Running] = {}
@@ -98,7 +103,7 @@ def rollout(pool: Pool, act: Act, seeds: Sequence[int], *, max_decisions: int) -
             episode.frames.append(new_frames[row].copy())
             episode.actions.append(actions[row].copy())
             episode.success.append(success[row].copy())
-            if episode.solved or episode.decisions >= max_decisions:
+            if episode.solved or episode.steps >= max_decisions * CHUNK:
                 del running[slot]
                 yield episode.finish()
 

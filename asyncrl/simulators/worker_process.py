@@ -1,7 +1,7 @@
 """One worker of a simulator pool: requests and actions in, pictures and success in shared memory out.
 
 Dimension letters:
-    E  environments of the worker      C  steps per decision (8)      A  action dimensions (7)
+    E  environments of the worker      C  steps of a request at most (8)      A  action dimensions (7)
     H, W  picture size in pixels (equal)
 """
 
@@ -84,7 +84,7 @@ class Server:
             pairs = zip(request["envs"], request["seeds"], strict=True)
             return {"tasks": [self._reset(env, seed) for env, seed in pairs]}
         for env in request["envs"]:
-            for step, action in enumerate(self._arrays.actions[env]):
+            for step, action in enumerate(self._arrays.actions[env, : request["steps"]]):
                 seen = self._simulators[env].step(action)
                 self._arrays.frames[env, step] = seen.image
                 self._arrays.success[env, step] = seen.success

@@ -188,22 +188,32 @@ class SimulatorPool:
 
         Args:
             indices: n different environments.
-            actions: ``[n, 8, 7]`` in [-1, 1], finite.
+            actions: ``[n, C, 7]`` in [-1, 1], finite; C is at least 1.
 
         Returns:
-            Frames ``[n, 8, H, W, 3]`` uint8 and success ``[n, 8]`` bool, in the order of `indices`. Frame and
+            Frames ``[n, C, H, W, 3]`` uint8 and success ``[n, C]`` bool, in the order of `indices`. Frame and
             success i follow action i. Steps after a success are carried out like any other.
         """
-        if actions.shape != (len(indices), CHUNK, ACTION_DIM) or not np.isfinite(actions).all():
+        wanted = actions.ndim == 3 and actions.shape == (len(indices), actions.shape[1], ACTION_DIM)
+        if not wanted or not actions.shape[1] or not np.isfinite(actions).all():
             raise ValueError(
-                f"actions must be finite [{len(indices)}, {CHUNK}, {ACTION_DIM}], got shape {actions.shape}"
+                f"actions must be finite [{len(indices)}, 1 or more, {ACTION_DIM}], got shape {actions.shape}"
             )
+        parts = [self._step(indices, actions[:, i : i + CHUNK]) for i in range(0, actions.shape[1], CHUNK)]
+        frames, success = zip(*parts, strict=True)
+        return np.concatenate(frames, axis=1), np.concatenate(success, axis=1).astype(bool)
+
+    def _step(
+        self, indices: Sequence[int], actions: NDArray[np.floating]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Up to 8 steps: what the shared memory holds."""
+        steps = actions.shape[1]
         located = [self._locate(index) for index in indices]
         for (member, env), chunk in zip(located, actions, strict=True):
-            member.arrays.actions[env] = chunk
-        self._ask(indices, lambda _, envs: {"do": "step", "envs": envs})
-        frames = np.stack([member.arrays.frames[env] for member, env in located])
-        return frames, np.stack([member.arrays.success[env] for member, env in located]).astype(bool)
+            member.arrays.actions[env, :steps] = chunk
+        self._ask(indices, lambda _, envs: {"do": "step", "envs": envs, "steps": steps})
+        frames = np.stack([member.arrays.frames[env, :steps] for member, env in located])
+        return frames, np.stack([member.arrays.success[env, :steps] for member, env in located])
 
     def close(self) -> None:
         """End all workers. May be called again."""

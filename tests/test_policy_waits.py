@@ -1,0 +1,122 @@
+"""Acting never makes the host wait for the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncrl.policies.action_tokens import NormStats
+from asyncrl.policies.openvla import build_policy_model
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.protocol import PolicyInputs, SamplingParams
+from asyncrl.policies.sampling import uniforms_for
+
+SHORT, LONG = "lift the cube", "put the red cube on the white plate"
+SAMPLINGS = [SamplingParams(temperature=t, top_k=k) for t, k in ((1.0, 0), (0.0, 0), (1.6, 5))]
+SEVEN = NormStats(q01=(0.0,) * 7, q99=(1.0,) * 7, mask=(True,) * 7)
+COMMON = {
+    "norm_key": "a",
+    "norm_stats": {"a": replace(SEVEN, proprio=SEVEN)},
+    "gripper": "libero",
+    "value_head": "chunk",
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "oft": {},
+    "official": {"stop_token": True, "image_pipeline": "oft", "images": 2, "proprio_dim": 7},
+    "openvla": {"decoding": "autoregressive", "chunk": 1},
+}
+variants = pytest.mark.parametrize("variant", VARIANTS)
+tasks_of = pytest.mark.parametrize("tasks", [[LONG, LONG], [SHORT, LONG]], ids=["unpadded", "padded"])
+
+
+def policy_of(variant: str, **changes: Any) -> OpenVLAOFT:
+    torch.manual_seed(0)
+    return build_policy_model(OpenVLAOFTConfig.tiny(**COMMON, **VARIANTS[variant], **changes)).eval()
+
+
+def inputs_of(policy: OpenVLAOFT, tasks: list[str]) -> PolicyInputs:
+    shape = (2, policy.config.images, 80, 80, 3)
+    frames = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    return policy.preprocess(frames, tasks, np.zeros((2, 7)))
+
+
+class Looks(TorchDispatchMode):
+    """Notes the operations that read numbers of a tensor on the host, or whose shapes depend on them."""
+
+    NAMES = frozenset({"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique", "equal"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@variants
+@tasks_of
+def test_the_host_looks_at_no_number(variant: str, tasks: list[str]) -> None:
+    policy = policy_of(variant)
+    with Looks() as looks:
+        inputs = inputs_of(policy, tasks)
+    assert len(looks.seen) == 1  # whether all prompts are equally long, asked before they leave the host
+    for sampling in SAMPLINGS:
+        with Looks() as looks:
+            acted = policy.act(inputs, sampling, [1, 2])
+            if policy.config.decoding == "parallel":  # transformers looks for packed rows in causal passes
+                policy.evaluate(inputs, acted.tokens, sampling)
+        assert looks.seen == []
+
+
+@pytest.mark.gpu
+@variants
+@tasks_of
+def test_the_gpu_is_never_waited_for(variant: str, tasks: list[str]) -> None:
+    policy = policy_of(variant, dtype="bfloat16").to("cuda")
+    for _ in range(2):  # the first time, libraries begin their work
+        policy.act(inputs_of(policy, tasks), SAMPLINGS[0], [1, 2])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs = inputs_of(policy, tasks)
+        acted = policy.act(inputs, SAMPLINGS[0], [1, 2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    again = policy.evaluate(inputs, acted.tokens, SAMPLINGS[0])
+    torch.testing.assert_close(again.logprob, acted.logprob, atol=0.1, rtol=0)
+    torch.testing.assert_close(again.value, acted.value, atol=0.05, rtol=0)
+
+
+@pytest.mark.gpu
+@variants
+@tasks_of
+@torch.no_grad()
+def test_a_whole_decision_can_be_captured_as_one_graph(variant: str, tasks: list[str]) -> None:
+    policy = policy_of(variant).to("cuda")
+    inputs = inputs_of(policy, tasks)
+    uniforms = uniforms_for(SAMPLINGS[0], [1, 2], policy.config.slots, policy.device)
+    assert uniforms is not None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        first = policy.choose(inputs, SAMPLINGS[0], uniforms).tokens
+        policy.choose(inputs, SAMPLINGS[0], uniforms)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = policy.choose(inputs, SAMPLINGS[0], uniforms)
+    uniforms.fill_(0.5)  # a graph reads its inputs anew
+    graph.replay()
+    middle = policy.choose(inputs, SAMPLINGS[0], uniforms)
+    assert torch.equal(captured.tokens, middle.tokens)
+    assert not torch.equal(captured.tokens, first)
+    torch.testing.assert_close(captured.logprobs, middle.logprobs, atol=1e-4, rtol=0)
