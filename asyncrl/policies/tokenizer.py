@@ -121,6 +121,8 @@ class PromptTokenizer:
         self.begin_id: int = begin
         self.end_id: int = end
         self.pad_id = pad_id
+        self.shortest = 0
+        """Length that every batch is padded to at least."""
         self._known: dict[str, tuple[int, ...]] = {}
 
     @classmethod
@@ -165,10 +167,11 @@ class PromptTokenizer:
         """Prompts of equal length: `<s>`, padding, the rest.
 
         Returns:
-            ids ``[B, L]`` int64 and mask ``[B, L]`` int64 (1 = token), L the longest prompt, on the CPU.
+            ids ``[B, L]`` int64 and mask ``[B, L]`` int64 (1 = token) on the CPU; L is the longest prompt, but
+            at least `shortest`.
         """
         prompts = [self.ids(task) for task in tasks]
-        length = max(map(len, prompts))
+        length = max(self.shortest, *map(len, prompts))
         ids, mask = [], []
         for prompt in prompts:
             gap = length - len(prompt)

@@ -1,0 +1,63 @@
+"""Acting at one fixed shape: the same decisions as at any shape."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.errors import ConfigError
+from asyncrl.policies.fixed_shape import speed_up
+from asyncrl.policies.openvla import build_policy_model
+from asyncrl.policies.openvla_config import OpenVLAOFTConfig
+from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.vision import TowerConfig
+
+TASKS = ["put the red cube on the white plate", "lift it"]
+SAMPLING = SamplingParams(temperature=1.3, top_k=20)
+SMALL = {
+    "dino": TowerConfig(width=24, depth=3, heads=3, mlp=48),
+    "siglip": TowerConfig(width=32, depth=3, heads=2, mlp=40),
+    "llm_layers": 2,
+}
+
+
+def policy_of(**changes: object) -> OpenVLAOFT:
+    torch.manual_seed(3)
+    return build_policy_model(OpenVLAOFTConfig.tiny(**SMALL, **changes)).eval()
+
+
+def frames(rows: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (rows, 64, 64, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"decoding": "autoregressive", "chunk": 1}], ids=["parallel", "autoregressive"]
+)
+@pytest.mark.parametrize("tasks", [TASKS, TASKS[1:]], ids=["two lengths", "one length"])
+def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
+    changes: dict[str, object], tasks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is captured for real and runs as it is: building kernels would take a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    plain, fast = policy_of(**changes), policy_of(**changes)
+    speed_up(fast, 3, tasks)
+    for rows in (1, 3):
+        chosen = [tasks[row % len(tasks)] for row in range(rows)]
+        seeds = list(range(5, 5 + rows))
+        expected = plain.act(plain.preprocess(frames(rows), chosen), SAMPLING, seeds)
+        acted = fast.act(fast.preprocess(frames(rows), chosen), SAMPLING, seeds)
+        assert torch.equal(acted.tokens, expected.tokens)
+        torch.testing.assert_close(acted.logprob, expected.logprob, atol=1e-5, rtol=0)
+        assert acted.logprob.shape[0] == rows
+
+
+def test_more_rows_than_it_was_compiled_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    policy = policy_of()
+    speed_up(policy, 1, TASKS)
+    with pytest.raises(ConfigError, match=r"2 rows .* compiled for 1"):
+        policy.act(policy.preprocess(frames(2), TASKS), SAMPLING, [1, 2])
