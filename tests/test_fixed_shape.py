@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partialmethod
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies.fixed_shape import speed_up
@@ -41,8 +42,8 @@ def frames(rows: int) -> np.ndarray:
 def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
     changes: dict[str, object], tasks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph is captured for real and runs as it is: building kernels would take a minute."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    """The blocks are traced for real and run as they are: building kernels would take a minute."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     plain, fast = policy_of(**changes), policy_of(**changes)
     speed_up(fast, 3, tasks)
     for rows in (1, 3):
@@ -55,8 +56,22 @@ def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
         assert acted.logprob.shape[0] == rows
 
 
+@pytest.mark.gpu
+def test_a_captured_policy_decides_the_same_and_follows_its_weights() -> None:
+    plain, fast = policy_of().cuda(), policy_of().cuda()
+    speed_up(fast, 3, TASKS)
+    for scale in (1.0, 1.5):
+        with torch.no_grad():
+            for policy in (plain, fast):
+                policy.lm_head.weight.mul_(scale)  # in place, as new weights arrive
+        for seeds in ([1, 2], [3, 4]):
+            acted = [p.act(p.preprocess(frames(2), TASKS), SAMPLING, seeds) for p in (plain, fast)]
+            assert torch.equal(acted[0].tokens, acted[1].tokens)
+            torch.testing.assert_close(acted[0].logprob, acted[1].logprob, atol=1e-4, rtol=0)
+
+
 def test_more_rows_than_it_was_compiled_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     policy = policy_of()
     speed_up(policy, 1, TASKS)
     with pytest.raises(ConfigError, match=r"2 rows .* compiled for 1"):

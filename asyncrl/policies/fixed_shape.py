@@ -1,39 +1,43 @@
-"""Acting at one fixed shape, compiled: batches of any size up to it in, the same decisions out, faster.
+"""Acting at one fixed shape: batches of any size up to it in, the same decisions out, faster.
 
-A compiled graph knows its shapes. The rows of a batch are filled up with copies of the last one; prompts are
-padded to the longest of the run's tasks, and where these differ in length there is always a mask.
+The blocks are compiled, and on a GPU the whole way from inputs to tokens is captured as one CUDA graph: at
+small batches the host would take longer to start the thousands of kernels than the GPU to run them. Both know
+their shapes. So a batch is filled up with copies of its last row, prompts are padded to the longest of the
+run's tasks, and where these differ in length there is always a mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
+from asyncrl.policies.memory import blocks
 from asyncrl.policies.openvla_oft import Choice, OpenVLAOFT
 from asyncrl.policies.protocol import PolicyInputs, SamplingParams
 
 Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], Choice]
 
 
-def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
-    """Compile `policy.choose` for `rows` rows, in place; the first decision then takes up to a minute.
+def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str], *, graph: bool = True) -> None:
+    """Compile acting in place; the first decision then takes about a quarter of a minute.
 
     Args:
         policy: Finished: adapters and value head are there or gone.
         rows: Largest batch from now on; smaller ones cost as much.
         tasks: All instructions that will come.
-
-    Raises:
-        ConfigError: A decision has more rows than that.
+        graph: Capture a CUDA graph on a GPU. Weights may change in place afterwards, but must not move.
     """
     lengths = {len(policy.tokenizer.ids(task)) for task in tasks}
     policy.tokenizer.shortest = max(lengths)
+    for block in blocks(policy):
+        block.compile(dynamic=False)
+    graph = graph and policy.device.type == "cuda"
     policy.choose = FixedShape(  # type: ignore[method-assign]
-        torch.compile(policy.choose, dynamic=False), rows, masked=len(lengths) > 1
+        CapturedChoice(policy.choose) if graph else policy.choose, rows, masked=len(lengths) > 1
     )
 
 
@@ -44,7 +48,11 @@ class FixedShape:
         self.choose, self.rows, self.masked = choose, rows, masked
 
     def __call__(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
-        """Fill the batch up, choose, cut what was filled up."""
+        """Fill the batch up, choose, cut off what was filled up.
+
+        Raises:
+            ConfigError: There are too many rows.
+        """
         live = len(inputs.input_ids)
         if live > self.rows:
             raise ConfigError(
@@ -52,18 +60,63 @@ class FixedShape:
                 "--actor.slots, or leave --imagination.compile out."
             )
 
-        def filled(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or live == self.rows:
+        def filled(tensor: Tensor) -> Tensor:
+            if live == self.rows:
                 return tensor
             return torch.cat([tensor, tensor[-1:].expand(self.rows - live, *tensor.shape[1:])])
 
-        full = replace(
-            inputs,
-            pixels=filled(inputs.pixels),
-            input_ids=filled(inputs.input_ids),
-            attention_mask=filled(inputs.attention_mask),
-            padded=inputs.padded or self.masked,
-            proprio=filled(inputs.proprio),
-        )
-        chosen = self.choose(full, sampling, filled(uniforms_BK))
+        full = {name: filled(tensor) for name, tensor in _tensors(inputs).items()}
+        whole = replace(inputs, **full, padded=inputs.padded or self.masked)
+        chosen = self.choose(whole, sampling, None if uniforms_BK is None else filled(uniforms_BK))
         return Choice(*(tensor[:live] for tensor in chosen))
+
+
+class CapturedChoice:
+    """One CUDA graph of `choose`, captured at the first call.
+
+    What it returns is overwritten by the next call, in stream order: use it up before.
+    """
+
+    WARM_UP = 2
+    """Calls before the capture: they compile, and let libraries choose their kernels."""
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
+        """Copy the inputs to where the graph reads them, and replay it."""
+        if self._graph is None:
+            self._capture(inputs, sampling, uniforms_BK)
+        assert self._graph is not None
+        # Another sampling would be another graph, and so would be choosing without numbers.
+        assert sampling == self._sampling
+        assert (uniforms_BK is None) == (self._uniforms is None)
+        for name, tensor in _tensors(self._inputs).items():
+            tensor.copy_(getattr(inputs, name), non_blocking=True)
+        if self._uniforms is not None and uniforms_BK is not None:
+            self._uniforms.copy_(uniforms_BK, non_blocking=True)
+        self._graph.replay()
+        return self._chosen
+
+    def _capture(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> None:
+        own = {name: tensor.clone() for name, tensor in _tensors(inputs).items()}
+        self._inputs, self._sampling = replace(inputs, **own), sampling
+        self._uniforms = None if uniforms_BK is None else uniforms_BK.clone()
+        device = inputs.input_ids.device
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for _ in range(self.WARM_UP):
+                self._choose(self._inputs, sampling, self._uniforms)
+        torch.cuda.current_stream(device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of an actor receive weights meanwhile, which a capture of all threads would forbid.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._chosen = self._choose(self._inputs, sampling, self._uniforms)
+        self._graph = graph
+
+
+def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel
+from transformers import Cache, LlamaConfig, LlamaModel
 
 from asyncrl.policies.action_tokens import BINS
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
@@ -60,29 +60,52 @@ def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
     )
 
 
-def attention_of(mask_BS: Tensor | None, *, causal: bool, asking: int = 0) -> dict[str, Tensor]:
-    """Mask and positions for the Llama model.
+def read(
+    llm: LlamaModel, x_BQD: Tensor, mask_BS: Tensor | None, *, causal: bool, cache: Cache | None = None
+) -> Tensor:
+    """Run the layers and the final norm over some more places.
 
-    The mask has four dimensions: transformers uses such a one as it is, while it looks at the numbers of a
-    two-dimensional one, which waits for the device. Padding takes no position: a padded prompt gets those of
-    an unpadded one.
+    Not by the model's own `forward`: that looks at the numbers of a mask, which waits for the device, and
+    makes a mask where none is needed once it is compiled or captured, which costs the fast attention.
 
     Args:
-        mask_BS: ``[B, S]``, 0 = padding, over everything there is to see; None: no padding.
+        llm: Its layers, rotary embedding and final norm are used.
+        x_BQD: ``[B, Q, D]`` embeddings.
+        mask_BS: ``[B, S]``, 0 = padding, over all places so far; None: no padding. Padding takes no position:
+            a padded prompt gets those of an unpadded one.
         causal: Whether a place sees only those up to itself.
-        asking: ``Q``: only the last so many places are computed, the others are in a cache. 0: all.
+        cache: Keys and values of the places before; takes in those of the new ones.
 
     Returns:
-        Keyword arguments of the model: mask ``[B, 1, Q, S]`` bool and positions ``[B, Q]`` int64; nothing
-        without padding, which the model itself knows how to mask and to count.
+        ``[B, Q, D]`` final hidden states.
     """
+    asking = x_BQD.shape[1]
+    before = cache.get_seq_length() if cache is not None else 0
+    attends_B1QS = None
     if mask_BS is None:
-        return {}
+        positions = torch.arange(before, before + asking, device=x_BQD.device)[None]
+    else:
+        attends_B1QS = _attends(mask_BS, asking, causal=causal)
+        positions = (mask_BS.cumsum(dim=1) - 1).clamp(min=0)[:, -asking:]
+    turns = llm.rotary_emb(x_BQD, position_ids=positions)
+    for layer in llm.layers:
+        x_BQD = layer(
+            x_BQD,
+            attention_mask=attends_B1QS,
+            position_ids=positions,
+            position_embeddings=turns,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            is_causal=causal and asking > 1,
+        )
+    return llm.norm(x_BQD)
+
+
+def _attends(mask_BS: Tensor, asking: int, *, causal: bool) -> Tensor:
+    """``[B, 1, Q, S]`` bool: which places the last Q see."""
     seen = mask_BS.shape[1]
-    asking = asking or seen
     attends_B1QS = mask_BS.bool()[:, None, None, :].expand(-1, 1, asking, -1)
-    if causal:
-        before_QS = torch.ones(asking, seen, dtype=torch.bool, device=mask_BS.device).tril(seen - asking)
-        attends_B1QS = attends_B1QS & before_QS
-    positions_BS = (mask_BS.cumsum(dim=1) - 1).clamp(min=0)
-    return {"attention_mask": attends_B1QS, "position_ids": positions_BS[:, -asking:]}
+    if not causal:
+        return attends_B1QS
+    before_QS = torch.ones(asking, seen, dtype=torch.bool, device=mask_BS.device).tril(seen - asking)
+    return attends_B1QS & before_QS

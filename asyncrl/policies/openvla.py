@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from asyncrl.policies.language import attention_of
+from asyncrl.policies.language import read
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import Choice, OpenVLAOFT
 from asyncrl.policies.protocol import PolicyInputs, SamplingParams
@@ -69,9 +69,7 @@ class OpenVLA(OpenVLAOFT):
 
     def _read(self, embeddings: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
         """Read some more places; the final hidden state ``[B, 1, D]`` of the last one."""
-        places = attention_of(mask, causal=True, asking=embeddings.shape[1])
-        seen = self.llm(inputs_embeds=embeddings, past_key_values=cache, use_cache=True, **places)
-        return seen.last_hidden_state[:, -1:]
+        return read(self.llm, embeddings, mask, causal=True, cache=cache)[:, -1:]
 
     def _embed_bins(self, tokens: Tensor) -> Tensor:
         return self.llm.embed_tokens(tokens.long() + self.config.first_action_id)

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from asyncrl.errors import ConfigError
 from asyncrl.policies import action_tokens
 from asyncrl.policies.inputs import build_inputs, place_pictures, require_complete
-from asyncrl.policies.language import ActionHead, ProprioProjector, attention_of, build_llm
+from asyncrl.policies.language import ActionHead, ProprioProjector, build_llm, read
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.protocol import ActResult, EvaluateResult, PolicyInputs, SamplingParams
 from asyncrl.policies.sampling import (
@@ -174,8 +174,7 @@ class OpenVLAOFT(nn.Module):
         Shapes depend on those of `inputs` alone, and on `PolicyInputs.padded`.
         """
         embeddings_BSD, mask_BS, last_prompt = self.embed(inputs, tokens_BK)
-        places = attention_of(mask_BS, causal=self.config.causal)
-        hidden_BSD = self.llm(inputs_embeds=embeddings_BSD, **places).last_hidden_state
+        hidden_BSD = read(self.llm, embeddings_BSD, mask_BS, causal=self.config.causal)
         return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]
 
     def choose(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:

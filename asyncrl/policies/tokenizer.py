@@ -167,8 +167,8 @@ class PromptTokenizer:
         """Prompts of equal length: `<s>`, padding, the rest.
 
         Returns:
-            ids ``[B, L]`` int64 and mask ``[B, L]`` int64 (1 = token) on the CPU; L is the longest prompt, but
-            at least `shortest`.
+            ids ``[B, L]`` int64 and mask ``[B, L]`` int64 (1 = token) on the CPU; L is the longest prompt,
+            but at least `shortest`.
         """
         prompts = [self.ids(task) for task in tasks]
         length = max(self.shortest, *map(len, prompts))
