@@ -43,10 +43,8 @@ class Rate:
     """Of a second and a half: a GPU that computes for longer than an instant lowers its clock."""
 
     def __str__(self) -> str:
-        return (
-            f"bfloat16 matrix products: {self.burst / 1e12:.0f} TFLOP/s at first, {self.sustained / 1e12:.0f} "
-            "sustained"
-        )
+        burst, sustained = self.burst / 1e12, self.sustained / 1e12
+        return f"bfloat16 matrix products: {burst:.0f} TFLOP/s at first, {sustained:.0f} sustained"
 
 
 def matmul_rate(device: torch.device) -> Rate:

@@ -100,12 +100,10 @@ def read(
     wait(device)
     first = time.perf_counter() - began
     taken = seconds(decide, device, rounds=20 if rows < 8 else 6)
-    reading = Reading(how=how, rows=rows, seconds=taken, share=flops * rows / taken / rate, first=first)
-    print(
-        f"{how:22} {rows:3} rows  {1000 * taken:7.1f} ms  {reading.share:6.1%}  first {first:.0f} s",
-        flush=True,
-    )
-    return reading
+    pace = flops * rows / taken
+    shares = {"burst": pace / rate.burst, "sustained": pace / rate.sustained}
+    print(f"{how:22} {rows:3} rows  {1000 * taken:7.1f} ms  {shares}  first {first:.0f} s", flush=True)
+    return Reading(how=how, rows=rows, seconds=taken, first=first, **shares)
 
 
 def compile_blocks(policy: OpenVLAOFT) -> None:
@@ -170,8 +168,8 @@ def main() -> None:
     print(f"\n{flops / 1e12:.2f} TFLOP per decision, {settings.prompt} prompt tokens\n")
     print(table(
         ["", "rows", "ms", "decisions/s", "of burst", "of sustained", "first call s"],
-        [[r.how, r.rows, f"{1000 * r.seconds:.1f}", f"{r.rows / r.seconds:.0f}", f"{r.burst:.1%}", f"{r.sustained:.1%}",
-          f"{r.first:.0f}"] for r in readings]))  # fmt: skip
+        [[r.how, r.rows, f"{1000 * r.seconds:.1f}", f"{r.rows / r.seconds:.0f}",
+          f"{r.burst:.1%}", f"{r.sustained:.1%}", f"{r.first:.0f}"] for r in readings]))  # fmt: skip
     print("\nlog-probs of acting against evaluating: " + ", ".join(f"{k} {v:.1e}" for k, v in same.items()))
     if device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")

@@ -3,9 +3,9 @@
     python benchmarks/world_speed.py --rows 16 32
 
 Random weights: speed does not depend on the values. The first table is per stage: the seconds that a decision
-(8 frames of each slot) takes, and its share of the device's own rates of bfloat16 matrix products over counted
-FLOPs. The second is frames per second of whole decisions; every line adds to the one before it, and the ratio
-is to the first line, in the same run.
+(8 frames of each slot) takes, and its share of the device's own rates of bfloat16 matrix products over
+counted FLOPs. The second is frames per second of whole decisions; every line adds to the one before it, and
+the ratio is to the first line, in the same run.
 """
 
 from __future__ import annotations
@@ -168,15 +168,13 @@ def main() -> None:
     pace.append(("+ tiny decoder", frames_per_second(world, settings)))
     for steps in (3, 1):
         world.schedule_steps = steps
-        pace.append(
-            (f"+ {steps} of 5 steps" if steps == 3 else "+ 1 of 5 steps", frames_per_second(world, settings))
-        )
+        pace.append((f"+ {steps} of 5 steps", frames_per_second(world, settings)))
     wait(device)
 
     print("\n" + table(
         ["stage", "how", "slots", "TFLOP/slot", "ms", "of burst", "of sustained"],
-        [[s.stage, s.how, s.rows, f"{flops[s.stage] / 1e12:.2f}", f"{1000 * s.seconds:.1f}", f"{s.burst:.1%}", f"{s.sustained:.1%}"]
-         for s in measured]))  # fmt: skip
+        [[s.stage, s.how, s.rows, f"{flops[s.stage] / 1e12:.2f}", f"{1000 * s.seconds:.1f}",
+          f"{s.burst:.1%}", f"{s.sustained:.1%}"] for s in measured]))  # fmt: skip
     first = pace[0][1]
     print("\n" + table(
         [f"{rows} slots", "frames/s", "ratio"],
