@@ -14,6 +14,7 @@ Dimension letters:
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Final
 
@@ -30,6 +31,7 @@ CROPPED_AREA: Final = 0.9
 """Share of the picture's area that is kept: fine-tuning augments with random crops of this size."""
 _RADIUS: Final = 3
 _ROWS_AT_ONCE: Final = 64
+_THREADS: Final = 8
 
 
 def prepare_oft(frames: NDArray[np.uint8], size: int, device: torch.device) -> Tensor:
@@ -45,9 +47,10 @@ def prepare_oft(frames: NDArray[np.uint8], size: int, device: torch.device) -> T
     """
     flat = frames.reshape(-1, *frames.shape[-3:])
     parts = []
-    for start in range(0, len(flat), _ROWS_AT_ONCE):
-        decoded = np.stack([through_jpeg(frame) for frame in flat[start : start + _ROWS_AT_ONCE]])
-        parts.append(crop_centre(resize_lanczos3(put(decoded, device), size)))
+    with ThreadPoolExecutor(min(_THREADS, len(flat))) as pool:  # Pillow lets other threads run meanwhile
+        for start in range(0, len(flat), _ROWS_AT_ONCE):
+            decoded = np.stack(list(pool.map(through_jpeg, flat[start : start + _ROWS_AT_ONCE])))
+            parts.append(crop_centre(resize_lanczos3(put(decoded, device), size)))
     return torch.cat(parts).reshape(*frames.shape[:-3], size, size, 3)
 
 
