@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
+from asyncrl.weights.sources import Source
 
 
 class ChannelClosed(WeightSyncError):
@@ -18,8 +19,10 @@ class ChannelClosed(WeightSyncError):
 class Publisher(Protocol):
     """The learner's end. Used by one thread of learner rank 0."""
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy the tensors and return at once; a version that was not sent yet is replaced.
+    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+        """Copy the weights and return at once; a version that was not sent yet is replaced.
+
+        A collective of the learner ranks where the weights are a `Source` that is sharded.
 
         Raises:
             WeightSyncError: `version` is not newer than the last one, the tensors changed their shape, or the
@@ -64,7 +67,7 @@ class Receiver(Protocol):
     def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
         """Copy the newest complete version into the tensors, in place, when it is newer.
 
-        Never waits for the network.
+        Never waits for the network, nor for the device: the copies run in the order of the current stream.
 
         Returns:
             The version that `tensors` now hold; -1 before the first.
