@@ -44,7 +44,7 @@ class ActingWeights:
         gather(self._tensors(), self._types, places)
 
     def _tensors(self) -> dict[str, Tensor]:
-        # The parameters themselves: a detached view of a thousand sharded ones takes longer than all else here.
+        # The parameters themselves: detaching a thousand sharded ones takes longer than all else here.
         return {name: p for name, p in self._policy.trainable_parameters().items() if name in self._types}
 
 

@@ -44,7 +44,7 @@ IN_FLIGHT: Final = 2
 def gather(
     tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], places: Mapping[str, Tensor]
 ) -> None:
-    """Write every tensor, whole and cast, into its place on rank 0. A collective of all ranks that shard them.
+    """Write every tensor, whole and cast, into its place on rank 0. A collective of the learner ranks.
 
     Args:
         tensors: The same names on every rank; whole tensors are taken from rank 0.
@@ -86,7 +86,7 @@ def _buckets(tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]) -
 
 
 class _Part:
-    """How one tensor is cut: rank r has the r-th piece of equal numbers of rows, the last ones fewer or none."""
+    """How one tensor is cut: rank r has the r-th piece of so many rows, the last ones fewer or none."""
 
     def __init__(self, name: str, tensor: DTensor) -> None:
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -171,7 +171,7 @@ def _travel(direction: Any, messages: Mapping[int, Tensor], group: Any) -> list[
 
 
 def _wait(works: Sequence[Any], kept: Sequence[Tensor]) -> None:
-    """CUDA: the current stream waits for what travels. CPU: this thread does. The messages live until here."""
+    """CUDA: the current stream waits for what travels. CPU: this thread does. Till then messages are kept."""
     del kept
     for work in works:
         work.wait()

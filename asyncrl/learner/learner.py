@@ -66,7 +66,8 @@ class Learner:
         """Join the parts.
 
         `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files;
-        `acting_tensors` gives what actors need, of which this rank may hold a part; `stop_requested` is asked on rank 0.
+        `acting_tensors` gives what actors need, of which this rank may hold a part; `stop_requested` is
+        asked on rank 0.
         """
         self.update = update
         self.replay = replay

@@ -93,7 +93,8 @@ class BufferedReceiver:
             layout.fill(tensors, self._complete.places)
             if self._device.type == "cuda":
                 # Before the next version is received into these buffers, `_room` waits for this event.
-                self._complete.read = torch.cuda.current_stream(self._device).record_event()
+                self._complete.read = torch.cuda.Event()
+                self._complete.read.record(torch.cuda.current_stream(self._device))
             self._held = self._version
         return self._held
 

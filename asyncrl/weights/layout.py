@@ -95,9 +95,7 @@ class Manifest:
         return Manifest(entries=entries)
 
 
-def build_manifest(
-    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype] | None = None
-) -> Manifest:
+def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype] | None = None) -> Manifest:
     """Lay out tensors one after another, sorted by name, one buffer per dtype.
 
     Args:
@@ -163,7 +161,7 @@ def unpack(manifest: Manifest, buffers: Buffers, tensors: Mapping[str, Tensor]) 
 
 
 def places_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Every tensor's place as a view of its buffer, in the tensor's shape. Worth keeping: it takes 5 us each."""
+    """Every tensor's place as a view of its buffer, in its shape. Worth keeping: each takes 5 us."""
     buffer_of = dict(zip(manifest.dtypes, buffers, strict=True))
     return {
         e.name: buffer_of[e.dtype].narrow(0, e.offset, e.elements).view(e.shape) for e in manifest.entries
@@ -171,7 +169,7 @@ def places_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor
 
 
 def fill(into: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copy, and cast where the types differ, by name: each of `into` from `source` (in stream order on CUDA)."""
+    """Copy by name, cast where the types differ: each of `into` from `source` (in stream order on CUDA)."""
     copy(list(into.values()), [source[name] for name in into])
 
 
@@ -199,7 +197,7 @@ def total_bytes(buffers: Buffers) -> int:
 
 
 def checksum(buffers: Buffers) -> int:
-    """Sum up the bytes of all buffers: crc32 on the CPU, weighted sums on CUDA (in stream order; waits for them).
+    """Sum up the bytes of all buffers: crc32 on the CPU, weighted sums on CUDA (which waits for the stream).
 
     Learner and actor hold their buffers on the same kind of device, so both use the same of the two.
     """

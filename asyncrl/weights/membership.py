@@ -11,8 +11,8 @@ Actors come and go; a group of a fixed set of members lives for one *epoch*. In 
        (6 and 7 repeat with k = 0, 1, 2 ...)
     8  a registration, a failure: drop the link, 2        8  a newer offer: drop the link, 3; not in it: 1
 
-Whoever sets a key that another waits for rings the other's bell (`bell`), so that each step takes well below a
-millisecond; who missed the bell looks within LOOK_SECONDS.
+Whoever sets a key that another waits for rings the other's bell (`bell`), so that each step takes well below
+a millisecond; who missed the bell looks within LOOK_SECONDS.
 
 A member that is not ready in time is left behind: it is absent from the next offer and registers again when
 it can. A failed member sets `e<epoch>/broken`, so that the learner need not wait for its deadline. One that

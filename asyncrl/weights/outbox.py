@@ -91,7 +91,9 @@ class Outbox:
                 self._places = [layout.places_in(manifest, buffers) for buffers in self.slots]
                 self.manifest = manifest
             layout.require_same(manifest, self.manifest, "the first publish")
-            self._pending = None  # Not valid while its buffers are overwritten, and so nothing can be promoted.
+            self._pending = (
+                None  # Not valid while its buffers are overwritten, and so nothing can be promoted.
+            )
             return 0 if self._current is None else 1 - self._current.slot
 
     def promote(self) -> Snapshot | None:

@@ -76,12 +76,12 @@ class StorePublisher:
         self.endpoint = endpoint
         """'host:port' that the actors' `build_receiver` needs."""
         self._transport, self._store, self._deadline = transport, store, deadline
-        self._bell = Bell()
-        self._roster = Roster(store, self._bell)
-        self._link = EpochLink(deadline, self._given_up)
         self._outbox = Outbox(transport.device)
         self.pulls = serve_pulls(self._outbox) if serve_pulls else None
         """Serves actors that join; absent when nobody can."""
+        self._bell = Bell()
+        self._roster = Roster(store, self._bell)
+        self._link = EpochLink(deadline, self._given_up)
         self._k = 0
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0

@@ -1,4 +1,4 @@
-"""Weights on their way out of the learner: tensors as it holds them in, filled places of a packed buffer out."""
+"""Weights on their way out of the learner: tensors as it holds them in, places of a packed buffer filled."""
 
 from __future__ import annotations
 
