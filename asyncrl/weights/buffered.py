@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import layout
-from asyncrl.weights.interface import ChannelClosed
+from asyncrl.weights.interface import ChannelClosed, Named
 
 
 @dataclass
@@ -82,12 +81,13 @@ class BufferedReceiver:
                 self._changed.wait(left)
             return self._version
 
-    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+    def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors when it is newer. See `interface.Receiver`."""
         if self._failure is not None or self._lost_since is not None:
             self._require_alive()
         if self._version == self._held:
             return self._held
+        tensors = tensors() if callable(tensors) else tensors
         layout.require_same(self._manifest, layout.build_manifest(tensors), f"{self._name}'s swap")
         with self._changed:
             layout.fill(tensors, self._complete.places)

@@ -12,6 +12,7 @@ from asyncrl import metrics as m
 from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
 from asyncrl.weights import layout
+from asyncrl.weights.interface import Named
 from asyncrl.weights.sources import Source, as_source
 
 
@@ -76,10 +77,11 @@ class InlineReceiver:
             raise WeightSyncError("No version was published yet: with --inline the learner publishes first.")
         return self._box.version
 
-    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+    def swap_into(self, tensors: Named) -> int:
         """Copy the box's version into the tensors when it is newer. See `interface.Receiver`."""
         box = self._box
         if box.manifest is not None and box.version > self._held:
+            tensors = tensors() if callable(tensors) else tensors
             layout.require_same(box.manifest, layout.build_manifest(tensors), "the actor")
             layout.unpack(box.manifest, box.buffers, tensors)
             self._held = box.version

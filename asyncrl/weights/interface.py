@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
 from asyncrl.weights.sources import Source
+
+Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+"""An actor's tensors by name, or what returns them."""
 
 
 class ChannelClosed(WeightSyncError):
@@ -64,8 +67,10 @@ class Receiver(Protocol):
         """
         ...
 
-    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+    def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors, in place, when it is newer.
+
+        Given as a function they are asked for only then: naming a thousand tensors takes milliseconds.
 
         Never waits for the network, nor for the device: the copies run in the order of the current stream.
 
