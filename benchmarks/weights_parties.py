@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from asyncrl.learner.gathering import gather
+from asyncrl.learner.gathering import Gathering
 from asyncrl.weights.layout import build_manifest
 from asyncrl.weights.receiver import build_receiver
 from asyncrl.weights.transports import TransportName
@@ -67,12 +67,13 @@ class Masters:
                     local, mesh, [Shard(0)], run_check=False, shape=meta.shape, stride=meta.stride()
                 )
             )
-        self.types = dict.fromkeys(shapes, dtype)
-        self.manifest = build_manifest(self.tensors, self.types)
+        types = dict.fromkeys(shapes, dtype)
+        self.manifest = build_manifest(self.tensors, types)
+        self._gathering = Gathering(self.tensors, types)
 
     def write(self, places: Mapping[str, Tensor]) -> None:
         """See `Source.write`."""
-        gather(self.tensors, self.types, places)
+        self._gathering.write(self.tensors, places)
 
 
 def shard_rows(rows: int, ranks: int, rank: int) -> int:

@@ -326,7 +326,7 @@ def main() -> None:
     if settings.devices[0] != "cpu":
         torch.cuda.set_device(settings.devices[0])
     sizes: dict[Kind, float] = {"full": settings.gigabytes, "lora": settings.lora_gigabytes}
-    layouts = {kind: shapes_of(kind, size) for kind, size in sizes.items()}
+    layouts: dict[Kind, tuple[Shapes, torch.dtype]] = {k: shapes_of(k, size) for k, size in sizes.items()}
     crew = Crew(settings)
     raw = dict[Kind, float]()
     for kind, (shapes, dtype) in layouts.items():

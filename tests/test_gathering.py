@@ -14,7 +14,7 @@ from two_ranks import run_ranks
 
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner import gathering
-from asyncrl.learner.gathering import gather
+from asyncrl.learner.gathering import Gathering
 from asyncrl.weights import layout
 
 SHAPES = {"even": (4, 6), "odd": (5, 3), "one_row": (1, 7), "large": (257, 33), "line": (11,)}
@@ -34,7 +34,9 @@ def filled(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     manifest = layout.build_manifest(tensors, TYPES)
     buffers = layout.allocate(manifest, torch.device("cpu"))
     places = layout.places_in(manifest, buffers) if torch.distributed.get_rank() == 0 else {}
-    gather(tensors, TYPES, places)
+    gathered = Gathering(tensors, TYPES)
+    gathered.write({name: torch.zeros_like(t) for name, t in tensors.items()}, places)
+    gathered.write(tensors, places)  # A version later.
     return {name: raw({name: place})[name] for name, place in places.items()}
 
 
@@ -46,7 +48,7 @@ def gather_until_a_peer_is_gone() -> tuple[dict[str, bytes], dict[str, bytes], s
     at_once, gathering.BUCKET = filled(sharded), 128
     in_many = filled(sharded)
     with pytest.raises(ConfigError, match=r"'even' are spread as .*Replicate.*only rows"):
-        gather({"even": distribute_tensor(masters()["even"], mesh, [Replicate()])}, TYPES, {})
+        Gathering({"even": distribute_tensor(masters()["even"], mesh, [Replicate()])}, TYPES)
     if torch.distributed.get_rank() > 0:
         return at_once, in_many, ""  # Leaves: its process ends.
     with pytest.raises(RunError) as caught:

@@ -155,7 +155,7 @@ def test_packing_puts_every_tensor_at_a_multiple_of_16_bytes() -> None:
     }
     manifest = layout.build_manifest(tensors)
     buffers = layout.allocate(manifest, torch.device("cpu"))
-    layout.pack(manifest, tensors, buffers)
+    layout.fill(layout.places_in(manifest, buffers), tensors)
     assert manifest.dtypes == ["float32", "int64"]
     assert buffers[0].numpy().tobytes() == struct.pack("<8f", 4, 0, 0, 0, 1, 2, 3, 0)
     assert buffers[1].numpy().tobytes() == struct.pack("<2q", 1, 2)
@@ -168,8 +168,9 @@ def test_unpacking_gives_back_what_was_packed_even_into_views() -> None:
     target["body"] = torch.zeros(3, 8)[:, ::2].t().t().reshape(-1)[:12]
     manifest = layout.build_manifest(source)
     buffers = layout.allocate(manifest, torch.device("cpu"))
-    layout.pack(manifest, source, buffers)
-    layout.unpack(manifest, buffers, target)
+    places = layout.places_in(manifest, buffers)
+    layout.fill(places, source)
+    layout.fill(target, places)
     assert raw(target) == raw(source)
 
 

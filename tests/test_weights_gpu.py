@@ -14,7 +14,7 @@ from two_ranks import run_ranks
 
 from asyncrl import metrics as m
 from asyncrl.learner import gathering
-from asyncrl.learner.gathering import gather
+from asyncrl.learner.gathering import Gathering
 from asyncrl.weights import layout
 from asyncrl.weights.buffered import BufferedReceiver
 from asyncrl.weights.publisher import StorePublisher, build_publisher
@@ -122,7 +122,7 @@ def packed(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     buffers = layout.allocate(manifest, torch.device("cuda", torch.cuda.current_device()))
     leads = not dist.is_initialized() or dist.get_rank() == 0
     places = layout.places_in(manifest, buffers) if leads else {}
-    gather(tensors, TYPES, places)
+    Gathering(tensors, TYPES).write(tensors, places)
     torch.cuda.synchronize()
     return raw(places)
 

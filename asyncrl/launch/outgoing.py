@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncrl.learner.gathering import gather
+from asyncrl.learner.gathering import Gathering
 from asyncrl.learner.group import LearnerGroup
 from asyncrl.policies.adapter_files import adapter_tensors, save_adapter
 from asyncrl.policies.checkpoints import save_policy
@@ -36,12 +36,14 @@ class ActingWeights:
             types: In which actors hold them (`acting_types`).
         """
         self._policy, self._types = policy, types
-        self.manifest = build_manifest(self._tensors(), types)
+        tensors = self._tensors()
+        self._gathering = Gathering(tensors, types)
+        self.manifest = build_manifest(tensors, types)
         """See `Source.manifest`."""
 
     def write(self, places: Mapping[str, Tensor]) -> None:
         """Cast and gather into rank 0's places; collective. See `Source.write`."""
-        gather(self._tensors(), self._types, places)
+        self._gathering.write(self._tensors(), places)
 
     def _tensors(self) -> dict[str, Tensor]:
         # The parameters themselves: detaching a thousand sharded ones takes longer than all else here.

@@ -150,16 +150,6 @@ def allocate(manifest: Manifest, device: torch.device) -> Buffers:
     return buffers
 
 
-def pack(manifest: Manifest, tensors: Mapping[str, Tensor], buffers: Buffers) -> None:
-    """Copy every tensor of the manifest into its place in the buffers (in stream order on CUDA)."""
-    fill(places_in(manifest, buffers), tensors)
-
-
-def unpack(manifest: Manifest, buffers: Buffers, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the buffers into the tensors, in place (in stream order on CUDA)."""
-    fill(tensors, places_in(manifest, buffers))
-
-
 def places_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
     """Every tensor's place as a view of its buffer, in its shape. Worth keeping: each takes 5 us."""
     buffer_of = dict(zip(manifest.dtypes, buffers, strict=True))
@@ -184,8 +174,8 @@ def copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
             if target.nbytes >= LARGE:
                 target.copy_(tensor)
             else:
-                small_into.append(target.detach())
-                small_source.append(tensor.detach())
+                small_into.append(target)
+                small_source.append(tensor)
         if small_into:
             foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
             foreach_copy(small_into, small_source)
