@@ -110,9 +110,9 @@ class Work:
     def step(self) -> None:
         """Make one step."""
         for _ in range(self._times):
-            result = self._matrix @ self._matrix
-        if result.is_cuda:
-            torch.cuda.current_stream(result.device).synchronize()
+            _ = self._matrix @ self._matrix
+        if self._matrix.is_cuda:
+            torch.cuda.current_stream(self._matrix.device).synchronize()
 
     def run(self, seconds: float, between: Callable[[float], None] = lambda now: None) -> Paces:
         """Make steps for so long; `between` is called before each with the seconds since the first."""
@@ -236,7 +236,8 @@ def learn(pipe: Connection, device: str, rank: int, ranks: int, port: int) -> No
             masters.write({})
         else:
             del masters
-            masters = Masters(*order, on)
+            shapes, dtype = order
+            masters = Masters(shapes, dtype, on)
             pipe.send(None)
     dist.destroy_process_group()
 

@@ -27,7 +27,7 @@ from asyncrl.metrics import Metric
 from asyncrl.weights import layout, transports
 from asyncrl.weights.bell import Bell
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
-from asyncrl.weights.membership import POLL_SECONDS, READY_SECONDS, Header, Member, Roster
+from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, READY_SECONDS, Header, Member, Roster
 from asyncrl.weights.outbox import Outbox, Snapshot
 from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.sources import Source, as_source
@@ -207,7 +207,7 @@ class StorePublisher:
                     self._changed.wait(min(1.0, POLL_SECONDS * 2**self._failed_in_a_row))
         else:
             packing = self._packing and self._link.formed
-            self._bell.wait(PACKING_LOOK_SECONDS if packing else POLL_SECONDS)
+            self._bell.wait(PACKING_LOOK_SECONDS if packing else LOOK_SECONDS)
 
     def _step(self) -> bool:
         """Look for new members and versions. Returns whether one was sent."""
