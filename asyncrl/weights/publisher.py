@@ -85,8 +85,8 @@ class StorePublisher:
         self._k = 0
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
-        self._packing = False
-        """The version to send is not in its buffers yet."""
+        self._packing: Snapshot | None = None
+        """The version to send while it is not in its buffers yet."""
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
         self.sent = Sent()
@@ -205,9 +205,12 @@ class StorePublisher:
             with self._changed:
                 if not self._closing:
                     self._changed.wait(min(1.0, POLL_SECONDS * 2**self._failed_in_a_row))
+        elif self._packing is None:
+            self._bell.wait(LOOK_SECONDS)
         else:
-            packing = self._packing and self._link.formed
-            self._bell.wait(PACKING_LOOK_SECONDS if packing else LOOK_SECONDS)
+            until = time.monotonic() + POLL_SECONDS
+            while not self._packing.complete and time.monotonic() < until:
+                time.sleep(PACKING_LOOK_SECONDS)
 
     def _step(self) -> bool:
         """Look for new members and versions. Returns whether one was sent."""
@@ -220,7 +223,7 @@ class StorePublisher:
             self._attempt("forming the weight group", self._form)
         # Only now: an offer must have ended the epoch of a failed broadcast before its buffers are reused.
         current = self._outbox.promote()
-        self._packing = current is not None and not current.complete
+        self._packing = current if current is not None and not current.complete else None
         if current is None or self._packing or not self._link.formed or self._roster.changed:
             return False
         if current.version == self._sent_in_epoch:
