@@ -114,8 +114,9 @@ class ActorSettings:
 class WeightSettings:
     """How new weights reach the actors."""
 
-    transport: Literal["auto", "gloo", "nccl", "cuda_ipc"] = "auto"
-    """auto: gloo on CPU, cuda_ipc when learner and actor share one GPU, nccl otherwise."""
+    transport: Literal["auto", "gloo", "nccl", "cuda_ipc", "nccl+ipc"] = "auto"
+    """auto: gloo on CPU, cuda_ipc when learner and actors share one GPU, nccl when each has its own, nccl+ipc
+    when some actors are on the first learner's GPU and the others on one each."""
     deadline: float = 60.0
     """Seconds after which an actor that does not take part in a broadcast is left behind, and one that joined
     and cannot reach the learner ends."""

@@ -27,6 +27,7 @@ from asyncrl.weights.outbox import Outbox
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 from asyncrl.weights.pull_server import PullSettings
 from asyncrl.weights.pulled import PulledReceiver, build_pulled_receiver
+from asyncrl.weights.sources import as_source
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -111,12 +112,12 @@ def test_without_a_puller_nothing_is_copied(channel: tuple[StorePublisher, str])
 
 def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
     outbox = Outbox(torch.device("cpu"))
-    outbox.pack(policy(0), 0)
+    outbox.pack(as_source(policy(0)), 0)
     assert outbox.promote().version == outbox.sending == 0
     with outbox.holding() as held:
         before = [buffer.clone() for buffer in outbox.slots[held.slot]]
         for version in (1, 2):
-            outbox.pack(policy(version), version)
+            outbox.pack(as_source(policy(version)), version)
             assert outbox.promote().version == 0
         for kept, now in zip(before, outbox.slots[held.slot], strict=True):
             assert torch.equal(kept, now)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import statistics
 import struct
 import threading
 import time
@@ -15,15 +16,17 @@ from torch.distributed import Store
 
 from asyncrl import metrics as m
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.weights import layout
+from asyncrl.weights import layout, membership
+from asyncrl.weights.bell import Bell
 from asyncrl.weights.bounded import run_bounded
 from asyncrl.weights.cuda_ipc import import_handle
 from asyncrl.weights.inline import build_inline
 from asyncrl.weights.interface import ChannelClosed, Receiver
+from asyncrl.weights.mixed import Groups, MixedTransport, divide
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 from asyncrl.weights.receiver import StoreReceiver, build_receiver
-from asyncrl.weights.store import connect
-from asyncrl.weights.transports import GlooTransport, Link
+from asyncrl.weights.store import connect, epoch_store
+from asyncrl.weights.transports import GlooTransport, Link, Slots
 
 ELEMENTS = 1_000_000
 PATIENCE = 30.0
@@ -152,7 +155,7 @@ def test_packing_puts_every_tensor_at_a_multiple_of_16_bytes() -> None:
     }
     manifest = layout.build_manifest(tensors)
     buffers = layout.allocate(manifest, torch.device("cpu"))
-    layout.pack(manifest, tensors, buffers)
+    layout.fill(layout.places_in(manifest, buffers), tensors)
     assert manifest.dtypes == ["float32", "int64"]
     assert buffers[0].numpy().tobytes() == struct.pack("<8f", 4, 0, 0, 0, 1, 2, 3, 0)
     assert buffers[1].numpy().tobytes() == struct.pack("<2q", 1, 2)
@@ -165,8 +168,9 @@ def test_unpacking_gives_back_what_was_packed_even_into_views() -> None:
     target["body"] = torch.zeros(3, 8)[:, ::2].t().t().reshape(-1)[:12]
     manifest = layout.build_manifest(source)
     buffers = layout.allocate(manifest, torch.device("cpu"))
-    layout.pack(manifest, source, buffers)
-    layout.unpack(manifest, buffers, target)
+    places = layout.places_in(manifest, buffers)
+    layout.fill(places, source)
+    layout.fill(target, places)
     assert raw(target) == raw(source)
 
 
@@ -183,6 +187,45 @@ def test_the_checksum_is_the_crc32_of_the_bytes_one_buffer_after_the_other() -> 
         torch.tensor(list(b"56789"), dtype=torch.uint8),
     ]
     assert layout.checksum(buffers) == 0xCBF43926  # the check value of CRC-32
+
+
+@pytest.mark.parametrize("words", [3, layout.FOLD, 2 * layout.FOLD + 5])
+def test_the_sum_for_gpus_is_each_word_times_an_odd_number_of_its_own(words: int) -> None:
+    """The factors follow from the sums of buffers with a single 1; any other sum must be made of them."""
+    places = sorted({0, 1, words // 2, words - 1})
+    buffer = torch.zeros(words, dtype=torch.int64)
+    factors = []
+    for place in places:
+        buffer[place] = 1
+        factors.append(int(layout.weighted_sum(buffer)))
+        buffer[place] = 0
+    assert all(factor % 2 for factor in factors)
+    assert len(set(factors)) == len(places)
+    values = [-(2**63), 7, -1, 2**62 + 1][: len(places)]
+    for place, value in zip(places, values, strict=True):
+        buffer[place] = value
+    expected = sum(f * v for f, v in zip(factors, values, strict=True)) % 2**64
+    assert int(layout.weighted_sum(buffer.view(torch.bfloat16))) % 2**64 == expected
+
+
+def test_the_sum_for_gpus_sees_words_rows_and_columns_that_changed_places() -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(-(2**63), 2**63 - 1, (6, layout.FOLD), generator=generator)
+    rows, columns, shifted = whole.roll(1, 0), whole.roll(1, 1), whole.flatten().roll(8)
+    corners = whole.clone()
+    corners[0, 0], corners[3, 9] = whole[3, 9], whole[0, 0]
+    sums = {int(layout.weighted_sum(t.flatten())) for t in (whole, rows, columns, shifted, corners)}
+    assert len(sums) == 5
+
+
+def test_copies_are_cast_whatever_their_size_and_layout() -> None:
+    generator = torch.Generator().manual_seed(0)
+    source = [torch.randn(shape, generator=generator).t() for shape in ((2, 3), (1100, 2000), (1, 1))]
+    into = [torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in source]
+    assert into[1].nbytes > layout.LARGE > into[0].nbytes
+    layout.copy(into, source)
+    for target, tensor in zip(into, source, strict=True):
+        assert torch.equal(target, tensor.to(torch.bfloat16))
 
 
 def test_a_mismatch_names_the_first_tensor_and_both_shapes() -> None:
@@ -223,7 +266,91 @@ def test_inline_hands_over_the_newest_version_once() -> None:
         publisher.publish(tensors, 1)
 
 
-# --- bounded actions and transports ---
+# --- bells, bounded actions and transports ---
+
+
+def test_a_bell_wakes_who_waits_and_one_that_rang_before_is_not_lost() -> None:
+    mine, yours = Bell(), Bell()
+    mine.ring_all([yours.port, yours.port, 0])
+    mine.ring(yours.port)
+    assert yours.wait(PATIENCE)
+    assert not yours.wait(0.0)  # One wait answers all that rang.
+    ringing = threading.Timer(0.05, mine.ring, [yours.port])
+    ringing.start()
+    began = time.monotonic()
+    assert yours.wait(PATIENCE)
+    assert time.monotonic() - began < PATIENCE / 2
+    ringing.join()
+    yours.close()
+    mine.ring(yours.port)  # Nobody is there: no error.
+    mine.close()
+    mine.ring(yours.port)
+
+
+class Fleet:
+    """Members of one epoch over gloo links, each on a pretended GPU, within this process."""
+
+    def __init__(self, publisher: StorePublisher, devices: list[str]) -> None:
+        self.endpoint, self.devices = publisher.endpoint, devices
+        self.buffers = [[torch.full((4,), float(rank))] for rank in range(len(devices))]
+        self.made: list[tuple[str, int]] = []
+
+    def transport(self, rank: int) -> MixedTransport:
+        near, far = GlooTransport(2.0), GlooTransport(2.0)
+        for name, transport in (("near", near), ("far", far)):
+            self._note(name, transport)
+        return MixedTransport(near, far, self.devices[rank])
+
+    def _note(self, name: str, transport: GlooTransport) -> None:
+        lead = transport.lead
+
+        def noted(store: Store, size: int, slots: Slots) -> Link:
+            self.made.append((name, size))
+            return lead(store, size, slots)
+
+        transport.lead = noted  # type: ignore[method-assign]
+
+    def member(self, rank: int) -> None:
+        store = epoch_store(self.endpoint, 77, PATIENCE)
+        if rank:
+            link = self.transport(rank).follow(store, rank, len(self.devices))
+            link.receive(0, self.buffers[rank])
+        else:
+            slots = (self.buffers[0], self.buffers[0])
+            link = self.transport(rank).lead(store, len(self.devices), slots)
+            link.send(0)
+        link.abort()
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self.member, args=[rank]) for rank in range(len(self.devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("devices", "links"),
+    [
+        (["gpu-a", "gpu-b", "gpu-a", "gpu-c"], [("far", 3), ("near", 2)]),
+        (["gpu-a", "gpu-a"], [("near", 2)]),
+        (["gpu-a", "gpu-b", "gpu-c"], [("far", 3)]),
+    ],
+)
+def test_each_member_gets_its_weights_by_the_way_that_its_place_allows(
+    publisher: StorePublisher, devices: list[str], links: list[tuple[str, int]]
+) -> None:
+    fleet = Fleet(publisher, devices)
+    fleet.run()
+    assert fleet.made == links
+    assert [float(buffers[0][0]) for buffers in fleet.buffers] == [0.0] * len(devices)
+
+
+def test_two_members_on_a_gpu_that_is_not_the_learners_are_refused() -> None:
+    assert divide(["a", "b", "a", "c"]) == Groups(local=(2,), remote=(1, 3))
+    with pytest.raises(WeightSyncError, match=r"Two actors share GPU b.*--weights\.transport gloo"):
+        divide(["a", "b", "a", "b"])
 
 
 def test_an_action_that_blocks_fails_or_is_given_up_ends_with_an_error_that_names_it() -> None:
@@ -397,6 +524,32 @@ def test_a_store_that_others_could_reach_is_refused() -> None:
         build_publisher("gloo", store_listen="0.0.0.0:0")
     with pytest.raises(ConfigError, match=r"nccl.*between GPUs.*cpu"):
         build_publisher("nccl")
+
+
+def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
+    publisher: StorePublisher,
+) -> None:
+    """Ten versions in a row, each waited for at both ends, then a pause; looks alone would take a second."""
+    publisher.publish(policy(0, elements=10), 0)
+    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    publisher.wait_for_first(0, PATIENCE)
+    took = []
+    for version in range(1, 11):
+        time.sleep(0.03)  # Both ends wait by now.
+        began = time.monotonic()
+        publisher.publish(policy(version, elements=10), version)
+        publisher.wait_for_first(version, PATIENCE)
+        took.append(time.monotonic() - began)
+    assert statistics.median(took) < membership.LOOK_SECONDS / 4
+    assert publisher.sent.version == 10
+    stages = (publisher.sent.packing, publisher.sent.summing, publisher.sent.seconds)
+    assert all(stage > 0 for stage in stages)
+    assert sum(stages) <= took[-1]
+    clock = time.pthread_getcpuclockid(receiver._thread.ident or 0)
+    spent = time.clock_gettime(clock)
+    time.sleep(1.0)
+    assert time.clock_gettime(clock) - spent < 0.05
+    receiver.close()
 
 
 # --- gloo, real actor processes ---

@@ -5,9 +5,18 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from test_gathering import TYPES
+from test_gathering import masters as gathering_masters
 from test_weights import PATIENCE, Actor, policy, raw, timed_publish
+from torch.distributed.tensor import Shard, distribute_tensor
+from two_ranks import run_ranks
 
 from asyncrl import metrics as m
+from asyncrl.learner import gathering
+from asyncrl.learner.gathering import Gathering
+from asyncrl.weights import layout
+from asyncrl.weights.buffered import BufferedReceiver
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 
 pytestmark = pytest.mark.gpu
@@ -15,9 +24,9 @@ GPUS = torch.cuda.device_count()
 DEADLINE = 5.0
 
 
-@pytest.fixture(scope="module", params=["cuda_ipc", "nccl"])
+@pytest.fixture(scope="module", params=["cuda_ipc", "nccl", "nccl+ipc"])
 def transport(request: pytest.FixtureRequest) -> str:
-    needed = {"cuda_ipc": 1, "nccl": 2}[request.param]
+    needed = {"cuda_ipc": 1, "nccl": 2, "nccl+ipc": 2}[request.param]
     if needed > GPUS:
         pytest.skip(f"{request.param} needs {needed} GPUs, found {GPUS}")
     return request.param
@@ -25,7 +34,10 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 def devices(transport: str) -> list[str]:
     """Where the actors live; the learner has cuda:0."""
-    return ["cuda:0", "cuda:0"] if transport == "cuda_ipc" else [f"cuda:{i}" for i in range(1, min(GPUS, 3))]
+    if transport == "cuda_ipc":
+        return ["cuda:0", "cuda:0"]
+    remote = [f"cuda:{i}" for i in range(1, min(GPUS, 3))]
+    return ["cuda:0", *remote] if transport == "nccl+ipc" else remote
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +53,98 @@ def publisher(transport: str):
     channel = build_publisher(transport, device="cuda:0", deadline=DEADLINE)
     yield channel
     channel.close()
+
+
+def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others() -> None:
+    """The group of both kinds becomes one of NCCL only, and again one of both."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, found {GPUS}")
+    channel = build_publisher("nccl+ipc", device="cuda:0", deadline=DEADLINE)
+    near, far = Actor(), Actor()
+    near.join(channel, "near", "nccl+ipc", "cuda:0", DEADLINE)
+    far.join(channel, "far", "nccl+ipc", "cuda:1", DEADLINE)
+    timed_publish(channel, 0, "cuda:0")
+    channel.wait_for_first(0, 2 * PATIENCE, actors=2)
+    near.signal(signal.SIGKILL)
+    timed_publish(channel, 1, "cuda:0")
+    assert far.ask(1) == (1, raw(policy(1)))
+    near.end()
+    near = Actor()
+    near.join(channel, "near", "nccl+ipc", "cuda:0", DEADLINE)
+    assert near.ask(1) == (1, raw(policy(1)))
+    for each in (near, far):
+        assert each.ask("leave") == "left"
+        each.end()
+    channel.close()
+
+
+def test_the_sum_for_gpus_is_the_same_on_both_kinds_of_device() -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**63), 2**63 - 1, (1000 * layout.FOLD + 3,), generator=generator)
+    assert int(layout.weighted_sum(words.to("cuda:0"))) == int(layout.weighted_sum(words))
+
+
+def test_a_swap_waits_for_nothing_and_is_not_overtaken_by_the_next_version() -> None:
+    device = torch.device("cuda", 0)
+    tensors = {"body": torch.zeros(2**24, device=device)}
+    receiver = BufferedReceiver("actor-0", "here", layout.build_manifest(tensors), device, 1.0)
+    receiving = torch.cuda.Stream(device)
+
+    def arrive(version: int) -> None:
+        with torch.cuda.stream(receiving):
+            receiver._room()[0].fill_(version)
+        receiver._accept(version)
+
+    arrive(0)
+    receiving.synchronize()
+    torch.cuda._sleep(10**9)  # About half a second of the actor's stream.
+    began = time.monotonic()
+    assert receiver.swap_into(tensors) == 0
+    assert time.monotonic() - began < 0.2
+    assert not torch.cuda.current_stream(device).query()
+    arrive(1)
+    arrive(2)  # Into the buffers that the swap is still to read.
+    torch.cuda.synchronize(device)
+    assert tensors["body"].unique().tolist() == [0.0]
+    assert receiver.swap_into(tensors) == 2
+    torch.cuda.synchronize(device)
+    assert tensors["body"].unique().tolist() == [2.0]
+
+
+def test_what_is_packed_on_a_gpu_is_what_the_cpu_casts() -> None:
+    masters = {name: t.to("cuda:0") for name, t in gathering_masters().items()}
+    assert packed(masters) == raw({name: t.to(TYPES[name]) for name, t in gathering_masters().items()})
+
+
+def packed(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """What lies in a packed buffer on this rank's GPU; nothing on other ranks than 0."""
+    manifest = layout.build_manifest(tensors, TYPES)
+    buffers = layout.allocate(manifest, torch.device("cuda", torch.cuda.current_device()))
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    places = layout.places_in(manifest, buffers) if leads else {}
+    Gathering(tensors, TYPES).write(tensors, places)
+    torch.cuda.synchronize()
+    return raw(places)
+
+
+def gather_over_nccl(bucket: int) -> dict[str, bytes]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    gathering.BUCKET = bucket
+    torch.cuda.set_device(dist.get_rank())
+    mesh = DeviceMesh.from_group(dist.new_group(backend="nccl"), "cuda")
+    masters = {name: t.to("cuda") for name, t in gathering_masters().items()}
+    sharded = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in masters.items() if n != "even"}
+    return packed({**sharded, "even": masters["even"]})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("bucket", [2**28, 128])
+def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, found {GPUS}")
+    expected = raw({name: t.to(TYPES[name]) for name, t in gathering_masters().items()})
+    assert run_ranks(gather_over_nccl, bucket, deadline=100.0) == [expected, {}]
 
 
 def join_all(crew: list[Actor], publisher: StorePublisher, transport: str) -> None:

@@ -93,7 +93,7 @@ class Actor:
         now_doing("talking to the replay", self.settings.hang_after)
         self.port.serve()
         self._report()
-        self.version = self.receiver.swap_into(self.imagination.policy.acting_tensors())
+        self.version = self.receiver.swap_into(self.imagination.policy.acting_tensors)
         self._acquire(0.0)
         now_doing(f"imagining with version {self.version}", self.settings.hang_after)
         places = self.slots.fill(self.version)

@@ -19,7 +19,7 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.config import TrainConfig, to_json
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.launch.devices import pick_device
-from asyncrl.launch.outgoing import acting_tensors, copy_policy
+from asyncrl.launch.outgoing import ActingWeights, copy_policy
 from asyncrl.launch.placement import Placement, only_learns
 from asyncrl.learner.group import LearnerGroup
 from asyncrl.learner.interface import LearnerSettings, Log
@@ -72,8 +72,11 @@ def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
         return "gloo"
     if set(actors) == {learner}:
         return "cuda_ipc"
-    # NCCL takes one process per GPU; where GPUs are shared in another way, weights go through host memory.
-    return "nccl" if len({learner, *actors}) == 1 + len(actors) else "gloo"
+    # NCCL takes one process of a group per GPU. Other learner ranks may share it: they are in another group.
+    remote = [actor for actor in actors if actor != learner]
+    if len(set(remote)) < len(remote):
+        return "gloo"  # Two actors on a GPU that is not the learner's: through host memory.
+    return "nccl" if len(remote) == len(actors) else "nccl+ipc"
 
 
 def build_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
@@ -259,6 +262,7 @@ def build_learner(
         CheckpointError: The checkpoint does not fit the policy.
     """
     reference = build_reference(config, start.policy, start.policy.device)
+    acting = ActingWeights(start.policy, types)
     learner = Learner(
         Update(start.policy, config, group=group, reference=reference),
         port,
@@ -267,7 +271,7 @@ def build_learner(
         checkpoints,
         learner_settings(config),
         copy_policy=partial(copy_policy, start.policy, group),
-        acting_tensors=partial(acting_tensors, start.policy, types),
+        acting_tensors=lambda: acting,
         group=group,
         stop_requested=stop_requested,
     )

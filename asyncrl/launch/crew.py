@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.weights.interface import Publisher
+    from asyncrl.weights.sources import Source
 
 REPLAY = "replay"
 """Name of the child that keeps the episodes."""
@@ -153,9 +154,9 @@ class WatchedPublisher:
     def __init__(self, publisher: Publisher, crew: Crew) -> None:
         self._publisher, self._crew = publisher, crew
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
         """See `Publisher.publish`."""
-        self._publisher.publish(tensors, version)
+        self._publisher.publish(weights, version)
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """See `Publisher.wait_for_first`.

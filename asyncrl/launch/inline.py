@@ -35,7 +35,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     start = build.prepare(config, device)
     run_dir = start.run_dir
     activity.join(run_dir, "inline")
-    publisher, receiver = build_inline()
+    publisher, receiver = build_inline(device)
     dreams = build.build_dreams(config, device)
     imagination = build.build_imagination(config, build.build_policy(config, device), dreams)
     core = open_core(run_dir / "replay", config)

@@ -9,11 +9,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from asyncrl.learner.gathering import Gathering
 from asyncrl.learner.group import LearnerGroup
 from asyncrl.policies.adapter_files import adapter_tensors, save_adapter
 from asyncrl.policies.checkpoints import save_policy
 from asyncrl.policies.lora import merged_tensors
 from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.weights.layout import build_manifest
 
 ADAPTER_FOLDER: Final = "adapter"
 
@@ -23,9 +25,29 @@ def acting_types(policy: OpenVLAOFT) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in policy.acting_tensors().items()}
 
 
-def acting_tensors(policy: OpenVLAOFT, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """What actors need, in their types; sharded as the policy is."""
-    return {name: tensor.to(types[name]) for name, tensor in policy.acting_tensors().items()}
+class ActingWeights:
+    """What actors need of the learner's policy, in their types. See `weights.sources.Source`."""
+
+    def __init__(self, policy: OpenVLAOFT, types: Mapping[str, torch.dtype]) -> None:
+        """Begin with a policy that is spread over the ranks already, or lies whole on one.
+
+        Args:
+            policy: This rank's part; its weights are read at every `write`.
+            types: In which actors hold them (`acting_types`).
+        """
+        self._policy, self._types = policy, types
+        tensors = self._tensors()
+        self._gathering = Gathering(tensors, types)
+        self.manifest = build_manifest(tensors, types)
+        """See `Source.manifest`."""
+
+    def write(self, places: Mapping[str, Tensor]) -> None:
+        """Cast and gather into rank 0's places; collective. See `Source.write`."""
+        self._gathering.write(self._tensors(), places)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        # The parameters themselves: detaching a thousand sharded ones takes longer than all else here.
+        return {name: p for name, p in self._policy.trainable_parameters().items() if name in self._types}
 
 
 def copy_policy(policy: OpenVLAOFT, group: LearnerGroup) -> Callable[[Path], None]:

@@ -35,6 +35,7 @@ from asyncrl.learner.update import Update
 from asyncrl.metrics import Metric
 from asyncrl.replay.ports import LearnerPort
 from asyncrl.weights.interface import Publisher
+from asyncrl.weights.sources import Source
 
 SAMPLE_SLICE: Final = 1.0
 """Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""
@@ -57,7 +58,7 @@ class Learner:
         settings: LearnerSettings,
         *,
         copy_policy: Callable[[], Callable[[Path], None]],
-        acting_tensors: Callable[[], Mapping[str, Tensor]],
+        acting_tensors: Callable[[], Source | Mapping[str, Tensor]],
         group: LearnerGroup | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
@@ -65,7 +66,8 @@ class Learner:
         """Join the parts.
 
         `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files;
-        `acting_tensors` gives this rank's part of what actors need; `stop_requested` is asked on rank 0.
+        `acting_tensors` gives what actors need, of which this rank may hold a part; `stop_requested` is
+        asked on rank 0.
         """
         self.update = update
         self.replay = replay
@@ -209,7 +211,7 @@ class Learner:
         return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
 
     def _publish(self) -> None:
-        self.publisher.publish(self.group.whole(self.acting_tensors()), self.version)
+        self.publisher.publish(self.acting_tensors(), self.version)  # With all ranks, where it is sharded.
         self.replay.report_version(self.version)
 
     def _status(self) -> dict[Metric, float]:

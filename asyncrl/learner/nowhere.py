@@ -8,6 +8,7 @@ from torch import Tensor
 
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.weights.sources import Source, as_source
 
 
 class NullPort:
@@ -34,8 +35,9 @@ class NullPort:
 class NullPublisher:
     """A `Publisher` without actors."""
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Do nothing: the whole tensors are on rank 0."""
+    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+        """Hand this rank's part of the weights to rank 0, which sends them."""
+        as_source(weights).write({})
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Do nothing."""

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import layout
-from asyncrl.weights.interface import ChannelClosed
+from asyncrl.weights.interface import ChannelClosed, Named
+
+
+@dataclass
+class _Set:
+    """The buffers of one version."""
+
+    buffers: layout.Buffers
+    places: dict[str, Tensor]
+    """Where each tensor lies in them."""
+    read: torch.cuda.Event | None = None
+    """Reached once the last swap has read them; absent on the CPU, and before the first swap."""
 
 
 class BufferedReceiver:
@@ -35,11 +46,11 @@ class BufferedReceiver:
         """
         self._name, self._endpoint, self._manifest = name, endpoint, manifest
         self._device, self._deadline = device, deadline
-        self._spare: layout.Buffers | None = None
+        self._spare: _Set | None = None
         """Where the next version goes; made when it comes: no answer to an offer waits for it."""
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
-        self._complete = layout.allocate(manifest, device)
+        self._complete = self._allocate()
         self._version, self._held = -1, -1
         self._state = f"waiting for the learner at {endpoint} to publish its first version"
         self._failure: Exception | None = None
@@ -70,18 +81,20 @@ class BufferedReceiver:
                 self._changed.wait(left)
             return self._version
 
-    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+    def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors when it is newer. See `interface.Receiver`."""
         if self._failure is not None or self._lost_since is not None:
             self._require_alive()
         if self._version == self._held:
             return self._held
+        tensors = tensors() if callable(tensors) else tensors
         layout.require_same(self._manifest, layout.build_manifest(tensors), f"{self._name}'s swap")
         with self._changed:
-            layout.unpack(self._manifest, self._complete, tensors)
+            layout.fill(tensors, self._complete.places)
             if self._device.type == "cuda":
-                # The copies must be over before the next version may be received into these buffers.
-                torch.cuda.current_stream(self._device).synchronize()
+                # Before the next version is received into these buffers, `_room` waits for this event.
+                self._complete.read = torch.cuda.Event()
+                self._complete.read.record(torch.cuda.current_stream(self._device))
             self._held = self._version
         return self._held
 
@@ -103,17 +116,24 @@ class BufferedReceiver:
 
     # --- the receiver's thread ---
 
+    def _allocate(self) -> _Set:
+        buffers = layout.allocate(self._manifest, self._device)
+        return _Set(buffers=buffers, places=layout.places_in(self._manifest, buffers))
+
     def _room(self) -> layout.Buffers:
-        """The spare buffers."""
+        """The spare buffers; what the current stream does next runs after the last swap has read them."""
         if self._spare is None:
-            self._spare = layout.allocate(self._manifest, self._device)
-        return self._spare
+            self._spare = self._allocate()
+        if self._spare.read is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._spare.read)
+        return self._spare.buffers
 
     def _accept(self, version: int) -> None:
         """Make the spare buffers, which hold `version`, the complete ones, unless that is not newer."""
         with self._changed:
             if version > self._version:
-                self._spare, self._complete = self._complete, self._room()
+                assert self._spare is not None  # It holds the version.
+                self._spare, self._complete = self._complete, self._spare
                 self._version = version
                 self._changed.notify_all()
 

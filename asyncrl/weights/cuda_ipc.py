@@ -34,9 +34,9 @@ _LARGEST_HANDLE = 4096
 class CudaIpcTransport:
     """Copies within one GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream
         self._handles: list[list[bytes]] = []
 
     def aside(self) -> AbstractContextManager[object]:

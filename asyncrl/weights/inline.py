@@ -5,21 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from asyncrl import metrics as m
 from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
 from asyncrl.weights import layout
+from asyncrl.weights.interface import Named
+from asyncrl.weights.sources import Source, as_source
 
 
 class _Box:
     """The newest version, copied once."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.version = -1
         self.manifest: layout.Manifest | None = None
         self.buffers: layout.Buffers = []
+        self.places: dict[str, Tensor] = {}
         self.seconds = 0.0
 
 
@@ -29,17 +34,18 @@ class InlinePublisher:
     def __init__(self, box: _Box) -> None:
         self._box = box
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy the tensors into the box. See `interface.Publisher`."""
+    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+        """Copy the weights into the box. See `interface.Publisher`."""
         begun = time.monotonic()
-        box, manifest = self._box, layout.build_manifest(tensors)
+        box, source = self._box, as_source(weights)
         if version <= box.version:
             raise stale_version(version, box.version)
         if box.manifest is None:
-            box.manifest = manifest
-            box.buffers = layout.allocate(manifest, next(iter(tensors.values())).device)
-        layout.require_same(manifest, box.manifest, "the first publish")
-        layout.pack(manifest, tensors, box.buffers)
+            box.manifest = source.manifest
+            box.buffers = layout.allocate(source.manifest, box.device)
+            box.places = layout.places_in(source.manifest, box.buffers)
+        layout.require_same(source.manifest, box.manifest, "the first publish")
+        source.write(box.places)
         box.version, box.seconds = version, time.monotonic() - begun
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
@@ -73,12 +79,13 @@ class InlineReceiver:
             raise WeightSyncError("No version was published yet: with --inline the learner publishes first.")
         return self._box.version
 
-    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+    def swap_into(self, tensors: Named) -> int:
         """Copy the box's version into the tensors when it is newer. See `interface.Receiver`."""
         box = self._box
         if box.manifest is not None and box.version > self._held:
+            tensors = tensors() if callable(tensors) else tensors
             layout.require_same(box.manifest, layout.build_manifest(tensors), "the actor")
-            layout.unpack(box.manifest, box.buffers, tensors)
+            layout.fill(tensors, box.places)
             self._held = box.version
         return self._held
 
@@ -89,9 +96,9 @@ class InlineReceiver:
         """Do nothing: the box ends with its holders."""
 
 
-def build_inline() -> tuple[InlinePublisher, InlineReceiver]:
-    """Return the two ends of one channel within this process."""
-    box = _Box()
+def build_inline(device: torch.device | str = "cpu") -> tuple[InlinePublisher, InlineReceiver]:
+    """Return the two ends of one channel within this process; versions are kept on `device`."""
+    box = _Box(torch.device(device))
     return InlinePublisher(box), InlineReceiver(box)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
+from asyncrl.weights.sources import Source
+
+Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+"""An actor's tensors by name, or what returns them."""
 
 
 class ChannelClosed(WeightSyncError):
@@ -18,8 +22,10 @@ class ChannelClosed(WeightSyncError):
 class Publisher(Protocol):
     """The learner's end. Used by one thread of learner rank 0."""
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy the tensors and return at once; a version that was not sent yet is replaced.
+    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+        """Copy the weights and return at once; a version that was not sent yet is replaced.
+
+        A collective of the learner ranks where the weights are a `Source` that is sharded.
 
         Raises:
             WeightSyncError: `version` is not newer than the last one, the tensors changed their shape, or the
@@ -61,10 +67,12 @@ class Receiver(Protocol):
         """
         ...
 
-    def swap_into(self, tensors: Mapping[str, Tensor]) -> int:
+    def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors, in place, when it is newer.
 
-        Never waits for the network.
+        Given as a function they are asked for only then: naming a thousand tensors takes milliseconds.
+
+        Never waits for the network, nor for the device: the copies run in the order of the current stream.
 
         Returns:
             The version that `tensors` now hold; -1 before the first.

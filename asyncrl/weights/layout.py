@@ -24,6 +24,11 @@ from asyncrl.errors import WeightSyncError
 ALIGNMENT = 16
 """Bytes. Every tensor starts at a multiple of it, so that copies stay vectorised and int64 sums fit."""
 
+LARGE = 2**22
+"""Bytes from which on a tensor is copied by a kernel of its own."""
+FOLD = 4096
+"""Words per row of the table as which a buffer is added up."""
+
 Buffers = list[Tensor]
 """One ``[E]`` buffer per dtype, in the order of `Manifest.dtypes`."""
 
@@ -90,11 +95,12 @@ class Manifest:
         return Manifest(entries=entries)
 
 
-def build_manifest(tensors: Mapping[str, Tensor]) -> Manifest:
+def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype] | None = None) -> Manifest:
     """Lay out tensors one after another, sorted by name, one buffer per dtype.
 
     Args:
         tensors: Any shapes and dtypes; only shape and dtype are read.
+        types: In which they travel, by name; None: in their own.
 
     Raises:
         WeightSyncError: there is no tensor at all.
@@ -106,7 +112,7 @@ def build_manifest(tensors: Mapping[str, Tensor]) -> Manifest:
     ends: dict[str, int] = {}
     entries = []
     for name in sorted(tensors):
-        dtype = _dtype_name(tensors[name].dtype)
+        dtype = _dtype_name(types[name] if types else tensors[name].dtype)
         entry = Entry(name=name, dtype=dtype, shape=tuple(tensors[name].shape), offset=ends.get(dtype, 0))
         ends[dtype] = entry.offset + _padded(entry.elements, dtype)
         entries.append(entry)
@@ -144,18 +150,35 @@ def allocate(manifest: Manifest, device: torch.device) -> Buffers:
     return buffers
 
 
-def pack(manifest: Manifest, tensors: Mapping[str, Tensor], buffers: Buffers) -> None:
-    """Copy every tensor of the manifest into its place in the buffers (in stream order on CUDA)."""
-    with torch.no_grad():
-        places = _views(manifest, buffers)
-        _copy(places, [tensors[entry.name].detach() for entry in manifest.entries])
+def places_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Every tensor's place as a view of its buffer, in its shape. Worth keeping: each takes 5 us."""
+    buffer_of = dict(zip(manifest.dtypes, buffers, strict=True))
+    return {
+        e.name: buffer_of[e.dtype].narrow(0, e.offset, e.elements).view(e.shape) for e in manifest.entries
+    }
 
 
-def unpack(manifest: Manifest, buffers: Buffers, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the buffers into the tensors, in place (in stream order on CUDA)."""
+def fill(into: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """Copy by name, cast where the types differ: each of `into` from `source` (in stream order on CUDA)."""
+    copy(list(into.values()), [source[name] for name in into])
+
+
+def copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """Copy, and cast where the types differ, one by one: no temporaries, one read and one write.
+
+    Many small tensors share a kernel; a large one has its own, which alone reaches the memory's speed.
+    """
+    small_into, small_source = list[Tensor](), list[Tensor]()
     with torch.no_grad():
-        places = _views(manifest, buffers)
-        _copy([tensors[entry.name].detach() for entry in manifest.entries], places)
+        for target, tensor in zip(into, source, strict=True):
+            if target.nbytes >= LARGE:
+                target.copy_(tensor)
+            else:
+                small_into.append(target)
+                small_source.append(tensor)
+        if small_into:
+            foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+            foreach_copy(small_into, small_source)
 
 
 def total_bytes(buffers: Buffers) -> int:
@@ -164,7 +187,7 @@ def total_bytes(buffers: Buffers) -> int:
 
 
 def checksum(buffers: Buffers) -> int:
-    """Sum up the bytes of all buffers: crc32 on the CPU, a wrapping sum of int64 words on CUDA (which syncs).
+    """Sum up the bytes of all buffers: crc32 on the CPU, weighted sums on CUDA (which waits for the stream).
 
     Learner and actor hold their buffers on the same kind of device, so both use the same of the two.
     """
@@ -174,24 +197,43 @@ def checksum(buffers: Buffers) -> int:
             crc = zlib.crc32(as_bytes(buffer).numpy().data, crc)
         return crc
     total = 0
-    for buffer in buffers:
-        total = (total * 31 + int(buffer.view(torch.int64).sum())) % 2**63
+    for one in [weighted_sum(buffer) for buffer in buffers]:  # All are queued before the first is waited for.
+        total = (total * 31 + int(one)) % 2**64
     return total
+
+
+def weighted_sum(buffer: Tensor) -> Tensor:
+    """Add up a buffer's words, each times an odd number of its own, modulo 2^64.
+
+    A word that changes always changes the sum, and so does one that lies elsewhere, in all but a fraction of
+    2^-60 of the cases or so. Row and column of a word each give a part of its factor, so the factors need no
+    tensor as large as the buffer: it is read twice and nothing is written.
+
+    Args:
+        buffer: Flat, a multiple of 8 bytes.
+
+    Returns:
+        ``[]`` int64, on the buffer's device, not waited for.
+    """
+    words = buffer.view(torch.int64)
+    rows, rest = divmod(words.numel(), FOLD)
+    body = words[: rows * FOLD].view(rows, FOLD)
+    factors = _scattered(rows + FOLD + rest, buffer.device)
+    of_row, of_column, of_rest = factors.split([rows, FOLD, rest])
+    total = (body.sum(dim=1) * (2 * of_row + 1)).sum() + (body.sum(dim=0) * (2 * of_column)).sum()
+    return total + (words[rows * FOLD :] * (2 * of_rest + 1)).sum()
+
+
+def _scattered(count: int, device: torch.device) -> Tensor:
+    """``[count]`` int64 numbers without a pattern, always the same ones (the mixing steps of splitmix64)."""
+    found = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    found = (found ^ ((found >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    return found ^ ((found >> 27) & (2**37 - 1))
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
     """View a flat buffer as uint8, so that every dtype travels through every transport."""
     return buffer.view(torch.uint8)
-
-
-def _views(manifest: Manifest, buffers: Sequence[Tensor]) -> list[Tensor]:
-    buffer_of = dict(zip(manifest.dtypes, buffers, strict=True))
-    return [buffer_of[e.dtype].narrow(0, e.offset, e.elements).view(e.shape) for e in manifest.entries]
-
-
-def _copy(into: list[Tensor], source: list[Tensor]) -> None:
-    copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-    copy(into, source)  # one kernel for many small tensors
 
 
 def _padded(elements: int, dtype: str) -> int:

@@ -11,6 +11,9 @@ Actors come and go; a group of a fixed set of members lives for one *epoch*. In 
        (6 and 7 repeat with k = 0, 1, 2 ...)
     8  a registration, a failure: drop the link, 2        8  a newer offer: drop the link, 3; not in it: 1
 
+Whoever sets a key that another waits for rings the other's bell (`bell`), so that each step takes well below
+a millisecond; who missed the bell looks within LOOK_SECONDS.
+
 A member that is not ready in time is left behind: it is absent from the next offer and registers again when
 it can. A failed member sets `e<epoch>/broken`, so that the learner need not wait for its deadline. One that
 died says nothing: NCCL would wait for it for ever. All are processes of this host, so the learner asks the
@@ -23,6 +26,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +34,12 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl import activity
 from asyncrl.errors import WeightSyncError
+from asyncrl.weights.bell import Bell
 
 POLL_SECONDS = 0.02
-"""Pause between two looks at the store."""
+"""Pause between two looks at the store while an answer is expected."""
+LOOK_SECONDS = 0.1
+"""Pause between two looks at the store while nothing is expected and no bell rings."""
 READY_SECONDS = 2.0
 """Longest wait for the members' answer to an offer, which involves no weights."""
 STOPPED_SECONDS = 2.0
@@ -52,6 +59,8 @@ class Member:
     pid: int = 0
     started: int = 0
     """See `activity.started`; 0 where the system does not tell."""
+    bell: int = 0
+    """Port of its bell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +86,8 @@ class Header:
 class Roster:
     """The learner's view: who registered, who is a member of the current epoch. Used by one thread."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, bell: Bell) -> None:
+        self._store, self._bell = store, bell
         self._seen = 0
         self.epoch = 0
         self.members: tuple[Member, ...] = ()
@@ -90,6 +99,7 @@ class Roster:
         self.changed = False
         """The members are not those of the last offer, or its epoch failed."""
         self._stopped_since: dict[str, float] = {}
+        store.set("bell", str(bell.port))
         store.set("joins", "")
 
     def admit(self) -> bool:
@@ -117,10 +127,11 @@ class Roster:
         """Announce a new epoch of the current members and return it."""
         self.epoch += 1
         self.changed = False
-        self.offered = self.members
+        former, self.offered = self.offered, self.members
         members = [[member.name, member.ticket] for member in self.members]
         offer = {"epoch": self.epoch, "members": members, "seen": self._seen}
         self._store.set("offer", json.dumps(offer))
+        self._ring(former + self.members)
         return self.epoch
 
     @property
@@ -151,11 +162,13 @@ class Roster:
     def confirm(self) -> None:
         """Tell the members, all of which are ready, to form the link."""
         self._store.set(f"e{self.epoch}/form", "1")
+        self._ring(self.offered)
 
     def announce(self, k: int, header: Header) -> None:
         """Tell the members that broadcast number `k` of this epoch begins."""
         value = {"version": header.version, "slot": header.slot, "checksum": header.checksum}
         self._store.set(f"e{self.epoch}/send/{k}", json.dumps(value))
+        self._ring(self.offered)
 
     def clean_up(self, k: int) -> None:
         """Delete the keys of broadcast `k`, which every member has taken."""
@@ -171,19 +184,24 @@ class Roster:
     def say_goodbye(self, seconds: float) -> None:
         """Tell the members that this was all, and give them `seconds` to read it."""
         self._store.set("closed", "1")
+        self._ring(self.members)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.admit()
             if all(self._store.check([f"bye/{member.ticket}"]) for member in self.members):
                 return
-            time.sleep(POLL_SECONDS)
+            self._bell.wait(POLL_SECONDS)
+
+    def _ring(self, members: Iterable[Member]) -> None:
+        self._bell.ring_all(member.bell for member in members)
 
 
 class Seat:
     """One actor's view: its registration and the offers it finds itself in. Used by one thread."""
 
-    def __init__(self, store: Store, name: str) -> None:
-        self._store = store
+    def __init__(self, store: Store, name: str, bell: Bell) -> None:
+        self._store, self._bell = store, bell
+        self._learners_bell = 0
         self.name = name
         self.ticket = ""
         self._index = -1
@@ -197,6 +215,7 @@ class Seat:
     def register(self, refused: str = "") -> None:
         """Ask for a place in the next epoch, or (`refused`) tell why not."""
         self.ticket = secrets.token_hex(8)
+        self._learners_bell = int(self._store.get("bell"))
         row = self._append(refused=refused)
         rows = self._store.get("joins").decode().splitlines()
         self._index = rows.index(row)
@@ -242,7 +261,7 @@ class Seat:
 
     def ready(self, epoch: int) -> None:
         """Accept the offer of `epoch`."""
-        self._store.set(f"e{epoch}/ready/{self.ticket}", "1")
+        self._tell(f"e{epoch}/ready/{self.ticket}", "1")
 
     def confirmed(self, epoch: int) -> bool:
         """Tell whether all members of `epoch` were ready."""
@@ -255,22 +274,28 @@ class Seat:
 
     def took(self, epoch: int, k: int) -> None:
         """Tell the learner that broadcast `k` arrived complete."""
-        self._store.set(f"e{epoch}/took/{k}/{self.ticket}", "1")
+        self._tell(f"e{epoch}/took/{k}/{self.ticket}", "1")
 
     def complain(self, epoch: int, problem: str) -> None:
         """Tell the learner that this epoch cannot go on."""
-        self._store.set(f"e{epoch}/broken", f"{self.name}: {problem}")
+        self._tell(f"e{epoch}/broken", f"{self.name}: {problem}")
 
     def dismissed(self) -> bool:
         """Tell whether the learner ended the channel, and let it know that this was read."""
         if not self._store.check(["closed"]):
             return False
-        self._store.set(f"bye/{self.ticket}", "1")
+        self._tell(f"bye/{self.ticket}", "1")
         return True
 
+    def _tell(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self._bell.ring(self._learners_bell)
+
     def _append(self, **row: Any) -> str:
-        process = {"pid": os.getpid(), "started": activity.started(os.getpid())}
+        pid, bell = os.getpid(), self._bell.port
+        process = {"pid": pid, "started": activity.started(pid), "bell": bell}
         text = json.dumps({"name": self.name, "ticket": self.ticket, **process, **row})
         store: Any = self._store
         store.append("joins", text + "\n")  # atomic, unlike a counter and a key that belongs to it
+        self._bell.ring(self._learners_bell)
         return text

@@ -7,7 +7,8 @@ is sent stays where it is while somebody holds it; the learner goes on packing t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from asyncrl.weights import layout
 from asyncrl.weights.inline import stale_version
+from asyncrl.weights.sources import Source
 from asyncrl.weights.transports import Slots
 
 
@@ -27,6 +29,13 @@ class Snapshot:
     slot: int
     packed: torch.cuda.Event | None
     """Reached once the copies into the buffers are done; absent on the CPU."""
+    began: float
+    """When `pack` was called, in seconds of `time.monotonic`."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the copies are done."""
+        return self.packed is None or self.packed.query()
 
 
 class Outbox:
@@ -40,6 +49,8 @@ class Outbox:
         self._current: Snapshot | None = None
         self._held = False
         self.slots: Slots = ([], [])
+        self._places: list[dict[str, Tensor]] = []
+        """Where each tensor lies in the two sets."""
         self.manifest: layout.Manifest | None = None
         """What the buffers hold; absent until the first version is packed."""
         self.newest = -1
@@ -50,13 +61,25 @@ class Outbox:
         """Size of one version."""
         return layout.total_bytes(self.slots[0])
 
-    def pack(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy the tensors into the set that is not being sent (in stream order on CUDA).
+    def pack(self, source: Source, version: int) -> None:
+        """Let the source write into the set that is not being sent (in stream order on CUDA).
+
+        What is queued on the current stream afterwards, such as the next update, runs after the copies; the
+        calling thread does not wait for them.
 
         Raises:
             WeightSyncError: `version` is not newer than the last one, or the tensors changed their shape.
         """
-        manifest = layout.build_manifest(tensors)
+        began = time.monotonic()
+        slot = self._begin(source.manifest, version)
+        # Without the lock: sharded weights are gathered here, and others must not wait for that.
+        source.write(self._places[slot])
+        with self._lock:
+            self._pending = Snapshot(version=version, slot=slot, packed=_record(self._device), began=began)
+            self.newest = version
+
+    def _begin(self, manifest: layout.Manifest, version: int) -> int:
+        """Return the set to pack, which nobody sends or reads until it is pending again."""
         with self._lock:
             if version <= self.newest:
                 raise stale_version(version, self.newest)
@@ -65,23 +88,22 @@ class Outbox:
                     layout.allocate(manifest, self._device),
                     layout.allocate(manifest, self._device),
                 )
+                self._places = [layout.places_in(manifest, buffers) for buffers in self.slots]
                 self.manifest = manifest
             layout.require_same(manifest, self.manifest, "the first publish")
-            slot = 0 if self._current is None else 1 - self._current.slot
-            self._pending = None  # not valid while its buffers are overwritten
-            layout.pack(manifest, tensors, self.slots[slot])
-            self._pending = Snapshot(version=version, slot=slot, packed=_record(self._device))
-            self.newest = version
+            self._pending = (
+                None  # Not valid while its buffers are overwritten, and so nothing can be promoted.
+            )
+            return 0 if self._current is None else 1 - self._current.slot
 
-    def promote(self) -> Snapshot:
+    def promote(self) -> Snapshot | None:
         """Make the newest packed version the one to send; its predecessor's set may be packed from now on.
 
-        While the predecessor is held it stays the one to send.
+        While the predecessor is held it stays the one to send. None: the first one is still being packed.
         """
         with self._lock:
             if self._pending is not None and not self._held:
                 self._current, self._pending = self._pending, None
-            assert self._current is not None
             return self._current
 
     @property

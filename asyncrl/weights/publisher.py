@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,23 +25,41 @@ from asyncrl import waits
 from asyncrl.errors import WeightSyncError
 from asyncrl.metrics import Metric
 from asyncrl.weights import layout, transports
+from asyncrl.weights.bell import Bell
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
-from asyncrl.weights.membership import POLL_SECONDS, READY_SECONDS, Header, Member, Roster
+from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, READY_SECONDS, Header, Member, Roster
 from asyncrl.weights.outbox import Outbox, Snapshot
 from asyncrl.weights.pull_server import PullServer, PullSettings
+from asyncrl.weights.sources import Source, as_source
 from asyncrl.weights.store import epoch_store, open_store
 
+PACKING_LOOK_SECONDS = 0.0005
+"""Pause between two looks at whether the device has packed a version."""
 CLOSE_SECONDS = 2.0
 """How long `close` waits for the members to read the goodbye."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sent:
-    """What is known of the last broadcast."""
+class Sent:
+    """What is known of the last broadcast. Seconds of its stages, one after another."""
 
-    seconds: float = 0.0
+    version: int = -1
     members: int = 0
+    packing: float = 0.0
+    """From the call of `publish`: gathering, casting and packing."""
+    summing: float = 0.0
+    """The checksum."""
+    announcing: float = 0.0
+    broadcasting: float = 0.0
+    """Until it is over on the learner's side."""
+    receipts: float = 0.0
+    """Until every member told that it has the version, and that its checksum is right."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the broadcast itself, from the announcement to the last receipt."""
+        return self.announcing + self.broadcasting + self.receipts
 
 
 class StorePublisher:
@@ -57,17 +76,21 @@ class StorePublisher:
         self.endpoint = endpoint
         """'host:port' that the actors' `build_receiver` needs."""
         self._transport, self._store, self._deadline = transport, store, deadline
-        self._roster = Roster(store)
-        self._link = EpochLink(deadline, self._given_up)
         self._outbox = Outbox(transport.device)
         self.pulls = serve_pulls(self._outbox) if serve_pulls else None
         """Serves actors that join; absent when nobody can."""
+        self._bell = Bell()
+        self._roster = Roster(store, self._bell)
+        self._link = EpochLink(deadline, self._given_up)
         self._k = 0
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
+        self._packing: Snapshot | None = None
+        """The version to send while it is not in its buffers yet."""
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
-        self._sent = _Sent()
+        self.sent = Sent()
+        """The last broadcast that all members took."""
         self._took: dict[str, int] = {}
         self._waiting_for = "no actor has registered"
         self._failure: Exception | None = None
@@ -77,12 +100,11 @@ class StorePublisher:
 
     # --- the learner's thread ---
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy the tensors and return at once. See `interface.Publisher`."""
+    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+        """Copy the weights and return at once. See `interface.Publisher`."""
         self._require_alive()
-        self._outbox.pack(tensors, version)
-        with self._changed:
-            self._changed.notify_all()
+        self._outbox.pack(as_source(weights), version)
+        self._bell.ring(self._bell.port)
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Wait until `actors` actors hold `version`. See `interface.Publisher`."""
@@ -106,8 +128,8 @@ class StorePublisher:
             return joined | {
                 m.WEIGHTS_VERSION: self._outbox.newest,
                 m.WEIGHTS_BYTES: self._outbox.bytes,
-                m.WEIGHTS_SECONDS: self._sent.seconds,
-                m.WEIGHTS_MEMBERS: self._sent.members + joined.get(m.WEIGHTS_JOINED, 0.0),
+                m.WEIGHTS_SECONDS: self.sent.seconds,
+                m.WEIGHTS_MEMBERS: self.sent.members + joined.get(m.WEIGHTS_JOINED, 0.0),
             }
 
     @property
@@ -129,6 +151,7 @@ class StorePublisher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._bell.ring(self._bell.port)
         if self.pulls is not None:
             self.pulls.close()
         self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
@@ -166,8 +189,7 @@ class StorePublisher:
         try:
             while not self._closing:
                 if not self._step():
-                    with self._changed:
-                        self._changed.wait(min(1.0, POLL_SECONDS * 2**self._failed_in_a_row))
+                    self._pause()
             self._roster.say_goodbye(CLOSE_SECONDS)
         except Exception as error:  # the thread's boundary: the next publish raises it
             with self._changed:
@@ -175,6 +197,20 @@ class StorePublisher:
                 self._changed.notify_all()
         finally:
             self._link.drop()
+            self._bell.close()
+
+    def _pause(self) -> None:
+        """Wait until the next look, which bells hasten; not after a failure, of which every member tells."""
+        if self._failed_in_a_row:
+            with self._changed:
+                if not self._closing:
+                    self._changed.wait(min(1.0, POLL_SECONDS * 2**self._failed_in_a_row))
+        elif self._packing is None:
+            self._bell.wait(LOOK_SECONDS)
+        else:
+            until = time.monotonic() + POLL_SECONDS
+            while not self._packing.complete and time.monotonic() < until:
+                time.sleep(PACKING_LOOK_SECONDS)
 
     def _step(self) -> bool:
         """Look for new members and versions. Returns whether one was sent."""
@@ -187,7 +223,10 @@ class StorePublisher:
             self._attempt("forming the weight group", self._form)
         # Only now: an offer must have ended the epoch of a failed broadcast before its buffers are reused.
         current = self._outbox.promote()
-        if not self._link.formed or self._roster.changed or current.version == self._sent_in_epoch:
+        self._packing = current if current is not None and not current.complete else None
+        if current is None or self._packing or not self._link.formed or self._roster.changed:
+            return False
+        if current.version == self._sent_in_epoch:
             return False
         return self._attempt(f"sending version {current.version}", lambda: self._send(current))
 
@@ -233,27 +272,28 @@ class StorePublisher:
 
     def _send(self, snapshot: Snapshot) -> None:
         """Send one version to all members and wait until they have it."""
-        roster = self._roster
-        if snapshot.packed is not None:
-            snapshot.packed.synchronize()
+        roster, times = self._roster, [snapshot.began, time.monotonic()]
         with self._transport.aside():
             checksum = layout.checksum(self._outbox.slots[snapshot.slot])
-        begun = time.monotonic()
+        times.append(time.monotonic())
         roster.announce(self._k, Header(version=snapshot.version, slot=snapshot.slot, checksum=checksum))
+        times.append(time.monotonic())
         about = f" version {snapshot.version}"
         with waits.waiting(waits.BROADCAST, self._deadline, about):
             self._link.use("broadcasting" + about, lambda link: link.send(snapshot.slot))
+        times.append(time.monotonic())
         with waits.waiting(waits.RECEIPTS, self._deadline, about):
             late = self._await_members(f"took/{self._k}", self._deadline)
         if late:
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
-        roster.clean_up(self._k)
-        self._k += 1
+        times.append(time.monotonic())
         self._sent_in_epoch, self._failed_in_a_row = snapshot.version, 0
         with self._changed:
-            self._sent = _Sent(seconds=time.monotonic() - begun, members=len(roster.offered))
+            self.sent = _sent(snapshot.version, len(roster.offered), times)
             self._took |= {member.name: snapshot.version for member in roster.offered}
             self._changed.notify_all()
+        roster.clean_up(self._k)
+        self._k += 1
 
     def _await_members(self, what: str, seconds: float) -> list[Member]:
         """Wait for all members' answer. Returns those that are late.
@@ -267,7 +307,7 @@ class StorePublisher:
                 raise WeightSyncError(f"the wait for {_names(late)} was given up: {reason}.")
             if time.monotonic() > until:
                 break
-            time.sleep(POLL_SECONDS / 4)
+            self._bell.wait(POLL_SECONDS)
         return late
 
     def _given_up(self) -> str:
@@ -307,6 +347,19 @@ def build_publisher(
         return PullServer(outbox, carrier.device, pulls)
 
     return StorePublisher(carrier, store, endpoint, deadline, serve if pulls else None)
+
+
+def _sent(version: int, members: int, times: Sequence[float]) -> Sent:
+    packing, summing, announcing, broadcasting, receipts = (b - a for a, b in pairwise(times))
+    return Sent(
+        version=version,
+        members=members,
+        packing=packing,
+        summing=summing,
+        announcing=announcing,
+        broadcasting=broadcasting,
+        receipts=receipts,
+    )
 
 
 def _names(members: Iterable[Member]) -> str:

@@ -3,7 +3,8 @@
 swap_into (actor's thread)   copies the newest complete version; waits for nobody
 the receiver's thread        consumes   the learner's manifest, offers and broadcasts
                              produces   complete versions, in the spare buffers
-                             waits for  forming and broadcast (deadline each); otherwise it looks every 20 ms
+                             waits for  forming and broadcast (deadline each); otherwise it looks when the
+                                        learner rings its bell, and every 100 ms
                              ended by   the learner, a newer offer, close
 """
 
@@ -21,9 +22,10 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from asyncrl import waits
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import layout, transports
+from asyncrl.weights.bell import Bell
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
 from asyncrl.weights.buffered import BufferedReceiver
-from asyncrl.weights.membership import POLL_SECONDS, Header, Seat
+from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, Header, Seat
 from asyncrl.weights.store import LOST, connect, epoch_store, first_line
 
 MAX_DAMAGED = 3
@@ -45,7 +47,8 @@ class StoreReceiver(BufferedReceiver):
     ) -> None:
         super().__init__(name, endpoint, manifest, transport.device, deadline)
         self._transport = transport
-        self._seat = Seat(store, name)
+        self._bell = Bell()
+        self._seat = Seat(store, name, self._bell)
         self._link = EpochLink(deadline, self._given_up)
         self._epoch, self._k, self._damaged = 0, 0, 0
         self._epoch_failed = False
@@ -56,6 +59,7 @@ class StoreReceiver(BufferedReceiver):
     def close(self) -> None:
         """Leave the group and stop. See `interface.Receiver`."""
         self._closing.set()
+        self._bell.ring(self._bell.port)
         self._thread.join(2 * ABORT_SECONDS)
 
     # --- the receiver's thread ---
@@ -73,6 +77,7 @@ class StoreReceiver(BufferedReceiver):
             self._fail(error)
         finally:
             self._link.drop()
+            self._bell.close()
 
     def _take_part(self) -> None:
         """Serve until the learner ends the channel, or close."""
@@ -80,10 +85,11 @@ class StoreReceiver(BufferedReceiver):
             return
         self._seat.register()
         while not self._seat.dismissed():
-            if self._closing.wait(POLL_SECONDS):
+            if self._closing.is_set():
                 self._seat.leave()
                 return
-            self._step()
+            if not self._step():
+                self._bell.wait(LOOK_SECONDS)
 
     def _await_manifest(self) -> bool:
         """Wait for the learner's manifest and compare it with ours. Returns False when closed before."""
@@ -98,8 +104,8 @@ class StoreReceiver(BufferedReceiver):
         self._state = "registered, waiting for a place in the weight group"
         return True
 
-    def _step(self) -> None:
-        """Look at the store once and do what it asks for."""
+    def _step(self) -> bool:
+        """Look at the store once and do what it asks for. Returns whether it asked for anything."""
         offer = self._seat.offer()
         if self._seat.left_behind(offer):
             _log.warning("%s was left behind in epoch %d and registers again", self._name, offer.epoch)
@@ -111,22 +117,29 @@ class StoreReceiver(BufferedReceiver):
             self._seat.ready(offer.epoch)
         elif self._seat.rank(offer) and not self._epoch_failed:
             try:
-                self._advance()
+                return self._advance()
             except WeightSyncError as error:
                 self._link.drop()
                 if self._damaged >= MAX_DAMAGED:
                     raise
                 self._give_up_epoch(error)
+        else:
+            return False
+        return True
 
-    def _advance(self) -> None:
-        """Form the link of this epoch, or take its next version."""
+    def _advance(self) -> bool:
+        """Form the link of this epoch, or take its next version. Returns False when neither is due."""
         if not self._link.formed:
-            if self._seat.confirmed(self._epoch):
-                self._form()
+            if not self._seat.confirmed(self._epoch):
+                return False
+            self._form()
         elif header := self._seat.header(self._epoch, self._k):
             self._receive(header)
             self._seat.took(self._epoch, self._k)
             self._k += 1
+        else:
+            return False
+        return True
 
     def _form(self) -> None:
         self._state = f"forming epoch {self._epoch} of the weight group"
@@ -139,7 +152,8 @@ class StoreReceiver(BufferedReceiver):
 
     def _receive(self, header: Header) -> None:
         """Take one version into the spare buffers and, when it is whole, make them the complete ones."""
-        spare = self._room()
+        with self._transport.aside():
+            spare = self._room()
         try:
             with waits.waiting(waits.RECEIVING, self._deadline, f": version {header.version}"):
                 self._link.use(

@@ -1,8 +1,9 @@
-"""How one version gets from the learner's buffers into an actor's: one link per epoch, three carriers.
+"""How one version gets from the learner's buffers into an actor's: one link per epoch, four carriers.
 
     gloo       a broadcast between CPU buffers over loopback sockets
     nccl       a broadcast between GPUs, one rank per GPU
     cuda_ipc   actors copy out of the learner's buffers, which they mapped: learner and actor share one GPU
+    nccl+ipc   the one or the other for each actor, by where it is (`mixed`)
 
 A link need not notice a dead peer: `bounded` gives every action a deadline, and `abort` ends the link.
 """
@@ -23,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.weights.layout import Buffers, as_bytes
 
-TransportName = Literal["gloo", "nccl", "cuda_ipc"]
+TransportName = Literal["gloo", "nccl", "cuda_ipc", "nccl+ipc"]
 Slots = tuple[Buffers, Buffers]
 """The learner's two buffer sets: one is sent while the other is packed."""
 
@@ -81,11 +82,17 @@ def build_transport(name: TransportName, device: torch.device, deadline: float) 
             f"--weights.transport is {name}, which carries weights between GPUs, but the device is {device}. "
             "Use gloo, or a device such as cuda:0."
         )
-    if name == "nccl":
-        return NcclTransport(device, deadline)
     from asyncrl.weights.cuda_ipc import CudaIpcTransport
+    from asyncrl.weights.mixed import MixedTransport
 
-    return CudaIpcTransport(device)
+    # Of high priority: what the models have queued would otherwise hold a broadcast up for a whole kernel.
+    stream = torch.cuda.Stream(device, priority=-1)
+    if name == "nccl":
+        return NcclTransport(device, deadline, stream)
+    if name == "cuda_ipc":
+        return CudaIpcTransport(device, stream)
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return MixedTransport(CudaIpcTransport(device, stream), NcclTransport(device, deadline, stream), gpu)
 
 
 class GlooTransport:
@@ -139,12 +146,12 @@ class _GlooLink:
 
 
 class NcclTransport:
-    """Broadcasts between GPUs, one rank per GPU, on a stream of its own."""
+    """Broadcasts between GPUs, one rank per GPU, on a stream that is not the models'."""
 
-    def __init__(self, device: torch.device, deadline: float) -> None:
+    def __init__(self, device: torch.device, deadline: float, stream: torch.cuda.Stream) -> None:
         self.device = device
         self._deadline = deadline
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream
 
     def aside(self) -> AbstractContextManager[object]:
         """Return a context on the broadcasts' stream."""
