@@ -34,7 +34,7 @@ from asyncrl.policies.protocol import SamplingParams
 from asyncrl.rewards.resnet import RewardModel, load_reward
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.simulators.workers import SimulatorPool
-from asyncrl.worlds.wan import load_world
+from asyncrl.worlds.wan_files import load_world
 
 HORIZONS = (8, 32, 64)
 FIRST_SEED = 900_000

@@ -21,7 +21,8 @@ from asyncrl.records import StartState
 from asyncrl.worlds import wan_transformer, wan_vae
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, pick, save_start_states
-from asyncrl.worlds.wan import WanWorld, draw_noise, load_world, save_world
+from asyncrl.worlds.wan import WanWorld, draw_noise
+from asyncrl.worlds.wan_files import load_world, save_world
 from asyncrl.worlds.wan_loss import window_loss
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer, sinusoid
 from asyncrl.worlds.wan_vae import (

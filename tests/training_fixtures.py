@@ -14,7 +14,8 @@ from asyncrl.records import StartState
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network, save_reward
 from asyncrl.simulators.tabletop_scene import TASKS
 from asyncrl.worlds.start_states import save_start_states
-from asyncrl.worlds.wan import WanWorld, save_world
+from asyncrl.worlds.wan import WanWorld
+from asyncrl.worlds.wan_files import save_world
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan_vae import VaeConfig, WanVae
 

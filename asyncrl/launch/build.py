@@ -37,7 +37,8 @@ from asyncrl.rewards.resnet import RewardModel, load_reward
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.transports import TransportName
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan import WanState, WanWorld, load_world
+from asyncrl.worlds.wan import WanState, WanWorld
+from asyncrl.worlds.wan_files import load_world
 
 
 @dataclass(frozen=True, kw_only=True)
