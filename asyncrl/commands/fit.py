@@ -235,7 +235,8 @@ def fit_reward_command(config: Reward, recordings: Recordings) -> None:
     import torch
 
     from asyncrl.fitting.reward import fit_reward
-    from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network, save_reward
+    from asyncrl.rewards.files import save_reward
+    from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
