@@ -209,7 +209,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def write_pth(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a ``.pth`` state dict, which published layouts want; whole or not at all."""
     partial = path.with_suffix(".partial")
-    torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial)
+    # A copy, because torch.save writes all of the memory that a tensor is a part of.
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    torch.save(own, partial)
     partial.replace(path)
 
 

@@ -15,11 +15,11 @@ from asyncrl import assets
 from asyncrl.config import TrainConfig
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.records import StartState
-from asyncrl.rewards.files import RewardFiles, load_reward, open_reward
+from asyncrl.rewards.files import RewardFiles, open_reward
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_files import WorldFiles, load_world, open_world
+from asyncrl.worlds.wan_files import WorldFiles, open_world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +62,8 @@ def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
     Raises:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
     """
-    folder, _, _, starts = _open(config)
-    return Dreams(
-        world=load_world(folder, device=device),
-        reward=load_reward(folder, tasks={state.task for state in starts}, device=device),
-        starts=starts,
-    )
+    _, world, reward, starts = _open(config)
+    return Dreams(world=world.load(device=device), reward=reward.load(device=device), starts=starts)
 
 
 def _open(config: TrainConfig) -> tuple[Path, WorldFiles, RewardFiles, list[StartState]]:

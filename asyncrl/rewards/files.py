@@ -55,6 +55,14 @@ class RewardFiles:
         check_fit(network, self.weights, unused=False)
         return sum(tensor.nbytes for tensor in network.state_dict().values())
 
+    def load(self, *, device: torch.device | str = "cpu") -> RewardModel:
+        """Load the model; float32, because rewards are not worth a rounding error."""
+        self.check()
+        network = self.build()
+        fill(network, self.weights, dtype=torch.float32, device=device)
+        network.requires_grad_(False)
+        return RewardModel(network, self.config, rounded=self.rounded, device=device)
+
 
 def open_reward(folder: Path, tasks: Collection[str] = ()) -> RewardFiles:
     """Read what a folder says about its reward model, without its numbers.
@@ -126,7 +134,7 @@ def _open_published(path: Path, tasks: Collection[str]) -> RewardFiles:
 def load_reward(
     folder: Path, *, tasks: Collection[str] = (), device: torch.device | str = "cpu"
 ) -> RewardModel:
-    """Load a reward model; float32, because rewards are not worth a rounding error.
+    """Load a reward model.
 
     Args:
         folder: See `open_reward`.
@@ -136,12 +144,7 @@ def load_reward(
     Raises:
         CheckpointError: A file is missing or does not fit, or the tasks are not of one suite.
     """
-    files = open_reward(folder, tasks)
-    files.check()
-    network = files.build()
-    fill(network, files.weights, dtype=torch.float32, device=device)
-    network.requires_grad_(False)
-    return RewardModel(network, files.config, rounded=files.rounded, device=device)
+    return open_reward(folder, tasks).load(device=device)
 
 
 def save_reward(folder: Path, model: RewardModel) -> None:

@@ -70,6 +70,31 @@ class WorldFiles:
         check_fit(vae, self.vae, self.vae_name)
         return sum(p.numel() * self.dtype.itemsize for m in (transformer, vae) for p in m.parameters())
 
+    def load(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        schedule_steps: int | None = None,
+    ) -> WanWorld:
+        """Load the world for inference, one tensor at a time, straight to `device`; see `load_world`."""
+        kept = self.dtype if dtype is None else dtype
+        transformer, vae = self.build()
+        fill(transformer, self.transformer, rename=self.transformer_name, dtype=kept, device=device)
+        size = self.transformer_size
+        # Not in the file: computed from the size.
+        transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
+        fill(vae, self.vae, rename=self.vae_name, dtype=kept, device=device)
+        lay_channels_last(vae)
+        return WanWorld(
+            transformer.eval().requires_grad_(False),
+            vae.eval().requires_grad_(False),
+            image_size=self.image_size,
+            schedule_steps=schedule_steps or self.schedule_steps,
+            version=self.version,
+            device=device,
+        )
+
 
 def open_world(folder: Path) -> WorldFiles:
     """Read what a folder says about its world, without its numbers.
@@ -147,23 +172,7 @@ def load_world(
     Raises:
         CheckpointError: A file is missing or does not fit.
     """
-    files = open_world(folder)
-    kept = files.dtype if dtype is None else dtype
-    transformer, vae = files.build()
-    fill(transformer, files.transformer, rename=files.transformer_name, dtype=kept, device=device)
-    size = files.transformer_size
-    # Not in the file: computed from the size.
-    transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
-    fill(vae, files.vae, rename=files.vae_name, dtype=kept, device=device)
-    lay_channels_last(vae)
-    return WanWorld(
-        transformer.eval().requires_grad_(False),
-        vae.eval().requires_grad_(False),
-        image_size=files.image_size,
-        schedule_steps=schedule_steps or files.schedule_steps,
-        version=files.version,
-        device=device,
-    )
+    return open_world(folder).load(device=device, dtype=dtype, schedule_steps=schedule_steps)
 
 
 def save_world(folder: Path, world: WanWorld) -> None:
