@@ -191,7 +191,13 @@ def fill(
     names = {stored: name for name, stored in check_fit(module, files, rename).items()}
     ready: dict[str, Tensor] = {}
     shown = tqdm(
-        files.stream(names), desc=files.paths[0].name, total=len(names), unit="tensor", delay=2, leave=False
+        files.stream(names),
+        desc=files.paths[0].name,
+        total=len(names),
+        unit="tensor",
+        delay=2,
+        mininterval=2,
+        leave=False,
     )
     for stored, tensor in shown:
         kept = dtype if tensor.is_floating_point() else tensor.dtype

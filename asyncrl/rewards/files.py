@@ -8,7 +8,7 @@ as a success from 0.9, as RLinf trains with them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -111,9 +111,7 @@ def _open_published(path: Path, tasks: Collection[str]) -> RewardFiles:
             f"{', '.join(sorted(shapes)[:3])}. Use resnet_rm.pth or taskemb_resnet_rm.pth."
         )
     first, second, third, fourth = (shapes[name][0] for name in stem)
-    config = RewardConfig(
-        widths=(first, second, third, fourth), tasks=(), embed_dim=0, hidden_dim=0, image_size=256
-    )
+    config = replace(RewardConfig.full(), widths=(first, second, third, fourth))
     if embedding is not None and fusion is not None:
         suite = SUITES[suite_of(tasks)]
         if embedding[0] != len(suite):
@@ -121,13 +119,7 @@ def _open_published(path: Path, tasks: Collection[str]) -> RewardFiles:
                 f"{path} knows {embedding[0]} tasks, a LIBERO suite has {len(suite)}. Use the reward model "
                 "of the suite that the start states are of."
             )
-        config = RewardConfig(
-            widths=config.widths,
-            tasks=suite,
-            embed_dim=embedding[1],
-            hidden_dim=fusion[0],
-            image_size=config.image_size,
-        )
+        config = replace(config, tasks=suite, embed_dim=embedding[1], hidden_dim=fusion[0])
     return RewardFiles(weights=weights, config=config, rounded=True)
 
 

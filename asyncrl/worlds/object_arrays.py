@@ -24,7 +24,7 @@ import numpy as np
 from asyncrl.errors import AssetError
 
 MAX_BYTES: Final = 2**30
-MAX_INSTRUCTIONS: Final = 2_000_000
+MAX_INSTRUCTIONS: Final = 500_000
 """About a hundred per frame are usual; it bounds what a small file can make of memory and time."""
 _MAX_AXES: Final = 8
 _HEADER: Final = re.compile(

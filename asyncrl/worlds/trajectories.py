@@ -26,7 +26,7 @@ from asyncrl.worlds.object_arrays import read_object_array
 
 CONTEXT: Final = 4
 KEYFRAME_MARK: Final = "_kir"
-_MAX_FRAMES: Final = 10_000
+_MAX_FRAMES: Final = 5_000
 _MAX_PIXELS: Final = 4096
 
 
