@@ -279,7 +279,7 @@ def test_values_that_are_not_documented_are_refused(tmp_path: Path, value: Any) 
     for protocol in (2, 4, 5):
         path = write_raw(tmp_path / "traj0.npy", pickle.dumps(array, protocol=protocol))
         if value is np.ndarray:  # a name on its own is a value that is no image
-            with pytest.raises(AssetError, match="'image' is _Name"):
+            with pytest.raises(AssetError, match="'image' is Name"):
                 load_trajectory(path)
             continue
         with pytest.raises(AssetError, match="was not read"):

@@ -11,31 +11,21 @@ own reader of weights (``torch.load`` with ``weights_only=True``).
 from __future__ import annotations
 
 import io
-import math
 import pickletools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from asyncrl.errors import AssetError
+from asyncrl.worlds.pickled_values import CALLS, Dtype, Name, Refused, Unfilled, filled, set_order
 
 MAX_BYTES: Final = 2**30
 MAX_INSTRUCTIONS: Final = 500_000
 """About a hundred per frame are usual; it bounds what a small file can make of memory and time."""
-_MAX_AXES: Final = 8
 _HEADER: Final = re.compile(
     rb"\{'descr': '\|O', 'fortran_order': (?:False|True), 'shape': \((\d{1,9}),\), \}\s*"
 )
-_NUMERIC: Final = re.compile(r"b1|[iu][1248]|f[248]")
-_TEXT: Final = re.compile(r"[SU]\d{1,5}")
-
-
-class _Refused(ValueError):
-    """What the file asks for is not what numpy writes for documented values."""
 
 
 def read_object_array(path: Path) -> list[Any]:
@@ -48,12 +38,12 @@ def read_object_array(path: Path) -> list[Any]:
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise _Refused(f"it has {size / 2**30:.1f} GiB, more than the limit of {MAX_BYTES / 2**30:.0f}")
+            raise Refused(f"it has {size / 2**30:.1f} GiB, more than the limit of {MAX_BYTES / 2**30:.0f}")
         stream = io.BytesIO(path.read_bytes())  # whose reads never reserve more than there is
         length = _read_header(stream)
         found = _Machine().run(stream)
         if not isinstance(found, list) or len(found) != length:
-            raise _Refused(f"its header promises {length} objects and the rest is something else")
+            raise Refused(f"its header promises {length} objects and the rest is something else")
     except OSError as error:
         raise AssetError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
     except (ValueError, IndexError, OverflowError) as error:  # IndexError: it takes more than it put
@@ -69,34 +59,12 @@ def _read_header(stream: io.BytesIO) -> int:
     """Read the .npy header; return the number of objects."""
     magic = stream.read(8)
     if magic[:6] != b"\x93NUMPY" or magic[6:] not in (b"\x01\x00", b"\x02\x00"):
-        raise _Refused("it is not a .npy file of format 1 or 2")
+        raise Refused("it is not a .npy file of format 1 or 2")
     size = int.from_bytes(stream.read(2 if magic[6] == 1 else 4), "little")
     match = _HEADER.fullmatch(stream.read(size))
     if match is None:
-        raise _Refused("its header does not describe a one-dimensional array of objects")
+        raise Refused("its header does not describe a one-dimensional array of objects")
     return int(match[1])
-
-
-@dataclass(frozen=True)
-class _Name:
-    """Something that the file wants to import. Nothing is imported."""
-
-    text: str
-
-
-@dataclass
-class _Dtype:
-    """What the file says about an array's numbers."""
-
-    code: str
-    order: str = "|"
-
-
-@dataclass
-class _Unfilled:
-    """An array between its making and its filling; `places` in the memo are updated when it is filled."""
-
-    places: list[int] = field(default_factory=list)
 
 
 class _Machine:
@@ -110,7 +78,7 @@ class _Machine:
     def run(self, stream: io.BytesIO) -> Any:
         for count, (instruction, argument, _) in enumerate(pickletools.genops(stream)):
             if count >= MAX_INSTRUCTIONS:
-                raise _Refused(f"it has more than {MAX_INSTRUCTIONS} instructions")
+                raise Refused(f"it has more than {MAX_INSTRUCTIONS} instructions")
             name = instruction.name
             if name == "STOP":
                 return self.stack.pop()
@@ -121,8 +89,8 @@ class _Machine:
             elif name in _STEPS:
                 _STEPS[name](self, argument)
             else:
-                raise _Refused(f"it holds the instruction {name}")
-        raise _Refused("it ends early")  # not reached: genops says so itself
+                raise Refused(f"it holds the instruction {name}")
+        raise Refused("it ends early")  # not reached: genops says so itself
 
     def above_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.below.pop()
@@ -143,10 +111,10 @@ class _Machine:
     def keep(self, place: int | None) -> None:
         place = len(self.memo) if place is None else place
         if place > len(self.memo):  # numpy counts up, so a gap is only there to reserve memory
-            raise _Refused(f"it remembers number {place} before number {len(self.memo)}")
+            raise Refused(f"it remembers number {place} before number {len(self.memo)}")
         top = self.stack[-1]
         self.memo[place : place + 1] = [top]
-        if isinstance(top, _Unfilled):
+        if isinstance(top, Unfilled):
             top.places.append(place)
 
     def recall(self, place: int) -> None:
@@ -154,151 +122,50 @@ class _Machine:
 
     def extend(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
-            raise _Refused("it appends to something that is no list")
+            raise Refused("it appends to something that is no list")
         self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         target, keys = self.stack[-1], items[::2]
         if not isinstance(target, dict) or len(items) % 2 or not all(isinstance(key, str) for key in keys):
-            raise _Refused("it fills something else than a dict with string keys")
+            raise Refused("it fills something else than a dict with string keys")
         target.update(zip(keys, items[1::2], strict=True))
 
     def named(self, text: str) -> None:
-        if text not in _CALLS and text != "numpy ndarray":
-            raise _Refused(f"it wants to import {text[:80].replace(' ', '.')!r}")
-        self.stack.append(_Name(text))
+        if text not in CALLS and text != "numpy ndarray":
+            raise Refused(f"it wants to import {text[:80].replace(' ', '.')!r}")
+        self.stack.append(Name(text))
 
     def named_by_stack(self, _: object) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise _Refused("it wants to import something without a name")
+            raise Refused("it wants to import something without a name")
         self.named(f"{module} {name}")
 
     def call(self, _: object) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
-        if not isinstance(name, _Name) or name.text not in _CALLS or not isinstance(arguments, tuple):
-            raise _Refused("it calls something that cannot be called")
-        self.stack.append(_CALLS[name.text](arguments))
+        if not isinstance(name, Name) or name.text not in CALLS or not isinstance(arguments, tuple):
+            raise Refused("it calls something that cannot be called")
+        self.stack.append(CALLS[name.text](arguments))
 
     def fill(self, _: object) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, _Dtype):
-            _set_order(target, state)
-        elif isinstance(target, _Unfilled):
-            self.stack[-1] = _filled(state)
+        if isinstance(target, Dtype):
+            set_order(target, state)
+        elif isinstance(target, Unfilled):
+            self.stack[-1] = filled(state)
             for place in target.places:
                 self.memo[place] = self.stack[-1]
         else:
-            raise _Refused("it sets the state of something that has none")
+            raise Refused("it sets the state of something that has none")
 
 
-def _set_order(dtype: _Dtype, state: object) -> None:
-    # (version, byte order, sub-array, field names, fields, ...): only the byte order may say something.
-    match state:
-        case (3 | 4, ("|" | "<" | ">") as order, None, None, None, *_):
-            dtype.order = order
-        case _:
-            raise _Refused("it holds structured numbers")
-
-
-def _filled(state: object) -> Any:
-    match state:
-        case (1, tuple() as shape, _Dtype(code="O8"), bool(), list() as items) if shape == (len(items),):
-            return items
-        case (1, tuple() as shape, _Dtype() as dtype, bool() as fortran, bytes() as content):
-            return _array(content, dtype, shape, "F" if fortran else "C")
-    raise _Refused("it fills an array with something else than its numbers")
-
-
-def _array(content: bytes | bytearray, dtype: _Dtype, shape: tuple[Any, ...], order: str) -> Any:
-    """Build an array, or a string from an array without axes."""
-    if len(shape) > _MAX_AXES or not all(type(size) is int and 0 <= size <= MAX_BYTES for size in shape):
-        raise _Refused("it holds an array of an impossible shape")
-    if _TEXT.fullmatch(dtype.code) and shape == ():
-        return _text(bytes(content), dtype)
-    if not _NUMERIC.fullmatch(dtype.code):
-        raise _Refused(f"it holds an array of type {dtype.code!r}")
-    numbers = np.dtype(dtype.order + dtype.code)
-    if math.prod(shape) * numbers.itemsize != len(content):
-        raise _Refused(f"an array of shape {list(shape)} comes with {len(content)} bytes")
-    return np.ndarray(shape, numbers, buffer=content, order="F" if order == "F" else "C")
-
-
-def _text(content: bytes, dtype: _Dtype) -> str:
-    encoding = "utf-8" if dtype.code[0] == "S" else "utf-32-be" if dtype.order == ">" else "utf-32-le"
-    return content.decode(encoding).rstrip("\0")
-
-
-def _new_dtype(arguments: tuple[Any, ...]) -> _Dtype:
-    match arguments:
-        case (str() as code, False, True) if (
-            code == "O8" or _NUMERIC.fullmatch(code) or _TEXT.fullmatch(code)
-        ):
-            return _Dtype(code)
-    raise _Refused("it holds numbers of an unknown type")
-
-
-def _new_array(arguments: tuple[Any, ...]) -> _Unfilled:
-    if arguments != (_Name("numpy ndarray"), (0,), b"b"):
-        raise _Refused("it makes something else than an array")
-    return _Unfilled()
-
-
-def _array_of_buffer(arguments: tuple[Any, ...]) -> Any:
-    match arguments:
-        case ((bytes() | bytearray()) as content, _Dtype() as dtype, tuple() as shape, ("C" | "F") as order):
-            return _array(content, dtype, shape, order)
-    raise _Refused("it makes an array of something else than bytes")
-
-
-def _scalar(arguments: tuple[Any, ...]) -> Any:
-    match arguments:
-        case (_Dtype() as dtype, bytes() as content):
-            found = _array(content, dtype, (), "C")
-            return found if isinstance(found, str) else found[()]
-    raise _Refused("it makes a number of something else than bytes")
-
-
-def _encoded(arguments: tuple[Any, ...]) -> bytes:
-    """Protocol 2 has no bytes: they are text whose characters are below 256."""
-    match arguments:
-        case (str() as text, "latin1"):
-            return text.encode("latin1")
-    raise _Refused("it encodes text in an unusual way")
-
-
-def _no_bytes(arguments: tuple[Any, ...]) -> bytes:
-    if arguments:
-        raise _Refused("it makes bytes of something")
-    return b""
-
-
-_CALLS: Final[dict[str, Callable[[tuple[Any, ...]], Any]]] = {
-    "numpy dtype": _new_dtype,
-    "_codecs encode": _encoded,
-    "__builtin__ bytes": _no_bytes,
-}
-for _package in ("numpy.core", "numpy._core"):  # numpy 1 and 2
-    _CALLS[f"{_package}.multiarray _reconstruct"] = _new_array
-    _CALLS[f"{_package}.multiarray scalar"] = _scalar
-    _CALLS[f"{_package}.numeric _frombuffer"] = _array_of_buffer
-
-_VALUES: Final = frozenset(
-    [
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "BINFLOAT",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE8",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "BYTEARRAY8",
-    ]
-)
+# fmt: off
+_VALUES: Final = frozenset((
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
+    "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+))
+# fmt: on
 _CONSTANTS: Final[dict[str, Callable[[], Any]]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
