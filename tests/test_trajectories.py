@@ -332,6 +332,9 @@ def test_a_small_file_cannot_ask_for_much(tmp_path: Path, monkeypatch: pytest.Mo
     many = b"\x80\x02" + b"]" * 1005 + b"."
     with pytest.raises(AssetError, match="more than 1000 instructions"):
         read_object_array(write_raw(tmp_path / "a.npy", many))
+    gap = b"\x80\x02]r\xff\xff\xff\x7fNa."  # a place that only reserving memory would need
+    with pytest.raises(AssetError, match="remembers number 2147483647 before number 0"):
+        read_object_array(write_raw(tmp_path / "a.npy", gap))
     monkeypatch.setattr(object_arrays, "MAX_BYTES", 100)
     with pytest.raises(AssetError, match="more than the limit"):
         read_object_array(write(tmp_path / "b.npy", [frame(0)]))

@@ -344,6 +344,24 @@ def reset_peak_memory() -> int:
     return memory("VmRSS")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_for_a_gpu_pass_through_host_memory_one_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    layers, width = 16, 4096  # 1 GiB in the file, half of it on the GPU
+    save_file({f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}, tmp_path /
+    "a.safetensors") monkeypatch.setattr(tensor_files, "_OPEN_BYTES", 2**26)
+    with torch.device("meta"):
+        module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    torch.zeros(1, device="cuda")
+    ctypes.CDLL(None).malloc_trim(0)
+    before = reset_peak_memory()
+    fill(module, TensorFiles([tmp_path / "a.safetensors"]), dtype=torch.bfloat16, device="cuda")
+    grown = memory("VmHWM") - before
+    assert all(layer.weight.is_cuda for layer in module)
+    assert [layer.weight[0, 0].item() for layer in module] == list(range(layers))
+    assert grown < 2**20 * 400, f"{grown / 2**20:.0f} MiB for 1 GiB of weights"
+
+
 def test_loaded_weights_do_not_hang_on_the_file(published: Path, copy: Path) -> None:
     loaded = load_world(copy)
     before = loaded.transformer.proj_out.weight.clone()
