@@ -348,8 +348,10 @@ def reset_peak_memory() -> int:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_weights_for_a_gpu_pass_through_host_memory_one_at_a_time(tmp_path: Path, monkeypatch) -> None:
     layers, width = 16, 4096  # 1 GiB in the file, half of it on the GPU
-    save_file({f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}, tmp_path /
-    "a.safetensors") monkeypatch.setattr(tensor_files, "_OPEN_BYTES", 2**26)
+    tensors = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    del tensors
+    monkeypatch.setattr(tensor_files, "_OPEN_BYTES", 2**26)
     with torch.device("meta"):
         module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
     torch.zeros(1, device="cuda")
