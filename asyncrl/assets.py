@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Final
 
 from asyncrl.errors import CheckpointError
 
 ASSETS = Path(__file__).parent / "assets"
+DEFAULT: Final = "tabletop"
+"""The shipped collection that settings name until they are set."""
+WAN_TRANSFORMER: Final = "model-00001.safetensors"
+WAN_VAE: Final = "Wan2.2_VAE.pth"
+_INDEX: Final = "model.safetensors.index.json"
+_SHARD: Final = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def policy_folder(name: str) -> Path:
@@ -27,37 +36,87 @@ def policy_folder(name: str) -> Path:
 
 
 def world_folder(name: str) -> Path:
-    """Folder of a world model and its reward model: a shipped name or a path.
+    """Folder of a world model and its reward model: a shipped name, a folder of ours, or a published one.
 
     Raises:
         CheckpointError: there is no world model under that name.
     """
-    for candidate in (ASSETS / name / "world", Path(name)):
-        if (candidate / "world.json").is_file():
+    path = Path(name)
+    for candidate in (ASSETS / name / "world", path):
+        if (candidate / "world.json").is_file() or wan_transformer_files(candidate):
             return candidate
     raise CheckpointError(
-        f"--world {name} is neither a shipped world ({', '.join(shipped())}) nor a folder with a world.json. "
-        "Make one with `asyncrl fit world`."
+        f"--world {name} is neither a shipped world ({', '.join(shipped())}) nor a folder with a world.json "
+        f"(`asyncrl fit world` makes one) or with the published {WAN_TRANSFORMER} and {WAN_VAE} "
+        f"(RLinf-Wan-LIBERO-*). Looked for these in {path.absolute()}{_seen(path)}."
     )
 
 
-def start_states_file(name: str) -> Path:
-    """File of start states: a shipped name or a path.
+def wan_transformer_files(folder: Path) -> list[Path]:
+    """The published transformer in `folder`: what its index names, one file, or all shards; else nothing."""
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index} is not an index of weights ({error!r}). Download it again."
+            ) from error
+        # A name like ../x or /x would lead out of the folder.
+        files = [folder / name for name in named if isinstance(name, str) and Path(name).name == name]
+        if len(files) == len(named) > 0 and all(file.is_file() for file in files):
+            return files
+    if (folder / WAN_TRANSFORMER).is_file():
+        return [folder / WAN_TRANSFORMER]
+    shards = sorted(file for file in folder.glob("model-*-of-*.safetensors") if _SHARD.fullmatch(file.name))
+    if not shards:
+        return []
+    counts = {int(match[2]) for file in shards if (match := _SHARD.fullmatch(file.name))}
+    missing = {f"model-{i + 1:05d}-of-{n:05d}.safetensors" for n in counts for i in range(n)}
+    if absent := sorted(missing - {file.name for file in shards}):
+        raise CheckpointError(f"{folder} lacks {absent[0]} of its shards. Download it again.")
+    return shards
+
+
+def start_states_path(name: str, world: str) -> Path:
+    """Where episodes begin: a shipped name, a file or a folder.
+
+    Args:
+        name: As set; while it is the default, a world that is not shipped brings its own, if it has any.
+        world: As set; the published layout has start states in its folder ``dataset``.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: there are none.
     """
+    beside = Path(world) / "dataset"
+    if name == DEFAULT and not (ASSETS / world / "world").is_dir():
+        if beside.is_dir():
+            return beside
+        if not (Path(world) / "world.json").is_file():
+            raise CheckpointError(
+                f"--world {world} brings no start states: {beside.absolute()} is not a folder. Put the "
+                "traj*.npy there, or say where episodes begin: --start-states FOLDER_OR_FILE."
+            )
     for candidate in (ASSETS / name / "start_states.h5", Path(name)):
-        if candidate.is_file():
+        if candidate.is_file() or (candidate.is_dir() and candidate == Path(name)):
             return candidate
     raise CheckpointError(
-        f"--start-states {name} is neither a shipped collection ({', '.join(shipped())}) nor an HDF5 file."
+        f"--start-states {name} is neither a shipped collection ({', '.join(shipped())}), nor an HDF5 file, "
+        f"nor a folder of traj*.npy. Looked for {Path(name).absolute()}."
     )
 
 
 def shipped() -> list[str]:
     """Names of the shipped collections."""
     return sorted(p.name for p in ASSETS.iterdir() if p.is_dir()) if ASSETS.is_dir() else []
+
+
+def _seen(folder: Path) -> str:
+    """What a folder holds, for people."""
+    if not folder.is_dir():
+        return ", which is no folder"
+    names = sorted(path.name for path in folder.iterdir())
+    return f", which holds {', '.join(names[:8]) or 'nothing'}{' ...' if len(names) > 8 else ''}"
 
 
 def _newest_checkpoints(run_folder: Path) -> list[Path]:

@@ -153,9 +153,13 @@ class TrainConfig:
     policy: str = "tabletop"
     """Policy to start from: 'tabletop' (shipped) or a folder with config.json and model.safetensors."""
     world: str = "tabletop"
-    """World model to imagine in: 'tabletop' (shipped) or a folder with world.json and its weights."""
+    """World model to imagine in: 'tabletop' (shipped), a folder with world.json and its weights, or a folder
+    as RLinf publishes them (RLinf-Wan-LIBERO-*)."""
     start_states: str = "tabletop"
-    """Where episodes begin: 'tabletop' (shipped) or an HDF5 file of start states."""
+    """Where episodes begin: 'tabletop' (shipped), an HDF5 file of start states, or a folder of traj*.npy.
+    Left at its default, a world in another folder brings its own, if that has a folder 'dataset'."""
+    keyframes: bool = True
+    """Of a folder of traj*.npy use the keyframe files (*_kir.npy) too, which begin on the way to the goal."""
     checkpoint_every: int = 5
     """Updates between two checkpoints."""
     keep_checkpoints: int = 3

@@ -31,10 +31,11 @@ from asyncrl.fitting.vae import encode_recordings
 from asyncrl.pixels import to_signed
 from asyncrl.policies.checkpoints import load_policy
 from asyncrl.policies.protocol import SamplingParams
-from asyncrl.rewards.resnet import RewardModel, load_reward
+from asyncrl.rewards.files import load_reward
+from asyncrl.rewards.resnet import RewardModel
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.simulators.workers import SimulatorPool
-from asyncrl.worlds.wan import load_world
+from asyncrl.worlds.wan_files import load_world
 
 HORIZONS = (8, 32, 64)
 FIRST_SEED = 900_000

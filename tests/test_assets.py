@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.assets import policy_folder, shipped, start_states_file, world_folder
+from asyncrl.assets import policy_folder, shipped, start_states_path, world_folder
 from asyncrl.errors import CheckpointError
 
 
@@ -81,8 +81,8 @@ def test_shipped_worlds_and_start_states_are_found_by_name_others_by_path(
     assert shipped() == ["tabletop"]
     assert world_folder("tabletop") == assets / "tabletop" / "world"
     assert world_folder(str(tmp_path / "mine")) == tmp_path / "mine"
-    assert start_states_file("tabletop") == assets / "tabletop" / "start_states.h5"
-    assert start_states_file(str(tmp_path / "mine.h5")) == tmp_path / "mine.h5"
+    assert start_states_path("tabletop", "tabletop") == assets / "tabletop" / "start_states.h5"
+    assert start_states_path(str(tmp_path / "mine.h5"), "tabletop") == tmp_path / "mine.h5"
 
 
 def test_an_unknown_name_is_answered_with_the_names_there_are(assets: Path) -> None:
@@ -92,7 +92,7 @@ def test_an_unknown_name_is_answered_with_the_names_there_are(assets: Path) -> N
     with pytest.raises(CheckpointError, match=r"--world tabletpo is neither a shipped world \(kitchen\)"):
         world_folder("tabletpo")
     with pytest.raises(CheckpointError, match="--start-states tabletpo is neither a shipped collection"):
-        start_states_file("tabletpo")
+        start_states_path("tabletpo", "tabletop")
 
 
 def test_half_a_shipped_policy_is_not_a_policy(assets: Path) -> None:

@@ -16,7 +16,8 @@ from asyncrl.contact_sheet import imagine_again, tile, write_contact_sheet
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.worlds.wan import WanWorld, save_world
+from asyncrl.worlds.wan import WanWorld
+from asyncrl.worlds.wan_files import save_world
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan_vae import VaeConfig, WanVae
 

@@ -11,14 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.rewards.resnet import (
-    RewardConfig,
-    RewardModel,
-    build_network,
-    load_published_reward,
-    load_reward,
-    save_reward,
-)
+from asyncrl.rewards.files import load_reward, save_reward
+from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 
 TASKS = ("open the drawer", "close the drawer", "push the plate")
 
@@ -151,24 +145,9 @@ def test_broken_reward_files_are_refused_with_tensor_and_shapes(tmp_path: Path) 
     save_reward(tmp_path, model())
     tensors = load_file(tmp_path / "reward.safetensors")
     save_file({**tensors, "fusion_layer.3.bias": torch.zeros(2)}, tmp_path / "reward.safetensors")
-    with pytest.raises(CheckpointError, match=r"fusion_layer.3.bias is \[2\], the reward model needs \[1\]"):
+    with pytest.raises(CheckpointError, match=r"fusion_layer.3.bias has shape \[2\], the model needs \[1\]"):
         load_reward(tmp_path)
     del tensors["fusion_layer.3.bias"]
     save_file(tensors, tmp_path / "reward.safetensors")
-    with pytest.raises(CheckpointError, match=r"fusion_layer.3.bias is missing"):
+    with pytest.raises(CheckpointError, match=r"lacks tensor fusion_layer.3.bias of shape \[1\]"):
         load_reward(tmp_path)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_published_state_dicts_load_with_and_without_a_wrapper(tmp_path: Path, wrapped: bool) -> None:
-    reward = model()
-    state = reward.network.state_dict()
-    torch.save({"model_state_dict": state} if wrapped else state, tmp_path / "rm.pth")
-    loaded = load_published_reward(tmp_path / "rm.pth", reward.config, rounded=False)
-    assert torch.equal(loaded.score(some_frames(1), TASKS[:1]), reward.score(some_frames(1), TASKS[:1]))
-
-
-def test_a_checkpoint_with_code_in_it_is_refused(tmp_path: Path) -> None:
-    torch.save({"model_state_dict": Path("x")}, tmp_path / "rm.pth")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_published_reward(tmp_path / "rm.pth", RewardConfig.tiny(TASKS))

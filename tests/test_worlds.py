@@ -19,12 +19,18 @@ from torch import Tensor
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.pixels import to_uint8
 from asyncrl.records import StartState
-from asyncrl.worlds import wan_transformer, wan_vae
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, pick, save_start_states
-from asyncrl.worlds.wan import WanWorld, draw_noise, load_world, save_world
+from asyncrl.worlds.wan import WanWorld, draw_noise
+from asyncrl.worlds.wan_files import load_world, save_world
 from asyncrl.worlds.wan_loss import window_loss
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer, sinusoid
+from asyncrl.worlds.wan_names import (
+    transformer_from_published,
+    transformer_to_published,
+    vae_from_published,
+    vae_to_published,
+)
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, sinusoid
 from asyncrl.worlds.wan_vae import (
     VaeConfig,
     WanVae,
@@ -32,7 +38,6 @@ from asyncrl.worlds.wan_vae import (
     decode_stream,
     encode_step,
     encode_stream,
-    load_vae,
 )
 
 NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
@@ -218,7 +223,7 @@ def test_the_transformer_computes_what_the_published_one_is_said_to(patch: int) 
         parameter.add_(0.05 * torch.randn(parameter.shape))
     latents, actions = torch.randn(2, 32, 4, 4, 4), torch.randn(2, 13, 7)
     times = torch.tensor([[0, 0, 952.381, 952.381], [0, 0, 555.5556, 555.5556]])
-    weights = {wan_transformer.to_published(name): value for name, value in model.state_dict().items()}
+    weights = {transformer_to_published(name): value for name, value in model.state_dict().items()}
     expected = [slow_transformer(weights, size, latents[i], times[i].tolist(), actions[i]) for i in range(2)]
     torch.testing.assert_close(model(latents, times, actions), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
@@ -252,19 +257,19 @@ def key_hash(shapes: dict[str, torch.Size]) -> str:
 def test_the_full_transformer_has_the_published_tensors() -> None:
     with torch.device("meta"):
         model = ActionWanTransformer(TransformerConfig.full())
-    shapes = {wan_transformer.to_published(name): t.shape for name, t in model.state_dict().items()}
+    shapes = {transformer_to_published(name): t.shape for name, t in model.state_dict().items()}
     assert (len(shapes), sum(p.numel() for p in model.parameters())) == (829, 5_025_334_464)
     assert key_hash(shapes) == "bc4824aef7c3f23d3378cec6e2b1316c"
-    assert [wan_transformer.from_published(name) for name in shapes] == list(model.state_dict())
+    assert [transformer_from_published(name) for name in shapes] == list(model.state_dict())
 
 
 def test_the_full_autoencoder_has_the_published_tensors() -> None:
     with torch.device("meta"):
         vae = WanVae(VaeConfig.full())
-    shapes = {wan_vae.to_published(name): t.shape for name, t in vae.state_dict().items()}
+    shapes = {vae_to_published(name): t.shape for name, t in vae.state_dict().items()}
     assert (len(shapes), sum(p.numel() for p in vae.parameters())) == (196, 704_688_668)
     assert key_hash(shapes) == "e1de6c02cdac79f8b739f4d3698cd216"
-    assert [wan_vae.from_published(name) for name in shapes] == list(vae.state_dict())
+    assert [vae_from_published(name) for name in shapes] == list(vae.state_dict())
     assert len(vae.size.latents_mean) == len(vae.size.latents_std) == 48
     assert (vae.size.latents_mean[47], vae.size.latents_std[37]) == (-0.0667, 1.2042)
 
@@ -660,37 +665,6 @@ def test_a_broken_world_names_file_tensor_and_shapes(world: WanWorld, tmp_path: 
         load_world(tmp_path)
 
 
-def test_published_names_load_and_unknown_tensors_are_reported(
-    world: WanWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = {
-        f"pipe.dit.{wan_transformer.to_published(n)}": t for n, t in world.transformer.state_dict().items()
-    }
-    save_file({**state, "pipe.dit.action_scale": torch.zeros(())}, tmp_path / "model-00001.safetensors")
-    loaded = load_transformer(tmp_path / "model-00001.safetensors", NANO, published=True)
-    assert "action_scale" in caplog.text
-    latents, times, actions = (
-        torch.randn(1, 32, 4, 4, 4),
-        torch.tensor([[0, 0, 500.0, 500.0]]),
-        torch.randn(1, 13, 7),
-    )
-    assert torch.equal(loaded(latents, times, actions), world.transformer(latents, times, actions))
-
-    names = {wan_vae.to_published(n, res_blocks=1): t for n, t in world.vae.state_dict().items()}
-    torch.save({"model_state": names}, tmp_path / "Wan2.2_VAE.pth")
-    vae = load_vae(tmp_path / "Wan2.2_VAE.pth", world.vae.size, published=True)
-    assert all(torch.equal(t, world.vae.state_dict()[n]) for n, t in vae.state_dict().items())
-
-
-def test_a_pth_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
-    torch.save({"model_state": Path("x")}, tmp_path / "Wan2.2_VAE.pth")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_vae(tmp_path / "Wan2.2_VAE.pth", VaeConfig.tiny(), published=True)
-    torch.save([1, 2], tmp_path / "Wan2.2_VAE.pth")
-    with pytest.raises(CheckpointError, match="not a state dict"):
-        load_vae(tmp_path / "Wan2.2_VAE.pth", VaeConfig.tiny(), published=True)
-
-
 # ---- start states --------------------------------------------------------------------------------
 
 
@@ -714,7 +688,7 @@ def test_what_is_not_a_file_of_start_states_is_refused(tmp_path: Path) -> None:
         load_start_states(tmp_path / "absent.h5")
     np.save(tmp_path / "traj0.npy", np.zeros(3))
     for path in (tmp_path, tmp_path / "traj0.npy"):
-        with pytest.raises(AssetError, match="pickled objects"):
+        with pytest.raises(AssetError, match="one-dimensional array of objects"):
             load_start_states(path)
     (tmp_path / "noise.h5").write_bytes(b"noise")
     with pytest.raises(AssetError, match="cannot be read"):

@@ -11,10 +11,12 @@ from asyncrl.policies.checkpoints import save_policy
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.records import StartState
-from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network, save_reward
+from asyncrl.rewards.files import save_reward
+from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.simulators.tabletop_scene import TASKS
 from asyncrl.worlds.start_states import save_start_states
-from asyncrl.worlds.wan import WanWorld, save_world
+from asyncrl.worlds.wan import WanWorld
+from asyncrl.worlds.wan_files import save_world
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan_vae import VaeConfig, WanVae
 

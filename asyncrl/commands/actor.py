@@ -31,7 +31,7 @@ class ActorConfig:
     world: str = ""
     """The run's world model, where its path differs on this host. It must hold the same files."""
     start_states: str = ""
-    """The run's start states, where their path differs on this host. It must be the same file."""
+    """The run's start states, where their path differs on this host. They must be the same files."""
 
 
 def main(arguments: list[str]) -> int:

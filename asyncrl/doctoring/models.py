@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl import assets, checkpoint, run_folder
 from asyncrl.config import TrainConfig
@@ -15,7 +15,7 @@ from asyncrl.doctoring.findings import Finding, broken, ok, one_line
 from asyncrl.doctoring.subject import Sizes, Subject
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
-from asyncrl.launch.build import Dreams
+from asyncrl.launch.dreams import DreamsOnDisk
 from asyncrl.policies.openvla_oft import OpenVLAOFT, count_parameters
 
 MIB: Final = 2**20
@@ -31,7 +31,7 @@ def check_shipped_files(subject: Subject) -> Finding | None:
         found = (
             assets.policy_folder(SHIPPED),
             assets.world_folder(SHIPPED),
-            assets.start_states_file(SHIPPED),
+            assets.start_states_path(SHIPPED, SHIPPED),
         )
     except CheckpointError:
         return broken(
@@ -45,7 +45,7 @@ def check_shipped_files(subject: Subject) -> Finding | None:
 
 
 def check_models(subject: Subject) -> Finding:
-    """Load everything on the CPU, note the sizes in `subject`, and with --resume verify the checkpoint."""
+    """Load the policy on the CPU, check the others, note the sizes; with --resume verify the checkpoint."""
     config = subject.config
     try:
         policy, dreams = build.load_models(config, torch.device("cpu"))
@@ -54,7 +54,7 @@ def check_models(subject: Subject) -> Finding:
         return broken("models", one_line(error))
     sizes = subject.sizes = measure(config, policy, dreams)
     tasks = {state.task for state in dreams.starts}
-    pixels = dreams.world.image_size
+    pixels = dreams.image_size
     return ok(
         "models",
         f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "
@@ -63,7 +63,7 @@ def check_models(subject: Subject) -> Finding:
     )
 
 
-def measure(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Sizes:
+def measure(config: TrainConfig, policy: OpenVLAOFT, dreams: DreamsOnDisk) -> Sizes:
     """Add up the bytes of the models of a run.
 
     Args:
@@ -73,17 +73,14 @@ def measure(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Sizes:
     """
     parameters = list(policy.parameters())
     wide = config.learner.precision == "fp32"
-    world = dreams.world
-    modules: tuple[nn.Module, ...] = (world.transformer, world.vae, dreams.reward.network)
-    pixels = world.image_size
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=count_parameters(policy),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
         version=_bytes(policy.acting_tensors().values()),
-        dreams=sum(_bytes(chain(module.parameters(), module.buffers())) for module in modules),
-        frame=3 * pixels * pixels,
+        dreams=dreams.nbytes,
+        frame=3 * dreams.image_size**2,
     )
 
 

@@ -17,8 +17,8 @@ from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagine import Imagination
 from asyncrl.config import TrainConfig, to_json
-from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.launch.devices import pick_device
+from asyncrl.launch.dreams import Dreams, DreamsOnDisk, check_dreams
 from asyncrl.launch.outgoing import ActingWeights, copy_policy
 from asyncrl.launch.placement import Placement, only_learns
 from asyncrl.learner.group import LearnerGroup
@@ -34,11 +34,9 @@ from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.ports import LearnerPort
-from asyncrl.rewards.resnet import RewardModel, load_reward
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.transports import TransportName
-from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan import WanState, WanWorld, load_world
+from asyncrl.worlds.wan import WanState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +49,6 @@ class Start:
     """0, or that of the checkpoint."""
     checkpoint: Path | None
     """Where a resumed run goes on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dreams:
-    """What an actor imagines with, besides the policy."""
-
-    world: WanWorld
-    reward: RewardModel
-    starts: list[StartState]
 
 
 def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
@@ -116,35 +105,6 @@ def build_reference(config: TrainConfig, policy: OpenVLAOFT, device: torch.devic
     return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
 
 
-def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
-    """Load world, reward and start states and check that they fit each other.
-
-    Raises:
-        CheckpointError: A file is missing, cannot be read, or does not fit the others.
-    """
-    folder = assets.world_folder(config.world)
-    world, reward = load_world(folder, device=device), load_reward(folder, device=device)
-    file = assets.start_states_file(config.start_states)
-    try:
-        starts = load_start_states(file)
-    except AssetError as error:
-        raise CheckpointError(f"--start-states {config.start_states}: {error}") from error
-    size = world.image_size
-    if reward.config.image_size != size:
-        raise CheckpointError(
-            f"The world in {folder} draws {size}-pixel frames, but its reward model looks at "
-            f"{reward.config.image_size}. Fit the reward model again: asyncrl fit reward --world {folder}."
-        )
-    wrong = next((state for state in starts if state.frame.shape[:2] != (size, size)), None)
-    if wrong is not None:
-        raise CheckpointError(
-            f"Start state {wrong.name!r} of {file} has the shape {wrong.frame.shape}, "
-            f"but --world {config.world} imagines {size} x {size}. Choose files that belong together."
-        )
-    reward.task_ids(sorted({state.task for state in starts}))
-    return Dreams(world=world, reward=reward, starts=starts)
-
-
 def check_tasks(policy: OpenVLAOFT, starts: Sequence[StartState]) -> None:
     """Let the policy read every instruction once, so that one it cannot read fails at the start."""
     first = {state.task: state for state in starts}
@@ -196,13 +156,13 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]
 
 
-def load_models(config: TrainConfig, device: torch.device) -> tuple[OpenVLAOFT, Dreams]:
-    """Load all models of a run and check that they fit each other; the policy goes to `device`.
+def load_models(config: TrainConfig, device: torch.device) -> tuple[OpenVLAOFT, DreamsOnDisk]:
+    """Load the policy of a run to `device`, and check that all its models are there and fit each other.
 
     Raises:
         ConfigError: Something is missing or does not fit.
     """
-    dreams = build_dreams(config, torch.device("cpu"))
+    dreams = check_dreams(config)
     policy = build_learning_policy(config, device)
     require_trainable(policy.config)
     check_tasks(policy, dreams.starts)

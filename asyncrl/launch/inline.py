@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import build, learners, rendezvous, summary
 from asyncrl.launch.crew import StopFlag
 from asyncrl.launch.devices import pick_device
+from asyncrl.launch.dreams import build_dreams
 from asyncrl.logbook import Logbook
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.opening import open_core
@@ -36,7 +37,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     run_dir = start.run_dir
     activity.join(run_dir, "inline")
     publisher, receiver = build_inline(device)
-    dreams = build.build_dreams(config, device)
+    dreams = build_dreams(config, device)
     imagination = build.build_imagination(config, build.build_policy(config, device), dreams)
     core = open_core(run_dir / "replay", config)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.

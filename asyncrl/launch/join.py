@@ -116,6 +116,7 @@ def _join(
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
     from asyncrl.launch.devices import pick_device
+    from asyncrl.launch.dreams import build_dreams
     from asyncrl.launch.placement import threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.visitors import ask_settings
@@ -128,7 +129,7 @@ def _join(
     config = replace(config, **dict(settings.paths))
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     policy = build.build_policy(config, device)
-    dreams = build.build_dreams(config, device)
+    dreams = build_dreams(config, device)
     build.check_tasks(policy, dreams.starts)
     receiver = build_pulled_receiver(
         told.weights, name, policy.acting_tensors(), keys, config.weights.deadline

@@ -26,6 +26,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import address, build
     from asyncrl.launch.devices import pick_device
+    from asyncrl.launch.dreams import build_dreams
     from asyncrl.launch.placement import parse_placement, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
@@ -41,7 +42,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
     device = pick_device(config.device, local_rank())
     policy = build.build_policy(config, device)
-    dreams = build.build_dreams(config, device)
+    dreams = build_dreams(config, device)
     receiver = build_receiver(
         build.transport_of(config, placement),
         facts.weights_endpoint,

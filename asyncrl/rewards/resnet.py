@@ -7,25 +7,16 @@ Dimension letters: B slots, C frames per slot (8), N = B * C images, H/W pixels.
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.pixels import to_signed
-
-FORMAT: Final = "asyncrl-reward-1"
-WEIGHTS: Final = "reward.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +45,19 @@ class RewardConfig:
         return cls(
             widths=(64, 128, 256, 512), tasks=tuple(tasks), embed_dim=64, hidden_dim=256, image_size=256
         )
+
+    def check_tasks(self, tasks: Sequence[str]) -> None:
+        """Check that the model can score `tasks`.
+
+        Raises:
+            ConfigError: It was not fitted on one of them.
+        """
+        if self.tasks and (unknown := sorted(set(tasks) - set(self.tasks))):
+            raise ConfigError(
+                f"the reward model does not know the task {unknown[0]!r}. It was fitted on: "
+                f"{', '.join(repr(task) for task in self.tasks)}. "
+                "Use --start-states of these tasks, or a --world whose reward model was fitted on yours."
+            )
 
 
 class ResidualBlock(nn.Module):
@@ -155,12 +159,7 @@ class RewardModel:
         Raises:
             ConfigError: The model was not fitted on one of them.
         """
-        if self._ids and (unknown := sorted(set(tasks) - self._ids.keys())):
-            raise ConfigError(
-                f"the reward model does not know the task {unknown[0]!r}. It was fitted on: "
-                f"{', '.join(repr(task) for task in self.config.tasks)}. "
-                "Use --start-states of these tasks, or a --world whose reward model was fitted on yours."
-            )
+        self.config.check_tasks(tasks)
         ids = [self._ids.get(task, 0) for task in tasks]
         return torch.tensor(ids, dtype=torch.long, device=self.device)
 
@@ -189,76 +188,3 @@ class RewardModel:
         logits_N = self.network.logits(images, self.task_ids(tasks).repeat_interleave(count))
         probability = logits_N.float().sigmoid().unflatten(0, (batch, count))
         return probability.round() if self.rounded else probability
-
-
-def save_reward(folder: Path, model: RewardModel) -> None:
-    """Write ``reward.safetensors`` and ``reward.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in model.network.state_dict().items()
-    }
-    save_file(tensors, folder / "weights.partial")
-    (folder / "weights.partial").replace(folder / WEIGHTS)
-    content = {"format": FORMAT, "rounded": model.rounded, "config": asdict(model.config)}
-    (folder / "json.partial").write_text(json.dumps(content, indent=1) + "\n")
-    (folder / "json.partial").replace(folder / "reward.json")
-
-
-def load_reward(folder: Path, *, device: torch.device | str = "cpu") -> RewardModel:
-    """Load what `save_reward` wrote; float32, because rewards are not worth a rounding error.
-
-    Raises:
-        CheckpointError: A file is missing or does not fit.
-    """
-    file = folder / "reward.json"
-    try:
-        content = json.loads(file.read_text())
-        raw = content["config"]
-        config = RewardConfig(**{**raw, "widths": tuple(raw["widths"]), "tasks": tuple(raw["tasks"])})
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} holds no readable reward model ({error}). Set --world.") from error
-    return _fill(config, tensors, folder / WEIGHTS, bool(content.get("rounded")), device)
-
-
-def load_published_reward(
-    path: Path, config: RewardConfig, *, rounded: bool = True, device: torch.device | str = "cpu"
-) -> RewardModel:
-    """Load ``resnet_rm.pth`` or ``taskemb_resnet_rm.pth``.
-
-    Args:
-        path: A state dict, bare or under "model_state_dict".
-        config: `RewardConfig.full`; with tasks, the suite's instructions in alphabetical order.
-        rounded: Round probabilities to 0 or 1, as published training does.
-        device: Where the weights go.
-
-    Raises:
-        CheckpointError: The file is missing, holds other things than tensors, or does not fit.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"reward weights {path} cannot be read ({error}). Download them again."
-        ) from error
-    return _fill(config, content.get("model_state_dict", content), path, rounded, device)
-
-
-def _fill(
-    config: RewardConfig,
-    tensors: Mapping[str, Tensor],
-    path: Path,
-    rounded: bool,
-    device: torch.device | str,
-) -> RewardModel:
-    network = build_network(config)
-    for name, wanted in network.state_dict().items():
-        found = list(tensors[name].shape) if name in tensors else "missing"
-        if found != list(wanted.shape):
-            raise CheckpointError(
-                f"{path}: tensor {name} is {found}, the reward model needs {list(wanted.shape)}. "
-                "The file belongs to another model or size."
-            )
-    network.load_state_dict(dict(tensors))
-    network.requires_grad_(False)
-    return RewardModel(network, config, rounded=rounded, device=device)

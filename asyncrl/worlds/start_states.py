@@ -7,7 +7,8 @@ Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
     frame      uint8  [S, H, W, 3]                        context_length   int64   [S]  0 or K
     context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, 7]
 
-``context_frames`` and ``context_actions`` are left out when no start state has a context.
+``context_frames`` and ``context_actions`` are left out when no start state has a context. RLinf's folders of
+``traj*.npy`` are read too, see `trajectories`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError
 from asyncrl.records import ACTION_DIM, StartState
+from asyncrl.worlds.trajectories import load_trajectories, load_trajectory
 
 FORMAT: Final = "asyncrl-start-states-1"
 _SUFFIXES: Final = (".h5", ".hdf5")
@@ -72,36 +74,34 @@ def _check_alike(path: Path, states: Sequence[StartState]) -> None:
         )
 
 
-def load_start_states(path: Path) -> list[StartState]:
-    """Read the start states of a file, or of every ``*.h5`` and ``*.hdf5`` file of a folder, by file name.
+def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0) -> list[StartState]:
+    """Read the start states of a file, or of a folder: our ``*.h5`` and ``*.hdf5``, or RLinf's ``*.npy``.
+
+    Args:
+        path: A file, or a folder whose files are taken by name.
+        keyframes: Whether trajectories with ``_kir`` in their name are used (RLinf's ``enable_kir``).
+        image_size: Trajectories of another size are resized to it as RLinf does; 0 leaves them. Our own
+            files are never resized.
 
     Raises:
-        AssetError: Nothing is there, or it is not in our format (``traj*.npy`` files must be converted).
+        AssetError: Nothing is there, or it is in neither format.
     """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
         if not files and any(path.glob("*.npy")):
-            raise _must_be_converted(path)
+            return load_trajectories(path, keyframes=keyframes, image_size=image_size)
         if not files:
-            raise AssetError(f"{path} holds no start states (looked for *.h5). Set --start-states.")
+            raise AssetError(f"{path} holds no start states (looked for *.h5 and *.npy). Set --start-states.")
         return [state for file in files for state in load_start_states(file)]
-    if path.suffix == ".npy":
-        raise _must_be_converted(path)
     if not path.is_file():
         raise AssetError(f"start states {path} do not exist. Set --start-states to a .h5 file or a folder.")
+    if path.suffix == ".npy":
+        return [load_trajectory(path, image_size=image_size)]
     try:
         with h5py.File(path, "r") as file:
             return _read(path, file)
     except (OSError, KeyError) as error:
         raise AssetError(f"{path} cannot be read as start states ({error}). Write it again.") from error
-
-
-def _must_be_converted(path: Path) -> AssetError:
-    return AssetError(
-        f"{path} holds .npy trajectories. Those are pickled objects, which can run code when they are read, "
-        "so they are not opened here. Unpickle them yourself, if you trust them, and write an .h5 file with "
-        "save_start_states of asyncrl.worlds.start_states."
-    )
 
 
 def _read(path: Path, file: h5py.File) -> list[StartState]:

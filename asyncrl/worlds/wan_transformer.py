@@ -11,21 +11,18 @@ Dimension letters:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.records import ACTION_DIM
 from asyncrl.worlds.wan_block import WanBlock
-from asyncrl.worlds.weight_files import assign, read_tensors
 
 FRAMES_PER_LATENT: Final = 4
-PUBLISHED_FILE: Final = "model-00001.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,84 +149,3 @@ def sinusoid(times: Tensor, channels: int) -> Tensor:
     rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=times.device) / half)
     angles = times.double().unsqueeze(-1) * rates
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
-
-
-_OUTSIDE: Final = {
-    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
-    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
-    "time_projection.1": "condition_embedder.time_proj",
-    "head.head": "proj_out",
-    "head.modulation": "scale_shift_table",
-}
-_IN_BLOCK: Final = {
-    **{f"self_attn.{letter}": f"attn1.to_{letter}" for letter in "qkv"},
-    **{f"cross_attn.{letter}": f"attn2.to_{letter}" for letter in "qkv"},
-    "self_attn.o": "attn1.to_out.0",
-    "cross_attn.o": "attn2.to_out.0",
-    "self_attn": "attn1",
-    "cross_attn": "attn2",
-    "modulation": "scale_shift_table",
-    "norm3": "norm2",
-    "ffn.0": "ffn.net.0.proj",
-    "ffn.2": "ffn.net.2",
-}
-_OUTSIDE_BACK: Final = {ours: published for published, ours in _OUTSIDE.items()}
-_IN_BLOCK_BACK: Final = {ours: published for published, ours in _IN_BLOCK.items()}
-
-
-def _replace_start(name: str, table: dict[str, str]) -> str:
-    for old, new in table.items():
-        if name == old or name.startswith(old + "."):
-            return new + name[len(old) :]
-    return name
-
-
-def _rename(name: str, outside: dict[str, str], in_block: dict[str, str]) -> str:
-    if not name.startswith("blocks."):
-        return _replace_start(name, outside)
-    blocks, number, rest = name.split(".", 2)
-    return f"{blocks}.{number}.{_replace_start(rest, in_block)}"
-
-
-def from_published(name: str) -> str:
-    """Map a tensor name of a published checkpoint to ours.
-
-    Example:
-        >>> from_published("blocks.3.self_attn.o.bias")
-        'blocks.3.attn1.to_out.0.bias'
-    """
-    return _rename(name.removeprefix("pipe.dit."), _OUTSIDE, _IN_BLOCK)
-
-
-def to_published(name: str) -> str:
-    """Map one of our tensor names to the published one; the inverse of `from_published`."""
-    return _rename(name, _OUTSIDE_BACK, _IN_BLOCK_BACK)
-
-
-def load_transformer(
-    path: Path,
-    size: TransformerConfig,
-    *,
-    published: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> ActionWanTransformer:
-    """Load a transformer for inference (eval mode; call `train` and `requires_grad_` to fit it).
-
-    Args:
-        path: A ``.safetensors`` file.
-        size: Of the model in the file.
-        published: Whether the file uses the published names (``model-00001.safetensors``).
-        dtype: Of the weights once loaded.
-        device: Where they go.
-
-    Raises:
-        CheckpointError: The file is missing or does not fit.
-    """
-    with torch.device("meta"):
-        model = ActionWanTransformer(size)
-    rename = from_published if published else str
-    assign(model, read_tensors(path), path, rename=rename, dtype=dtype, device=device)
-    # Not in the file: computed from the size.
-    model.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
-    return model.eval().requires_grad_(False)

@@ -11,11 +11,9 @@ Dimension letters:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,9 +21,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, p
 from torch import Tensor, nn
 
 from asyncrl.worlds.vae_stream import Layers, decode_layers, encode_layers, laid_out
-from asyncrl.worlds.weight_files import assign, read_tensors
 
-PUBLISHED_FILE: Final = "Wan2.2_VAE.pth"
 SPATIAL: Final = 16
 """Pixels per latent pixel."""
 Cache = list[Tensor]
@@ -229,82 +225,3 @@ def decode_stream(
         )
         parts.append(frames)
     return torch.cat(parts, dim=2)
-
-
-_RESIDUAL: Final = {
-    "residual.0": "norm1",
-    "residual.2": "conv1",
-    "residual.3": "norm2",
-    "residual.6": "conv2",
-    "shortcut": "conv_shortcut",
-}
-_ENDS: Final = {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out"}
-_MIDDLE: Final = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
-
-
-def _swap(name: str, table: dict[str, str]) -> str:
-    for old, new in table.items():
-        if name.startswith(old + "."):
-            return new + name[len(old) :]
-    return name
-
-
-def _inverse(table: dict[str, str]) -> dict[str, str]:
-    return {new: old for old, new in table.items()}
-
-
-def from_published(name: str) -> str:
-    """Map a tensor name of ``Wan2.2_VAE.pth`` to ours.
-
-    Example:
-        >>> from_published("decoder.upsamples.0.upsamples.3.time_conv.bias")
-        'decoder.up_blocks.0.upsampler.time_conv.bias'
-    """
-    if not name.startswith(("encoder.", "decoder.")):
-        return _swap(name, {"conv1": "quant_conv", "conv2": "post_quant_conv"})
-    side, rest = name.split(".", 1)
-    if match := re.fullmatch(r"middle\.(\d)\.(.+)", rest):
-        return f"{side}.mid_block.{_MIDDLE[match[1]]}.{_swap(match[2], _RESIDUAL)}"
-    if match := re.fullmatch(r"(down|up)samples\.(\d)\.(?:down|up)samples\.(\d)\.(.+)", rest):
-        way, level, place, inner = match.groups()
-        resamples = inner.startswith(("resample.", "time_conv."))
-        module = f"{way}sampler" if resamples else f"resnets.{place}"
-        return f"{side}.{way}_blocks.{level}.{module}.{_swap(inner, _RESIDUAL)}"
-    return f"{side}.{_swap(rest, _ENDS)}"
-
-
-def to_published(name: str, *, res_blocks: int = 2) -> str:
-    """Map one of our tensor names to the published one; the inverse of `from_published`."""
-    if not name.startswith(("encoder.", "decoder.")):
-        return _swap(name, {"quant_conv": "conv1", "post_quant_conv": "conv2"})
-    side, rest = name.split(".", 1)
-    if rest.startswith("mid_block."):
-        place, inner = _swap(rest.removeprefix("mid_block."), _inverse(_MIDDLE)).split(".", 1)
-        return f"{side}.middle.{place}.{_swap(inner, _inverse(_RESIDUAL))}"
-    if match := re.fullmatch(r"(down|up)_blocks\.(\d)\.(?:resnets\.(\d)|(?:down|up)sampler)\.(.+)", rest):
-        way, level, place, inner = match.groups()
-        last = res_blocks if way == "down" else res_blocks + 1
-        stages = f"{way}samples.{level}.{way}samples.{place or last}"
-        return f"{side}.{stages}.{_swap(inner, _inverse(_RESIDUAL))}"
-    return f"{side}.{_swap(rest, _inverse(_ENDS))}"
-
-
-def load_vae(
-    path: Path,
-    size: VaeConfig,
-    *,
-    published: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> WanVae:
-    """Load an autoencoder for inference from our ``.safetensors`` or the published ``Wan2.2_VAE.pth``.
-
-    Raises:
-        CheckpointError: The file is missing or does not fit.
-    """
-    with torch.device("meta"):
-        vae = WanVae(size)
-    rename = from_published if published else str
-    assign(vae, read_tensors(path), path, rename=rename, dtype=dtype, device=device)
-    lay_channels_last(vae)
-    return vae.eval().requires_grad_(False)

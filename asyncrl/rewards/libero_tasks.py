@@ -1,0 +1,82 @@
+"""Instructions of the LIBERO suites in the order of their ids, which published reward models embed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from asyncrl.errors import CheckpointError
+
+SUITES: Final[dict[str, tuple[str, ...]]] = {
+    "libero_spatial": (
+        "pick up the black bowl between the plate and the ramekin and place it on the plate",
+        "pick up the black bowl from table center and place it on the plate",
+        "pick up the black bowl in the top drawer of the wooden cabinet and place it on the plate",
+        "pick up the black bowl next to the cookie box and place it on the plate",
+        "pick up the black bowl next to the plate and place it on the plate",
+        "pick up the black bowl next to the ramekin and place it on the plate",
+        "pick up the black bowl on the cookie box and place it on the plate",
+        "pick up the black bowl on the ramekin and place it on the plate",
+        "pick up the black bowl on the stove and place it on the plate",
+        "pick up the black bowl on the wooden cabinet and place it on the plate",
+    ),
+    "libero_object": (
+        "pick up the alphabet soup and place it in the basket",
+        "pick up the bbq sauce and place it in the basket",
+        "pick up the butter and place it in the basket",
+        "pick up the chocolate pudding and place it in the basket",
+        "pick up the cream cheese and place it in the basket",
+        "pick up the ketchup and place it in the basket",
+        "pick up the milk and place it in the basket",
+        "pick up the orange juice and place it in the basket",
+        "pick up the salad dressing and place it in the basket",
+        "pick up the tomato sauce and place it in the basket",
+    ),
+    "libero_goal": (
+        "open the middle drawer of the cabinet",
+        "open the top drawer and put the bowl inside",
+        "push the plate to the front of the stove",
+        "put the bowl on the plate",
+        "put the bowl on the stove",
+        "put the bowl on top of the cabinet",
+        "put the cream cheese in the bowl",
+        "put the wine bottle on the rack",
+        "put the wine bottle on top of the cabinet",
+        "turn on the stove",
+    ),
+    "libero_10": (
+        "pick up the book and place it in the back compartment of the caddy",
+        "put both moka pots on the stove",
+        "put both the alphabet soup and the cream cheese box in the basket",
+        "put both the alphabet soup and the tomato sauce in the basket",
+        "put both the cream cheese box and the butter in the basket",
+        "put the black bowl in the bottom drawer of the cabinet and close it",
+        "put the white mug on the left plate and put the yellow and white mug on the right plate",
+        "put the white mug on the plate and put the chocolate pudding to the right of the plate",
+        "put the yellow and white mug in the microwave and close it",
+        "turn on the stove and put the moka pot on it",
+    ),
+}
+"""The id of an instruction is its place in the suite."""
+
+
+def suite_of(tasks: Collection[str]) -> str:
+    """Name the suite that all `tasks` belong to.
+
+    Raises:
+        CheckpointError: There are no tasks, one is in no suite, or they are of several suites.
+    """
+    homes = {task: name for name, instructions in SUITES.items() for task in instructions}
+    if unknown := sorted(set(tasks) - homes.keys()):
+        raise CheckpointError(
+            f"the reward model was fitted on tasks of one LIBERO suite, and {unknown[0]!r} is an "
+            f"instruction of none ({', '.join(SUITES)}). Use --start-states of one suite, with its exact "
+            "instructions."
+        )
+    suites = sorted({homes[task] for task in tasks})
+    if len(suites) != 1:
+        raise CheckpointError(
+            "the reward model was fitted on tasks of one LIBERO suite, and the start states are of "
+            f"{' and '.join(suites) or 'none'}. Use --start-states of the suite of --world."
+        )
+    return suites[0]

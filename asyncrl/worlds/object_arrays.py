@@ -1,0 +1,198 @@
+"""A .npy file of Python objects in, plain values out, without ever running what the file says.
+
+numpy pickles arrays of objects, and unpickling runs whatever the file asks for. So nothing is unpickled here:
+a small machine follows the pickle's instructions itself. It imports nothing and calls nothing of numpy or
+Python on the file's behalf; the seven names that numpy writes into such files select one of its own
+functions, and any other name or instruction ends the reading. What comes out are numbers, strings, lists,
+tuples, dicts and numeric arrays. This is the only place where bytes of a pickle are read, besides PyTorch's
+own reader of weights (``torch.load`` with ``weights_only=True``).
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.errors import AssetError
+from asyncrl.worlds.pickled_values import CALLS, Dtype, Name, Refused, Unfilled, filled, set_order
+
+MAX_BYTES: Final = 2**30
+MAX_INSTRUCTIONS: Final = 500_000
+"""About a hundred per frame are usual; it bounds what a small file can make of memory and time."""
+_HEADER: Final = re.compile(
+    rb"\{'descr': '\|O', 'fortran_order': (?:False|True), 'shape': \((\d{1,9}),\), \}\s*"
+)
+
+
+def read_object_array(path: Path) -> list[Any]:
+    """Read a one-dimensional array of objects that ``np.save`` wrote (pickle protocol 2 to 5).
+
+    Raises:
+        AssetError: The file is missing, too large, truncated, or holds anything else than numbers, strings,
+            lists, tuples, dicts with string keys, and numeric arrays.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise Refused(f"it has {size / 2**30:.1f} GiB, more than the limit of {MAX_BYTES / 2**30:.0f}")
+        stream = io.BytesIO(path.read_bytes())  # whose reads never reserve more than there is
+        length = _read_header(stream)
+        found = _Machine().run(stream)
+        if not isinstance(found, list) or len(found) != length:
+            raise Refused(f"its header promises {length} objects and the rest is something else")
+    except OSError as error:
+        raise AssetError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
+    except (ValueError, IndexError, OverflowError) as error:  # IndexError: it takes more than it put
+        raise AssetError(
+            f"{path} was not read: {error}. Only arrays of objects as numpy.save writes them are read, made "
+            "of numbers, strings, lists, dicts and numeric arrays; nothing in a file is ever executed. "
+            "Write it again from such values."
+        ) from error
+    return found
+
+
+def _read_header(stream: io.BytesIO) -> int:
+    """Read the .npy header; return the number of objects."""
+    magic = stream.read(8)
+    if magic[:6] != b"\x93NUMPY" or magic[6:] not in (b"\x01\x00", b"\x02\x00"):
+        raise Refused("it is not a .npy file of format 1 or 2")
+    size = int.from_bytes(stream.read(2 if magic[6] == 1 else 4), "little")
+    match = _HEADER.fullmatch(stream.read(size))
+    if match is None:
+        raise Refused("its header does not describe a one-dimensional array of objects")
+    return int(match[1])
+
+
+class _Machine:
+    """Follows the instructions of one pickle. `stack`, marks and `memo` are those of the pickle format."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        self.memo: list[Any] = []
+
+    def run(self, stream: io.BytesIO) -> Any:
+        for count, (instruction, argument, _) in enumerate(pickletools.genops(stream)):
+            if count >= MAX_INSTRUCTIONS:
+                raise Refused(f"it has more than {MAX_INSTRUCTIONS} instructions")
+            name = instruction.name
+            if name == "STOP":
+                return self.stack.pop()
+            if name in _VALUES:
+                self.stack.append(argument)
+            elif name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[name]())
+            elif name in _STEPS:
+                _STEPS[name](self, argument)
+            else:
+                raise Refused(f"it holds the instruction {name}")
+        raise Refused("it ends early")  # not reached: genops says so itself
+
+    def above_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def mark(self, _: object) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def pack(self, count: int) -> None:
+        items = [self.stack.pop() for _ in range(count)]
+        self.stack.append(tuple(reversed(items)))
+
+    def pack_marked(self, _: object) -> None:
+        items = self.above_mark()
+        self.stack.append(tuple(items))
+
+    def keep(self, place: int | None) -> None:
+        place = len(self.memo) if place is None else place
+        if place > len(self.memo):  # numpy counts up, so a gap is only there to reserve memory
+            raise Refused(f"it remembers number {place} before number {len(self.memo)}")
+        top = self.stack[-1]
+        self.memo[place : place + 1] = [top]
+        if isinstance(top, Unfilled):
+            top.places.append(place)
+
+    def recall(self, place: int) -> None:
+        self.stack.append(self.memo[place])
+
+    def extend(self, items: list[Any]) -> None:
+        if not isinstance(self.stack[-1], list):
+            raise Refused("it appends to something that is no list")
+        self.stack[-1].extend(items)
+
+    def set_items(self, items: list[Any]) -> None:
+        target, keys = self.stack[-1], items[::2]
+        if not isinstance(target, dict) or len(items) % 2 or not all(isinstance(key, str) for key in keys):
+            raise Refused("it fills something else than a dict with string keys")
+        target.update(zip(keys, items[1::2], strict=True))
+
+    def named(self, text: str) -> None:
+        if text not in CALLS and text != "numpy ndarray":
+            raise Refused(f"it wants to import {text[:80].replace(' ', '.')!r}")
+        self.stack.append(Name(text))
+
+    def named_by_stack(self, _: object) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise Refused("it wants to import something without a name")
+        self.named(f"{module} {name}")
+
+    def call(self, _: object) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, Name) or name.text not in CALLS or not isinstance(arguments, tuple):
+            raise Refused("it calls something that cannot be called")
+        self.stack.append(CALLS[name.text](arguments))
+
+    def fill(self, _: object) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Dtype):
+            set_order(target, state)
+        elif isinstance(target, Unfilled):
+            self.stack[-1] = filled(state)
+            for place in target.places:
+                self.memo[place] = self.stack[-1]
+        else:
+            raise Refused("it sets the state of something that has none")
+
+
+# fmt: off
+_VALUES: Final = frozenset((
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
+    "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+))
+# fmt: on
+_CONSTANTS: Final[dict[str, Callable[[], Any]]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+}
+_STEPS: Final[dict[str, Callable[[_Machine, Any], None]]] = {
+    "PROTO": lambda machine, version: None,
+    "FRAME": lambda machine, size: None,
+    "MARK": _Machine.mark,
+    "TUPLE": _Machine.pack_marked,
+    "TUPLE1": lambda machine, _: machine.pack(1),
+    "TUPLE2": lambda machine, _: machine.pack(2),
+    "TUPLE3": lambda machine, _: machine.pack(3),
+    "BINPUT": _Machine.keep,
+    "LONG_BINPUT": _Machine.keep,
+    "MEMOIZE": _Machine.keep,
+    "BINGET": _Machine.recall,
+    "LONG_BINGET": _Machine.recall,
+    "APPEND": lambda machine, _: machine.extend([machine.stack.pop()]),
+    "APPENDS": lambda machine, _: machine.extend(machine.above_mark()),
+    "SETITEM": lambda machine, _: machine.set_items([machine.stack.pop(-2), machine.stack.pop()]),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.above_mark()),
+    "GLOBAL": _Machine.named,
+    "STACK_GLOBAL": _Machine.named_by_stack,
+    "REDUCE": _Machine.call,
+    "BUILD": _Machine.fill,
+}

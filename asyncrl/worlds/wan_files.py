@@ -1,0 +1,192 @@
+"""Folders in, a Wan world out, and back: our own layout (``world.json``), and the published one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+from asyncrl.assets import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
+from asyncrl.errors import CheckpointError
+from asyncrl.tensor_files import TensorFiles, check_fit, fill, read_json, write_json, write_tensors
+from asyncrl.worlds import wan_published
+from asyncrl.worlds.wan import WanWorld
+from asyncrl.worlds.wan_names import transformer_from_published, vae_from_published
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan_vae import VaeConfig, WanVae, lay_channels_last
+
+FORMAT: Final = "asyncrl-world-1"
+TRANSFORMER: Final = "transformer.safetensors"
+VAE: Final = "vae.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldFiles:
+    """A world on disk: everything about it but the numbers."""
+
+    transformer: TensorFiles
+    transformer_size: TransformerConfig
+    vae: TensorFiles
+    vae_size: VaeConfig
+    image_size: int
+    schedule_steps: int
+    """Network calls per decision."""
+    version: int
+    published: bool
+    """The files have the published names of tensors."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights become unless told otherwise."""
+        return torch.bfloat16 if self.published else torch.float32
+
+    @property
+    def transformer_name(self) -> Callable[[str], str]:
+        """Maps a stored name of the transformer to ours."""
+        return transformer_from_published if self.published else str
+
+    @property
+    def vae_name(self) -> Callable[[str], str]:
+        """Maps a stored name of the autoencoder to ours."""
+        return vae_from_published if self.published else str
+
+    def build(self) -> tuple[ActionWanTransformer, WanVae]:
+        """Build the modules without memory for their weights (on the meta device)."""
+        with torch.device("meta"):
+            return ActionWanTransformer(self.transformer_size), WanVae(self.vae_size)
+
+    def check(self) -> int:
+        """Check that all tensors are there and fit; return the bytes that the loaded world takes.
+
+        Raises:
+            CheckpointError: A tensor is missing or has the wrong shape.
+        """
+        transformer, vae = self.build()
+        check_fit(transformer, self.transformer, self.transformer_name)
+        check_fit(vae, self.vae, self.vae_name)
+        return sum(p.numel() * self.dtype.itemsize for m in (transformer, vae) for p in m.parameters())
+
+    def load(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        schedule_steps: int | None = None,
+    ) -> WanWorld:
+        """Load the world for inference, one tensor at a time, straight to `device`; see `load_world`."""
+        kept = self.dtype if dtype is None else dtype
+        transformer, vae = self.build()
+        fill(transformer, self.transformer, rename=self.transformer_name, dtype=kept, device=device)
+        size = self.transformer_size
+        # Not in the file: computed from the size.
+        transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
+        fill(vae, self.vae, rename=self.vae_name, dtype=kept, device=device)
+        lay_channels_last(vae)
+        return WanWorld(
+            transformer.eval().requires_grad_(False),
+            vae.eval().requires_grad_(False),
+            image_size=self.image_size,
+            schedule_steps=schedule_steps or self.schedule_steps,
+            version=self.version,
+            device=device,
+        )
+
+
+def open_world(folder: Path) -> WorldFiles:
+    """Read what a folder says about its world, without its numbers.
+
+    Args:
+        folder: One of ours (``world.json``), or one with the published files.
+
+    Raises:
+        CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
+    """
+    if not (folder / "world.json").is_file() and (files := wan_transformer_files(folder)):
+        return _open_published(folder, files)
+    content = read_json(folder / "world.json")
+    if content.get("format") != FORMAT or content.get("kind") != "wan":
+        raise CheckpointError(
+            f"{folder / 'world.json'} describes {content.get('kind')!r} in format {content.get('format')!r}; "
+            f"this version reads 'wan' in format {FORMAT!r}."
+        )
+    try:
+        transformer_size = TransformerConfig(**content["transformer"])
+        vae_size = VaeConfig.from_json(content["vae"])
+        image_size, steps, version = (int(content[k]) for k in ("image_size", "schedule_steps", "version"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / 'world.json'} is incomplete ({error}). Save the world again."
+        ) from error
+    return WorldFiles(
+        transformer=TensorFiles([folder / TRANSFORMER]),
+        transformer_size=transformer_size,
+        vae=TensorFiles([folder / VAE]),
+        vae_size=vae_size,
+        image_size=image_size,
+        schedule_steps=steps,
+        version=version,
+        published=False,
+    )
+
+
+def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
+    if not (folder / WAN_VAE).is_file():
+        raise CheckpointError(
+            f"{folder} holds a transformer ({transformer_files[0].name}) and no autoencoder: "
+            f"{folder / WAN_VAE} does not exist. Download it beside {WAN_TRANSFORMER}."
+        )
+    transformer, vae = TensorFiles(transformer_files), TensorFiles([folder / WAN_VAE])
+    return WorldFiles(
+        transformer=transformer,
+        transformer_size=wan_published.recognise_transformer(transformer),
+        vae=vae,
+        vae_size=wan_published.recognise_vae(vae),
+        image_size=wan_published.IMAGE_SIZE,
+        schedule_steps=wan_published.SCHEDULE_STEPS,
+        version=0,
+        published=True,
+    )
+
+
+def load_world(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    schedule_steps: int | None = None,
+) -> WanWorld:
+    """Load a world for inference from a folder of ours or one with the published files.
+
+    Tensors are read one at a time and go straight to `device`.
+
+    Args:
+        folder: See `open_world`.
+        device: Where the weights go.
+        dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
+        schedule_steps: Network calls per decision; None takes what the folder says (published: 5).
+
+    Raises:
+        CheckpointError: A file is missing or does not fit.
+    """
+    return open_world(folder).load(device=device, dtype=dtype, schedule_steps=schedule_steps)
+
+
+def save_world(folder: Path, world: WanWorld) -> None:
+    """Write `world` as ``transformer.safetensors``, ``vae.safetensors`` and ``world.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / TRANSFORMER, world.transformer.state_dict())
+    write_tensors(folder / VAE, world.vae.state_dict())
+    content = {
+        "format": FORMAT,
+        "kind": "wan",
+        "version": world.version,
+        "image_size": world.image_size,
+        "schedule_steps": world.schedule_steps,
+        "transformer": asdict(world.transformer.size),
+        "vae": asdict(world.vae.size),
+    }
+    write_json(folder / "world.json", content)

@@ -1,0 +1,174 @@
+"""The published Wan files: which variant they hold, how large it is, and writing them.
+
+A folder like RLinf-Wan-LIBERO-Spatial holds the transformer (``model-00001.safetensors``, or shards), the
+autoencoder ``Wan2.2_VAE.pth``, a reward model and ``dataset/``. It says nothing about sizes: they are read
+from the shapes. What the shapes do not tell is the same in all Wan models: heads of 128 channels, and the
+statistics of the 48 latent channels.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from asyncrl.assets import WAN_TRANSFORMER, WAN_VAE
+from asyncrl.errors import CheckpointError
+from asyncrl.records import ACTION_DIM
+from asyncrl.tensor_files import TensorFiles, write_pth, write_tensors
+from asyncrl.worlds.wan import WanWorld
+from asyncrl.worlds.wan_names import PREFIX, fingerprint, transformer_to_published, vae_to_published
+from asyncrl.worlds.wan_transformer import FRAMES_PER_LATENT, TransformerConfig
+from asyncrl.worlds.wan_vae import VaeConfig
+
+_log = logging.getLogger(__name__)
+
+HEAD_DIM: Final = 128
+"""Channels of one head in every published Wan model."""
+IMAGE_SIZE: Final = 256
+SCHEDULE_STEPS: Final = 5
+ACTION_MODEL: Final = "bc4824aef7c3f23d3378cec6e2b1316c"
+"""Fingerprint of the action-conditioned transformer (829 tensors), which is the one that is read."""
+AUTOENCODER: Final = "e1de6c02cdac79f8b739f4d3698cd216"
+"""Fingerprint of ``Wan2.2_VAE.pth`` (196 tensors)."""
+
+
+def recognise_transformer(files: TensorFiles) -> TransformerConfig:
+    """Tell which variant of the transformer `files` hold, and return its size.
+
+    The log says whether it is the very one that was published, or one with the same tensors.
+
+    Raises:
+        CheckpointError: It is a variant that takes actions in another way, or none that is known.
+    """
+    shapes = {name.removeprefix(PREFIX): shape for name, shape in files.shapes.items()}
+    if why := _unsupported(shapes):
+        raise CheckpointError(
+            f"{files.label} {why}. The variant that can be read takes 7-D actions in cross-attention and in "
+            "the modulation (TI2V2): the model-00001.safetensors of RLinf-Wan-LIBERO-Spatial, -Object or "
+            "-Goal."
+        )
+    size = _transformer_size(files, shapes)
+    found = fingerprint(shapes)
+    if found == ACTION_MODEL:
+        _log.info("%s is the published action-conditioned Wan2.2-TI2V-5B (%s)", files.label, found)
+    else:
+        _log.warning("%s has the unknown fingerprint %s; its tensors decide", files.label, found)
+    return size
+
+
+def _unsupported(shapes: dict[str, torch.Size]) -> str | None:
+    """Say what speaks against a transformer with these tensors."""
+    token, vector = (shapes.get(f"action_mlp{n}.0.weight") for n in (1, 2))
+    scales = sorted(name for name in shapes if name.startswith("action_scale"))
+    if "patch_embedding.weight" not in shapes or "blocks.0.self_attn.q.weight" not in shapes:
+        return "is no Wan transformer (it lacks patch_embedding.weight or blocks.0.self_attn.q.weight)"
+    if token is None and vector is None:
+        return (
+            "takes no actions (no action_mlp1, no action_mlp2): a Wan2.2-TI2V-5B as its makers published it"
+        )
+    scaled = f", scaled by {scales[0]}" if scales else ""
+    if token is None:
+        return f"takes actions in the modulation only (TI2V3: no action_mlp1{scaled})"
+    if vector is None:
+        return f"takes actions in cross-attention only (TI2V1: no action_mlp2{scaled})"
+    if scales:
+        return f"scales its actions by {scales[0]}, and how is not published"
+    if (token[-1], vector[-1]) != (ACTION_DIM, FRAMES_PER_LATENT * ACTION_DIM):
+        return f"takes actions of {token[-1]} numbers"
+    return None
+
+
+def _transformer_size(files: TensorFiles, shapes: dict[str, torch.Size]) -> TransformerConfig:
+    width, channels, _, patch, _ = _shape(files, shapes, "patch_embedding.weight", 5)
+    if width % HEAD_DIM:
+        raise CheckpointError(
+            f"{files.label} is {width} channels wide; Wan models have heads of {HEAD_DIM}. Save it with "
+            "save_world instead, whose folders say how many heads there are."
+        )
+    return TransformerConfig(
+        heads=width // HEAD_DIM,
+        head_dim=HEAD_DIM,
+        layers=1 + _highest(r"blocks\.(\d+)\.", shapes),
+        ffn_dim=_shape(files, shapes, "blocks.0.ffn.0.weight", 2)[0],
+        channels=channels,
+        patch=patch,
+        freq_dim=_shape(files, shapes, "time_embedding.0.weight", 2)[1],
+        round_timestep=True,
+    )
+
+
+def recognise_vae(files: TensorFiles) -> VaeConfig:
+    """Return the size of the autoencoder in `files`.
+
+    Raises:
+        CheckpointError: It is none of Wan 2.2 with 48 latent channels.
+    """
+    shapes, full = files.shapes, VaeConfig.full()
+    z_dim = _shape(files, shapes, "conv2.weight", 5)[0]
+    if z_dim != full.z_dim:
+        raise CheckpointError(
+            f"{files.label} has {z_dim} latent channels; Wan 2.2 has {full.z_dim}, and the statistics of "
+            "others are not known here. Use Wan2.2_VAE.pth."
+        )
+    found = fingerprint(shapes)
+    if found == AUTOENCODER:
+        _log.info("%s is the published autoencoder of Wan 2.2 (%s)", files.label, found)
+    else:
+        _log.warning("%s has the unknown fingerprint %s; its tensors decide", files.label, found)
+    return replace(
+        full,
+        base_dim=_shape(files, shapes, "encoder.conv1.weight", 5)[0],
+        decoder_base_dim=_shape(files, shapes, "decoder.head.0.gamma", 4)[0],
+        res_blocks=_highest(r"encoder\.downsamples\.0\.downsamples\.(\d+)\.", shapes),
+    )
+
+
+def _shape(files: TensorFiles, shapes: dict[str, torch.Size], name: str, axes: int) -> torch.Size:
+    if name not in shapes or len(shapes[name]) != axes:
+        seen = f"has {name} of shape {list(shapes[name])}" if name in shapes else f"lacks tensor {name}"
+        raise CheckpointError(f"{files.label} {seen}, so it is not the Wan model it should be.")
+    return shapes[name]
+
+
+def _highest(pattern: str, names: Iterable[str]) -> int:
+    return max((int(match[1]) for name in names if (match := re.match(pattern, name))), default=0)
+
+
+def export_world(folder: Path, world: WanWorld) -> None:
+    """Write `world` as RLinf's tools read it: bfloat16 ``model-00001.safetensors``, ``Wan2.2_VAE.pth``.
+
+    Raises:
+        CheckpointError: The published layout cannot say what this world is: another head size, other latents.
+    """
+    size, vae = world.transformer.size, world.vae.size
+    full = VaeConfig.full()
+    same = (vae.latents_mean, vae.latents_std) == (full.latents_mean, full.latents_std)
+    if size.head_dim != HEAD_DIM or not same or world.image_size != IMAGE_SIZE:
+        raise CheckpointError(
+            f"a world with heads of {size.head_dim} channels, {vae.z_dim} latent channels and "
+            f"{world.image_size} pixels cannot be written in the published layout, which always means "
+            f"{HEAD_DIM}, {full.z_dim} with their statistics, and {IMAGE_SIZE}. Use save_world."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / WAN_TRANSFORMER, published_transformer(world))
+    write_pth(folder / WAN_VAE, published_vae(world))
+
+
+def published_transformer(world: WanWorld) -> dict[str, Tensor]:
+    """The transformer's tensors by their published names, bfloat16."""
+    state = world.transformer.state_dict()
+    return {transformer_to_published(name): tensor.to(torch.bfloat16) for name, tensor in state.items()}
+
+
+def published_vae(world: WanWorld) -> dict[str, Tensor]:
+    """The autoencoder's tensors by their published names, float32."""
+    blocks = world.vae.size.res_blocks
+    state = world.vae.state_dict()
+    return {vae_to_published(name, res_blocks=blocks): tensor.float() for name, tensor in state.items()}
