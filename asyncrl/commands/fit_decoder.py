@@ -40,11 +40,11 @@ class Decoder:
     """Length of an episode; as long as those of training (--actor.max-decisions)."""
     imagine_batch: int = 32
     """Episodes imagined side by side."""
-    steps: int = 2_000
+    steps: int = 3_000
     """Optimizer steps."""
     batch: int = 4
-    """Episodes, and as many windows, per step."""
-    learning_rate: float = 2e-3
+    """Episodes per step."""
+    learning_rate: float = 3e-3
     """Peak learning rate."""
     temperature: float = 1.0
     """Sampling temperature of the policy, as in training."""
@@ -69,7 +69,6 @@ def fit_decoder_command(config: Decoder) -> None:
     import torch
 
     from asyncrl.fitting.decoder import compare, fit_decoder
-    from asyncrl.fitting.imagined import windows_of
     from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig
     from asyncrl.worlds.wan import load_world
 
@@ -79,13 +78,11 @@ def fit_decoder_command(config: Decoder) -> None:
     world = load_world(folder, device=device, dtype=_dtype(device))
     reward = _reward(folder, device)
     learned, held_out = _episodes(config, world, device)
-    windows = windows_of(world.vae, learned, seed=config.seed)
     torch.manual_seed(config.seed)
     decoder = TinyDecoder(TinyDecoderConfig.for_world(world.vae.size.z_dim, world.image_size)).to(device)
     loss = fit_decoder(
         decoder,
         learned,
-        windows,
         steps=config.steps,
         batch=config.batch,
         learning_rate=config.learning_rate,

@@ -15,7 +15,7 @@ Dimension letters:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +44,10 @@ class Decoder(Protocol):
 
     def decode(self, latents_BZFhw: Tensor, cache: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
         """Draw the next frames of `B` videos: ``[B, 3, 1 or 4 F, H, W]`` in [-1, 1], and the memory after."""
+        ...
+
+    def compile(self) -> None:
+        """Be faster from now on, at one fixed batch size."""
         ...
 
 
@@ -126,7 +130,17 @@ class TinyDecoder(nn.Module):
         )
         self.widen = nn.ModuleList(nn.Conv2d(before, width, 1) for before, width in pairwise(widths))
         self.draw = nn.Conv2d(widths[-1], FRAMES_PER_LATENT * 3 * PATCH * PATCH, 3, padding=1)
+        self._stream: Callable[[Tensor, Memory | None], tuple[Tensor, Memory]] = self._run
         self.lay_channels_last()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what `decode` computes once a video has begun, for one fixed batch size.
+
+        Args:
+            args: Of `torch.compile`.
+            kwargs: Of `torch.compile`; by default the whole must be one graph of fixed shapes.
+        """
+        self._stream = torch.compile(self._run, *args, **({"fullgraph": True, "dynamic": False} | kwargs))
 
     def lay_channels_last(self) -> None:
         """Store the convolutions' weights in the layout that they compute in."""
@@ -152,7 +166,8 @@ class TinyDecoder(nn.Module):
         """
         if cache is None and latents_BZFhw.shape[2] != 1:
             raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
-        frames, after = self._run(latents_BZFhw, cache)
+        # The single first latent of a video is never worth compiling for.
+        frames, after = (self._run if cache is None else self._stream)(latents_BZFhw, cache)
         # The first latent stands for one frame: the last of the four that the network draws.
         frames = frames[:, :, -1:] if cache is None else frames
         return (frames.clamp(-1, 1) if clamp else frames), after

@@ -94,6 +94,9 @@ class FullDecoder:
         """Draw the next frames; see `asyncrl.worlds.wan_vae.decode_step`."""
         return decode_step(self.vae, latents_BZFhw, cache)
 
+    def compile(self) -> None:
+        """Leave it as it is: diffusers' layers do not compile into one graph."""
+
 
 class WanWorld:
     """Imagines frames with an action-conditioned Wan transformer and the Wan autoencoder."""
