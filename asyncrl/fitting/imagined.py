@@ -20,7 +20,7 @@ from tqdm import tqdm
 from asyncrl.pixels import to_uint8
 from asyncrl.policies.protocol import Policy, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.worlds.tiny_decoder import Decoder
+from asyncrl.worlds.decoders import Decoder
 from asyncrl.worlds.wan import WanWorld
 
 
@@ -54,9 +54,9 @@ class Recorder:
         self.frames.append(to_uint8(frames).permute(0, 2, 3, 4, 1).cpu())
         return frames, after
 
-    def compile(self) -> None:
+    def speed_up(self) -> None:
         """Compile the decoder it passes latents on to."""
-        self.decoder.compile()
+        self.decoder.speed_up()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -37,18 +37,6 @@ PATCH: Final = 2
 
 Memory = list[Tensor]
 """One ``[B, ., ., K]`` tensor per memory block, in the order of the blocks."""
-
-
-class Decoder(Protocol):
-    """What a world draws its frames with: the full decoder or a tiny one."""
-
-    def decode(self, latents_BZFhw: Tensor, cache: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
-        """Draw the next frames of `B` videos: ``[B, 3, 1 or 4 F, H, W]`` in [-1, 1], and the memory after."""
-        ...
-
-    def compile(self) -> None:
-        """Be faster from now on, at one fixed batch size."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +121,6 @@ class TinyDecoder(nn.Module):
         self._stream: Callable[[Tensor, Memory | None], tuple[Tensor, Memory]] = self._run
         self.lay_channels_last()
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile what `decode` computes once a video has begun, for one fixed batch size.
-
-        Args:
-            args: Of `torch.compile`.
-            kwargs: Of `torch.compile`; by default the whole must be one graph of fixed shapes.
-        """
-        self._stream = torch.compile(self._run, *args, **({"fullgraph": True, "dynamic": False} | kwargs))
-
     def lay_channels_last(self) -> None:
         """Store the convolutions' weights in the layout that they compute in."""
         for module in self.modules():
@@ -166,11 +145,17 @@ class TinyDecoder(nn.Module):
         """
         if cache is None and latents_BZFhw.shape[2] != 1:
             raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
-        # The single first latent of a video is never worth compiling for.
-        frames, after = (self._run if cache is None else self._stream)(latents_BZFhw, cache)
+        # Single latents open videos, one batch for all slots that begin: their number varies, so every new
+        # one would be compiled for again.
+        opens = latents_BZFhw.shape[2] == 1
+        frames, after = (self._run if opens else self._stream)(latents_BZFhw, cache)
         # The first latent stands for one frame: the last of the four that the network draws.
         frames = frames[:, :, -1:] if cache is None else frames
         return (frames.clamp(-1, 1) if clamp else frames), after
+
+    def speed_up(self) -> None:
+        """Compile for one fixed batch size; `decode` is not `forward`, so `compile` would not do."""
+        self._stream = torch.compile(self._run, fullgraph=True, dynamic=False)
 
     def forward(self, latents_BZFhw: Tensor) -> Tensor:
         """Draw whole videos: ``[B, Z, F, h, w]`` to ``[B, 3, 1 + 4 (F - 1), 16 h, 16 w]``, not clamped."""

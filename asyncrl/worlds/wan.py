@@ -26,10 +26,10 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.pixels import to_signed, to_uint8
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds import wan_transformer, wan_vae
+from asyncrl.worlds.decoders import Decoder, FullDecoder
 from asyncrl.worlds.flow_schedule import sampling_sigmas
-from asyncrl.worlds.tiny_decoder import Decoder
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, load_transformer
-from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, decode_step, encode_stream, load_vae
+from asyncrl.worlds.wan_vae import Cache, VaeConfig, WanVae, encode_stream, load_vae
 from asyncrl.worlds.weight_files import read_json, write_json, write_tensors
 
 CONTEXT: Final = 4
@@ -82,20 +82,6 @@ class WanState:
     def to(self, device: torch.device | str) -> WanState:
         """Return this state on `device`."""
         return self._from([tensor.to(device) for tensor in self._tensors()])
-
-
-class FullDecoder:
-    """The autoencoder's own decoder, with the contract that every decoder of a world keeps."""
-
-    def __init__(self, vae: WanVae) -> None:
-        self.vae = vae
-
-    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames; see `asyncrl.worlds.wan_vae.decode_step`."""
-        return decode_step(self.vae, latents_BZFhw, cache)
-
-    def compile(self) -> None:
-        """Leave it as it is: diffusers' layers do not compile into one graph."""
 
 
 class WanWorld:
