@@ -271,8 +271,14 @@ def _imagined(folder: Path) -> float | None:
 
 
 def rows_of(out: Path) -> Iterator[Row]:
-    """Results of a folder or of a file of JSON lines."""
+    """Results of a folder or of a file of JSON lines.
+
+    Raises:
+        ConfigError: There are none.
+    """
     file = out / "results.jsonl" if out.is_dir() else out
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist: there are no results yet. Use the command `run` first.")
     for line in file.read_text().splitlines():
         yield json.loads(line)
 
@@ -302,7 +308,10 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Run, or print."""
-    chosen = tyro.extras.subcommand_cli_from_dict({"run": run_me, "table": table_me})
+    try:
+        chosen = tyro.extras.subcommand_cli_from_dict({"run": run_me, "table": table_me})
+    except ConfigError as error:
+        sys.exit(str(error))
     if chosen is not None:
         print(chosen)
 
