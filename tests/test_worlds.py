@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
+from asyncrl.imagination import ImaginationSettings
 from asyncrl.pixels import to_uint8
 from asyncrl.records import StartState
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
@@ -626,7 +627,7 @@ def test_a_saved_world_imagines_the_same_frames(world: WanWorld, tmp_path: Path)
     frames, _ = world.imagine(world.start([start_state(1)]), some_actions(1), [5])
     again, _ = loaded.imagine(loaded.start([start_state(1)]), some_actions(1), [5])
     assert torch.equal(frames, again)
-    assert load_world(tmp_path / "world", schedule_steps=1).schedule_steps == 1
+    assert load_world(tmp_path / "world", settings=ImaginationSettings(steps=1)).schedule_steps == 1
 
 
 def test_a_world_can_be_loaded_in_bfloat16(world: WanWorld, tmp_path: Path) -> None:

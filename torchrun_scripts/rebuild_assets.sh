@@ -49,4 +49,8 @@ fit reward --data "$WORK"/{places,rollouts,hot} --world "$ASSETS/world" --batch 
 
 # 5. Start states: the first pictures of recordings that no evaluation ever uses.
 fit starts --data "$WORK/demos" --out "$ASSETS/start_states.h5" --count 512
+
+# 6. The world's tiny decoder, distilled from the full one on episodes that the world imagines from these start states.
+fit decoder --world "$ASSETS/world" --policy "$ASSETS/policy" --start-states "$ASSETS/start_states.h5" \
+    --episodes "$(n 160)" --held-out 48 --steps "$(n 2000)"
 du -sh "$ASSETS"/*

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.assets import policy_folder, start_states_file, world_folder
+from asyncrl.assets import policy_folder, start_states_path, world_folder
 from asyncrl.errors import ConfigError
 from asyncrl.launch.devices import pick_device
 
@@ -40,11 +40,11 @@ class Decoder:
     """Length of an episode; as long as those of training (--actor.max-decisions)."""
     imagine_batch: int = 32
     """Episodes imagined side by side."""
-    steps: int = 2_000
+    steps: int = 3_000
     """Optimizer steps."""
     batch: int = 4
-    """Episodes, and as many windows, per step."""
-    learning_rate: float = 2e-3
+    """Episodes per step."""
+    learning_rate: float = 3e-3
     """Peak learning rate."""
     temperature: float = 1.0
     """Sampling temperature of the policy, as in training."""
@@ -69,23 +69,20 @@ def fit_decoder_command(config: Decoder) -> None:
     import torch
 
     from asyncrl.fitting.decoder import compare, fit_decoder
-    from asyncrl.fitting.imagined import windows_of
     from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig
-    from asyncrl.worlds.wan import load_world
+    from asyncrl.worlds.wan_files import load_world
 
     device = pick_device(config.device)
     folder = world_folder(config.world)
     out = Path(config.out) if config.out else folder
     world = load_world(folder, device=device, dtype=_dtype(device))
-    reward = _reward(folder, device)
     learned, held_out = _episodes(config, world, device)
-    windows = windows_of(world.vae, learned, seed=config.seed)
+    reward = _reward(folder, set(learned.tasks) | set(held_out.tasks), device)
     torch.manual_seed(config.seed)
     decoder = TinyDecoder(TinyDecoderConfig.for_world(world.vae.size.z_dim, world.image_size)).to(device)
     loss = fit_decoder(
         decoder,
         learned,
-        windows,
         steps=config.steps,
         batch=config.batch,
         learning_rate=config.learning_rate,
@@ -114,8 +111,8 @@ def _episodes(config: Decoder, world: WanWorld, device: torch.device) -> tuple[I
     from asyncrl.worlds.start_states import load_start_states, pick
 
     policy = load_policy(policy_folder(config.policy), device=device, dtype=_dtype(device)).eval()
-    file = start_states_file(config.start_states)
-    states = load_start_states(file)
+    place = start_states_path(config.start_states, config.world)
+    states = load_start_states(place, image_size=world.image_size)
     if len(states) < 2:
         raise ConfigError(
             f"--start-states {config.start_states} holds {len(states)} start state, but some are to learn "
@@ -142,13 +139,15 @@ def _episodes(config: Decoder, world: WanWorld, device: torch.device) -> tuple[I
     return parts[0], parts[1]
 
 
-def _reward(folder: Path, device: torch.device) -> RewardModel | None:
-    from asyncrl.rewards.resnet import load_reward
+def _reward(folder: Path, tasks: set[str], device: torch.device) -> RewardModel | None:
+    from asyncrl.errors import CheckpointError
+    from asyncrl.rewards.files import load_reward
 
-    if not (folder / "reward.json").is_file():
-        print(f"{folder} holds no reward model: the agreement of its verdicts is not measured.", flush=True)
+    try:
+        return load_reward(folder, tasks=tasks, device=device)
+    except CheckpointError as error:
+        print(f"The agreement of verdicts is not measured: {error}", flush=True)
         return None
-    return load_reward(folder, device=device)
 
 
 def _save(

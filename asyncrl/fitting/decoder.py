@@ -67,8 +67,7 @@ def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background_3H
 
 def fit_decoder(
     decoder: TinyDecoder,
-    streams: Imagined,
-    windows: Imagined,
+    imagined: Imagined,
     *,
     steps: int,
     batch: int,
@@ -76,14 +75,13 @@ def fit_decoder(
     seed: int,
     compiled: bool = False,
 ) -> float:
-    """Train `decoder` in place on whole episodes, and on windows that follow an anchor from later on.
+    """Train `decoder` in place on whole episodes, so that its memory blocks learn what to remember.
 
     Args:
         decoder: On the device to train on, in float32.
-        streams: Whole episodes, so that the memory blocks learn what to remember.
-        windows: From `asyncrl.fitting.imagined.windows_of`.
+        imagined: What the full decoder drew.
         steps: Optimizer steps.
-        batch: Episodes, and as many windows, per step.
+        batch: Episodes per step.
         learning_rate: Peak learning rate.
         seed: Of the choice of episodes.
         compiled: Use `torch.compile`.
@@ -96,21 +94,17 @@ def fit_decoder(
     """
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    some = streams.frames[:: max(1, len(streams) // 64)]
+    some = imagined.frames[:: max(1, len(imagined) // 64)]
     background_3HW = _pictures(some, device).mean((0, 2))
     draw = prepared(decoder, device, compiled=compiled)
 
     def loss_at(step: int) -> Tensor:
-        losses: list[Tensor] = []
-        for source in (streams, windows):
-            rows = torch.randint(len(source), (batch,), generator=generator)
-            wanted = _pictures(source.frames[rows], device)
-            drawn = draw(source.latents[rows].to(device)).float()
-            losses.append(reconstruction_loss(drawn, wanted, background_3HW))
-        return torch.stack(losses).mean()
+        rows = torch.randint(len(imagined), (batch,), generator=generator)
+        drawn = draw(imagined.latents[rows].to(device)).float()
+        return reconstruction_loss(drawn, _pictures(imagined.frames[rows], device), background_3HW)
 
     decoder.train()
-    loss = minimise("decoder", decoder, loss_at, steps=steps, learning_rate=learning_rate, average=0.995)
+    loss = minimise("decoder", decoder, loss_at, steps=steps, learning_rate=learning_rate, average=0.998)
     decoder.eval()
     return loss
 

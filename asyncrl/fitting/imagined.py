@@ -22,10 +22,6 @@ from asyncrl.policies.protocol import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.worlds.decoders import Decoder
 from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_vae import WanVae, decode_stream
-
-WINDOW = 4
-"""Latents of a window: anchor, memory and two new ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +55,7 @@ class Recorder:
         return frames, after
 
     def speed_up(self) -> None:
-        """Compile the decoder behind."""
+        """Compile the decoder it passes latents on to."""
         self.decoder.speed_up()
 
 
@@ -125,24 +121,3 @@ def _now(start: StartState) -> np.ndarray:
 
 def _seed(run: int, episode: int, decision: int) -> int:
     return int(np.random.SeedSequence([run, episode, decision]).generate_state(1)[0])
-
-
-@torch.no_grad()
-def windows_of(vae: WanVae, imagined: Imagined, *, seed: int, batch: int = 32) -> Imagined:
-    """One window per episode, drawn from nothing: the anchor, then three latents from a later decision on.
-
-    This is how a decoder meets latents where the whole window is decoded anew for every decision.
-    """
-    device = next(vae.parameters()).device
-    decisions = (imagined.latents.shape[2] - 2) // 2
-    rng = np.random.default_rng(seed)
-    memory_E = 1 + 2 * rng.integers(min(1, decisions - 1), decisions, size=len(imagined))
-    places_EF = np.stack([np.zeros_like(memory_E), memory_E, memory_E + 1, memory_E + 2], axis=1)
-    latents = torch.stack(
-        [row[:, places] for row, places in zip(imagined.latents, places_EF.tolist(), strict=True)]
-    )
-    drawn = [
-        to_uint8(decode_stream(vae, part.to(device))).permute(0, 2, 3, 4, 1).cpu()
-        for part in tqdm(latents.split(batch), desc="windows", mininterval=2.0)
-    ]
-    return Imagined(latents=latents, frames=torch.cat(drawn), tasks=imagined.tasks)

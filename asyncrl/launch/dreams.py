@@ -52,7 +52,10 @@ def check_dreams(config: TrainConfig) -> DreamsOnDisk:
     """
     folder, world, reward, starts = _open(config)
     return DreamsOnDisk(
-        folder=folder, starts=starts, image_size=world.image_size, nbytes=world.check() + reward.check()
+        folder=folder,
+        starts=starts,
+        image_size=world.image_size,
+        nbytes=world.check(config.imagination) + reward.check(),
     )
 
 
@@ -63,7 +66,11 @@ def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
     """
     _, world, reward, starts = _open(config)
-    return Dreams(world=world.load(device=device), reward=reward.load(device=device), starts=starts)
+    return Dreams(
+        world=world.load(device=device, settings=config.imagination),
+        reward=reward.load(device=device),
+        starts=starts,
+    )
 
 
 def _open(config: TrainConfig) -> tuple[Path, WorldFiles, RewardFiles, list[StartState]]:

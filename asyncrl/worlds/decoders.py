@@ -31,8 +31,8 @@ class FullDecoder:
         self._layers: Layers = decode_layers
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames; the single first one of a video is not worth compiling for."""
-        layers = decode_layers if cache is None else self._layers
+        """Draw the next frames; single latents open videos, in numbers that vary: not compiled for."""
+        layers = decode_layers if latents_BZFhw.shape[2] == 1 else self._layers
         return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
 
     def speed_up(self) -> None:

@@ -15,7 +15,7 @@ Dimension letters:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncrl.errors import CheckpointError
-from asyncrl.tensor_files import assign, read_json, read_tensors, write_json, write_tensors
+from asyncrl.tensor_files import TensorFiles, fill, read_json, write_json, write_tensors
 
 FORMAT: Final = "asyncrl-tiny-decoder-1"
 WEIGHTS: Final = "decoder.safetensors"
@@ -118,6 +118,7 @@ class TinyDecoder(nn.Module):
         )
         self.widen = nn.ModuleList(nn.Conv2d(before, width, 1) for before, width in pairwise(widths))
         self.draw = nn.Conv2d(widths[-1], FRAMES_PER_LATENT * 3 * PATCH * PATCH, 3, padding=1)
+        self._stream: Callable[[Tensor, Memory | None], tuple[Tensor, Memory]] = self._run
         self.lay_channels_last()
 
     def lay_channels_last(self) -> None:
@@ -144,14 +145,17 @@ class TinyDecoder(nn.Module):
         """
         if cache is None and latents_BZFhw.shape[2] != 1:
             raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
-        frames, after = self._run(latents_BZFhw, cache)
+        # Single latents open videos, one batch for all slots that begin: their number varies, so every new
+        # one would be compiled for again.
+        opens = latents_BZFhw.shape[2] == 1
+        frames, after = (self._run if opens else self._stream)(latents_BZFhw, cache)
         # The first latent stands for one frame: the last of the four that the network draws.
         frames = frames[:, :, -1:] if cache is None else frames
         return (frames.clamp(-1, 1) if clamp else frames), after
 
     def speed_up(self) -> None:
         """Compile for one fixed batch size; `decode` is not `forward`, so `compile` would not do."""
-        self._run = torch.compile(self._run, fullgraph=True, dynamic=False)
+        self._stream = torch.compile(self._run, fullgraph=True, dynamic=False)
 
     def forward(self, latents_BZFhw: Tensor) -> Tensor:
         """Draw whole videos: ``[B, Z, F, h, w]`` to ``[B, 3, 1 + 4 (F - 1), 16 h, 16 w]``, not clamped."""
@@ -254,6 +258,6 @@ def load_decoder(
             f"{file} belongs to another autoencoder: the mean and deviation of its latents differ from the "
             f"world's. Fit it again: asyncrl fit decoder --world {folder}."
         )
-    assign(decoder, read_tensors(folder / WEIGHTS), folder / WEIGHTS, dtype=dtype, device=device)
+    fill(decoder, TensorFiles([folder / WEIGHTS]), dtype=dtype, device=device)
     decoder.lay_channels_last()
     return decoder.eval().requires_grad_(False)

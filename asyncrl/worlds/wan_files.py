@@ -12,8 +12,10 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from asyncrl.assets import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
 from asyncrl.errors import CheckpointError
+from asyncrl.imagination import ImaginationSettings
 from asyncrl.tensor_files import TensorFiles, check_fit, fill, read_json, write_json, write_tensors
 from asyncrl.worlds import wan_published
+from asyncrl.worlds.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_names import transformer_from_published, vae_from_published
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
@@ -22,12 +24,15 @@ from asyncrl.worlds.wan_vae import VaeConfig, WanVae, lay_channels_last
 FORMAT: Final = "asyncrl-world-1"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
+AS_SAVED: Final = ImaginationSettings()
+"""Memory in latents, the full decoder, as many steps as the folder says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldFiles:
     """A world on disk: everything about it but the numbers."""
 
+    folder: Path
     transformer: TensorFiles
     transformer_size: TransformerConfig
     vae: TensorFiles
@@ -59,7 +64,7 @@ class WorldFiles:
         with torch.device("meta"):
             return ActionWanTransformer(self.transformer_size), WanVae(self.vae_size)
 
-    def check(self) -> int:
+    def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
         """Check that all tensors are there and fit; return the bytes that the loaded world takes.
 
         Raises:
@@ -68,6 +73,8 @@ class WorldFiles:
         transformer, vae = self.build()
         check_fit(transformer, self.transformer, self.transformer_name)
         check_fit(vae, self.vae, self.vae_name)
+        if settings.decoder == "tiny":
+            self._tiny_decoder("cpu", torch.float32)
         return sum(p.numel() * self.dtype.itemsize for m in (transformer, vae) for p in m.parameters())
 
     def load(
@@ -75,7 +82,7 @@ class WorldFiles:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
-        schedule_steps: int | None = None,
+        settings: ImaginationSettings = AS_SAVED,
     ) -> WanWorld:
         """Load the world for inference, one tensor at a time, straight to `device`; see `load_world`."""
         kept = self.dtype if dtype is None else dtype
@@ -90,9 +97,21 @@ class WorldFiles:
             transformer.eval().requires_grad_(False),
             vae.eval().requires_grad_(False),
             image_size=self.image_size,
-            schedule_steps=schedule_steps or self.schedule_steps,
+            schedule_steps=settings.steps or self.schedule_steps,
             version=self.version,
             device=device,
+            memory=settings.memory,
+            decoder=self._tiny_decoder(device, kept) if settings.decoder == "tiny" else None,
+        )
+
+    def _tiny_decoder(self, device: torch.device | str, dtype: torch.dtype) -> TinyDecoder:
+        size = self.vae_size
+        return load_decoder(
+            self.folder,
+            latents_mean=size.latents_mean,
+            latents_std=size.latents_std,
+            device=device,
+            dtype=dtype,
         )
 
 
@@ -122,6 +141,7 @@ def open_world(folder: Path) -> WorldFiles:
             f"{folder / 'world.json'} is incomplete ({error}). Save the world again."
         ) from error
     return WorldFiles(
+        folder=folder,
         transformer=TensorFiles([folder / TRANSFORMER]),
         transformer_size=transformer_size,
         vae=TensorFiles([folder / VAE]),
@@ -141,6 +161,7 @@ def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
         )
     transformer, vae = TensorFiles(transformer_files), TensorFiles([folder / WAN_VAE])
     return WorldFiles(
+        folder=folder,
         transformer=transformer,
         transformer_size=wan_published.recognise_transformer(transformer),
         vae=vae,
@@ -157,7 +178,7 @@ def load_world(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    schedule_steps: int | None = None,
+    settings: ImaginationSettings = AS_SAVED,
 ) -> WanWorld:
     """Load a world for inference from a folder of ours or one with the published files.
 
@@ -167,12 +188,12 @@ def load_world(
         folder: See `open_world`.
         device: Where the weights go.
         dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
-        schedule_steps: Network calls per decision; None takes what the folder says (published: 5).
+        settings: Memory, decoder and steps; compiling is left to `WanWorld.compile`.
 
     Raises:
         CheckpointError: A file is missing or does not fit.
     """
-    return open_world(folder).load(device=device, dtype=dtype, schedule_steps=schedule_steps)
+    return open_world(folder).load(device=device, dtype=dtype, settings=settings)
 
 
 def save_world(folder: Path, world: WanWorld) -> None:
