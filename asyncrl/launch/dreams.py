@@ -51,12 +51,8 @@ def check_dreams(config: TrainConfig) -> DreamsOnDisk:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
     """
     folder, world, reward, starts = _open(config)
-    return DreamsOnDisk(
-        folder=folder,
-        starts=starts,
-        image_size=world.image_size,
-        nbytes=world.check(config.imagination) + reward.check(),
-    )
+    nbytes = world.check(config.imagination) + reward.check()
+    return DreamsOnDisk(folder=folder, starts=starts, image_size=world.image_size, nbytes=nbytes)
 
 
 def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
