@@ -7,6 +7,8 @@ from pathlib import Path
 from asyncrl.errors import CheckpointError
 
 ASSETS = Path(__file__).parent / "assets"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""What a policy folder has one of: its weights, or the index of their shards."""
 
 
 def policy_folder(name: str) -> Path:
@@ -17,7 +19,7 @@ def policy_folder(name: str) -> Path:
     """
     path = Path(name)
     for candidate in (ASSETS / name / "policy", path, path / "policy", *_newest_checkpoints(path)):
-        if (candidate / "config.json").is_file() and (candidate / "model.safetensors").is_file():
+        if (candidate / "config.json").is_file() and any((candidate / name).is_file() for name in WEIGHTS):
             return candidate
     seen = "does not exist" if not path.exists() else "holds no config.json with model.safetensors"
     raise CheckpointError(

@@ -139,7 +139,7 @@ def test_a_folder_without_a_policy_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not JSON"):
         load_policy(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "openvla"}')
-    with pytest.raises(CheckpointError, match="Convert it first: load_openvla and save_policy"):
+    with pytest.raises(CheckpointError, match=r"asyncrl convert \S+ \S+-asyncrl`"):
         load_policy(tmp_path)
 
 
