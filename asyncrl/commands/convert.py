@@ -95,22 +95,24 @@ def report(config: ConvertConfig, done: Converted, seconds: float) -> str:
     policy = done.config
     kind = "published OpenVLA layout" if done.layout == "openvla" else "asyncrl policy"
     stop = "with" if policy.stop_token else "no"
-    lines = [
-        f"read      {config.source}: {kind}, {done.used} tensors",
-        f"merged    {done.merged} adapters of {config.adapter}" if done.merged else "",
-        f"kept      {len(done.kept)} tensors that the policy does not use, to give them back"
-        if done.kept
-        else "",
-        f"zeros     {done.zeros} tensors that the policy does not use and nothing is known of (--original)"
-        if done.zeros
-        else "",
-        f"left out  {len(done.left_out)} tensors: {', '.join(done.left_out)}" if done.left_out else "",
-        f"policy    {policy.chunk} steps of {policy.action_dim} numbers, action statistics "
-        f"{policy.norm_key or 'none'}, gripper {policy.gripper}, {stop} stop token, critic {policy.value_head}, "
-        f"computes in {policy.dtype}",
+    lines = [f"read      {config.source}: {kind}, {done.used} tensors that the policy uses"]
+    if done.merged:
+        lines.append(f"merged    {done.merged} adapters of {config.adapter}")
+    if done.kept:
+        lines.append(f"kept      {len(done.kept)} tensors that the policy does not use, to give them back")
+    if done.zeros:
+        lines.append(
+            f"zeros     {done.zeros} tensors that the policy does not use (--original gives them back)"
+        )
+    if done.left_out:
+        lines.append(f"left out  {len(done.left_out)} tensors: {', '.join(done.left_out)}")
+    lines += [
+        f"policy    {policy.chunk} steps of {policy.action_dim} numbers, {stop} stop token, gripper "
+        f"{policy.gripper}, critic {policy.value_head}, computes in {policy.dtype}",
+        f"actions   scaled with the statistics {policy.norm_key or 'none: they stay in [-1, 1]'}",
         f"wrote     {config.out}: {done.nbytes / GB:.2f} GB in {seconds:.0f} s",
     ]
-    return "\n".join(line for line in lines if line)
+    return "\n".join(lines)
 
 
 def _check(config: ConvertConfig) -> None:
