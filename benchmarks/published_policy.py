@@ -5,11 +5,11 @@
     python benchmarks/published_policy.py OUT --scale tiny     the same with two million parameters
 
 The folder has the published names, shapes, types and shards: 982 tensors, 7.54 B parameters, bfloat16,
-15.1 GB in 4 files, with the action statistics of LIBERO-Spatial. Its tokenizer is asyncrl's word tokenizer, padded to
-the size of Llama's vocabulary. Weights are normal numbers of the usual size per layer; speed and memory do
-not depend on them. Each reading runs in a process of its own: its peak is that of host memory above what the
-process had after its imports. The rate of plain reads of the same files stands beside it. Needs numpy, torch,
-safetensors and transformers only.
+15.1 GB in 4 files, with the action statistics of LIBERO-Spatial. Its tokenizer is asyncrl's word tokenizer,
+padded to the size of Llama's vocabulary. Weights are normal numbers of the usual size per layer; speed and
+memory do not depend on them. Each reading runs in a process of its own: its peak is that of host memory above
+what the process had after its imports. The rate of plain reads of the same files stands beside it. Needs
+numpy, torch, safetensors and transformers only.
 """
 
 from __future__ import annotations

@@ -281,7 +281,8 @@ def config_of(opened: PublishedFolder, choices: Choices) -> OpenVLAOFTConfig:
     changes: dict[str, Any] = {"norm_key": key, "norm_stats": stats}
     changes |= {"action_dim": len(stats[key].q01), "dtype": _computed(opened.files)}
     if choices.convention != "folder":
-        changes |= {"stop_token": choices.convention == "oft", "image_pipeline": choices.convention}
+        stop = choices.convention == "oft" and choices.decoding != "autoregressive"
+        changes |= {"stop_token": stop, "image_pipeline": choices.convention}
     if choices.decoding != "folder":
         changes["decoding"] = choices.decoding
         changes |= {"chunk": 1} if choices.decoding == "autoregressive" else {}

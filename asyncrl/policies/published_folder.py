@@ -111,7 +111,7 @@ def read_statistics(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _action_stats(folder: Path, statistics: Mapping[str, Any]) -> dict[str, NormStats]:
     try:
-        return {key: NormStats.from_json(value["action"]) for key, value in statistics.items()}
+        return {key: _stats_of(entry) for key, entry in statistics.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"The action statistics in {folder} lack or spoil {error}: tokens cannot become actions. "
@@ -129,9 +129,18 @@ def statistics_to_write(config: OpenVLAOFTConfig, known: Mapping[str, Any]) -> d
     written: dict[str, Any] = {}
     for key, stats in config.norm_stats.items():
         raw = known.get(key)
-        same = raw is not None and NormStats.from_json(raw["action"]) == stats
-        written[key] = raw if same else {"action": dataclasses.asdict(stats)}
+        written[key] = raw if raw is not None and _stats_of(raw) == stats else _entry_of(stats)
     return written
+
+
+def _stats_of(entry: Mapping[str, Any]) -> NormStats:
+    return NormStats.from_json({**entry["action"], "proprio": entry.get("proprio")})
+
+
+def _entry_of(stats: NormStats) -> dict[str, Any]:
+    action = dataclasses.asdict(stats)
+    proprio = action.pop("proprio", None)
+    return {"action": action, **({"proprio": proprio} if proprio else {})}
 
 
 def conventions_of(fields: Mapping[str, Any]) -> tuple[OpenVLAOFTConfig | None, str]:
