@@ -276,10 +276,11 @@ def config_of(opened: PublishedFolder, choices: Choices) -> OpenVLAOFTConfig:
         ConfigError: the choices do not fit together.
     """
     known, known_key = conventions_of(opened.fields)
-    key = opened.statistics_key(choices.norm_key or known_key)
     stats = opened.action_stats()
-    changes: dict[str, Any] = {"norm_key": key, "norm_stats": stats}
-    changes |= {"action_dim": len(stats[key].q01), "dtype": _computed(opened.files)}
+    unscaled = known is not None and not (stats or choices.norm_key)
+    key = "" if unscaled else opened.statistics_key(choices.norm_key or known_key)
+    changes: dict[str, Any] = {"norm_key": key, "norm_stats": stats, "dtype": _computed(opened.files)}
+    changes |= {"action_dim": len(stats[key].q01)} if key else {}
     if choices.convention != "folder":
         stop = choices.convention == "oft" and choices.decoding != "autoregressive"
         changes |= {"stop_token": stop, "image_pipeline": choices.convention}
