@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -351,7 +352,7 @@ def peak(name, work):
 
 folder = Path(sys.argv[1])
 stats = NormStats(q01=(0.0,) * 7, q99=(1.0,) * 7, mask=(True,) * 7)
-sizes = {"llm_width": 768, "llm_layers": 8, "llm_heads": 8, "llm_mlp": 2048}
+sizes = {"llm_width": 512, "llm_layers": 9, "llm_heads": 8, "llm_mlp": 1408}
 config = OpenVLAOFTConfig.tiny(norm_key="desk", norm_stats={"desk": stats}, dtype="bfloat16", **sizes)
 with torch.device("meta"):
     policy = OpenVLAOFT(config)
@@ -377,7 +378,7 @@ def test_weights_are_streamed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=settings)
     assert done.returncode == 0, done.stderr
     found = {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}
-    assert found.pop("bytes") > 2e8
+    assert found.pop("bytes") > 1e8
     assert found["save"] < 0.3, found  # all tensors at once in float32 would be 1.0
     assert found["out"] < 0.4, found
     assert found["in"] < 0.4, found
@@ -705,9 +706,9 @@ def test_the_source_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_the_benchmark_writes_a_checkpoint_that_can_be_converted(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "published_policy.py"
-    command = [sys.executable, str(script), str(tmp_path), "--scale", "tiny", "--only-write"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    runpy.run_path(str(script))["write_checkpoint"](
+        tmp_path / "published", OpenVLAOFTConfig.tiny(), sizes_in_config=True
+    )
     assert len(list((tmp_path / "published").glob("model-0000?-of-00004.safetensors"))) == 4
     convert(tmp_path / "published", tmp_path / "ours", to="asyncrl", choices=Choices())
     policy = load_policy(tmp_path / "ours")
