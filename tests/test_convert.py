@@ -379,12 +379,12 @@ def test_weights_are_streamed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}
     assert found.pop("bytes") > 1e8
-    assert found["save"] < 0.3, found  # all tensors at once in float32 would be 1.0
-    assert found["out"] < 0.4, found
-    assert found["in"] < 0.4, found
-    assert 0.9 < found["load"] < 1.3, found  # 1.0 is the policy itself
-    assert 0.9 < found["openvla"] < 1.3, found
-    assert 0.4 < found["half"] < 0.8, found
+    assert found["save"] < 0.2, found  # all tensors at once in float32 would be 1.0
+    assert found["out"] < 0.2, found
+    assert found["in"] < 0.2, found
+    assert 0.9 < found["load"] < 1.2, found  # 1.0 is the policy itself
+    assert 0.9 < found["openvla"] < 1.2, found
+    assert 0.4 < found["half"] < 0.7, found
 
 
 # --- adapters -----------------------------------------------------------------
