@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import runpy
@@ -675,6 +676,64 @@ def test_a_policy_without_proprioception_leaves_the_projector_out(
     write_proprio(source)
     assert torch.equal(logits_of(load_openvla(source, CONFIG, norm_key="desk")), before)
     assert "proprioception projector" in caplog.text
+
+
+FIELDS = {field.name for field in dataclasses.fields(OpenVLAOFTConfig)}
+whole_config = pytest.mark.skipif(
+    not {"proprio_dim", "images", "decoding", "image_pipeline"} <= FIELDS,
+    reason="the policy's configuration knows one picture, no proprioception and one way to decode",
+)
+
+
+def with_proprio_statistics(folder: Path) -> Path:
+    source = write_published(folder, published_tensors(), config=CONFIG)
+    action = {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 6 + [False]}
+    entry = {"action": action, "proprio": {"q01": [0.0] * 8, "q99": [1.0] * 8}}
+    (source / "dataset_statistics.json").write_text(json.dumps({"desk_no_noops": entry}))
+    return source
+
+
+@whole_config
+def test_proprioception_and_the_official_conventions_come_in_and_go_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = with_proprio_statistics(tmp_path / "in")
+    projector = write_proprio(source)
+    flags = ("--convention", "oft", "--images", "2", "--gripper", "maniskill")
+    assert run_cli(source, tmp_path / "ours", *flags) == 0
+    policy = load_policy(tmp_path / "ours")
+    chosen = {
+        "proprio_dim": 8,
+        "images": 2,
+        "image_pipeline": "oft",
+        "stop_token": True,
+        "gripper": "maniskill",
+    }
+    assert {name: getattr(policy.config, name) for name in chosen} == chosen
+    parameters = dict(policy.named_parameters())
+    assert_same({name: parameters[name].detach() for name in projector}, projector)
+    assert run_cli(tmp_path / "ours", tmp_path / "back", "--to", "openvla") == 0
+    assert_same(all_tensors(tmp_path / "back"), published_tensors() | projector)
+    assert open_source(tmp_path / "back", Choices()).config == policy.config
+    capsys.readouterr()
+    assert run_cli(source, tmp_path / "without", "--no-proprio") == 0
+    assert "left out  4 tensors: proprio_projector.fc1.bias" in capsys.readouterr().out
+    assert load_policy(tmp_path / "without").config.to_json()["proprio_dim"] == 0
+
+
+@whole_config
+def test_an_autoregressive_policy_comes_in_and_goes_out(tmp_path: Path) -> None:
+    source = with_proprio_statistics(tmp_path / "in")
+    choices = Choices(convention="oft", decoding="autoregressive")
+    convert(source, tmp_path / "ours", to="asyncrl", choices=choices)
+    policy = load_policy(tmp_path / "ours")
+    found = {name: policy.config.to_json()[name] for name in ("decoding", "chunk", "stop_token")}
+    assert found == {"decoding": "autoregressive", "chunk": 1, "stop_token": False}
+    export_openvla(policy, tmp_path / "back", keepsakes=keepsakes_of(source))
+    assert_same(all_tensors(tmp_path / "back"), published_tensors())
+    statistics = json.loads((tmp_path / "back" / "dataset_statistics.json").read_text())
+    assert statistics == json.loads((source / "dataset_statistics.json").read_text())
+    assert open_source(tmp_path / "back", Choices()).config == policy.config
 
 
 def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
