@@ -157,7 +157,9 @@ class TensorFiles:
         left = iter(wanted)
         with (
             ThreadPoolExecutor(READERS) as readers,
-            tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=2, leave=False) as bar,
+            tqdm(
+                total=total, desc=what, unit="B", unit_scale=True, delay=2, mininterval=1.0, leave=False
+            ) as bar,
         ):
             ahead: deque[tuple[str, Future[Tensor]]] = deque()
             ahead.extend((name, readers.submit(self.read, name)) for name in islice(left, READERS))
