@@ -15,7 +15,8 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.policies.conversion import Choices, Converted
+    from asyncrl.policies.conventions import Choices
+    from asyncrl.policies.conversion import Converted
 
 ADAPTER = "adapter_config.json"
 GB = 1e9
@@ -126,7 +127,7 @@ def _check(config: ConvertConfig) -> None:
 
 
 def _choices(config: ConvertConfig) -> Choices:
-    from asyncrl.policies.conversion import Choices
+    from asyncrl.policies.conventions import Choices
 
     return Choices(
         norm_key=config.unnorm_key,

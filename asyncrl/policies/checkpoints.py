@@ -33,7 +33,8 @@ from asyncrl.policies.published_folder import (
     write_published,
 )
 from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.tensor_files import SHARD_BYTES, Spec, TensorFiles, write_folder
+from asyncrl.policies.tensor_files import Spec, TensorFiles
+from asyncrl.policies.tensor_writing import SHARD_BYTES, write_folder
 from asyncrl.policies.tokenizer import PromptTokenizer
 from asyncrl.policies.vision import stable_name
 

@@ -30,7 +30,8 @@ from asyncrl.policies.published import (
     to_published,
 )
 from asyncrl.policies.side_files import PROPRIO, find_proprio, read_proprio, refuse_other_heads
-from asyncrl.policies.tensor_files import INDEX, SHARD_BYTES, Spec, TensorFiles, write_folder
+from asyncrl.policies.tensor_files import INDEX, Spec, TensorFiles
+from asyncrl.policies.tensor_writing import SHARD_BYTES, write_folder
 from asyncrl.policies.tokenizer import PromptTokenizer
 
 MODEL_TYPE: Final = "openvla"

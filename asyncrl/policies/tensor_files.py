@@ -1,8 +1,8 @@
-"""Weights on disk: safetensors files in, tensors one by one out, and back. Nothing ever holds all of them.
+"""Weights on disk: safetensors files in, tensors one by one out; nothing ever holds all of them.
 
 A folder has one `model.safetensors`, or shards `model-00001-of-00004.safetensors` ... with an index. Headers
-are read and checked by the library; the numbers are read and written here: its mapped files would count
-beside the weights that are copied from them, and its writer wants every tensor of a file at once.
+are read and checked by the library; the numbers are read here, straight into the tensors that stay: its
+mapped files would count beside the weights that are copied from them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.files import compare_names, read_json, write, write_json
+from asyncrl.policies.files import compare_names, read_json
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
-SHARD_BYTES: Final = 5_000_000_000
-"""Largest weight file that is written, unless a single tensor is larger."""
 READERS: Final = 4
 """Tensors that are read at the same time; so many are in memory besides those in use."""
-_TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES: Final = {dtype: name for name, dtype in _TYPES.items()}
+TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of weights, as safetensors names them."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +99,12 @@ class TensorFiles:
         if name in self.extra:
             return Spec(self.extra[name].dtype, tuple(self.extra[name].shape))
         place = self._places[name]
-        if place.kind not in _TYPES:
+        if place.kind not in TYPES:
             raise CheckpointError(
                 f"{place.file}: tensor {name} is of type {place.kind}, but weights are one of "
-                f"{', '.join(_TYPES)}. Quantised checkpoints cannot be trained: take the original one."
+                f"{', '.join(TYPES)}. Quantised checkpoints cannot be trained: take the original one."
             )
-        return Spec(_TYPES[place.kind], place.shape)
+        return Spec(TYPES[place.kind], place.shape)
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Set[str] = frozenset()) -> None:
         """Compare names, shapes and types with what a policy needs; reads no numbers.
@@ -140,7 +138,7 @@ class TensorFiles:
         try:
             with place.file.open("rb", buffering=0) as file:
                 file.seek(place.begin)
-                _read_into(file, _bytes_of(tensor), place.file)
+                _read_into(file, bytes_of(tensor), place.file)
         except OSError as error:
             raise CheckpointError(f"{place.file} cannot be read ({error.strerror}).") from error
         return self.changes[name](tensor) if name in self.changes else tensor
@@ -215,7 +213,8 @@ def _header(file: Path) -> dict[str, _Place]:
     }
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -225,94 +224,3 @@ def _read_into(file: BinaryIO, target: memoryview, path: Path) -> None:
         if not count:
             raise CheckpointError(f"{path} became shorter while it was read. Download or copy it again.")
         target = target[count:]
-
-
-# --- writing ------------------------------------------------------------------
-
-
-def write_folder(
-    folder: Path,
-    specs: Mapping[str, Spec],
-    tensors: Iterable[tuple[str, Tensor]],
-    *,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write the weight files of a folder; those that were there are replaced, each as a whole.
-
-    Args:
-        folder: Exists.
-        specs: What the files will hold, in their order.
-        tensors: In the order of `specs`, on any device; each is converted to its type and may be freed after.
-        shard_bytes: Size above which a further file is begun. One file is called `model.safetensors`.
-    """
-    shards = _split(specs, shard_bytes)
-    count = len(shards)
-    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    files = files if count > 1 else [WEIGHTS]
-    before = {path for path in folder.glob("model*.safetensors") if _is_ours(path.name)}
-    stream = iter(tensors)
-    for file, shard in zip(files, shards, strict=True):
-        write_file(folder / file, shard, stream)
-    if count > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(spec.nbytes for spec in specs.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    else:
-        (folder / INDEX).unlink(missing_ok=True)
-    for path in before - {folder / file for file in files}:
-        path.unlink()
-
-
-def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write one safetensors file, tensor by tensor; it appears under its name when it is complete.
-
-    Args:
-        path: Of the file.
-        specs: What it will hold, in its order.
-        tensors: Gives at least these, in this order; no more than these are taken.
-    """
-    write(path, lambda partial: _write_tensors(partial, specs, tensors))
-
-
-def _write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    with path.open("wb", buffering=0) as file:
-        file.write(_encode_header(specs))
-        for name, spec in specs.items():
-            found, tensor = next(tensors)
-            assert (found, tuple(tensor.shape)) == (name, spec.shape), (found, name, tensor.shape)
-            rest = _bytes_of(tensor.detach().to("cpu", spec.dtype).contiguous())
-            while len(rest):
-                rest = rest[file.write(rest) :]
-
-
-def _encode_header(specs: Mapping[str, Spec]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for name, spec in specs.items():
-        if place % spec.dtype.itemsize:
-            raise CheckpointError(
-                f"Tensor {name} is wider than those before it. Write all in one type: --dtype."
-            )
-        offsets = [place, place + spec.nbytes]
-        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        place += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _split(specs: Mapping[str, Spec], shard_bytes: int) -> list[dict[str, Spec]]:
-    shards: list[dict[str, Spec]] = [{}]
-    room = shard_bytes
-    for name, spec in specs.items():
-        if shards[-1] and spec.nbytes > room:
-            shards.append({})
-            room = shard_bytes
-        shards[-1][name] = spec
-        room -= spec.nbytes
-    return shards
-
-
-def _is_ours(name: str) -> bool:
-    stem = name.removesuffix(".safetensors").split("-")
-    return stem == ["model"] or (len(stem) == 4 and stem[2] == "of" and (stem[1] + stem[3]).isdecimal())
