@@ -16,6 +16,8 @@ WAN_TRANSFORMER: Final = "model-00001.safetensors"
 WAN_VAE: Final = "Wan2.2_VAE.pth"
 _INDEX: Final = "model.safetensors.index.json"
 _SHARD: Final = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""What a policy folder has one of: its weights, or the index of their shards."""
 
 
 def policy_folder(name: str) -> Path:
@@ -26,7 +28,7 @@ def policy_folder(name: str) -> Path:
     """
     path = Path(name)
     for candidate in (ASSETS / name / "policy", path, path / "policy", *_newest_checkpoints(path)):
-        if (candidate / "config.json").is_file() and (candidate / "model.safetensors").is_file():
+        if (candidate / "config.json").is_file() and any((candidate / name).is_file() for name in WEIGHTS):
             return candidate
     seen = "does not exist" if not path.exists() else "holds no config.json with model.safetensors"
     raise CheckpointError(

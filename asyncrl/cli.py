@@ -17,6 +17,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("asyncrl.commands.evaluate:main", "success rate of a checkpoint in the true simulator"),
     "collect": ("asyncrl.commands.collect:main", "record the simulator: a scripted expert, or a policy"),
     "fit": ("asyncrl.commands.fit:main", "models from recordings: policy | world | reward | starts"),
+    "convert": (
+        "asyncrl.commands.convert:main",
+        "policies from and to the Hugging Face layout of OpenVLA: SOURCE OUT",
+    ),
     "replay": (
         "asyncrl.replay.inspect:run_inspection",
         "look into a replay: list | show | video | sheet | stats | verify | export | prune",

@@ -151,7 +151,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the models run. auto: cuda where there is a GPU."""
     policy: str = "tabletop"
-    """Policy to start from: 'tabletop' (shipped) or a folder with config.json and model.safetensors."""
+    """Policy to start from: 'tabletop' (shipped) or a policy folder, for example from `asyncrl convert`."""
     world: str = "tabletop"
     """World model to imagine in: 'tabletop' (shipped), a folder with world.json and its weights, or a folder
     as RLinf publishes them (RLinf-Wan-LIBERO-*)."""

@@ -70,6 +70,7 @@ LIGHT = [
     "replay.service",
     "replay.inspect",
     "cli",
+    "commands.convert",
     "commands.doctor",
     "doctoring.examination",
     "doctoring.devices",

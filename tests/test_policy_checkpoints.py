@@ -8,38 +8,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from published_fixtures import (
+    CONFIG,
+    DINO,
+    SIGLIP,
+    STATS,
+    TASK,
+    published_tensors,
+    some_policy,
+    write_published,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.checkpoints import export_openvla, load_openvla, load_policy, save_policy
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.published import dropped_tensors, rows_of
-from asyncrl.policies.vision import TowerConfig, stable_name
-
-STATS = NormStats(q01=(-0.5,) * 7, q99=(0.9,) * 7, mask=(True,) * 6 + (False,))
-CONFIG = OpenVLAOFTConfig.tiny(
-    norm_key="desk_no_noops",
-    norm_stats={"desk_no_noops": STATS},
-    gripper="libero",
-    dino=TowerConfig(width=24, depth=3, heads=3, mlp=48),
-    siglip=TowerConfig(width=32, depth=4, heads=2, mlp=40),
-    llm_layers=1,
-)
-TASK = "put the red cube on the white plate"
-DINO, SIGLIP = "vision_backbone.featurizer.", "vision_backbone.fused_featurizer."
-
-
-def some_policy(config: OpenVLAOFTConfig = CONFIG) -> OpenVLAOFT:
-    torch.manual_seed(0)
-    policy = OpenVLAOFT(config).eval()
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return policy
+from asyncrl.policies.vision import stable_name
 
 
 def logits_of(policy: OpenVLAOFT) -> Tensor:
@@ -139,7 +127,7 @@ def test_a_folder_without_a_policy_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not JSON"):
         load_policy(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "openvla"}')
-    with pytest.raises(CheckpointError, match="Convert it first: load_openvla and save_policy"):
+    with pytest.raises(CheckpointError, match=r"asyncrl convert \S+ \S+-asyncrl`"):
         load_policy(tmp_path)
 
 
@@ -265,59 +253,6 @@ def slow_timm_tower(w: dict[str, Tensor], picture: Tensor, *, depth: int, heads:
         y = linear(gelu(linear(norm(x, name + "norm2"), name + "mlp.fc1")), name + "mlp.fc2")
         x = x + y * w.get(name + "ls2.scale_factor", 1)
     return x[prefix:]
-
-
-def published_tensors() -> dict[str, Tensor]:
-    """A checkpoint as other stacks write it: every tensor random, also those that never matter."""
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> Tensor:
-        return 0.2 * torch.randn(*shape, generator=generator)
-
-    tensors: dict[str, Tensor] = {f"{DINO}cls_token": normal(1, 1, 24), f"{DINO}reg_token": normal(1, 4, 24)}
-    for tower, d, m, depth in ((DINO, 24, 48, 3), (SIGLIP, 32, 40, 4)):
-        tensors |= {
-            f"{tower}pos_embed": normal(1, 64, d),
-            f"{tower}patch_embed.proj.weight": normal(d, 3, 8, 8),
-        }
-        tensors |= {f"{tower}{n}": normal(d) for n in ("patch_embed.proj.bias", "norm.weight", "norm.bias")}
-        for i in range(depth):
-            shapes = {"attn.qkv": (3 * d, d), "attn.proj": (d, d), "mlp.fc1": (m, d), "mlp.fc2": (d, m)}
-            shapes |= {"norm1": (d,), "norm2": (d,)}
-            for name, shape in shapes.items():
-                tensors[f"{tower}blocks.{i}.{name}.weight"] = normal(*shape)
-                tensors[f"{tower}blocks.{i}.{name}.bias"] = normal(shape[0])
-            if tower == DINO:
-                tensors |= {f"{tower}blocks.{i}.ls{n}.scale_factor": normal(d) for n in (1, 2)}
-    pool = {
-        "q": (32, 32),
-        "kv": (64, 32),
-        "proj": (32, 32),
-        "norm": (32,),
-        "mlp.fc1": (40, 32),
-        "mlp.fc2": (32, 40),
-    }
-    tensors[f"{SIGLIP}attn_pool.latent"] = normal(1, 1, 32)
-    for name, shape in pool.items():
-        tensors[f"{SIGLIP}attn_pool.{name}.weight"] = normal(*shape)
-        tensors[f"{SIGLIP}attn_pool.{name}.bias"] = normal(shape[0])
-    for name, out, into in (("fc1", 224, 56), ("fc2", 128, 224), ("fc3", 128, 128)):
-        tensors |= {f"projector.{name}.weight": normal(out, into), f"projector.{name}.bias": normal(out)}
-    llama = "language_model.model."
-    layer = {f"self_attn.{p}_proj": (128, 128) for p in "qkvo"}
-    layer |= {"mlp.gate_proj": (384, 128), "mlp.up_proj": (384, 128), "mlp.down_proj": (128, 384)}
-    layer |= {"input_layernorm": (128,), "post_attention_layernorm": (128,)}
-    tensors |= {f"{llama}layers.0.{name}.weight": normal(*shape) for name, shape in layer.items()}
-    tensors |= {f"{llama}embed_tokens.weight": normal(512, 128), f"{llama}norm.weight": normal(128)}
-    return tensors | {"language_model.lm_head.weight": normal(512, 128)}
-
-
-def write_published(folder: Path, tensors: dict[str, Tensor]) -> None:
-    folder.mkdir(exist_ok=True)
-    some_policy().tokenizer.save(folder / "tokenizer.json")
-    stats = {"desk_no_noops": {"action": {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 6 + [False]}}}
-    (folder / "config.json").write_text(json.dumps({"model_type": "openvla", "norm_stats": stats}))
-    save_file(tensors, folder / "model.safetensors")
 
 
 def test_a_published_checkpoint_gives_the_features_of_a_plain_timm_tower(tmp_path: Path) -> None:

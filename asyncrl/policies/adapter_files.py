@@ -5,7 +5,9 @@ Tensors are called ``base_model.model.<layer>.lora_A.weight`` ``[r, I]`` and ``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,15 +16,40 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.files import compare_names, read_json, read_tensors, write, write_json
+from asyncrl.policies.files import compare_names, read_json, write, write_json
 from asyncrl.policies.lora import ADAPTER, Targets, add_lora, has_lora, is_adapter, target_layers
 from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.tensor_files import TensorFiles
 from asyncrl.policies.vision import stable_name
 
 PREFIX: Final = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PLAIN: Final = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+_PLAIN: Final = (
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+)
 """Settings of peft that must be off: with them the same tensors mean another policy."""
+_PATTERNS: Final = ("rank_pattern", "alpha_pattern")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """What an `adapter_config.json` says about its tensors."""
+
+    rank: int
+    """``r``."""
+    alpha: float
+    """The adapters' output is scaled by ``alpha / r``."""
+    rank_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Other ranks, by regular expression of layers."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Other alphas, by regular expression of layers."""
 
 
 def save_adapter(
@@ -57,9 +84,10 @@ def load_adapter(policy: OpenVLAOFT, folder: str | Path) -> None:
             another rank, scale or kind than those that it has. The policy is unchanged then.
     """
     folder = Path(folder)
-    rank, alpha = _rank_and_alpha(folder / CONFIG)
-    file = folder / TENSORS
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read_tensors(file)}
+    settings = adapter_settings(folder / CONFIG)
+    rank, alpha, file = settings.rank, settings.alpha, folder / TENSORS
+    files = TensorFiles(file, rename=lambda name: name.removeprefix(PREFIX))
+    tensors = {name: files.read(name) for name in files.names()}
     targets: Targets = "language" if all(name.startswith("llm.") for name in tensors) else "all"
     if has_lora(policy):
         own = _settings(policy)
@@ -103,14 +131,24 @@ def _shapes(policy: OpenVLAOFT, rank: int, targets: Targets) -> dict[str, torch.
     return shapes
 
 
-def _rank_and_alpha(file: Path) -> tuple[int, float]:
+def adapter_settings(file: Path, *, patterns: bool = False) -> AdapterSettings:
+    """Read an `adapter_config.json`.
+
+    Args:
+        file: The file.
+        patterns: Whether layers may have ranks and alphas of their own.
+
+    Raises:
+        CheckpointError: it is missing, is not of LoRA, or has settings that change what the tensors mean.
+    """
     fields = read_json(file)
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(
             f"{file} is of kind {fields.get('peft_type')!r}, but asyncrl's adapters are LORA. Merge it into "
             "the policy with peft and load the merged policy."
         )
-    used = [name for name in _PLAIN if fields.get(name)]
+    refused = _PLAIN if patterns else (*_PLAIN, *_PATTERNS)
+    used = [name for name in refused if fields.get(name)]
     used += ["bias"] if fields.get("bias", "none") != "none" else []
     if used:
         raise CheckpointError(
@@ -118,9 +156,17 @@ def _rank_and_alpha(file: Path) -> tuple[int, float]:
             "Merge them into the policy with peft and load the merged policy."
         )
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    ranks, alphas = (_pattern(file, name, fields.get(name) or {}) for name in _PATTERNS)
     if not (isinstance(rank, int) and isinstance(alpha, int | float) and rank > 0 and alpha > 0):
         raise CheckpointError(f"{file} has rank (r) {rank} and lora_alpha {alpha}. Copy it again.")
-    return rank, float(alpha)
+    return AdapterSettings(rank=rank, alpha=float(alpha), rank_pattern=ranks, alpha_pattern=alphas)
+
+
+def _pattern(file: Path, name: str, pattern: Any) -> dict[str, float]:
+    try:
+        return {key: float(value) for key, value in pattern.items() if re.compile(key)}
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(f"{file} has a {name} that cannot be read ({error}). Copy it again.") from error
 
 
 def _check(file: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:

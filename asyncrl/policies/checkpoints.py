@@ -1,41 +1,47 @@
 """Policies as files: our own folder, and the published OpenVLA layout in both directions.
 
-Our folder: `config.json` + `model.safetensors` + `tokenizer.json`; names are the module's (`stable_name`).
-Published: Hugging Face shards with timm names, see `published`.
+Our folder: `config.json`, `tokenizer.json` and weights, named as the module's (`stable_name`), in one
+`model.safetensors` or in shards. Published: Hugging Face shards with timm names, see `published`. Weights are
+streamed: loading takes the memory of the policy and of a few tensors. `conversion` turns folders into each
+other without building a policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+import shlex
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.files import compare_names, read_json, read_tensors, write, write_json
+from asyncrl.policies.files import read_json, write, write_json
 from asyncrl.policies.lora import merged_tensors
 from asyncrl.policies.openvla import build_policy_model
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.published import (
-    dropped_tensors,
-    modern_name,
-    native_part,
-    published_config,
-    rows_of,
-    to_published,
+from asyncrl.policies.published import dropped_tensors, native_specs, published_specs, rows_of, to_native
+from asyncrl.policies.published_folder import (
+    CRITIC,
+    MODEL_TYPE,
+    Keepsakes,
+    PublishedFolder,
+    read_statistics,
+    write_published,
 )
+from asyncrl.policies.side_files import PROPRIO
+from asyncrl.policies.tensor_files import Spec, TensorFiles
+from asyncrl.policies.tensor_writing import SHARD_BYTES, write_folder
 from asyncrl.policies.tokenizer import PromptTokenizer
 from asyncrl.policies.vision import stable_name
 
 FORMAT: Final = "asyncrl-openvla-oft"
-SHARD_BYTES: Final = 5_000_000_000
 Dtype = torch.dtype | Literal["config"]
+_log = logging.getLogger(__name__)
 
 
 # --- our own folder -----------------------------------------------------------
@@ -47,23 +53,42 @@ def save_policy(
     *,
     dtype: Dtype = "config",
     tensors: Mapping[str, Tensor] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a policy; each file appears whole or not at all. Adapters are merged: a plain policy comes out.
 
     Args:
         policy: Any device.
-        folder: Created when missing; the three files in it are replaced.
+        folder: Created when missing; a policy that is in it is replaced.
         dtype: Of the numbers in the file (the policy computes in `config.dtype` all the same).
         tensors: All weights by stable name, where the policy itself holds only a part of them (sharding).
+        shard_bytes: Size above which a further weight file is begun.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     kept = policy.config.torch_dtype if dtype == "config" else dtype
     found = merged_tensors(policy) if tensors is None else tensors.items()
-    weights = {name: t.to("cpu", kept).contiguous() for name, t in found}
-    write(folder / "model.safetensors", lambda path: save_file(weights, path, metadata={"format": "pt"}))
-    write(folder / "tokenizer.json", policy.tokenizer.save)
-    write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **policy.config.to_json()})
+    shapes = {n: s.shape for n, s in native_specs(policy).items()} if tensors is None else _shapes(tensors)
+    specs = {name: Spec(kept, shape) for name, shape in shapes.items()}
+    write_policy(Path(folder), policy.config, policy.tokenizer, specs, found, shard_bytes=shard_bytes)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def write_policy(
+    folder: Path,
+    config: OpenVLAOFTConfig,
+    tokenizer: PromptTokenizer,
+    specs: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write our own folder from its parts; `specs` and `tensors` in the same order, see `write_folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_folder(folder, specs, tensors, shard_bytes=shard_bytes)
+    write(folder / "tokenizer.json", tokenizer.save)
+    write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **config.to_json()})
 
 
 def load_policy(
@@ -75,20 +100,36 @@ def load_policy(
         CheckpointError: a file is missing, truncated, or does not fit the configuration.
     """
     folder = Path(folder)
+    config = read_config(folder)
+    policy = on_meta(config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count))
+    files, expected = TensorFiles(folder), native_specs(policy)
+    critic = _has_critic(files)
+    files.check({n: s.shape for n, s in expected.items() if critic or not n.startswith(CRITIC)})
+    return _fill(policy, files.stream(files.names(), what="load policy"), device, dtype, critic=critic)
+
+
+def read_config(folder: Path) -> OpenVLAOFTConfig:
+    """Configuration of a folder of ours.
+
+    Raises:
+        CheckpointError: it is of something else, or of another version.
+    """
     fields = read_json(folder / "config.json")
     if fields.pop("format", None) != FORMAT:
-        published = fields.get("model_type") == "openvla"
         remedy = "Give a folder written by asyncrl."
-        if published:
-            remedy = "Convert it first: load_openvla and save_policy of asyncrl.policies.checkpoints."
+        if fields.get("model_type") == MODEL_TYPE:
+            remedy = f"It is a published OpenVLA checkpoint: convert it with `{_conversion(folder, fields)}`."
         raise CheckpointError(f"{folder / 'config.json'} is not of an asyncrl policy. {remedy}")
     if fields.pop("format_version", None) != 1:
         raise CheckpointError(f"{folder} was written by another version of asyncrl. Update asyncrl.")
-    config = OpenVLAOFTConfig.from_json(fields)
-    tokenizer = PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
-    policy = _on_meta(config, tokenizer)
-    file = folder / "model.safetensors"
-    return _fill(policy, dict(read_tensors(file)), file, device, dtype)
+    return OpenVLAOFTConfig.from_json(fields)
+
+
+def _conversion(folder: Path, fields: Mapping[str, Any]) -> str:
+    keys = sorted(read_statistics(folder, fields))
+    chosen = f" --unnorm-key {'|'.join(keys)}" if len(keys) > 1 else ""
+    out = folder.with_name(f"{folder.name}-asyncrl")
+    return f"asyncrl convert {shlex.quote(str(folder))} {shlex.quote(str(out))}{chosen}"
 
 
 # --- the published OpenVLA layout ---------------------------------------------
@@ -118,109 +159,107 @@ def load_openvla(
     Raises:
         CheckpointError: a file or tensor is missing, unknown, truncated or misshapen, or no `norm_key`.
     """
-    folder = Path(folder)
-    stats = _published_stats(folder)
-    key = norm_key if norm_key in stats else f"{norm_key}_no_noops"
-    if key not in stats:
-        raise CheckpointError(
-            f"{folder} has no action statistics for {norm_key!r}, so tokens cannot become actions. "
-            f"Choose one of: {', '.join(sorted(stats)) or 'none found (dataset_statistics.json is missing)'}."
-        )
-    config = dataclasses.replace(config, norm_key=key, norm_stats=stats)
-    policy = _on_meta(config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count))
-    index = folder / "model.safetensors.index.json"
-    shards = read_json(index).get("weight_map", {}) if index.exists() else {"": "model.safetensors"}
-    published: dict[str, Tensor] = {}
-    for name in sorted(set(shards.values())):
-        published |= {modern_name(key): tensor for key, tensor in read_tensors(folder / name)}
-    return _fill(policy, _to_native(policy, published, folder), folder, device, dtype)
+    opened = PublishedFolder.open(Path(folder))
+    key = opened.statistics_key(norm_key)
+    config = dataclasses.replace(config, norm_key=key, norm_stats=opened.action_stats())
+    tokenizer = PromptTokenizer.from_file(opened.folder / "tokenizer.json", pad_id=config.token_count)
+    policy = on_meta(config, tokenizer)
+    rows, files = rows_of(policy), opened.files
+    side = set() if any(row[1].startswith(PROPRIO) for row in rows) else set(files.extra)
+    if side:
+        _log.warning("%s has a proprioception projector, but the configuration has no proprio_dim", folder)
+    wanted = check_published(files, policy, leave_out=side)
+    stream = to_native(rows, files.stream(wanted, what="load policy"))
+    return _fill(policy, stream, device, dtype, critic=_has_critic(files))
 
 
-def export_openvla(policy: OpenVLAOFT, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def check_published(
+    files: TensorFiles, policy: OpenVLAOFT, *, leave_out: Set[str] = frozenset()
+) -> list[str]:
+    """Compare the tensors of a published folder with what a policy needs.
+
+    Args:
+        files: Of the folder.
+        policy: May be on meta.
+        leave_out: Tensors of the folder that are not wanted.
+
+    Returns:
+        Names of those that the policy uses, in the order of the files.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or misshapen.
+    """
+    used = {n: s.shape for n, s in published_specs(rows_of(policy), native_specs(policy)).items()}
+    if not _has_critic(files):
+        used = {name: shape for name, shape in used.items() if not name.startswith(CRITIC)}
+    unused = dropped_tensors(policy.config)
+    ignored = {name: files.spec(name).shape for name in leave_out}
+    files.check(used | unused | ignored, optional=unused.keys())
+    return [name for name in files.names() if name in used]
+
+
+def export_openvla(
+    policy: OpenVLAOFT,
+    folder: str | Path,
+    *,
+    keepsakes: Keepsakes | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write the published layout, all its tensors included, in `config.dtype`; adapters are merged.
 
-    Other stacks also want the files that are theirs (`preprocessor_config.json`, `*.py`, `tokenizer.model`):
-    copy them from the checkpoint the policy came from.
+    Args:
+        policy: Any device.
+        folder: Created when missing.
+        keepsakes: What the policy came from (`conversion.keepsakes_of` reads it from a folder); without, the
+            tensors that never matter are zeros, and the files that only other stacks read are missing.
+        shard_bytes: Size above which a further weight file is begun.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors, config = to_published(policy), policy.config
-    shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards, room = [*shards, {}], shard_bytes
-        shards[-1][name] = tensor.contiguous()
-        room -= tensor.nbytes
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    files = files if len(shards) > 1 else ["model.safetensors"]
-    for name, shard in zip(files, shards, strict=True):
-        write(folder / name, lambda path, shard=shard: save_file(shard, path, metadata={"format": "pt"}))
-    if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(t.nbytes for t in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
-    stats = {key: value.to_published() for key, value in config.norm_stats.items()}
-    write_json(folder / "dataset_statistics.json", stats)
-    write_json(folder / "config.json", published_config(config) | {"norm_stats": stats})
-    write(folder / "tokenizer.json", policy.tokenizer.save)
-
-
-def _published_stats(folder: Path) -> dict[str, NormStats]:
-    stats: dict[str, Any] = dict(read_json(folder / "config.json").get("norm_stats") or {})
-    overlay = folder / "dataset_statistics.json"
-    if overlay.exists():
-        stats |= read_json(overlay)
-    try:
-        return {key: NormStats.from_published(value) for key, value in stats.items() if "action" in value}
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"The action statistics in {folder} lack {error}: tokens cannot become actions. "
-            "Copy config.json and dataset_statistics.json again."
-        ) from error
-
-
-def _to_native(policy: OpenVLAOFT, published: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    rows = rows_of(policy)
-    wanted = {theirs for _, theirs, _ in rows}
-    optional = {name for name in wanted if name.startswith("value_head.")}
-    compare_names(
-        folder, published.keys(), wanted - optional, allowed=wanted | dropped_tensors(policy.config).keys()
+    write_published(
+        Path(folder),
+        policy.config,
+        policy.tokenizer,
+        rows_of(policy),
+        {name: Spec(policy.config.torch_dtype, spec.shape) for name, spec in native_specs(policy).items()},
+        merged_tensors(policy),
+        keepsakes=keepsakes or Keepsakes(),
+        shard_bytes=shard_bytes,
     )
-    return {ours: native_part(published[theirs], part) for ours, theirs, part in rows if theirs in published}
 
 
-# --- reading and checking -----------------------------------------------------
+# --- filling ------------------------------------------------------------------
 
 
-def _on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenVLAOFT:
+def on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenVLAOFT:
+    """A policy whose weights take no memory."""
     with torch.device("meta"):
         return build_policy_model(config, tokenizer)
 
 
+def _has_critic(files: TensorFiles) -> bool:
+    return any(name.startswith(CRITIC) for name in files.names())
+
+
 def _fill(
-    policy: OpenVLAOFT, tensors: Mapping[str, Tensor], source: Path, device: str | torch.device, dtype: Dtype
+    policy: OpenVLAOFT,
+    tensors: Iterable[tuple[str, Tensor]],
+    device: str | torch.device,
+    dtype: Dtype,
+    *,
+    critic: bool,
 ) -> OpenVLAOFT:
+    """Make `tensors` the parameters of a policy on meta; without `critic` one that it needs begins afresh."""
     wanted = policy.config.torch_dtype if dtype == "config" else dtype
-    expected = {stable_name(name): (name, p.shape) for name, p in policy.named_parameters()}
-    fresh_critic: set[str] = set()
-    if not any(name.startswith("value_head.") for name in tensors):
-        fresh_critic = {name for name in expected if name.startswith("value_head.")}
-    compare_names(source, tensors.keys(), expected.keys() - fresh_critic, allowed=expected.keys())
+    own_names = {stable_name(name): name for name, _ in policy.named_parameters()}
     state: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        own_name, shape = expected[name]
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"{source}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}. The "
-                "weights belong to another size of policy: use the config.json they were saved with."
-            )
-        state[own_name] = tensor.to(device=device, dtype=wanted, copy=True)
-    if fresh_critic:
+    for name, tensor in tensors:
+        placed = tensor.to(device=device, dtype=wanted)
+        if placed.untyped_storage().nbytes() != placed.nbytes:
+            placed = placed.clone()  # A part of a larger tensor would keep all of it.
+        state[own_names[name]] = placed.contiguous()
+    if not critic:
         policy.value_head = None
     policy.load_state_dict(state, strict=True, assign=True)
     policy.restore_buffers()
-    if policy.config.value_head != "none" and fresh_critic:
+    if policy.config.value_head != "none" and not critic:
         policy.add_value_head(policy.config.value_head)
     return policy.requires_grad_(True).eval()

@@ -1,14 +1,11 @@
-"""Files of policies: safetensors and JSON in, errors that name the file out; written whole or not at all."""
+"""Files of policies: names and JSON in, errors that name the file out; written whole or not at all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 
@@ -29,24 +26,6 @@ def compare_names(source: Path, found: Set[str], required: Set[str], *, allowed:
                 f"{source} {problem} {len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}. It is "
                 "not a complete checkpoint of this policy: copy it again, or use its own config.json."
             )
-
-
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Read a safetensors file, one tensor at a time.
-
-    Raises:
-        CheckpointError: the file is missing or truncated.
-    """
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing. Download or copy the checkpoint again.")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (not a mapping)
-                yield name, opened.get_tensor(name)
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{file} is truncated or not a safetensors file ({error}). Download or copy it again."
-        ) from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,21 +1,22 @@
 """The published OpenVLA layout: names, shapes and config.json of its files against those of our policy.
 
-What the policy never computes (the last block, final norm and pooling head of the vision towers) is dropped
-on reading and written as zeros. Pure: no files here, see `checkpoints`.
+What the policy never computes (the last block, final norm and pooling head of the vision towers) has no
+native name: `dropped_tensors`. Pure: no files here, see `published_folder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from asyncrl.policies.lora import merged_tensors, native_names
+from asyncrl.policies.lora import is_adapter, native_names
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.tensor_files import Spec
+from asyncrl.policies.vision import TowerConfig, stable_name
 
 _BLOCK_COMMON: Final = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
 _DINO_BLOCK: Final = {**_BLOCK_COMMON, "norm1": "norm1", "norm2": "norm2", "attention.o_proj": "attn.proj"}
@@ -25,7 +26,9 @@ _SIGLIP_BLOCK: Final = {
     "layer_norm2": "norm2",
     "self_attn.out_proj": "attn.proj",
 }
-_WHOLE, _DINO_PLACES, _SIGLIP_PLACES = "whole", "dino places", "siglip places"
+_WHOLE, _DINO_PLACES, _SIGLIP_PLACES, _CLASS_PLACE = "whole", "dino places", "siglip places", "class place"
+_PLACES: Final = "vision.dino.embeddings.position_embeddings"
+_TIMM_CLASS: Final = "vision_backbone.featurizer.cls_token"
 _QKV: Final = ("q", "k", "v")
 Row = tuple[str, str, str]
 """Our name, published name, part of the published tensor."""
@@ -69,9 +72,19 @@ def rows_of(policy: OpenVLAOFT) -> list[Row]:
             rows.append((name, name.replace("llm.", "language_model.model.", 1), _WHOLE))
         elif name.startswith("lm_head."):
             rows.append((name, f"language_model.{name}", _WHOLE))
-        elif name.startswith(("projector.", "value_head.")):
+        elif name.startswith(("projector.", "proprio_projector.", "value_head.")):
             rows.append((name, name, _WHOLE))
     return rows
+
+
+def qkv_rows(rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+    """Our three layers, in order, by the published layer that is all of them; names without `.weight`."""
+    layers: dict[str, tuple[str, ...]] = {}
+    for ours, theirs, part in rows:
+        if part in _QKV and ours.endswith(".weight"):
+            layer = theirs.removesuffix(".weight")
+            layers[layer] = (*layers.get(layer, ()), ours.removesuffix(".weight"))
+    return layers
 
 
 def dropped_tensors(config: OpenVLAOFTConfig) -> dict[str, tuple[int, ...]]:
@@ -104,8 +117,61 @@ def modern_name(name: str) -> str:
     return name.replace(".ls1.gamma", ".ls1.scale_factor").replace(".ls2.gamma", ".ls2.scale_factor")
 
 
-def native_part(tensor: Tensor, part: str) -> Tensor:
-    """Take the part of a published tensor that a `Row` names."""
+def native_specs(policy: OpenVLAOFT) -> dict[str, Spec]:
+    """Type and shape of every parameter by stable name, without adapters; the policy may be on meta."""
+    return {
+        stable_name(name): Spec(p.dtype, tuple(p.shape))
+        for name, p in policy.named_parameters()
+        if not is_adapter(name)
+    }
+
+
+def published_specs(rows: Sequence[Row], natives: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Type and shape of what `to_published` gives, in its order; reads nothing."""
+    empty = ((name, spec.empty()) for name, spec in natives.items())
+    return {name: Spec(t.dtype, tuple(t.shape)) for name, t in to_published(rows, empty)}
+
+
+def to_native(rows: Sequence[Row], published: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors from published ones, one by one; parts of one tensor share its memory.
+
+    Args:
+        rows: See `rows_of`.
+        published: Only names that the rows have.
+    """
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for ours, theirs, part in rows:
+        parts.setdefault(theirs, []).append((ours, part))
+    for theirs, tensor in published:
+        for ours, part in parts[theirs]:
+            yield ours, _native_part(tensor, part)
+
+
+def to_published(rows: Sequence[Row], natives: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Published tensors from ours, each as soon as its parts are there; without those never used.
+
+    Args:
+        rows: See `rows_of`.
+        natives: All of ours, in any order: parts wait in memory until the last one comes.
+    """
+    sources: dict[str, list[Row]] = {}
+    for row in [*rows, (_PLACES, _TIMM_CLASS, _CLASS_PLACE)]:
+        sources.setdefault(row[1], []).append(row)
+    feeds: dict[str, list[str]] = {}
+    for theirs, feeding in sources.items():
+        for ours, _, _ in feeding:
+            feeds.setdefault(ours, []).append(theirs)
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for ours, tensor in natives:
+        for theirs in feeds[ours]:
+            parts = waiting.setdefault(theirs, {})
+            parts[ours] = tensor
+            if len(parts) == len(sources[theirs]):
+                yield theirs, _join([(parts[name], part) for name, _, part in sources[theirs]])
+                del waiting[theirs], parts
+
+
+def _native_part(tensor: Tensor, part: str) -> Tensor:
     if part in _QKV:
         return tensor.chunk(3, dim=0)[_QKV.index(part)]
     if part == _DINO_PLACES:  # the class token has no place in the published model
@@ -113,22 +179,17 @@ def native_part(tensor: Tensor, part: str) -> Tensor:
     return tensor[0] if part == _SIGLIP_PLACES else tensor
 
 
-def to_published(policy: OpenVLAOFT) -> dict[str, Tensor]:
-    """Every published tensor of a policy, adapters merged, on the CPU in `config.dtype`."""
-    dtype = policy.config.torch_dtype
-    native = {name: tensor.to("cpu", dtype) for name, tensor in merged_tensors(policy)}
-    first = "vision.dino.embeddings.cls_token"
-    places = native["vision.dino.embeddings.position_embeddings"]
-    native[first] = native[first] + places[:, :1]  # fine-tuning may have given it a place
-    grouped: dict[str, list[Tensor]] = {}
-    for ours, theirs, part in rows_of(policy):
-        tensor = native[ours]
-        if part == _DINO_PLACES:
-            tensor = tensor[:, 1:]
-        grouped.setdefault(theirs, []).append(tensor[None] if part == _SIGLIP_PLACES else tensor)
-    tensors = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in grouped.items()}
-    unused = {name: torch.zeros(shape, dtype=dtype) for name, shape in dropped_tensors(policy.config).items()}
-    return tensors | unused
+def _join(parts: Sequence[tuple[Tensor, str]]) -> Tensor:
+    tensor, kind = parts[0]
+    if parts[-1][1] == _CLASS_PLACE:
+        place = parts[-1][0][:, :1]
+        learned = not place.is_meta and bool(place.any())  # fine-tuning may have given it a place
+        return tensor + place if learned else tensor  # adding zero would turn -0.0 into 0.0
+    if kind == _DINO_PLACES:
+        return tensor[:, 1:]
+    if kind == _SIGLIP_PLACES:
+        return tensor[None]
+    return torch.cat([part for part, _ in parts]) if len(parts) > 1 else tensor
 
 
 def published_config(config: OpenVLAOFTConfig) -> dict[str, Any]:

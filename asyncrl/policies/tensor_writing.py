@@ -1,0 +1,110 @@
+"""Weights to disk: tensors one by one in, safetensors files out, each whole or not at all.
+
+The library's writer wants every tensor of a file at once, in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError
+from asyncrl.policies.files import write, write_json
+from asyncrl.policies.tensor_files import INDEX, TYPES, WEIGHTS, Spec, bytes_of
+
+SHARD_BYTES: Final = 5_000_000_000
+"""Largest weight file that is written, unless a single tensor is larger."""
+_NAMES: Final = {dtype: name for name, dtype in TYPES.items()}
+
+
+def write_folder(
+    folder: Path,
+    specs: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weight files of a folder; those that were there are replaced, each as a whole.
+
+    Args:
+        folder: Exists.
+        specs: What the files will hold, in their order.
+        tensors: In the order of `specs`, on any device; each is converted to its type and may be freed after.
+        shard_bytes: Size above which a further file is begun. One file is called `model.safetensors`.
+    """
+    shards = _split(specs, shard_bytes)
+    count = len(shards)
+    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = files if count > 1 else [WEIGHTS]
+    before = {path for path in folder.glob("model*.safetensors") if _is_ours(path.name)}
+    stream = iter(tensors)
+    for file, shard in zip(files, shards, strict=True):
+        write_file(folder / file, shard, stream)
+    if count > 1:
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(spec.nbytes for spec in specs.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for path in before - {folder / file for file in files}:
+        path.unlink()
+
+
+def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write one safetensors file, tensor by tensor; it appears under its name when it is complete.
+
+    Args:
+        path: Of the file.
+        specs: What it will hold, in its order.
+        tensors: Gives at least these, in this order; no more than these are taken.
+    """
+    write(path, lambda partial: _write_tensors(partial, specs, tensors))
+
+
+def _write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    with path.open("wb", buffering=0) as file:
+        file.write(_encode_header(specs))
+        for name, spec in specs.items():
+            found, tensor = next(tensors)
+            assert (found, tuple(tensor.shape)) == (name, spec.shape), (found, name, tensor.shape)
+            rest = bytes_of(tensor.detach().to("cpu", spec.dtype).contiguous())
+            while len(rest):
+                rest = rest[file.write(rest) :]
+
+
+def _encode_header(specs: Mapping[str, Spec]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, spec in specs.items():
+        if place % spec.dtype.itemsize:
+            raise CheckpointError(
+                f"Tensor {name} is wider than those before it. Write all in one type: --dtype."
+            )
+        offsets = [place, place + spec.nbytes]
+        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        place += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _split(specs: Mapping[str, Spec], shard_bytes: int) -> list[dict[str, Spec]]:
+    shards: list[dict[str, Spec]] = [{}]
+    room = shard_bytes
+    for name, spec in specs.items():
+        if shards[-1] and spec.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = spec
+        room -= spec.nbytes
+    return shards
+
+
+def _is_ours(name: str) -> bool:
+    stem = name.removesuffix(".safetensors").split("-")
+    return stem == ["model"] or (len(stem) == 4 and stem[2] == "of" and (stem[1] + stem[3]).isdecimal())
