@@ -18,7 +18,8 @@ def test_two_learner_ranks_publish_to_an_actor_and_every_stage_is_timed() -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     full, lora = json.loads(done.stdout.splitlines()[-1])
     assert (full["kind"], lora["kind"], full["transport"]) == ("full", "lora", "gloo")
-    assert full["tensors"] > 1000 and lora["tensors"] > 800  # As many as the published policy has.
+    assert full["tensors"] > 1000  # As many as the published policy has.
+    assert lora["tensors"] > 800
     for figures in (full, lora):
         assert figures["ratio"] == pytest.approx(figures["publish_median"] / figures["raw"])
         assert set(figures["stages"]) == {"packing", "summing", "announcing", "broadcasting", "receipts"}
