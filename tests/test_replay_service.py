@@ -109,7 +109,7 @@ def imagine_until_stopped(endpoint: str, name: str, version: list[int], pushed: 
                 pushed[name].append(grant.group_id)
     except RunStopped:
         assert port.stopped
-        port.report_waiting(0.5)
+        port.report({m.ACTORS_WAITING: 0.5})
     finally:
         port.close(10.0)
 
@@ -428,7 +428,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
         numbers += [int(group[0].group_id) for group in batch]
         learner.report_version(version + 1)
     assert numbers == [0, 1, 2, 3, 4, 5]
-    actor.report_waiting(0.25)
+    actor.report({m.ACTORS_WAITING: 0.25})
     status = learner.status()
     assert status[m.EPISODES] == 12
     assert status[m.ACTORS_WAITING] == 0.25

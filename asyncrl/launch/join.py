@@ -116,6 +116,7 @@ def _join(
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
     from asyncrl.launch.devices import pick_device
+    from asyncrl.launch.offload import actor_parking
     from asyncrl.launch.placement import threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.visitors import ask_settings
@@ -137,12 +138,14 @@ def _join(
         version = receiver.wait_for_first(config.start_deadline)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         port = ZmqActorPort(settings.endpoint, name, security=keys)
+        imagination = build.build_imagination(config, policy, dreams)
         actor = Actor(
-            build.build_imagination(config, policy, dreams),
+            imagination,
             StartStateStream(dreams.starts, config.seed),
             port,
             receiver,
             build.actor_settings(config, name),
+            actor_parking(config, imagination, dreams.world),
         )
     except BaseException:
         receiver.close()
