@@ -165,9 +165,9 @@ class Parked:
 class Parking:
     """Parks while its owner waits. Used by one thread."""
 
-    def __init__(self, parked: Parked | None) -> None:
+    def __init__(self, parked: Parked | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin at work; None never parks."""
-        self._parked = parked
+        self._parked, self._clock = parked, clock
         self._since: float | None = None
         self._seconds, self._most = 0.0, 0
 
@@ -181,7 +181,7 @@ class Parking:
         """Seconds that a wait may last uninterrupted so that `waiting` is called in time; inf: any."""
         if self._parked is None or self._parked.parked:
             return math.inf
-        waited = 0.0 if self._since is None else time.monotonic() - self._since
+        waited = 0.0 if self._since is None else self._clock() - self._since
         return max(0.0, PARK_AFTER - waited)
 
     def waiting(self) -> None:
@@ -189,8 +189,8 @@ class Parking:
         if self._parked is None:
             return
         if self._since is None:
-            self._since = time.monotonic()
-        elif time.monotonic() - self._since >= PARK_AFTER:
+            self._since = self._clock()
+        elif self._clock() - self._since >= PARK_AFTER:
             self._parked.park()
             self._most = max(self._most, self._parked.bytes)
 

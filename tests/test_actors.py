@@ -291,10 +291,10 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
 
 
 def actor_with(
-    models: Imagination, folder: Path, *, slots: int
+    models: Imagination, folder: Path, *, slots: int, stages: int = 1, decisions: int = 1, groups: int = 1
 ) -> tuple[Actor, ReplayCore, InlineLearnerPort]:
     config = TrainConfig(
-        algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=1),
+        algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=groups),
         replay=ReplaySettings(max_lag=0, keep_video_every=1),
     )
     core = open_core(folder, config)
@@ -302,7 +302,13 @@ def actor_with(
     publisher, receiver = build_inline()
     publisher.publish(models.policy.trainable_tensors(), 0)
     settings = ActorSettings(
-        name="inline", slots=slots, group_size=GROUP, max_decisions=1, success_threshold=1.0, run_seed=0
+        name="inline",
+        slots=slots,
+        stages=stages,
+        group_size=GROUP,
+        max_decisions=decisions,
+        success_threshold=1.0,
+        run_seed=0,
     )
     fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
     starts = StartStateStream([start(0), start(1)], seed=0)
@@ -330,6 +336,25 @@ def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagina
     actor.round(wait=0.0)
     assert list(core.limiter.ready) == [0]
     core.close()
+
+
+def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imagination, tmp_path: Path) -> None:
+    """Halves of two places decide two rows at a time, as two places without halves do: equal batches."""
+    found = []
+    for slots, stages in ((2, 1), (4, 2)):
+        actor, core, _ = actor_with(
+            imagination, tmp_path / str(stages), slots=slots, stages=stages, decisions=3, groups=4
+        )
+        learner = InlineLearnerPort(core, imagine=lambda actor=actor: actor.round(0.0))
+        found.append(learner.sample(groups=4, version=0, timeout=60.0))
+        assert actor.slots.live == []
+        core.close()
+    for plain, halved in zip(*found, strict=True):
+        assert [e.member for e in plain] == [e.member for e in halved] == [0, 1]
+        for one, other in zip(plain, halved, strict=True):
+            assert (one.group_id, one.seed, len(one.tokens)) == (other.group_id, other.seed, 3)
+            for name in EPISODE_ARRAYS:
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
 
 
 def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def _join(
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
     config = replace(config, **dict(settings.paths))
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     policy = build.build_policy(config, device)
     dreams = build.build_dreams(config, device)
     build.check_tasks(policy, dreams.starts)

@@ -41,6 +41,8 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     cores = len(os.sched_getaffinity(0)) - taken
     torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
     device, world_device = actor_devices(config.device, placement, rank(), local_rank())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
     policy = build.build_policy(config, device)
     dreams = build.build_dreams(config, world_device)
     imagination = build.build_imagination(config, policy, dreams)
