@@ -12,7 +12,7 @@ from asyncrl.doctoring.machine import GIB, free_memory
 from asyncrl.doctoring.subject import Sizes, Subject
 from asyncrl.errors import ConfigError
 from asyncrl.launch.devices import pick_device
-from asyncrl.launch.placement import Placement, check_groups, parse_placement, ranks_named
+from asyncrl.launch.placement import WORDS, Placement, check_groups, parse_placement, ranks_named
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def check_placement(subject: Subject) -> Finding:
     if gpus and len(by_rank) > gpus:
         advice = f"Name at most {gpus} ranks for the best speed."
         return warning("placement", f"{seen}; {len(by_rank)} ranks share {gpus} GPU(s).", advice)
-    if config.placement == "auto" and gpus > 1:
+    if config.placement in WORDS and gpus > 1:
         seen += f" (torchrun --nproc-per-node {gpus} uses all {gpus} GPUs)"
     return ok("placement", seen)
 
