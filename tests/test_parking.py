@@ -136,6 +136,18 @@ def test_a_frozen_tensor_is_copied_once_and_a_changing_one_each_time() -> None:
     assert (frozen.tolist(), changing.tolist()) == ([1, 1, 1], [2, 2, 2])
 
 
+def test_a_frozen_tensor_that_begins_to_change_is_copied_again() -> None:
+    tensor, changing = torch.ones(3), list[Tensor]()
+    parked = Parked(lambda: [tensor], lambda: changing, {CPU})
+    parked.park()
+    parked.unpark()
+    changing.append(tensor)
+    tensor += 1
+    parked.park()
+    parked.unpark()
+    assert tensor.tolist() == [2, 2, 2]
+
+
 def test_a_gradient_that_was_let_go_is_not_kept() -> None:
     model, optimizer = trainer()
     step(model, optimizer, 0)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from poison_fixtures import Poisoned, RowModels, RowState, inline_run
+from poison_fixtures import GROUP, Poisoned, RowModels, RowState, inline_run, start
 from test_poison import counts, episodes_of, named
 
 from asyncrl import metrics as m
 from asyncrl.actors import imagine, moments
 from asyncrl.actors.moments import Moment, wait_for
 from asyncrl.actors.readings import ActorReadings
+from asyncrl.actors.slots import Slot
 from asyncrl.actors.stages import Stage, cut
 from asyncrl.config import ActorSettings
 from asyncrl.errors import ConfigError, RunError
@@ -218,6 +219,24 @@ def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
     assert sum(counts(run).values()) == 1
     assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.limiter.open) == ([], [], {})
     plain.core.close()
+    run.core.close()
+
+
+def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=4)
+    slots, stage, imagination = run.actor.slots, Stage[Any](places=range(4)), run.actor.imagination
+    for number in (0, 1):
+        grant = run.core.grant("inline")
+        assert grant is not None
+        slots.add_group(grant, start(number), GROUP)
+    imagination.begin(slots, stage, slots.fill(0, stage.places))
+    imagination.launch(slots, stage, slots.live, 0)
+    gone, sound = slots.slot(0), slots.slot(1)
+    slots.places[0] = other = Slot(member=gone.member, seed=1, frame=gone.frame)
+    slots.places[2] = None  # It is poisoned, but nobody asks any more.
+    failed, _ = imagination.collect(slots, stage, 60.0)
+    assert [poison.place for poison in failed] == [3]
+    assert [len(slot.decisions) for slot in (gone, other, sound)] == [0, 0, 1]
     run.core.close()
 
 
