@@ -91,6 +91,12 @@ class ActorSettings:
 
     slots: int = 16
     """Episodes imagined at the same time by one actor."""
+    stages: Literal[1, 2] = 1
+    """2: the slots decide in two halves in turns, so that the host works on one half while the GPU works on
+    the other, and policy and world on two GPUs work at the same time (RLinf: pipeline_stage_num)."""
+    offload: bool = False
+    """Keep policy, world and reward model in pinned host memory while there is nothing to imagine. Without
+    effect under --inline."""
     max_decisions: int = 6
     """An episode is cut after this many decisions (of 8 steps each)."""
     success_threshold: float = 0.7
@@ -102,6 +108,7 @@ class ActorSettings:
 
     def __post_init__(self) -> None:
         at_least("actor.slots", self.slots, 1, "an actor imagines at least one episode.", "Use 16.")
+        at_least("actor.slots", self.slots, self.stages, "each of --actor.stages needs one.", "Use 16.")
         at_least("actor.max-decisions", self.max_decisions, 1, "an episode has a decision.", "Use 6.")
         at_least("actor.threads", self.threads, 0, "it counts threads.", "Use 0 to let asyncrl choose.")
         if not 0 < self.success_threshold <= 1:
@@ -146,8 +153,9 @@ class TrainConfig:
     synchronous: bool = False
     """Actors wait for every update, so that the lag is always 0: for comparison."""
     placement: str = "auto"
-    """Which rank is what: 'learner=0,actor=1-3'. A rank may be both. auto: rank 0 learns, the others imagine;
-    one rank alone does both."""
+    """Which rank is what: 'learner=0,actor=1-3'. A rank may be both. policy=2,world=3 is an actor on two
+    devices. auto: rank 0 learns, the others imagine; collocated: all do both; disaggregated: the first half
+    learns, the rest imagines; hybrid: all learn, the first half has policies, the second their worlds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the models run. auto: cuda where there is a GPU."""
     policy: str = "tabletop"

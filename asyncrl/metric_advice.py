@@ -184,6 +184,16 @@ _TIME: Final = {
     m.ACTORS_WAITING: "Low. High: the learner is the bottleneck. Raise --algorithm.micro-batch, add "
     "learner ranks (--placement), or use --learner.precision bf16; a larger --replay.max-lag does not help "
     "for long.",
+    m.ACTOR_POLICY: "With world and reward near 1 on one device: the GPU is always busy. The larger of two "
+    "devices' shares is the bottleneck (--placement policy=, world=).",
+    m.ACTOR_WORLD: "Usually the largest. Far below 1 together with policy and reward although the actors do "
+    "not wait: the host is the bottleneck, use --actor.stages 2 or more --actor.slots.",
+    m.ACTOR_REWARD: "Small beside the world's.",
+    m.ACTOR_HOST: "Hidden behind the devices with --actor.stages 2; with 1 it adds to their time. On the CPU "
+    "the models' own time is not in it.",
+    m.ACTOR_PARKING: "Well below `time/actors_waiting`, within which most of it happens. Otherwise the waits "
+    "are too short to pay: leave --actor.offload out.",
+    m.LEARNER_PARKING: "Well below the time that the learner waits. Otherwise leave --learner.offload out.",
     m.UPDATE_SECONDS: "Steady. It is the compute of an update (batch, passes, optimizer step), without "
     "publishing and checkpoints.",
     m.DECISIONS_PER_SECOND: "Steady. Low: raise --algorithm.micro-batch as far as memory allows, or use "
@@ -195,6 +205,15 @@ _TIME: Final = {
     m.RESPAWNS: "0. Otherwise read the first traceback in the log of the process that the console names.",
     m.PEAK_MEMORY: "Levels off after the first checkpoints. It is host memory, of rank 0 and without its "
     "children; steady growth is a leak.",
+}
+
+_MEMORY: Final = {
+    m.ACTOR_MEMORY: "Levels off within the first episodes. Near the device's size: fewer --actor.slots, "
+    "--actor.stages 2, or policy and world on two devices (--placement).",
+    m.ACTOR_PARKED: "0 while the actor imagines; else about the weights of policy, world and reward.",
+    m.LEARNER_MEMORY: "Levels off after the first update. Near the device's size: a smaller "
+    "--algorithm.micro-batch, --learner.gradient-checkpointing, --lora.rank, or more learner ranks.",
+    m.LEARNER_PARKED: "About weights, gradient and both moments. 0: the batch was there at once.",
 }
 
 _WIRE: Final = {
@@ -227,6 +246,7 @@ ADVICE: Final[dict[Metric, str]] = {
     **_REPLAY,
     **_WEIGHTS,
     **_TIME,
+    **_MEMORY,
     **_WIRE,
     **_EVAL,
     **_WAIT,

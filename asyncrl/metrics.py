@@ -253,6 +253,37 @@ CHECKPOINT_WAITING = define(
 ACTORS_WAITING = define(
     "time/actors_waiting", Over.MEAN, "share", "Share of the time the actors waited for credit."
 )
+ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
+    define(
+        f"time/actor_{model}",
+        Over.MEAN,
+        "share",
+        f"Share of the actors' time in which their device was busy with {what}.",
+    )
+    for model, what in (
+        ("policy", "the policy"),
+        ("world", "the world model"),
+        ("reward", "the reward model"),
+    )
+)
+ACTOR_HOST = define(
+    "time/actor_host",
+    Over.MEAN,
+    "share",
+    "Share of the actors' time in which their thread worked: refilled, launched, recorded, handed over.",
+)
+ACTOR_PARKING = define(
+    "time/actor_parking",
+    Over.MEAN,
+    "share",
+    "Share of the actors' time spent moving models to host memory and back; with --actor.offload.",
+)
+LEARNER_PARKING = define(
+    "time/learner_parking",
+    Over.SUM,
+    "s",
+    "Time rank 0 spent moving its tensors to host memory and back; with --learner.offload.",
+)
 UPDATE_SECONDS = define("time/update", Over.MEAN, "s", "Duration of one update without the waiting.")
 DECISIONS_PER_SECOND = define(
     "time/decisions_per_second",
@@ -273,6 +304,30 @@ RESPAWNS = define(
     "Actors and replays that died and were started again, since torchrun last started the ranks.",
 )
 PEAK_MEMORY = define("time/peak_memory", Over.SUM, "bytes", "Peak resident memory of the learner process.")
+ACTOR_MEMORY = define(
+    "actor/peak_memory",
+    Over.MAX,
+    "bytes",
+    "Most memory that an actor's tensors took on a GPU (on the CPU: its process), the largest of all actors.",
+)
+ACTOR_PARKED = define(
+    "actor/parked_bytes",
+    Over.MAX,
+    "bytes",
+    "Device memory that an actor gave back when it last reported; with --actor.offload.",
+)
+LEARNER_MEMORY = define(
+    "learner/peak_memory",
+    Over.MAX,
+    "bytes",
+    "Most memory that rank 0's tensors took on its GPU; absent on the CPU.",
+)
+LEARNER_PARKED = define(
+    "learner/parked_bytes",
+    Over.MAX,
+    "bytes",
+    "Device memory that rank 0 gave back while it waited for this batch; with --learner.offload.",
+)
 
 WIRE_BYTES = define("wire/bytes", Over.LAST, "bytes", "Episode bytes received by the replay.")
 SHARED_BYTES = define("wire/shared_bytes", Over.LAST, "bytes", "Those that came through shared memory.")

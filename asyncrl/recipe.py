@@ -255,6 +255,8 @@ class LearnerSettings:
     """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
+    offload: bool = False
+    """Keep weights, gradient and optimizer state in pinned host memory while the learner waits."""
 
     def __post_init__(self) -> None:
         at_least("learner.threads", self.threads, 1, "a process needs a thread.", "Use 1.")

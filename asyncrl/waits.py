@@ -180,6 +180,22 @@ NEWER_WEIGHTS = _define(
     "the learner's next version; the run's end",
     "nothing: the learner's own deadline ends a run without versions",
 )
+DECISION = _define(
+    "decision",
+    "waiting for the devices to finish a decision",
+    "actor",
+    "--hang-after",
+    "the devices",
+    "the actor ends with an error and is respawned",
+)
+DEVICE_MEMORY = _define(
+    "device_memory",
+    "waiting for device memory to return to",
+    "actor and learner with --actor.offload, --learner.offload",
+    "60",
+    "the other role on that device, once it waits too",
+    "the process ends with an error: the models do not fit together",
+)
 FAREWELL = _define(
     "farewell",
     "handing over the last episodes",

@@ -160,12 +160,20 @@ def config(*, per_update: int = 4, after: int = 2) -> TrainConfig:
     )
 
 
-def actor_of(poisoned: Poisoned, port: ActorPort, *, starts: int = 4, slots: int = 4) -> Actor:
+def actor_of(
+    poisoned: Poisoned, port: ActorPort, *, starts: int = 4, slots: int = 4, stages: int = 1
+) -> Actor:
     models: Any = RowModels(poisoned)
     publisher, receiver = build_inline()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(
-        name="inline", slots=slots, group_size=GROUP, max_decisions=3, success_threshold=0.9, run_seed=0
+        name="inline",
+        slots=slots,
+        stages=stages,
+        group_size=GROUP,
+        max_decisions=3,
+        success_threshold=0.9,
+        run_seed=0,
     )
     imagination = Imagination(models, models, models, SamplingParams(temperature=1.0))
     return Actor(
@@ -182,10 +190,10 @@ class InlineRun(SimpleNamespace):
 
 
 def inline_run(
-    folder: Path, poisoned: Poisoned, *, starts: int = 4, slots: int = 4, **settings: int
+    folder: Path, poisoned: Poisoned, *, starts: int = 4, slots: int = 4, stages: int = 1, **settings: int
 ) -> InlineRun:
     core = open_core(folder, config(**settings))
     run = InlineRun(core=core)
     run.learner = InlineLearnerPort(core, imagine=lambda: run.actor.round(0.0))
-    run.actor = actor_of(poisoned, InlineActorPort(core), starts=starts, slots=slots)
+    run.actor = actor_of(poisoned, InlineActorPort(core), starts=starts, slots=slots, stages=stages)
     return run

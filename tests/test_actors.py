@@ -14,6 +14,7 @@ from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Member, Slot, Slots, finished_episode
+from asyncrl.actors.stages import Stage
 from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
@@ -87,6 +88,10 @@ def test_no_two_decisions_of_a_run_share_a_seed() -> None:
 # ---- slots ---------------------------------------------------------------------------------------
 
 
+def fill(slots: Slots, version: int) -> list[int]:
+    return slots.fill(version, range(len(slots.places)))
+
+
 def members(slots: Slots) -> list[tuple[int, int] | None]:
     return [(s.member.grant.number, s.member.member) if s else None for s in slots.places]
 
@@ -98,7 +103,7 @@ def test_places_are_filled_in_the_order_of_the_grants() -> None:
     assert slots.wanted == 1
     slots.add_group(grant(5), start(5), 2)
     assert slots.wanted == 0
-    assert slots.fill(0) == [0, 1, 2]
+    assert fill(slots, 0) == [0, 1, 2]
     assert members(slots) == [(4, 0), (4, 1), (5, 0)]
     assert slots.slot(1).seed == episode_seed(0, 4, 1)
     np.testing.assert_array_equal(slots.slot(2).frame, start(5).frame)
@@ -107,13 +112,13 @@ def test_places_are_filled_in_the_order_of_the_grants() -> None:
 def test_a_free_place_is_refilled_while_the_neighbours_go_on() -> None:
     slots = Slots(2, run_seed=0)
     slots.add_group(grant(0), start(0), 3)
-    slots.fill(0)
+    fill(slots, 0)
     cleared = slots.clear(0)
     assert (cleared.member.member, slots.live) == (0, [1])
-    assert slots.fill(0) == [0]
+    assert fill(slots, 0) == [0]
     assert members(slots) == [(0, 2), (0, 1)]
     slots.clear(1)
-    assert slots.fill(0) == []
+    assert fill(slots, 0) == []
     assert slots.wanted == 1
 
 
@@ -121,10 +126,10 @@ def test_a_group_that_is_removed_leaves_its_places_and_the_queue_and_no_other_gr
     slots = Slots(3, run_seed=0)
     for number in (4, 5, 6):
         slots.add_group(grant(number), start(number), 2)
-    slots.fill(0)
+    fill(slots, 0)
     slots.remove_group(5)
     assert members(slots) == [(4, 0), (4, 1), None]
-    slots.fill(0)
+    fill(slots, 0)
     slots.remove_group(4)
     assert members(slots) == [None, None, (6, 0)]
     assert [(m.grant.number, m.member) for m in slots.pending] == [(6, 1)]
@@ -134,17 +139,17 @@ def test_members_wait_for_the_version_their_grant_asks_for() -> None:
     slots = Slots(4, run_seed=0)
     slots.add_group(grant(0, min_version=1), start(0), 2)
     slots.add_group(grant(1, min_version=2), start(1), 2)
-    assert slots.fill(0) == []
-    assert slots.fill(1) == [0, 1]
-    assert slots.fill(1) == []
-    assert slots.fill(2) == [2, 3]
+    assert fill(slots, 0) == []
+    assert fill(slots, 1) == [0, 1]
+    assert fill(slots, 1) == []
+    assert fill(slots, 2) == [2, 3]
 
 
 def test_an_episode_begins_at_the_last_context_frame() -> None:
     context = np.stack([np.full((64, 64, 3), i, np.uint8) for i in (1, 2, 3, 4)])
     slots = Slots(1, run_seed=0)
     slots.add_group(grant(0), replace(start(0), context_frames=context), 1)
-    slots.fill(0)
+    fill(slots, 0)
     assert (slots.slot(0).frame == 4).all()
 
 
@@ -243,11 +248,12 @@ def test_a_finished_episode_keeps_no_other_frames_alive() -> None:
 
 def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[DecisionRecord]:
     """One decision of the given (group, member) pairs, in this order of places."""
-    fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
+    stage = Stage(places=range(len(wanted)))
     slots = Slots(len(wanted), run_seed=0)
     slots.pending.extend(Member(grant=grant(g), member=i, start=start(g)) for g, i in wanted)
-    fresh.begin(slots, slots.fill(0))
-    fresh.step(slots, 7)
+    models.begin(slots, stage, fill(slots, 0))
+    models.launch(slots, stage, slots.live, 7)
+    models.collect(slots, stage, 60.0)
     return [slots.slot(place).decisions[0] for place in range(len(wanted))]
 
 
@@ -285,10 +291,10 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
 
 
 def actor_with(
-    models: Imagination, folder: Path, *, slots: int
+    models: Imagination, folder: Path, *, slots: int, stages: int = 1, decisions: int = 1, groups: int = 1
 ) -> tuple[Actor, ReplayCore, InlineLearnerPort]:
     config = TrainConfig(
-        algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=1),
+        algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=groups),
         replay=ReplaySettings(max_lag=0, keep_video_every=1),
     )
     core = open_core(folder, config)
@@ -296,7 +302,13 @@ def actor_with(
     publisher, receiver = build_inline()
     publisher.publish(models.policy.trainable_tensors(), 0)
     settings = ActorSettings(
-        name="inline", slots=slots, group_size=GROUP, max_decisions=1, success_threshold=1.0, run_seed=0
+        name="inline",
+        slots=slots,
+        stages=stages,
+        group_size=GROUP,
+        max_decisions=decisions,
+        success_threshold=1.0,
+        run_seed=0,
     )
     fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
     starts = StartStateStream([start(0), start(1)], seed=0)
@@ -324,6 +336,25 @@ def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagina
     actor.round(wait=0.0)
     assert list(core.limiter.ready) == [0]
     core.close()
+
+
+def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imagination, tmp_path: Path) -> None:
+    """Halves of two places decide two rows at a time, as two places without halves do: equal batches."""
+    found = []
+    for slots, stages in ((2, 1), (4, 2)):
+        actor, core, _ = actor_with(
+            imagination, tmp_path / str(stages), slots=slots, stages=stages, decisions=3, groups=4
+        )
+        learner = InlineLearnerPort(core, imagine=lambda actor=actor: actor.round(0.0))
+        found.append(learner.sample(groups=4, version=0, timeout=60.0))
+        assert actor.slots.live == []
+        core.close()
+    for plain, halved in zip(*found, strict=True):
+        assert [e.member for e in plain] == [e.member for e in halved] == [0, 1]
+        for one, other in zip(plain, halved, strict=True):
+            assert (one.group_id, one.seed, len(one.tokens)) == (other.group_id, other.seed, 3)
+            for name in EPISODE_ARRAYS:
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
 
 
 def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:

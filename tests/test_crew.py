@@ -90,6 +90,12 @@ def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state, crew_of)
     assert actor.poll() is State.FINISHED
 
 
+def test_a_rank_that_only_lends_its_device_stays_until_the_run_is_over(crew_of):
+    looks = []
+    crew_of().watch(over=lambda: len(looks) == 5 or looks.append(None) is not None)
+    assert len(looks) == 5
+
+
 def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody(crew_of):
     class Dying(Child):
         def poll(self) -> State:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.devices import pick_device
+from asyncrl.launch.devices import actor_devices, pick_device
+from asyncrl.launch.placement import parse_placement
 
 
 @pytest.fixture
@@ -56,3 +57,21 @@ def test_the_transport_follows_from_who_shares_a_gpu(gpus, count, ranks, placeme
 
     gpus(count)
     assert transport_of(TrainConfig(), parse_placement(placement, ranks, count)) == transport
+
+
+def test_the_world_of_a_policy_rank_is_on_the_device_of_its_world_rank(gpus):
+    gpus(4)
+    pair = parse_placement("learner=0,world=1,policy=2,actor=3", 4, 4)
+    assert [device.index for device in actor_devices("cuda", pair, 2, 2)] == [2, 1]
+    assert [device.index for device in actor_devices("cuda", pair, 3, 3)] == [3, 3]
+    assert actor_devices("cpu", pair, 2, 2) == (torch.device("cpu"), torch.device("cpu"))
+
+
+def test_an_actor_cannot_span_two_hosts(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    placement = parse_placement("learner=0,policy=1,world=2,actor=3", 4, 2)
+    with pytest.raises(ConfigError, match="policy rank 1 and world rank 2 one actor, but they are on"):
+        actor_devices("cuda", placement, 1, 1)
+    on_the_second = parse_placement("learner=0,actor=1,policy=2,world=3", 4, 2)
+    assert [device.index for device in actor_devices("cuda", on_the_second, 2, 0)] == [0, 1]

@@ -199,6 +199,17 @@ def test_memory_is_counted_for_each_role() -> None:
     assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2, 1 + 8 + 2]
 
 
+def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
+    config, apart = TrainConfig(), "learner=0,policy=1,world=2"
+    placement = devices.placement_of(TrainConfig(placement=apart))
+    needs = [devices.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
+    assert needs == [4 + 12 + 2 * 2, 1 + 2, 8]
+    finding = devices.check_placement(Subject(config=TrainConfig(device="cpu", placement=apart)))
+    assert finding.seen == (
+        "rank 0 (learner) on cpu, rank 1 (policy) on cpu, rank 2 (world) on cpu; weights by gloo"
+    )
+
+
 def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatch) -> None:
     small = TrainConfig(device="cpu")
     subject = Subject(config=small)

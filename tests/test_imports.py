@@ -31,6 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "recipe", "imagination"},
     "metrics": {"errors"},
     "waits": {"activity", "metrics"},
+    "memory": set(),
+    "parking": {"waits"},
     "metric_advice": {"metrics", "waits"},
     "metric_page": {"metrics", "metric_advice"},
     "pixels": set(),
@@ -47,13 +49,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run_folder": BASE,
     "replay": BASE | {"messaging"},
     "weights": BASE | {"messaging"},
-    "actors": BASE | MODELS | MIDDLE,
-    "learner": BASE | MODELS | MIDDLE,
+    "actors": BASE | MODELS | MIDDLE | {"memory", "parking"},
+    "learner": BASE | MODELS | MIDDLE | {"memory", "parking"},
     "fitting": BASE | MODELS,
     "evaluation": BASE | MODELS,
     "contact_sheet": BASE | MODELS,
     "doctoring": BASE | MODELS | MIDDLE | {"launch"},
-    "launch": BASE | MODELS | MIDDLE | {"actors", "learner", "evaluation"},
+    "launch": BASE | MODELS | MIDDLE | {"actors", "learner", "evaluation", "parking"},
     "commands": BASE
     | MODELS
     | MIDDLE

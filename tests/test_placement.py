@@ -3,7 +3,15 @@
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Placement, check_groups, parse_placement, threads_of_actor
+from asyncrl.launch.placement import (
+    WORDS,
+    Placement,
+    check_groups,
+    only_learns,
+    parse_placement,
+    ranks_named,
+    threads_of_actor,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +28,13 @@ from asyncrl.launch.placement import Placement, check_groups, parse_placement, t
         ("learner=0-0,actor=1,2-3", 4, (0,), (1, 2, 3)),
         ("learner=0-1,actor=2-3", 4, (0, 1), (2, 3)),
         ("learner=0-1,actor=0-1", 2, (0, 1), (0, 1)),
+        ("collocated", 1, (0,), (0,)),
+        ("collocated", 3, (0, 1, 2), (0, 1, 2)),
+        ("disaggregated", 1, (0,), (0,)),
+        ("disaggregated", 2, (0,), (1,)),
+        ("disaggregated", 3, (0,), (1, 2)),
+        ("disaggregated", 8, (0, 1, 2, 3), (4, 5, 6, 7)),
+        ("hybrid", 1, (0,), (0,)),
     ],
 )
 def test_every_rank_gets_its_roles(text, ranks, learners, actors):
@@ -27,9 +42,68 @@ def test_every_rank_gets_its_roles(text, ranks, learners, actors):
 
 
 @pytest.mark.parametrize(
+    ("text", "ranks", "learners", "actors", "worlds"),
+    [
+        ("learner=0,policy=1,world=2", 3, (0,), (1,), ((1, 2),)),
+        ("learner=0-1,policy=2,4,world=3,5", 6, (0, 1), (2, 4), ((2, 3), (4, 5))),
+        ("learner=0,policy=4,2,world=3,1", 5, (0,), (2, 4), ((2, 1), (4, 3))),
+        ("learner=0,world=1,policy=2,actor=3", 4, (0,), (2, 3), ((2, 1),)),
+        ("learner=0-1,policy=0,world=1", 2, (0, 1), (0,), ((0, 1),)),
+        ("hybrid", 2, (0, 1), (0,), ((0, 1),)),
+        ("hybrid", 3, (0, 1, 2), (0, 2), ((0, 1),)),
+        ("hybrid", 8, tuple(range(8)), (0, 1, 2, 3), ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ],
+)
+def test_policy_and_world_ranks_are_paired_in_their_order(text, ranks, learners, actors, worlds):
+    placement = parse_placement(text, ranks, 0)
+    assert placement == Placement(learners=learners, actors=actors, worlds=worlds)
+    for policy, world in worlds:
+        assert (placement.imagines(policy), placement.world_of(policy)) == (True, world)
+        assert not placement.imagines(world), "it only lends its device"
+        assert "policy" in placement.roles(policy)
+        assert "world" in placement.roles(world)
+    assert placement.ranks == tuple(range(ranks))
+
+
+def test_a_whole_actor_has_its_world_where_its_policy_is():
+    placement = parse_placement("learner=0,world=1,policy=2,actor=3", 4, 0)
+    assert [placement.world_of(rank) for rank in placement.actors] == [1, 3]
+    assert [placement.roles(rank) for rank in range(4)] == [("learner",), ("world",), ("policy",), ("actor",)]
+    assert placement.summary == "1 learner + 1 actor + 1 actor on 2 devices"
+    assert parse_placement("hybrid", 8, 0).summary == "8 learners + 4 actors on 2 devices each"
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_fits_any_number_of_ranks_and_needs_none_of_them(word):
+    assert ranks_named(word) == 1
+    assert not only_learns(word)
+    for ranks in range(1, 10):
+        placement = parse_placement(word, ranks, 0)
+        assert placement.ranks == tuple(range(ranks)), "nobody is idle"
+        assert placement.actors
+        assert placement.learners[0] == 0
+
+
+def test_policies_of_actors_on_two_devices_are_actors():
+    assert not only_learns("learner=0,policy=1,world=2")
+    assert only_learns("learner=0-1")
+    assert ranks_named("learner=0,policy=1,world=2") == 3
+
+
+@pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [
-        ("learner=0,critic=1", 2, "names the role 'critic', but there are only learner and actor"),
+        (
+            "learner=0,critic=1",
+            2,
+            "the role 'critic', but there are only learner, actor, policy, world",
+        ),
+        ("learner=0,policy=1", 2, "names 1 policy and 0 world ranks"),
+        ("learner=0,policy=1-2,world=3", 4, "names 2 policy and 1 world ranks"),
+        ("learner=0,policy=1,world=1", 2, "on its one device write actor=1"),
+        ("learner=0,actor=1,policy=1,world=2", 3, "gives rank 1 more than one of actor, policy and world"),
+        ("learner=0,policy=1,world=3", 4, "gives rank 2 nothing to do"),
+        ("colocated", 2, "nor is the text one of auto, collocated, disaggregated, hybrid"),
         ("learner=0", 1, "names no actor"),
         ("actor=0", 1, "names no learner"),
         ("", 1, "'' is not role=rank or role=first-last"),

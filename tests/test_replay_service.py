@@ -109,7 +109,7 @@ def imagine_until_stopped(endpoint: str, name: str, version: list[int], pushed: 
                 pushed[name].append(grant.group_id)
     except RunStopped:
         assert port.stopped
-        port.report_waiting(0.5)
+        port.report({m.ACTORS_WAITING: 0.5})
     finally:
         port.close(10.0)
 
@@ -395,6 +395,32 @@ def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[Service, ScriptedS
     assert socket.grants(b"a") == [0], "it asks again, but somebody else has the credit now"
 
 
+def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
+    scripted: tuple[Service, ScriptedSocket, Clock],
+) -> None:
+    service, socket, clock = scripted
+    socket.say(b"a", "report", readings={m.ACTOR_WORLD.name: 0.5, m.ACTOR_MEMORY.name: 5e9})
+    socket.say(b"b", "report", readings={m.ACTOR_WORLD.name: 7.0, m.ACTOR_MEMORY.name: 2e9})
+    service.turn(0)
+    status = service.core.status()
+    assert (status[m.ACTOR_WORLD], status[m.ACTOR_MEMORY]) == (0.75, 5e9), "mean of shares, largest peak"
+    socket.say(b"a", "bye")
+    service.turn(0)
+    assert service.core.status()[m.ACTOR_MEMORY] == 2e9
+    clock.now += 1000.0
+    assert m.ACTOR_MEMORY not in service.core.status(), "nor do the silent count"
+
+
+def test_an_actor_reports_of_itself_only(scripted: tuple[Service, ScriptedSocket, Clock]) -> None:
+    service, socket, _ = scripted
+    socket.say(b"a", "report", readings={m.EPISODES.name: 1e9})
+    service.turn(0)
+    to, message = socket.sent[-1]
+    assert (to, message.kind) == (b"a", "refused")
+    assert "do not report 'replay/episodes'" in message["reason"]
+    assert service.core.status()[m.EPISODES] == 0
+
+
 def test_an_endpoint_in_use_elsewhere_is_named() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     taken = context.socket(zmq.REP)
@@ -428,7 +454,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
         numbers += [int(group[0].group_id) for group in batch]
         learner.report_version(version + 1)
     assert numbers == [0, 1, 2, 3, 4, 5]
-    actor.report_waiting(0.25)
+    actor.report({m.ACTORS_WAITING: 0.25})
     status = learner.status()
     assert status[m.EPISODES] == 12
     assert status[m.ACTORS_WAITING] == 0.25

@@ -18,7 +18,7 @@ from asyncrl.worlds.start_states import save_start_states
 PER_UPDATE = 1
 HALF, WHOLE = 5, 10
 """Updates until the interruption, and in all."""
-TIMES = {m.WEIGHTS_SECONDS.name, m.PEAK_MEMORY.name, "time"}
+TIMES = {m.WEIGHTS_SECONDS.name, m.PEAK_MEMORY.name, m.ACTOR_MEMORY.name, "time"}
 """Readings that differ between any two runs, besides everything under `time/` and `wait/`."""
 
 

@@ -15,6 +15,7 @@ from two_ranks import run_ranks
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.distributed_group import DistributedGroup, pack, unpack
 from asyncrl.learner.sharding import shard
+from asyncrl.parking import Parked, Parking
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.memory import enable_gradient_checkpointing
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
@@ -194,3 +195,42 @@ def test_episodes_come_through_bit_for_bit() -> None:
         assert was.group_id == now.group_id
         np.testing.assert_array_equal(was.logprobs, now.logprobs)
         np.testing.assert_array_equal(was.frames, now.frames)
+
+
+def two_steps_of_adam(*, parked: bool) -> tuple[dict[str, Tensor], int]:
+    """Parameters of this rank after two steps, and the most bytes parked while it waited between them."""
+    group, policy, most = DistributedGroup(20.0), shard(policy_of(), CPU, "fp32"), 0
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
+
+    def tensors() -> list[Tensor]:
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        return [*policy.parameters(), *(p.grad for p in policy.parameters() if p.grad is not None), *moments]
+
+    parking = Parking(Parked(policy.buffers, tensors, {CPU})) if parked else Parking(None)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        (2 * loss_of(policy, slice(2 * group.rank, 2 * group.rank + 2))).backward()
+        optimizer.step()
+        if group.rank == 0:
+            time.sleep(0.5)  # The other one waits for the word that follows, and parks.
+            parking.waiting()
+            time.sleep(0.25)
+            parking.waiting()
+        group.share(groups_of([[3, -1], [-1, 12]]) if group.rank == 0 else None, parking.waiting)
+        parking.back()
+        most = max(most, parking.take()[1])
+    return {n: p.to_local().clone() for n, p in policy.named_parameters()}, most  # type: ignore[attr-defined]
+
+
+def parked_shards_learn_the_same() -> None:
+    plain, nothing = two_steps_of_adam(parked=False)
+    found, most = two_steps_of_adam(parked=True)
+    assert nothing == 0
+    assert most > 3 * sum(tensor.nbytes for tensor in plain.values()), "weights, gradient, both moments"
+    for name, tensor in plain.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.timeout(90)
+def test_shards_that_are_parked_while_a_rank_waits_learn_the_same() -> None:
+    run_ranks(parked_shards_learn_the_same)

@@ -2,22 +2,31 @@
 
 consumes   weights      waits for: version 0           ended by: the learner publishes or leaves, deadline
 consumes   grants       waits for: credit              ended by: the learner uses a batch, or the run stops
+           decisions    waits for: the devices         ended by: the devices, --hang-after
 produces   episodes     never waits: the replay port keeps them until they are durable
+
+With two stages a round launches the decision of one half of the slots and then collects that of the other
+half, launched the round before: the host works while a device does, and two devices work at the same time.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl import metrics as m
 from asyncrl import waits
 from asyncrl.activity import now_doing
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.poison import Poison
+from asyncrl.actors.readings import ActorReadings
 from asyncrl.actors.slots import Slots, finished_episode
+from asyncrl.actors.stages import Stage, cut
+from asyncrl.parking import NEVER, Parking
 from asyncrl.records import StartState
 from asyncrl.replay.ports import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
@@ -27,8 +36,6 @@ _log = logging.getLogger(__name__)
 
 CREDIT_WAIT = 0.2
 """Seconds an idle actor waits for credit before it looks at its messages and weights again."""
-REPORT_EVERY = 2.0
-"""Seconds between two reports of the share of time spent waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,8 @@ class ActorSettings:
 
     name: str
     slots: int
+    stages: int = 1
+    """Parts of the slots that decide in turns."""
     group_size: int
     max_decisions: int
     success_threshold: float
@@ -48,7 +57,7 @@ class ActorSettings:
 
 
 class Actor:
-    """Imagines episodes until the run stops. Weights change only between two decisions."""
+    """Imagines episodes until the run stops. Weights change only between two launches of decisions."""
 
     def __init__(
         self,
@@ -57,18 +66,23 @@ class Actor:
         port: ActorPort,
         receiver: Receiver,
         settings: ActorSettings,
+        parking: Parking = NEVER,
     ) -> None:
+        """Join the parts; `parking` moves the models to host memory while there is nothing to imagine."""
         self.imagination = imagination
         self.starts = starts
         self.port = port
         self.receiver = receiver
         self.settings = settings
+        self.parking = parking
         self.slots = Slots(settings.slots, run_seed=settings.run_seed)
+        self._landed = deque(Stage[Any](places=places) for places in cut(settings.slots, settings.stages))
+        self._flying: deque[Stage[Any]] = deque()
+        """Stages by what they do; those that do it longest come first."""
         self.version = -1
         self._logged: set[str] = set()
         """Start states whose poison is in the log."""
-        self._waited = 0.0
-        self._reported = time.monotonic()
+        self.readings = ActorReadings(imagination, parking)
 
     def run(self, leaving: Callable[[], bool] = lambda: False) -> None:
         """Imagine until the replay (or, before there are weights, the learner) says that the run is over.
@@ -85,28 +99,57 @@ class Actor:
             return
 
     def round(self, wait: float = CREDIT_WAIT) -> bool:
-        """Take news, refill, make one decision in every live slot, hand over what is finished.
+        """Take news, refill and launch one stage, collect the one launched longest ago, hand over.
 
         Returns:
             False when there was nothing to imagine: no episode under way or pending, and no credit.
         """
+        began = time.monotonic()
         now_doing("talking to the replay", self.settings.hang_after)
         self.port.serve()
-        self._report()
-        self.version = self.receiver.swap_into(self.imagination.policy.acting_tensors)
+        if (readings := self.readings.due()) is not None:
+            self.port.report(readings)
         self._acquire(0.0)
+        # Between two launches: those before read the old weights first, for copies keep the stream's order.
+        self.version = self.receiver.swap_into(
+            self.parking.standing_in(self.imagination.policy.acting_tensors())
+        )
         now_doing(f"imagining with version {self.version}", self.settings.hang_after)
-        places = self.slots.fill(self.version)
-        failed = self.imagination.begin(self.slots, places) if places else []
-        self._give_up(failed)
-        if not self.slots.live:
-            if not failed:
-                self._idle(wait)
-            return bool(failed or self.slots.pending)
-        self._give_up(self.imagination.step(self.slots, self.version))
-        now_doing("handing over episodes", self.settings.hang_after)
-        self._hand_over()
+        launched = any(self._launch(stage) for stage in list(self._landed))
+        if self._flying and not (launched and self._landed):
+            self._collect(self._flying.popleft())
+        elif not launched:
+            self._idle(wait)
+            return bool(self.slots.pending)
+        self.readings.worked(time.monotonic() - began)
         return True
+
+    def _launch(self, stage: Stage[Any]) -> bool:
+        """Refill a stage and begin its next decision; returns whether there was anything to do."""
+        places = self.slots.fill(self.version, stage.places)
+        live = [place for place in stage.places if self.slots.places[place] is not None]
+        if not live:
+            stage.keep([])
+            return False
+        self.parking.back()
+        if places:
+            self._give_up(self.imagination.begin(self.slots, stage, places))
+            live = [place for place in live if self.slots.places[place] is not None]
+        if live:
+            self._give_up(self.imagination.launch(self.slots, stage, live, self.version))
+        if stage.flights:
+            self._landed.remove(stage)
+            self._flying.append(stage)
+        return True
+
+    def _collect(self, stage: Stage[Any]) -> None:
+        """Take a decision from the devices and hand over the episodes that it ends."""
+        failed, waited = self.imagination.collect(self.slots, stage, self.settings.hang_after)
+        self.readings.waited_for_device(waited)
+        self._landed.append(stage)
+        self._give_up(failed)
+        now_doing("handing over episodes", self.settings.hang_after)
+        self._hand_over(stage)
 
     def _acquire(self, wait: float) -> None:
         while self.slots.wanted:
@@ -122,13 +165,14 @@ class Actor:
     def _idle(self, wait: float) -> None:
         """Nothing to imagine: wait for credit, or (holding a grant) for the policy version it asks for."""
         began = time.monotonic()
+        self.parking.waiting()
         if self.slots.pending:
             with waits.waiting(waits.NEWER_WEIGHTS):
                 self.receiver.wait_newer(self.version, wait)
         else:
             with waits.waiting(waits.CREDIT):
                 self._acquire(wait)
-        self._waited += time.monotonic() - began
+        self.readings.add(m.ACTORS_WAITING, time.monotonic() - began)
 
     def _give_up(self, failed: Sequence[Poison]) -> None:
         """Stop the groups of poisoned episodes: without all its members a group is of no use."""
@@ -164,9 +208,9 @@ class Actor:
                 exc_info=poison.error,
             )
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, stage: Stage[Any]) -> None:
         sampling, settings = self.imagination.sampling, self.settings
-        for index in self.slots.live:
+        for index in (place for place in stage.places if self.slots.places[place] is not None):
             episode = finished_episode(
                 self.slots.slot(index),
                 threshold=settings.success_threshold,
@@ -180,9 +224,3 @@ class Actor:
             if episode is not None:
                 self.slots.clear(index)
                 self.port.push(episode)
-
-    def _report(self) -> None:
-        now = time.monotonic()
-        if now - self._reported >= REPORT_EVERY:
-            self.port.report_waiting(min(1.0, self._waited / (now - self._reported)))
-            self._waited, self._reported = 0.0, now

@@ -90,14 +90,18 @@ class Slots:
         """Queue all members of a granted group."""
         self.pending.extend(Member(grant=grant, member=i, start=start) for i in range(group_size))
 
-    def fill(self, policy_version: int) -> list[int]:
+    def fill(self, policy_version: int, among: range) -> list[int]:
         """Begin pending episodes in free places, oldest grant first; return the places that were filled.
 
         A member waits while the policy held is older than its grant allows.
+
+        Args:
+            policy_version: That of the policy held.
+            among: Places that may be filled.
         """
         filled = []
-        for index, slot in enumerate(self.places):
-            if slot is not None:
+        for index in among:
+            if self.places[index] is not None:
                 continue
             if not self.pending or self.pending[0].grant.min_version > policy_version:
                 break

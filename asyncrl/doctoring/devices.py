@@ -12,7 +12,7 @@ from asyncrl.doctoring.machine import GIB, free_memory
 from asyncrl.doctoring.subject import Sizes, Subject
 from asyncrl.errors import ConfigError
 from asyncrl.launch.devices import pick_device
-from asyncrl.launch.placement import Placement, check_groups, parse_placement, ranks_named
+from asyncrl.launch.placement import WORDS, Placement, check_groups, parse_placement, ranks_named
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,9 @@ def check_placement(subject: Subject) -> Finding:
             build_transport(transport, by_rank[0], config.weights.deadline)
     except ConfigError as error:
         return broken("placement", one_line(error))
-    spread = ", ".join(f"rank {rank} ({_roles(placement, rank)}) on {on}" for rank, on in by_rank.items())
+    spread = ", ".join(
+        f"rank {rank} ({' + '.join(placement.roles(rank))}) on {on}" for rank, on in by_rank.items()
+    )
     seen = f"{spread}; weights by {transport}"
     gpus = torch.cuda.device_count() if by_rank[0].type == "cuda" else 0
     actors = [by_rank[rank] for rank in placement.actors]
@@ -75,7 +77,7 @@ def check_placement(subject: Subject) -> Finding:
     if gpus and len(by_rank) > gpus:
         advice = f"Name at most {gpus} ranks for the best speed."
         return warning("placement", f"{seen}; {len(by_rank)} ranks share {gpus} GPU(s).", advice)
-    if config.placement == "auto" and gpus > 1:
+    if config.placement in WORDS and gpus > 1:
         seen += f" (torchrun --nproc-per-node {gpus} uses all {gpus} GPUs)"
     return ok("placement", seen)
 
@@ -86,13 +88,7 @@ def devices_of(config: TrainConfig, placement: Placement) -> dict[int, torch.dev
     Raises:
         ConfigError: --device is cuda and there is none.
     """
-    ranks = sorted({*placement.learners, *placement.actors})
-    return {rank: pick_device(config.device, rank) for rank in ranks}
-
-
-def _roles(placement: Placement, rank: int) -> str:
-    roles = ("learner" if placement.learns(rank) else "", "actor" if placement.imagines(rank) else "")
-    return " + ".join(filter(None, roles))
+    return {rank: pick_device(config.device, rank) for rank in placement.ranks}
 
 
 def check_device_memory(subject: Subject) -> Finding | None:
@@ -125,15 +121,17 @@ def check_device_memory(subject: Subject) -> Finding | None:
 
 def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: int) -> int:
     """Bytes of weights and training state on a rank's device; activations are not counted."""
-    needed = 0
-    if placement.learns(rank):
+    needed, roles = 0, placement.roles(rank)
+    if "learner" in roles:
         needed += (sizes.masters + sizes.training) // len(placement.learners)
         if config.algorithm.kl_coef and not config.lora.rank:
             needed += sizes.policy  # The frozen reference.
         if rank == 0:
             needed += 2 * sizes.version  # One version is sent while the next one is packed.
-    if placement.imagines(rank):
-        needed += sizes.policy + sizes.dreams + sizes.version  # A version arrives beside the policy.
+    if "actor" in roles or "policy" in roles:
+        needed += sizes.policy + sizes.version  # A version arrives beside the policy.
+    if "actor" in roles or "world" in roles:
+        needed += sizes.dreams
     return needed
 
 

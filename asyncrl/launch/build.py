@@ -19,6 +19,7 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.config import TrainConfig, to_json
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.dreams import Dreams, DreamsOnDisk, check_dreams
+from asyncrl.launch.offload import learner_parking
 from asyncrl.launch.outgoing import ActingWeights, copy_policy
 from asyncrl.launch.placement import Placement, only_learns
 from asyncrl.learner.group import LearnerGroup
@@ -115,7 +116,14 @@ def check_tasks(policy: OpenVLAOFT, starts: Sequence[StartState]) -> None:
 def build_imagination(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Imagination[WanState]:
     """Join the models of an actor."""
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
-    return Imagination(policy, dreams.world, dreams.reward, sampling)
+    return Imagination(
+        policy,
+        dreams.world,
+        dreams.reward,
+        sampling,
+        policy_device=policy.device,
+        world_device=dreams.world.device,
+    )
 
 
 def actor_settings(config: TrainConfig, name: str) -> ActorSettings:
@@ -123,6 +131,7 @@ def actor_settings(config: TrainConfig, name: str) -> ActorSettings:
     return ActorSettings(
         name=name,
         slots=config.actor.slots,
+        stages=config.actor.stages,
         group_size=config.algorithm.group_size,
         max_decisions=config.actor.max_decisions,
         success_threshold=config.actor.success_threshold,
@@ -223,8 +232,9 @@ def build_learner(
     """
     reference = build_reference(config, start.policy, start.policy.device)
     acting = ActingWeights(start.policy, types)
+    update = Update(start.policy, config, group=group, reference=reference)
     learner = Learner(
-        Update(start.policy, config, group=group, reference=reference),
+        update,
         port,
         publisher,
         log,
@@ -233,6 +243,7 @@ def build_learner(
         copy_policy=partial(copy_policy, start.policy, group),
         acting_tensors=lambda: acting,
         group=group,
+        parking=learner_parking(config, update),
         stop_requested=stop_requested,
     )
     if start.checkpoint is not None:

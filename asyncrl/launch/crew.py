@@ -98,10 +98,12 @@ class Crew:
     def watch(self, over: Callable[[], bool]) -> None:
         """Look until all children have finished, a stop is asked for, or the run is `over` without them.
 
+        A rank without children, whose device another one uses, stays until the run is over.
         A child that came too late to hear of the run's end would go on for ever, or die again and again.
         """
         while not (over() or self.look()):
-            if all(state is State.FINISHED for state in list(self._caretaker.states.values())):
+            states = list(self._caretaker.states.values())
+            if states and all(state is State.FINISHED for state in states):
                 return
             time.sleep(LOOK_EVERY)
 

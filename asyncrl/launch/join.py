@@ -117,6 +117,7 @@ def _join(
     from asyncrl.launch import build
     from asyncrl.launch.devices import pick_device
     from asyncrl.launch.dreams import build_dreams
+    from asyncrl.launch.offload import actor_parking
     from asyncrl.launch.placement import threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.visitors import ask_settings
@@ -128,6 +129,8 @@ def _join(
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
     config = replace(config, **dict(settings.paths))
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     policy = build.build_policy(config, device)
     dreams = build_dreams(config, device)
     build.check_tasks(policy, dreams.starts)
@@ -138,12 +141,14 @@ def _join(
         version = receiver.wait_for_first(config.start_deadline)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         port = ZmqActorPort(settings.endpoint, name, security=keys)
+        imagination = build.build_imagination(config, policy, dreams)
         actor = Actor(
-            build.build_imagination(config, policy, dreams),
+            imagination,
             StartStateStream(dreams.starts, config.seed),
             port,
             receiver,
             build.actor_settings(config, name),
+            actor_parking(config, imagination, dreams.world),
         )
     except BaseException:
         receiver.close()

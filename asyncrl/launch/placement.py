@@ -7,17 +7,22 @@ from dataclasses import dataclass
 
 from asyncrl.errors import ConfigError
 
-ROLES = ("learner", "actor")
+ROLES = ("learner", "actor", "policy", "world")
+WORDS = ("auto", "collocated", "disaggregated", "hybrid")
+"""Placements that fit any number of ranks; see `_by_word`."""
 _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?")
 _EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The ranks of every role, ascending. One rank may appear in both."""
+    """The ranks of every role, ascending. A rank may learn and have a part in imagining too."""
 
     learners: tuple[int, ...]
     actors: tuple[int, ...]
+    """Ranks that supervise an actor: whole ones, and the policy ranks of those on two devices."""
+    worlds: tuple[tuple[int, int], ...] = ()
+    """Policy rank and world rank of every actor on two devices."""
 
     def learns(self, rank: int) -> bool:
         """Whether this rank updates the policy."""
@@ -27,33 +32,60 @@ class Placement:
         """Whether this rank supervises an actor."""
         return rank in self.actors
 
+    def world_of(self, rank: int) -> int:
+        """The rank on whose device the actor of `rank` has its world and reward models; its own, mostly."""
+        return dict(self.worlds).get(rank, rank)
+
+    def roles(self, rank: int) -> tuple[str, ...]:
+        """What a rank does, in the words of `ROLES`.
+
+        >>> Placement(learners=(0,), actors=(0,), worlds=((0, 1),)).roles(0)
+        ('learner', 'policy')
+        """
+        of = {
+            "learner": self.learns(rank),
+            "actor": self.imagines(rank) and rank not in dict(self.worlds),
+            "policy": rank in dict(self.worlds),
+            "world": rank in dict(self.worlds).values(),
+        }
+        return tuple(role for role, has in of.items() if has)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that have something to do, ascending."""
+        return tuple(sorted({*self.learners, *self.actors, *(world for _, world in self.worlds)}))
+
     @property
     def summary(self) -> str:
         """For people: '1 learner + 3 actors'.
 
         >>> Placement(learners=(0,), actors=(1, 2, 3)).summary
         '1 learner + 3 actors'
+        >>> Placement(learners=(0,), actors=(1, 3), worlds=((1, 2),)).summary
+        '1 learner + 1 actor + 1 actor on 2 devices'
         """
-        counts = {"learner": len(self.learners), "actor": len(self.actors)}
-        return " + ".join(f"{n} {role}{'s' * (n > 1)}" for role, n in counts.items() if n)
+        pairs = len(self.worlds)
+        parts = ((len(self.learners), "learner", ""), (len(self.actors) - pairs, "actor", ""))
+        parts += ((pairs, "actor", " on 2 devices" + " each" * (pairs > 1)),)
+        return " + ".join(f"{n} {role}{'s' * (n > 1)}{where}" for n, role, where in parts if n)
 
 
 def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = False) -> Placement:
     """Read `--placement`.
 
     Args:
-        text: 'auto', or comma-separated 'role=rank' and 'role=first-last'; a number without a role belongs to
-            the role before it ('actor=1,3').
+        text: One of `WORDS`, or comma-separated 'role=rank' and 'role=first-last'; a number without a role
+            belongs to the role before it ('actor=1,3').
         world_size: Number of ranks that were started, at least 1.
         devices: GPUs of this host; only the advice in an error depends on it.
         joined: Whether actors can join later, so that none need be named.
 
     Raises:
         ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, is
-            named twice or has no role, or learners that are not the first ranks.
+            named twice or has no role, policy ranks without world ranks, or learners that are not the first.
     """
-    if text == "auto":
-        return Placement(learners=(0,), actors=tuple(range(1, world_size)) or (0,))
+    if text in WORDS:
+        return _by_word(text, world_size)
     ranks = _read(text)
     _check_roles(ranks, joined)
     _check_ranks(ranks, world_size, devices)
@@ -63,7 +95,27 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
             f"--placement puts learners on rank {named}, but rank 0 leads them: it opens the run folder, the "
             "replay and the weight channel. Give the learners the first ranks: learner=0, or learner=0-1."
         )
-    return Placement(learners=tuple(ranks["learner"]), actors=tuple(ranks["actor"]))
+    return Placement(
+        learners=tuple(ranks["learner"]),
+        actors=tuple(sorted(ranks["actor"] + ranks["policy"])),
+        worlds=tuple(zip(ranks["policy"], ranks["world"], strict=True)),
+    )
+
+
+def _by_word(word: str, ranks: int) -> Placement:
+    """Place roles as the word says; one rank alone does everything, whatever the word."""
+    everyone, half = tuple(range(ranks)), ranks // 2
+    if word == "auto":
+        return Placement(learners=(0,), actors=everyone[1:] or (0,))
+    if word == "disaggregated":
+        return Placement(learners=everyone[:half] or (0,), actors=everyone[half:])
+    if word == "hybrid":  # Of an odd number, the last one imagines alone.
+        return Placement(
+            learners=everyone,
+            actors=everyone[:half] + everyone[2 * half :],
+            worlds=tuple(zip(everyone[:half], everyone[half : 2 * half], strict=True)),
+        )
+    return Placement(learners=everyone, actors=everyone)
 
 
 def check_groups(placement: Placement, groups_per_update: int) -> None:
@@ -91,15 +143,13 @@ def threads_of_actor(actors: int, cores: int) -> int:
 
 
 def ranks_named(text: str) -> int:
-    """Number of ranks that `--placement` needs; 1 for 'auto'.
+    """Number of ranks that `--placement` needs; 1 for a word, which fits any number.
 
     Raises:
         ConfigError: It cannot be read.
     """
     return (
-        1
-        if text == "auto"
-        else 1 + max((rank for named in _read(text).values() for rank in named), default=0)
+        1 if text in WORDS else 1 + max((rank for named in _read(text).values() for rank in named), default=0)
     )
 
 
@@ -111,11 +161,12 @@ def _read(text: str) -> dict[str, list[int]]:
         role = (match and match["role"]) or role
         if match is None or not role:
             raise ConfigError(
-                f"--placement is {text!r}, but {item!r} is not role=rank or role=first-last. {_EXAMPLE}"
+                f"--placement is {text!r}, but {item!r} is not role=rank or role=first-last, nor is the text "
+                f"one of {', '.join(WORDS)}. {_EXAMPLE}"
             )
         if role not in ranks:
             raise ConfigError(
-                f"--placement names the role {role!r}, but there are only {' and '.join(ROLES)}. {_EXAMPLE}"
+                f"--placement names the role {role!r}, but there are only {', '.join(ROLES)}. {_EXAMPLE}"
             )
         first, last = int(match["first"]), int(match["last"] or match["first"])
         if last < first:
@@ -132,13 +183,22 @@ def only_learns(text: str) -> bool:
     Raises:
         ConfigError: It cannot be read.
     """
-    return text != "auto" and not _read(text)["actor"]
+    if text in WORDS:
+        return False
+    ranks = _read(text)
+    return not (ranks["actor"] or ranks["policy"])
 
 
 def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
     if not ranks["learner"]:
         raise ConfigError(f"--placement names no learner, but a run needs one. {_EXAMPLE}")
-    if not ranks["actor"] and not joined:
+    if len(ranks["policy"]) != len(ranks["world"]):
+        raise ConfigError(
+            f"--placement names {len(ranks['policy'])} policy and {len(ranks['world'])} world ranks, but the "
+            "first policy rank and the first world rank are one actor on two devices, and so on. Name as "
+            "many of both, or actor=RANK for an actor on one device."
+        )
+    if not (ranks["actor"] or ranks["policy"] or joined):
         raise ConfigError(
             "--placement names no actor, and without --replay.listen nobody knows where to join the run. Set "
             f"--replay.listen tcp://ADDRESS:PORT and start actors with `asyncrl actor --join`. {_EXAMPLE}"
@@ -149,6 +209,12 @@ def _check_ranks(ranks: dict[str, list[int]], world_size: int, devices: int) -> 
     for role, named in ranks.items():
         if twice := sorted({rank for rank in named if named.count(rank) > 1}):
             raise ConfigError(f"--placement names rank {twice[0]} twice as {role}. Name it once.")
+    imagining = ranks["actor"] + ranks["policy"] + ranks["world"]
+    if twice := sorted({rank for rank in imagining if imagining.count(rank) > 1}):
+        raise ConfigError(
+            f"--placement gives rank {twice[0]} more than one of actor, policy and world, but it has one "
+            f"part in imagining. For policy and world on its one device write actor={twice[0]}."
+        )
     highest = max(max(named, default=0) for named in ranks.values())
     started = f"{world_size} ranks (0-{world_size - 1})" if world_size > 1 else "1 rank (0)"
     if highest >= world_size:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl import activity, waits
 from asyncrl.config import TrainConfig, overlay
-from asyncrl.launch.rendezvous import RunFacts, local_rank, world_size
+from asyncrl.launch.rendezvous import RunFacts, local_rank, rank, world_size
 
 FAREWELL = 5.0
 """Seconds an actor has to hand over its last episodes."""
@@ -25,8 +25,9 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import address, build
-    from asyncrl.launch.devices import pick_device
+    from asyncrl.launch.devices import actor_devices
     from asyncrl.launch.dreams import build_dreams
+    from asyncrl.launch.offload import actor_parking
     from asyncrl.launch.placement import parse_placement, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
@@ -40,9 +41,12 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     taken = (len(placement.learners) - 1) * config.learner.threads
     cores = len(os.sched_getaffinity(0)) - taken
     torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
-    device = pick_device(config.device, local_rank())
+    device, world_device = actor_devices(config.device, placement, rank(), local_rank())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
     policy = build.build_policy(config, device)
-    dreams = build_dreams(config, device)
+    dreams = build_dreams(config, world_device)
+    imagination = build.build_imagination(config, policy, dreams)
     receiver = build_receiver(
         build.transport_of(config, placement),
         facts.weights_endpoint,
@@ -59,11 +63,12 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
             security=address.client_keys(config, name),
         )
         actor = Actor(
-            build.build_imagination(config, policy, dreams),
+            imagination,
             StartStateStream(dreams.starts, config.seed),
             port,
             receiver,
             build.actor_settings(config, name),
+            actor_parking(config, imagination, dreams.world),
         )
         actor.run()
         with waits.waiting(waits.FAREWELL, FAREWELL):

@@ -70,10 +70,12 @@ class DistributedGroup:
         """See `LearnerGroup.max`."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def share(self, groups: Groups | None) -> Groups | None:
+    def share(
+        self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
+    ) -> Groups | None:
         """See `LearnerGroup.share`; group n goes to rank ``n % size``."""
         with naming(f"learner rank {self.rank} of {self.size} to share a batch"):
-            return self._deal(groups) if self.rank == 0 else self._take()
+            return self._deal(groups) if self.rank == 0 else self._take(while_waiting)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `LearnerGroup.whole`; one tensor at a time, in the order of their names."""
@@ -110,7 +112,7 @@ class DistributedGroup:
         header = torch.tensor([word, 0, *(counts or [0] * (self.size - 1))])
         dist.broadcast(header, 0, group=self._link)
 
-    def _take(self) -> Groups | None:
+    def _take(self, while_waiting: Callable[[], object]) -> Groups | None:
         header = torch.zeros(1 + self.size, dtype=torch.int64)
         awaited = dist.broadcast(header, 0, group=self._link, async_op=True)
         assert awaited is not None  # This rank is in the group.
@@ -118,6 +120,7 @@ class DistributedGroup:
         with waits.waiting(waits.PART, self.patience):
             while not awaited.is_completed() and time.monotonic() < until:
                 self.while_waiting()
+                while_waiting()
                 time.sleep(LOOK_EVERY)
         if not awaited.is_completed():
             raise RunError(

@@ -5,7 +5,7 @@ Every method is a collective: all ranks call the same ones in the same order. `A
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -30,8 +30,12 @@ class LearnerGroup(Protocol):
         """Take the elementwise largest over the ranks."""
         ...
 
-    def share(self, groups: Groups | None) -> Groups | None:
+    def share(
+        self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
+    ) -> Groups | None:
         """Deal groups of episodes out: rank 0 gives a batch, or None to end the run; each gets its part.
+
+        `while_waiting` is called often on the ranks that wait for rank 0.
 
         Raises:
             ConfigError: The batch has fewer groups than there are ranks.
@@ -57,7 +61,9 @@ class Alone:
         """Return the values."""
         return values
 
-    def share(self, groups: Groups | None) -> Groups | None:
+    def share(
+        self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
+    ) -> Groups | None:
         """Return the groups."""
         return groups
 

@@ -29,10 +29,12 @@ from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.finite import not_finite
 from asyncrl.learner.group import Alone, Groups, LearnerGroup
 from asyncrl.learner.interface import LearnerSettings, Log
-from asyncrl.learner.process import interrupts_deferred, peak_memory
+from asyncrl.learner.process import interrupts_deferred
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
+from asyncrl.memory import host_peak, peak_memory
 from asyncrl.metrics import Metric
+from asyncrl.parking import NEVER, Parking
 from asyncrl.replay.ports import LearnerPort
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.sources import Source
@@ -60,14 +62,15 @@ class Learner:
         copy_policy: Callable[[], Callable[[Path], None]],
         acting_tensors: Callable[[], Source | Mapping[str, Tensor]],
         group: LearnerGroup | None = None,
+        parking: Parking = NEVER,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join the parts.
 
         `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files;
-        `acting_tensors` gives what actors need, of which this rank may hold a part; `stop_requested` is
-        asked on rank 0.
+        `acting_tensors` gives what actors need, of which this rank may hold a part; `parking` moves what only
+        updates need to host memory while this rank waits; `stop_requested` is asked on rank 0.
         """
         self.update = update
         self.replay = replay
@@ -78,6 +81,7 @@ class Learner:
         self.copy_policy = copy_policy
         self.acting_tensors = acting_tensors
         self.group = group or Alone()
+        self.parking = parking
         self.throughput = Throughput(update.policy, update.config, self.group)
         self.stop_requested = stop_requested
         self.clock = clock
@@ -128,8 +132,8 @@ class Learner:
         self._publish()
         self._row_began = self.clock()
         while self.version < self.settings.updates:
-            batch = self._next_batch()
-            if (part := self.group.share(batch)) is None:
+            batch, part = self._next_part()
+            if part is None:
                 return
             with doing(f"updating version {self.version}", self.settings.hang_after):
                 values = self._learn(part) | describe(batch or part, version=self.version - 1)
@@ -140,6 +144,14 @@ class Learner:
             if lost := self.update.steps.lost:
                 self._save()
                 raise RunError(f"{lost} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
+
+    def _next_part(self) -> tuple[Groups | None, Groups | None]:
+        """Wait for the batch (rank 0 only) and for this rank's part of it, which is None at the end."""
+        try:
+            batch = self._next_batch()
+            return batch, self.group.share(batch, self.parking.waiting)
+        finally:
+            self.parking.back()
 
     def _next_batch(self) -> Groups | None:
         """Rank 0: wait for the actors, then for a batch; None when the run shall stop. Others: None."""
@@ -160,11 +172,12 @@ class Learner:
         began = self.clock()
         while not self.stop_requested():
             left = self.settings.max_wait - (self.clock() - began)
+            self.parking.waiting()
             try:
                 groups = self.replay.sample(
                     groups=self.settings.groups_per_update,
                     version=self.version,
-                    timeout=min(SAMPLE_SLICE, max(left, 0.0)),
+                    timeout=min(SAMPLE_SLICE, self.parking.due_in, max(left, 0.0)),
                 )
             except SampleTimeout as error:
                 if self.clock() - began >= self.settings.max_wait:
@@ -226,8 +239,18 @@ class Learner:
             m.GROUPS_PER_MINUTE: 60 * self.settings.groups_per_update / seconds,
             m.LEARNER_WAITING: waited / seconds,
             m.CHECKPOINT_WAITING: self.checkpoints.waited(),
-            m.PEAK_MEMORY: peak_memory(),
+            m.PEAK_MEMORY: host_peak(),
+            **self._device_memory(),
         }
+
+    def _device_memory(self) -> dict[Metric, float]:
+        readings: dict[Metric, float] = {}
+        if (device := self.update.device).type == "cuda":
+            readings[m.LEARNER_MEMORY] = peak_memory([device])
+        if self.parking.enabled:
+            seconds, parked = self.parking.take()
+            readings |= {m.LEARNER_PARKING: seconds, m.LEARNER_PARKED: float(parked)}
+        return readings
 
     def _save(self) -> None:
         """Begin a checkpoint of this version, unless it exists or an update was cut in the middle."""

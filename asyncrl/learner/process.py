@@ -1,20 +1,12 @@
-"""What the learner knows of its own process: its memory, and when Ctrl-C may interrupt it."""
+"""What the learner decides about its own process: when Ctrl-C may interrupt it."""
 
 from __future__ import annotations
 
-import resource
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-
-
-def peak_memory() -> float:
-    """Largest resident memory this process ever had, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     },
     "quarantined": {"start_state": str},
     "receipt": {"episode_id": str, "status": str, "reason": str},
-    "waiting": {"share": float},
+    "report": {"readings": dict},
     "sample": {"request": str, "groups": int, "version": int},
     "batch": {"request": str, "group": int, "groups": int, "size": int},
     "version": {"version": int},

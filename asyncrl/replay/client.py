@@ -8,7 +8,7 @@ id, acquisitions by turn, samples by request, so repeating is harmless. The port
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -111,9 +111,9 @@ class ZmqActorPort:
         """See `ActorPort.serve`."""
         self._exchange(0)
 
-    def report_waiting(self, share: float) -> None:
-        """See `ActorPort.report_waiting`."""
-        self._link.send_now("waiting", share=float(share))
+    def report(self, readings: Mapping[Metric, float]) -> None:
+        """See `ActorPort.report`."""
+        self._link.send_now("report", readings={metric.name: float(x) for metric, x in readings.items()})
 
     def close(self, deadline: float) -> None:
         """See `ActorPort.close`."""

@@ -9,7 +9,7 @@ gets the batch; a file that a resume gives up is deleted before the ledger says 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from asyncrl import metrics as m
 from asyncrl.errors import WireError
@@ -52,7 +52,8 @@ class ReplayCore:
         self.tally, self.session, self.quarantine = keeper.tally, keeper.session, keeper.quarantine
         self.stopped = False
         """Whether the learner ended the run."""
-        self._waiting: dict[str, float] = {}
+        self._reports: dict[str, dict[Metric, float]] = {}
+        """Actor -> what it last reported of itself."""
         recover(keeper)
 
     def seal_beside(self) -> None:
@@ -100,7 +101,7 @@ class ReplayCore:
         self._keeper.finish()
         for number in self.limiter.unfinished(actor):
             self._keeper.drop(number, "dropped_deadline")
-        self._waiting.pop(actor, None)
+        self._reports.pop(actor, None)
 
     def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
         """Grant a group to an actor, or None without credit, disk space or start state.
@@ -210,17 +211,20 @@ class ReplayCore:
                 if not self._keeper.seal(number):
                     break
 
-    def report_waiting(self, actor: str, share: float) -> None:
-        """Note the share of time an actor waited for credit."""
+    def report(self, actor: str, readings: Mapping[Metric, float]) -> None:
+        """Note where an actor's time and memory go; a share is cut to [0, 1]."""
         self.limiter.hear(actor)
-        self._waiting[actor] = min(1.0, max(0.0, share))
+        self._reports[actor] = {
+            metric: min(1.0, max(0.0, value)) if metric.unit == "share" else value
+            for metric, value in readings.items()
+        }
 
     def stop(self) -> None:
         """End the run."""
         self.stopped = True
 
     def status(self) -> dict[Metric, float]:
-        """Read `replay/*` (without the lag of batches) and `time/actors_waiting`. Changes nothing."""
+        """Read `replay/*` (without the lag of batches) and what the actors report. Changes nothing."""
         readings = self.tally.readings()
         readings[m.GROUPS_READY] = float(len(self.limiter.ready))
         readings[m.GROUPS_IN_FLIGHT] = float(len(self.limiter.open))
@@ -230,10 +234,8 @@ class ReplayCore:
         readings[m.DISK_WAITING] = self.disk.seconds
         if self._keeper.success.last is not None:
             readings[m.REPLAY_SUCCESS] = self._keeper.success.last
-        waiting = [share for actor, share in self._waiting.items() if not self.limiter.silent(actor)]
-        if waiting:
-            readings[m.ACTORS_WAITING] = sum(waiting) / len(waiting)
-        return readings
+        heard = (report for actor, report in self._reports.items() if not self.limiter.silent(actor))
+        return readings | m.reduce(heard)
 
     def contents(self) -> str:
         """Say in one line what the replay holds, for an error message."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from asyncrl import metrics as m
@@ -65,9 +65,9 @@ class InlineActorPort:
         self._core.limiter.hear(self._name)
         self._core.take_receipts()
 
-    def report_waiting(self, share: float) -> None:
-        """See `ActorPort.report_waiting`."""
-        self._core.report_waiting(self._name, share)
+    def report(self, readings: Mapping[Metric, float]) -> None:
+        """See `ActorPort.report`."""
+        self._core.report(self._name, readings)
 
     def close(self, deadline: float) -> None:
         """See `ActorPort.close`. Nothing is in flight."""

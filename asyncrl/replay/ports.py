@@ -5,10 +5,11 @@ Two pairs of ports keep these protocols (`client.py`): over ZeroMQ, and inline f
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, get_args
 
+from asyncrl import metrics as m
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import Metric
 from asyncrl.records import Episode
@@ -29,6 +30,21 @@ Cause = Literal["policy", "world", "reward", "raised", "quarantined"]
 """Why a group cannot be imagined: one of the models gave a number that is not finite, something raised, or
 the group was not begun because its start state failed too often."""
 CAUSES: Final = get_args(Cause)
+
+REPORTED: Final = {
+    metric.name: metric
+    for metric in (
+        m.ACTORS_WAITING,
+        m.ACTOR_POLICY,
+        m.ACTOR_WORLD,
+        m.ACTOR_REWARD,
+        m.ACTOR_HOST,
+        m.ACTOR_PARKING,
+        m.ACTOR_MEMORY,
+        m.ACTOR_PARKED,
+    )
+}
+"""Readings that an actor reports of itself, by name."""
 
 
 class RunStopped(AsyncRLError):
@@ -113,8 +129,8 @@ class ActorPort(Protocol):
         """Exchange receipts, heartbeats and the stop notice. Never blocks; call it once per round."""
         ...
 
-    def report_waiting(self, share: float) -> None:
-        """Report the share of time this actor waited for credit, in [0, 1]."""
+    def report(self, readings: Mapping[Metric, float]) -> None:
+        """Report where this actor's time and memory went: some of `REPORTED`. May be lost; never blocks."""
         ...
 
     @property
@@ -148,7 +164,7 @@ class LearnerPort(Protocol):
         ...
 
     def status(self) -> dict[Metric, float]:
-        """Read `replay/*`, `wire/*` and `time/actors_waiting`."""
+        """Read `replay/*`, `wire/*` and what the actors report (`REPORTED`)."""
         ...
 
     def stop(self) -> None:

@@ -31,7 +31,7 @@ from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.replay.attendance import Attendance, Post, check_hello
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.ports import CAUSES, GroupFailure
+from asyncrl.replay.ports import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.visitors import RunSettings
 
 POLL_MS: Final = 100
@@ -114,7 +114,7 @@ class Service:
             "acquire": self._acquire,
             "episode": self._episode,
             "failed": self._failed,
-            "waiting": self._report_waiting,
+            "report": self._report,
             "sample": self._want,
             "version": self._version,
             "status": self._status,
@@ -159,6 +159,8 @@ class Service:
                 check_hello(message)
             elif message.kind == "failed" and message["cause"] not in CAUSES:
                 raise WireError(f"cause {message['cause'][:40]!r} is none of {', '.join(CAUSES)}.")
+            elif message.kind == "report" and (other := sorted(message["readings"].keys() - REPORTED.keys())):
+                raise WireError(f"actors do not report {other[0][:40]!r}, only {', '.join(REPORTED)}.")
         except WireError as error:
             if isinstance(error, RingMissing) and peer not in self.peers.actors:
                 self.peers.introduce(peer)
@@ -248,9 +250,10 @@ class Service:
         self.core.fail(GroupFailure(**about))
         self._receipt(peer, message["report"], "dropped_poisoned", "")
 
-    def _report_waiting(self, peer: bytes, message: Message) -> None:
+    def _report(self, peer: bytes, message: Message) -> None:
         if peer in self.peers.actors:
-            self.core.report_waiting(self.peers.actors[peer], message["share"])
+            readings = {REPORTED[name]: value for name, value in message["readings"].items()}
+            self.core.report(self.peers.actors[peer], readings)
 
     def _want(self, peer: bytes, message: Message) -> None:
         if (

@@ -1,0 +1,55 @@
+"""Where an actor's time and memory go: seconds of its parts in, a report every few seconds out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from asyncrl import metrics as m
+from asyncrl.actors.imagine import Imagination
+from asyncrl.memory import peak_memory
+from asyncrl.metrics import Metric
+from asyncrl.parking import Parking
+
+REPORT_EVERY: Final = 2.0
+"""Seconds between two reports."""
+
+
+class ActorReadings:
+    """Adds up seconds between two reports."""
+
+    def __init__(self, imagination: Imagination[Any], parking: Parking) -> None:
+        self._imagination, self._parking = imagination, parking
+        self._seconds: dict[Metric, float] = {}
+        self._since = time.monotonic()
+
+    def add(self, metric: Metric, seconds: float) -> None:
+        """Count seconds for a metric that is a share of the time."""
+        self._seconds[metric] = self._seconds.get(metric, 0.0) + seconds
+
+    def worked(self, seconds: float) -> None:
+        """Count a round of the actor's thread, waits for devices included."""
+        self.add(m.ACTOR_HOST, seconds)
+
+    def waited_for_device(self, seconds: float) -> None:
+        """Count what a round waited for devices."""
+        self.add(m.ACTOR_HOST, -seconds)
+
+    def due(self) -> dict[Metric, float] | None:
+        """The report, when it is time for one."""
+        now = time.monotonic()
+        elapsed = now - self._since
+        if elapsed < REPORT_EVERY:
+            return None
+        devices = self._imagination.take_seconds()
+        for metric, seconds in devices.items():
+            self.add(metric, seconds)
+        if all(device.type == "cpu" for device in self._imagination.devices):
+            self.add(m.ACTOR_HOST, -sum(devices.values()))  # The models ran on the actor's own thread.
+        shares = {metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()}
+        self._seconds, self._since = {}, now
+        readings = {m.ACTORS_WAITING: 0.0, m.ACTOR_MEMORY: peak_memory(self._imagination.devices)} | shares
+        if self._parking.enabled:
+            moving, parked = self._parking.take()
+            readings |= {m.ACTOR_PARKING: min(1.0, moving / elapsed), m.ACTOR_PARKED: float(parked)}
+        return readings
