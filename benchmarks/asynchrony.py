@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SIGNAL = ["--algorithm.entropy-coef", "1e-6"]
 """Makes every decision count for the learner, whatever its advantage; without it a constant reward teaches
 nothing and nothing is evaluated."""
-MEMORY = (m.PEAK_MEMORY, m.PEAK_DEVICE_MEMORY, m.ACTOR_PEAK_MEMORY)
+MEMORY = (m.PEAK_MEMORY, m.LEARNER_MEMORY, m.ACTOR_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)

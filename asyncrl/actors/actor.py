@@ -112,7 +112,7 @@ class Actor:
         self._acquire(0.0)
         # Between two launches: those before read the old weights first, for copies keep the stream's order.
         self.version = self.receiver.swap_into(
-            self.parking.standing_in(self.imagination.policy.acting_tensors())
+            lambda: self.parking.standing_in(self.imagination.policy.acting_tensors())
         )
         now_doing(f"imagining with version {self.version}", self.settings.hang_after)
         launched = any(self._launch(stage) for stage in list(self._landed))

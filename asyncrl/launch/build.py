@@ -16,6 +16,7 @@ import torch
 from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagine import Imagination
+from asyncrl.actors.stages import cut
 from asyncrl.config import TrainConfig, to_json
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.dreams import Dreams, DreamsOnDisk, check_dreams
@@ -28,8 +29,9 @@ from asyncrl.learner.learner import Learner
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.policies.checkpoints import load_policy
+from asyncrl.policies.fixed_shape import speed_up
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.memory import enable_gradient_checkpointing
+from asyncrl.policies.memory import blocks, enable_gradient_checkpointing
 from asyncrl.policies.openvla_config import require_trainable
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
@@ -77,8 +79,15 @@ def build_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
     policy = load_policy(assets.policy_folder(config.policy), device=device)
     policy.drop_value_head()
     if config.lora.rank:
-        add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets)
+        add_adapters(config, policy)
     return policy.eval()
+
+
+def add_adapters(config: TrainConfig, policy: OpenVLAOFT) -> None:
+    """Give the policy adapters, in bfloat16 where both it and the learner's passes are."""
+    half = config.learner.precision == "bf16" and policy.config.dtype == "bfloat16"
+    dtype = torch.bfloat16 if half else torch.float32
+    add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets, dtype=dtype)
 
 
 def build_learning_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
@@ -93,9 +102,12 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> OpenVLAO
     elif policy.config.value_head != wanted:
         policy.add_value_head(wanted)
     if config.lora.rank:
-        add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets)
+        add_adapters(config, policy)
     if config.learner.gradient_checkpointing:
         enable_gradient_checkpointing(policy)
+    if config.learner.compile:
+        for block in blocks(policy):
+            block.compile()
     return policy.eval()
 
 
@@ -114,8 +126,12 @@ def check_tasks(policy: OpenVLAOFT, starts: Sequence[StartState]) -> None:
 
 
 def build_imagination(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Imagination[WanState]:
-    """Join the models of an actor."""
+    """Join the models of an actor, compiled if that is wanted."""
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
+    if config.imagination.compile:
+        rows = max(map(len, cut(config.actor.slots, config.actor.stages)))
+        speed_up(policy, rows, sorted({state.task for state in dreams.starts}))
+        dreams.world.compile(rows)
     return Imagination(
         policy,
         dreams.world,

@@ -36,7 +36,8 @@ def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world
     if not config.actor.offload:
         return NEVER
     policy, reward = imagination.policy, imagination.reward
-    models = [x for x in (policy, world.transformer, world.vae, reward.network) if isinstance(x, nn.Module)]
+    parts = (policy, world.transformer, world.vae, world.decoder, reward.network)
+    models = [part for part in parts if isinstance(part, nn.Module)]
     movable = [model for model in (policy, world, reward) if isinstance(model, Movable)]
     return Parking(
         Parked(

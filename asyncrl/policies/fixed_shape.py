@@ -22,23 +22,23 @@ from asyncrl.policies.protocol import PolicyInputs, SamplingParams
 Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], Choice]
 
 
-def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str], *, graph: bool = True) -> None:
+def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
     """Compile acting in place; the first decision then takes about a quarter of a minute.
 
     Args:
         policy: Finished: adapters and value head are there or gone.
         rows: Largest batch from now on; smaller ones cost as much.
         tasks: All instructions that will come.
-        graph: Capture a CUDA graph on a GPU. Weights may change in place afterwards, but must not move.
     """
     lengths = {len(policy.tokenizer.ids(task)) for task in tasks}
     policy.tokenizer.shortest = max(lengths)
     for block in blocks(policy):
         block.compile(dynamic=False)
-    graph = graph and policy.device.type == "cuda"
-    policy.choose = FixedShape(  # type: ignore[method-assign]
-        CapturedChoice(policy.choose) if graph else policy.choose, rows, masked=len(lengths) > 1
-    )
+    choose: Choose = policy.choose
+    if policy.device.type == "cuda":
+        choose = CapturedChoice(policy.choose)
+        policy.weights_moved = choose.forget  # type: ignore[assignment]  # asked for when weights were parked
+    policy.choose = FixedShape(choose, rows, masked=len(lengths) > 1)  # type: ignore[method-assign]
 
 
 class FixedShape:
@@ -98,6 +98,10 @@ class CapturedChoice:
             self._uniforms.copy_(uniforms_BK, non_blocking=True)
         self._graph.replay()
         return self._chosen
+
+    def forget(self) -> None:
+        """Capture anew at the next call: weights may change in place, but these have moved."""
+        self._graph = None
 
     def _capture(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> None:
         own = {name: tensor.clone() for name, tensor in _tensors(inputs).items()}
