@@ -83,6 +83,7 @@ def write_folder(
     names = {vae_to_published(n, res_blocks=blocks): t.shape for n, t in vae.state_dict().items()}
     write_pth(folder / WAN_VAE, {n: draw(n, s, torch.float32) for n, s in names.items()})
     scores = {n: draw(n, t.shape, t.dtype) for n, t in reward.state_dict().items()}
+    scores[list(scores)[-1]] -= 5.0  # No frame is a success, so that every imagined episode has full length.
     write_pth(folder / PUBLISHED[embeds], scores)
     write_dataset(folder / "dataset", SUITES[suite], trajectories, keyframes)
 
