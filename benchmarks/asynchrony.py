@@ -88,8 +88,8 @@ def train(settings: Settings, mode: str, out: Path) -> Outcome:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *(str(ROOT / "torchrun_scripts" / "train.sh"), *shlex.split(settings.flags)),
-        *("--placement", settings.placement, "--updates", str(settings.updates), "--run-dir", str(run_dir)),
-        *("--checkpoint-every", str(settings.updates + 1)),
+        *("--placement", settings.placement, "--updates", "100000", "--run-dir", str(run_dir)),
+        *("--checkpoint-every", "100000"),
         *([] if mode == "actors alone" else SIGNAL),
         *(["--synchronous"] if mode == "synchronous" else []),
     ]
@@ -100,15 +100,19 @@ def train(settings: Settings, mode: str, out: Path) -> Outcome:
         environment["CUDA_VISIBLE_DEVICES"] = settings.gpus
     with (out / f"{run_dir.name}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(settings.limit)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            code = process.wait(60)
+        while process.poll() is None and time.monotonic() - began < settings.limit:
+            time.sleep(0.5)
+            if len(read_rows(run_dir)) >= settings.updates:
+                break
+        # Not to the end: its checkpoint would be written, which takes longer than all updates together.
+        process.kill()
+        code = process.wait(60)
     seconds = time.monotonic() - began
     rows = read_rows(run_dir)
     if len(rows) <= settings.skip + 1:
         print((out / f"{run_dir.name}.log").read_text()[-4000:], flush=True)
+        for part in sorted((run_dir / "logs").glob("*.log")):
+            print(f"--- {part.name}\n{part.read_text()[-3000:]}", flush=True)
         raise RunError(
             f"The run '{mode}' ended with code {code} after {len(rows)} updates; nothing to compare."
         )

@@ -161,7 +161,7 @@ def main() -> None:
     readings.append(read("compiled, padded", captured(policy), mixed, slots, flops, rate))
     same = agreement(policy, captured(policy), mixed)
     if settings.lora:
-        add_lora(policy, settings.lora, float(settings.lora))
+        add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
         compile_blocks(policy)
         readings.append(read(f"... LoRA rank {settings.lora}", captured(policy), mixed, slots, flops, rate))
 

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from pace import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
 
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_state import WanState
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, WanRotaryPosEmbed
+from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan_vae import VaeConfig, WanVae, encode_step, lay_channels_last
 
 

@@ -52,5 +52,5 @@ fit starts --data "$WORK/demos" --out "$ASSETS/start_states.h5" --count 512
 
 # 6. The world's tiny decoder, distilled from the full one on episodes that the world imagines from these start states.
 fit decoder --world "$ASSETS/world" --policy "$ASSETS/policy" --start-states "$ASSETS/start_states.h5" \
-    --episodes "$(n 160)" --held-out 48 --steps "$(n 2000)"
+    --episodes "$(n 600)" --held-out 64 --imagine-batch 150 --steps "$(n 7000)" --batch 16
 du -sh "$ASSETS"/*
