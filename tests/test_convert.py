@@ -576,7 +576,6 @@ def test_the_benchmark_writes_a_checkpoint_that_can_be_converted(tmp_path: Path)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_are_put_onto_the_gpu(tmp_path: Path) -> None:
     policy = some_policy()
     with torch.no_grad():

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent / "asyncrl"
 BASE = {"errors", "recipe", "imagination", "config", "records", "metrics", "assets", "activity", "waits"}
 MODELS = {
     "pixels",
+    "placing",
     "messaging",
     "worlds",
     "policies",
@@ -36,11 +37,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metric_advice": {"metrics", "waits"},
     "metric_page": {"metrics", "metric_advice"},
     "pixels": set(),
+    "placing": set(),
     "tensor_files": {"errors"},
     "messaging": BASE,
-    "worlds": BASE | {"pixels", "tensor_files"},
-    "policies": BASE,
-    "rewards": BASE | {"pixels", "tensor_files"},
+    "worlds": BASE | {"pixels", "placing", "tensor_files"},
+    "policies": BASE | {"placing"},
+    "rewards": BASE | {"pixels", "placing", "tensor_files"},
     "simulators": BASE,
     "checkpoint": BASE | {"checkpoint_state", "checkpoint_writer"},
     "checkpoint_state": BASE,

@@ -376,7 +376,6 @@ def test_a_learner_that_is_stopped_while_it_is_parked_saves_its_weights(tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_memory_falls_by_what_was_parked_and_comes_back() -> None:
     device = torch.device("cuda", 0)
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).to(device)

@@ -176,7 +176,6 @@ def test_a_compiler_sees_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_cuda_graph_draws_the_same_frames() -> None:
     torch.manual_seed(0)
     decoder = TinyDecoder(TinyDecoderConfig.full()).to("cuda", torch.bfloat16).eval().requires_grad_(False)

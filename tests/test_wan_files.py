@@ -345,7 +345,6 @@ def reset_peak_memory() -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_weights_for_a_gpu_pass_through_host_memory_one_at_a_time(tmp_path: Path, monkeypatch) -> None:
     layers, width = 16, 4096  # 1 GiB in the file, half of it on the GPU
     tensors = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}

@@ -11,6 +11,8 @@ from asyncrl.memory import peak_memory
 from asyncrl.metrics import Metric
 from asyncrl.parking import Parking
 
+FIRST_REPORT = 0.2
+"""Seconds until the first report, which short runs would not have otherwise."""
 REPORT_EVERY: Final = 2.0
 """Seconds between two reports."""
 
@@ -22,6 +24,7 @@ class ActorReadings:
         self._imagination, self._parking = imagination, parking
         self._seconds: dict[Metric, float] = {}
         self._since = time.monotonic()
+        self._every = FIRST_REPORT
 
     def add(self, metric: Metric, seconds: float) -> None:
         """Count seconds for a metric that is a share of the time."""
@@ -39,8 +42,9 @@ class ActorReadings:
         """The report, when it is time for one."""
         now = time.monotonic()
         elapsed = now - self._since
-        if elapsed < REPORT_EVERY:
+        if elapsed < self._every or (self._every == FIRST_REPORT and not self._seconds):
             return None
+        self._every = REPORT_EVERY
         devices = self._imagination.take_seconds()
         for metric, seconds in devices.items():
             self.add(metric, seconds)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
+from asyncrl.placing import put
 from asyncrl.policies.action_tokens import normalise
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.pictures import prepare_oft
-from asyncrl.policies.placing import put
 from asyncrl.policies.protocol import PolicyInputs
 from asyncrl.policies.tokenizer import PromptTokenizer
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.policies.placing import put
+from asyncrl.placing import put
 from asyncrl.policies.protocol import SamplingParams
 
 

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncrl.errors import ConfigError
 from asyncrl.pixels import to_signed
+from asyncrl.placing import put
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ class RewardModel:
         """
         self.config.check_tasks(tasks)
         ids = [self._ids.get(task, 0) for task in tasks]
-        return torch.tensor(ids, dtype=torch.long, device=self.device)
+        return put(np.array(ids, np.int64), self.device)
 
     @torch.no_grad()
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:

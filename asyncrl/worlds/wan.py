@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from asyncrl.pixels import to_signed, to_uint8, uploaded
+from asyncrl.pixels import to_signed, to_uint8
+from asyncrl.placing import put
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds.decoders import Decoder, FullDecoder
 from asyncrl.worlds.flow_schedule import sampling_sigmas
@@ -114,7 +115,7 @@ class WanWorld:
         """
         clips = np.stack([_opening_frames(state, self.image_size) for state in states])
         actions = np.stack([_opening_actions(state) for state in states])
-        video = to_signed(uploaded(clips, self.device)).permute(0, 4, 1, 2, 3)
+        video = to_signed(put(clips, self.device)).permute(0, 4, 1, 2, 3)
         anchor, seen = encode_step(self.vae, video[:, :, :1], None)
         memory, _ = encode_step(self.vae, video[:, :, 1:], seen)
         anchor, memory = anchor.float(), memory.float()
@@ -124,7 +125,7 @@ class WanWorld:
         return WanState(
             anchor=anchor,
             memory=memory,
-            last_actions=uploaded(actions, self.device),
+            last_actions=put(actions, self.device),
             finite=_finite_rows(anchor) & _finite_rows(memory),
             cache=cache,
             encoder_cache=seen if self.memory == "frames" else [],
@@ -183,7 +184,7 @@ class WanWorld:
         """Return the two new latents ``[B, Z, 2, h, w]`` float32 that `actions_B8A` lead to."""
         batch, channels, _, height, width = state.anchor.shape
         noise = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:]
-        new_BZ2hw = uploaded(noise.numpy(), self.device)
+        new_BZ2hw = put(noise.numpy(), self.device)
         dummy, is_new = _constants(self.device)
         actions_BTA = torch.cat([dummy.expand(batch, 1, -1), state.last_actions, actions_B8A], dim=1)
         sigmas = sampling_sigmas(self.schedule_steps)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.placing import put
 from asyncrl.worlds.wan_vae import Cache
 
 
@@ -53,13 +55,13 @@ class WanState:
 
     def select(self, indices: Sequence[int]) -> WanState:
         """Return a state of its own that holds copies of the rows `indices`, in that order."""
-        rows = torch.tensor(list(indices), dtype=torch.long).to(self.anchor.device, non_blocking=True)
+        rows = put(np.array(indices, np.int64), self.anchor.device)
         return self._like([tensor.index_select(0, rows) for tensor in self._tensors()])
 
     @torch.inference_mode()  # in place on tensors that may or may not have been made in inference mode
     def put(self, indices: Sequence[int], other: WanState) -> WanState:
         """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
-        rows = torch.tensor(list(indices), dtype=torch.long).to(self.anchor.device, non_blocking=True)
+        rows = put(np.array(indices, np.int64), self.anchor.device)
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.index_copy_(0, rows, theirs.to(mine))
         return self

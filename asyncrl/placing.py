@@ -1,4 +1,4 @@
-"""Host arrays in, tensors on the policy's device out, without ever waiting for the device."""
+"""Host arrays in, tensors on a device out, without ever waiting for the device."""
 
 from __future__ import annotations
 
