@@ -10,7 +10,7 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ImaginationSettings:
-    """What the world model computes, and how fast. docs/performance.md says what each choice costs."""
+    """What the world model computes, and how fast. docs/approximations.md says what each choice costs."""
 
     memory: Literal["frames", "latents"] = "latents"
     """What the next decision begins with. frames: the last four frames as uint8 pixels, encoded again, and
