@@ -40,9 +40,9 @@ from asyncrl.policies.published import (
     rows_of,
 )
 from asyncrl.policies.published_folder import SECTION, STATISTICS
-from asyncrl.policies.tensor_files import INDEX, Spec
 from asyncrl.policies.tensor_writing import write_file
 from asyncrl.policies.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.weight_files import INDEX, Spec
 
 KEY = "libero_spatial_no_noops"
 ACTION = {

@@ -27,6 +27,8 @@ from asyncrl.recipe import (
     OptimizerSettings,
 )
 
+CONFIGS = Path(__file__).parents[1] / "configs"
+
 
 def toml(folder: Path, text: str) -> Path:
     path = folder / "some.toml"
@@ -188,3 +190,39 @@ def test_settings_that_cannot_work_together_are_refused(changes: dict[str, Any],
 def test_a_choice_that_does_not_exist_is_refused_in_a_file_as_on_the_command_line() -> None:
     with pytest.raises(ConfigError, match=r"kind is 'tiss'.*Perhaps you meant 'tis'"):
         overlay(TrainConfig(), {"correction": {"kind": "tiss"}}, "run.toml")
+
+
+@pytest.mark.parametrize("suite", ["spatial", "object", "goal"])
+def test_the_wan_recipes_have_rlinfs_values(suite: str) -> None:
+    config = load_file(CONFIGS / f"wan_libero_{suite}_grpo_openvlaoft.toml")
+    chosen, optimizer = config.algorithm, config.optimizer
+    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 8)
+    assert chosen.group_size * chosen.groups_per_update == 64 * 16  # environments times rollout epochs
+    assert config.actor.max_decisions * 8 == 256
+    assert 64 * 16 * 32 / chosen.minibatches == 8192  # the global batch
+    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
+    assert (chosen.temperature, chosen.top_k) == (1.6, 0)
+    assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2) == (2e-5, 0.9, 0.999)
+    assert (optimizer.eps, optimizer.weight_decay, optimizer.clip_grad) == (1e-5, 0.01, 1.0)
+    assert (config.lora.rank, config.learner.precision, config.learner.gradient_checkpointing) == (
+        0,
+        "bf16",
+        True,
+    )
+    assert (config.imagination.memory, config.imagination.decoder, config.imagination.steps) == (
+        "frames",
+        "full",
+        5,
+    )
+    assert (config.actor.success_threshold, config.keyframes, config.seed) == (0.9, True, 1234)
+
+
+def test_the_wan_ppo_recipe_has_rlinfs_values() -> None:
+    config = load_file(CONFIGS / "wan_libero_spatial_ppo_openvlaoft.toml")
+    chosen, critic = config.algorithm, config.critic
+    assert (chosen.kind, chosen.level, critic.level, chosen.group_size) == ("ppo", "token", "chunk", 1)
+    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (16, 0.2, 0.28)
+    assert (chosen.temperature, chosen.top_k) == (1.0, 50)
+    assert (critic.learning_rate, critic.gamma, critic.lam) == (3e-3, 0.99, 0.95)
+    assert (critic.value_clip, critic.huber) == (0.2, 10.0)
+    assert (config.optimizer.learning_rate, config.lora.rank) == (5e-6, 32)

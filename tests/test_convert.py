@@ -36,8 +36,8 @@ from asyncrl.policies.conversion import UNUSED, convert, keepsakes_of, open_sour
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.published import dropped_tensors, native_specs, published_specs, rows_of
 from asyncrl.policies.side_files import read_proprio
-from asyncrl.policies.tensor_files import INDEX, TensorFiles
 from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.weight_files import INDEX, WeightFiles
 
 LLAMA = "language_model.model."
 
@@ -536,7 +536,7 @@ def test_an_autoregressive_policy_comes_in_and_goes_out(tmp_path: Path) -> None:
 
 def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "b": torch.zeros(2, 2)}, tmp_path / "x.safetensors")
-    files = TensorFiles(tmp_path / "x.safetensors", rename=str.upper)
+    files = WeightFiles(tmp_path / "x.safetensors", rename=str.upper)
     files.changes["A"] = lambda tensor: tensor + 1
     files.extra["C"] = torch.full((1,), 7.0)
     found = dict(files.stream(["C", "A"], what="read"))
@@ -548,7 +548,7 @@ def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
 def test_names_that_become_equal_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "A": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="holds tensor A twice"):
-        TensorFiles(tmp_path / "x.safetensors", rename=str.upper)
+        WeightFiles(tmp_path / "x.safetensors", rename=str.upper)
 
 
 def test_the_source_is_not_overwritten(tmp_path: Path) -> None:

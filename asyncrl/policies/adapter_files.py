@@ -19,8 +19,8 @@ from asyncrl.errors import CheckpointError
 from asyncrl.policies.files import compare_names, read_json, write, write_json
 from asyncrl.policies.lora import ADAPTER, Targets, add_lora, has_lora, is_adapter, target_layers
 from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.tensor_files import TensorFiles
 from asyncrl.policies.vision import stable_name
+from asyncrl.policies.weight_files import WeightFiles
 
 PREFIX: Final = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -86,7 +86,7 @@ def load_adapter(policy: OpenVLAOFT, folder: str | Path) -> None:
     folder = Path(folder)
     settings = adapter_settings(folder / CONFIG)
     rank, alpha, file = settings.rank, settings.alpha, folder / TENSORS
-    files = TensorFiles(file, rename=lambda name: name.removeprefix(PREFIX))
+    files = WeightFiles(file, rename=lambda name: name.removeprefix(PREFIX))
     tensors = {name: files.read(name) for name in files.names()}
     targets: Targets = "language" if all(name.startswith("llm.") for name in tensors) else "all"
     if has_lora(policy):

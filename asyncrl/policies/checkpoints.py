@@ -34,10 +34,10 @@ from asyncrl.policies.published_folder import (
     write_published,
 )
 from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.tensor_files import Spec, TensorFiles
 from asyncrl.policies.tensor_writing import SHARD_BYTES, write_folder
 from asyncrl.policies.tokenizer import PromptTokenizer
 from asyncrl.policies.vision import stable_name
+from asyncrl.policies.weight_files import Spec, WeightFiles
 
 FORMAT: Final = "asyncrl-openvla-oft"
 Dtype = torch.dtype | Literal["config"]
@@ -102,7 +102,7 @@ def load_policy(
     folder = Path(folder)
     config = read_config(folder)
     policy = on_meta(config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count))
-    files, expected = TensorFiles(folder), native_specs(policy)
+    files, expected = WeightFiles(folder), native_specs(policy)
     critic = _has_critic(files)
     files.check({n: s.shape for n, s in expected.items() if critic or not n.startswith(CRITIC)})
     return _fill(policy, files.stream(files.names(), what="load policy"), device, dtype, critic=critic)
@@ -174,7 +174,7 @@ def load_openvla(
 
 
 def check_published(
-    files: TensorFiles, policy: OpenVLAOFT, *, leave_out: Set[str] = frozenset()
+    files: WeightFiles, policy: OpenVLAOFT, *, leave_out: Set[str] = frozenset()
 ) -> list[str]:
     """Compare the tensors of a published folder with what a policy needs.
 
@@ -235,7 +235,7 @@ def on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenVLAOFT:
         return build_policy_model(config, tokenizer)
 
 
-def _has_critic(files: TensorFiles) -> bool:
+def _has_critic(files: WeightFiles) -> bool:
     return any(name.startswith(CRITIC) for name in files.names())
 
 

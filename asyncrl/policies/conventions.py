@@ -12,7 +12,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.published_folder import CRITIC, PublishedFolder, conventions_of
 from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.tensor_files import TensorFiles
+from asyncrl.policies.weight_files import WeightFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +74,21 @@ def _gripper_of(key: str) -> str:
     return {"libero": "libero", "bridge": "maniskill"}.get(key.split("_")[0], "none")
 
 
-def _computed(files: TensorFiles) -> str:
+def _computed(files: WeightFiles) -> str:
     """What a policy computes in whose output layer has a certain type."""
     name = "language_model.lm_head.weight"
     half = name in files.names() and files.spec(name).dtype == torch.bfloat16
     return "bfloat16" if half else "float32"
 
 
-def _proprio(files: TensorFiles, wanted: bool) -> dict[str, Any]:
+def _proprio(files: WeightFiles, wanted: bool) -> dict[str, Any]:
     name = f"{PROPRIO}fc1.weight"
     if name not in files.names():
         return {}
     return {"proprio_dim": files.spec(name).shape[1] if wanted else 0}
 
 
-def _critic(files: TensorFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[str, Any]:
+def _critic(files: WeightFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[str, Any]:
     """Level and hidden features of the value head that the folder holds; its last layer tells the level."""
     names = [f"{CRITIC}mlp.{layer}.weight" for layer in (0, 2, 4)]
     if not wanted or not all(name in files.names() for name in names):

@@ -38,9 +38,9 @@ from asyncrl.policies.published_folder import (
     write_published,
 )
 from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.tensor_files import Spec, TensorFiles
 from asyncrl.policies.tensor_writing import SHARD_BYTES, write_file
 from asyncrl.policies.tokenizer import PromptTokenizer
+from asyncrl.policies.weight_files import Spec, WeightFiles
 
 UNUSED: Final = "unused.safetensors"
 CARRIED: Final = "published"
@@ -55,7 +55,7 @@ class Source:
     layout: Layout
     config: OpenVLAOFTConfig
     tokenizer: PromptTokenizer
-    files: TensorFiles
+    files: WeightFiles
     keepsakes: Keepsakes
     rows: Sequence[Row]
     specs: Mapping[str, Spec]
@@ -191,7 +191,7 @@ def keepsakes_of(folder: Path) -> Keepsakes:
     read_config(folder)
     carried = folder / CARRIED
     return Keepsakes(
-        unused=TensorFiles(folder / UNUSED) if (folder / UNUSED).is_file() else None,
+        unused=WeightFiles(folder / UNUSED) if (folder / UNUSED).is_file() else None,
         fields=read_json(carried / "config.json") if carried.is_dir() else {},
         statistics=read_statistics(folder, {}),
         carried=carried if carried.is_dir() else None,
@@ -201,7 +201,7 @@ def keepsakes_of(folder: Path) -> Keepsakes:
 def _open_own(folder: Path) -> Source:
     config = read_config(folder)
     tokenizer = PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
-    files, policy = TensorFiles(folder), on_meta(config, tokenizer)
+    files, policy = WeightFiles(folder), on_meta(config, tokenizer)
     files.check({name: spec.shape for name, spec in native_specs(policy).items()})
     names = list(native_specs(policy))
     return Source(

@@ -23,14 +23,14 @@ from asyncrl.policies.adapter_files import CONFIG, PREFIX, TENSORS, adapter_sett
 from asyncrl.policies.files import read_json, write, write_json
 from asyncrl.policies.published import Row, qkv_rows
 from asyncrl.policies.side_files import read_pt
-from asyncrl.policies.tensor_files import TensorFiles
+from asyncrl.policies.weight_files import WeightFiles
 
 PICKLED: Final = "adapter_model.bin"
 _KIND = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 Pair = tuple[Tensor, Tensor]
 
 
-def merge_adapter(files: TensorFiles, folder: Path) -> int:
+def merge_adapter(files: WeightFiles, folder: Path) -> int:
     """Let every weight with an adapter be read as ``W + alpha / r * B A``: float32, rounded once to W's type.
 
     Args:
@@ -81,7 +81,7 @@ def read_pairs(folder: Path) -> dict[str, Pair]:
     if (folder / PICKLED).is_file() and not (folder / TENSORS).is_file():
         tensors = read_pt(folder / PICKLED)
     else:
-        files = TensorFiles(folder / TENSORS)
+        files = WeightFiles(folder / TENSORS)
         tensors = {name: files.read(name) for name in files.names()}
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

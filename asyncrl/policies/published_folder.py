@@ -30,9 +30,9 @@ from asyncrl.policies.published import (
     to_published,
 )
 from asyncrl.policies.side_files import PROPRIO, find_proprio, read_proprio, refuse_other_heads
-from asyncrl.policies.tensor_files import INDEX, Spec, TensorFiles
 from asyncrl.policies.tensor_writing import SHARD_BYTES, write_folder
 from asyncrl.policies.tokenizer import PromptTokenizer
+from asyncrl.policies.weight_files import INDEX, Spec, WeightFiles
 
 MODEL_TYPE: Final = "openvla"
 SECTION: Final = "asyncrl"
@@ -54,7 +54,7 @@ class PublishedFolder:
     """Its config.json."""
     statistics: Mapping[str, Any]
     """By data set, as in the files: "action", and what else is there ("proprio")."""
-    files: TensorFiles
+    files: WeightFiles
     """Weights by published name; the proprioception projector's among them if it has a file of its own."""
 
     @classmethod
@@ -66,7 +66,7 @@ class PublishedFolder:
         """
         fields = read_json(folder / "config.json")
         refuse_other_heads(folder)
-        files = TensorFiles(folder, rename=modern_name)
+        files = WeightFiles(folder, rename=modern_name)
         proprio = find_proprio(folder)
         if proprio and not any(name.startswith(PROPRIO) for name in files.names()):
             files.extra |= read_proprio(proprio)
@@ -157,7 +157,7 @@ def conventions_of(fields: Mapping[str, Any]) -> tuple[OpenVLAOFTConfig | None, 
 class Keepsakes:
     """What a policy came from and does not use itself; given back on export."""
 
-    unused: TensorFiles | None = None
+    unused: WeightFiles | None = None
     """Published tensors that never matter; those missing here are written as zeros."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The published config.json."""
@@ -222,7 +222,7 @@ def carry(source: Path, folder: Path) -> int:
     return len(chosen)
 
 
-def _unused_specs(config: OpenVLAOFTConfig, kept: TensorFiles | None, kind: torch.dtype) -> dict[str, Spec]:
+def _unused_specs(config: OpenVLAOFTConfig, kept: WeightFiles | None, kind: torch.dtype) -> dict[str, Spec]:
     specs = {name: Spec(kind, shape) for name, shape in dropped_tensors(config).items()}
     if kept is not None:
         shapes = {name: spec.shape for name, spec in specs.items()}
@@ -238,7 +238,7 @@ def _unused_specs(config: OpenVLAOFTConfig, kept: TensorFiles | None, kind: torc
     return specs
 
 
-def _unused_tensors(specs: Mapping[str, Spec], kept: TensorFiles | None) -> Iterator[tuple[str, Tensor]]:
+def _unused_tensors(specs: Mapping[str, Spec], kept: WeightFiles | None) -> Iterator[tuple[str, Tensor]]:
     for name, spec in specs.items():
         if kept is not None and name in kept.names():
             yield name, kept.read(name)

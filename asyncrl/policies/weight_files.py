@@ -61,7 +61,7 @@ class _Place:
     begin: int
 
 
-class TensorFiles:
+class WeightFiles:
     """The tensors of one file, or of the one or several weight files of a folder, by name.
 
     `changes` may hold a function per name that is applied to the tensor after reading, on the thread that
