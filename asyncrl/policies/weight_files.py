@@ -171,11 +171,6 @@ class WeightFiles:
                 del tensor
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether a folder has weight files, in one piece or in shards."""
-    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
-
-
 def _places(source: Path) -> Iterator[tuple[str, _Place]]:
     if not source.is_dir() or not (source / INDEX).exists():
         yield from _header(source / WEIGHTS if source.is_dir() else source).items()

@@ -28,8 +28,6 @@ from asyncrl.tensor_files import TensorFiles, check_fit, fill, read_json, write_
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
 PUBLISHED: Final = ("resnet_rm.pth", "taskemb_resnet_rm.pth")
-PUBLISHED_THRESHOLD: Final = 0.9
-"""Score from which the published models mean success; as they are rounded, any value above 0 will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
