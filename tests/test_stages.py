@@ -311,7 +311,8 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
 
 
 def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("asyncrl.actors.readings.REPORT_EVERY", 0.0)
+    for name in ("FIRST_REPORT", "REPORT_EVERY"):
+        monkeypatch.setattr(f"asyncrl.actors.readings.{name}", 0.0)
     run = inline_run(tmp_path, Poisoned())
     for _ in range(3):
         run.actor.round(0.0)
