@@ -270,7 +270,8 @@ ACTOR_HOST = define(
     "time/actor_host",
     Over.MEAN,
     "share",
-    "Share of the actors' time in which their thread worked: refilled, launched, recorded, handed over.",
+    "Share of the actors' time in which their thread worked: refilled, launched, recorded, handed over. On a "
+    "GPU a launch also waits while CUDA's queue is full, which counts here.",
 )
 ACTOR_PARKING = define(
     "time/actor_parking",

@@ -254,7 +254,7 @@ class LearnerSettings:
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""
     compile: bool = False
-    """Compile the layers: about a minute at the start, then less time per update on a GPU."""
+    """Compile the layers: about a minute at the first update. For GPUs; its gain was not measured yet."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
     offload: bool = False

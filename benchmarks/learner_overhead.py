@@ -17,7 +17,6 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
+from pace import commit
 
 from asyncrl.config import TrainConfig
 from asyncrl.launch.build import build_learning_policy
@@ -203,14 +203,6 @@ def row(algorithm: str, decisions: int, timings: list[Timing]) -> dict[str, Any]
         **{"lowest": shares[0], "highest": shares[-1]},
         "adamw": statistics.median(t.adamw for t in timings),
     }
-
-
-def commit() -> str:
-    """The commit of the code that runs, with a + when files are changed."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
-    return (name.strip() or "unknown") + ("+" if changed.strip() else "")
 
 
 def main() -> None:
