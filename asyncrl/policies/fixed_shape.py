@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from asyncrl.capture import Captured
 from asyncrl.errors import ConfigError
 from asyncrl.policies.memory import blocks
 from asyncrl.policies.openvla_oft import Choice, OpenVLAOFT
@@ -72,53 +73,33 @@ class FixedShape:
 
 
 class CapturedChoice:
-    """One CUDA graph of `choose`, captured at the first call.
-
-    What it returns is overwritten by the next call, in stream order: use it up before.
-    """
-
-    WARM_UP = 2
-    """Calls before the capture: they compile, and let libraries choose their kernels."""
+    """`choose` as a CUDA graph, captured at the first call. See `Captured`."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured: Captured | None = None
 
     def __call__(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
-        """Copy the inputs to where the graph reads them, and replay it."""
-        if self._graph is None:
-            self._capture(inputs, sampling, uniforms_BK)
-        assert self._graph is not None
+        """Choose; the numbers are overwritten by the next call."""
+        given = _tensors(inputs)
+        if self._captured is None:
+            self._given, self._kind = tuple(given), (sampling, uniforms_BK is None)
+            self._captured = Captured(self._of_tensors(inputs, sampling))
         # Another sampling would be another graph, and so would be choosing without numbers.
-        assert sampling == self._sampling
-        assert (uniforms_BK is None) == (self._uniforms is None)
-        for name, tensor in _tensors(self._inputs).items():
-            tensor.copy_(getattr(inputs, name), non_blocking=True)
-        if self._uniforms is not None and uniforms_BK is not None:
-            self._uniforms.copy_(uniforms_BK, non_blocking=True)
-        self._graph.replay()
-        return self._chosen
+        assert (tuple(given), (sampling, uniforms_BK is None)) == (self._given, self._kind)
+        return self._captured(*given.values(), *([] if uniforms_BK is None else [uniforms_BK]))
 
     def forget(self) -> None:
         """Capture anew at the next call: weights may change in place, but these have moved."""
-        self._graph = None
+        self._captured = None
 
-    def _capture(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> None:
-        own = {name: tensor.clone() for name, tensor in _tensors(inputs).items()}
-        self._inputs, self._sampling = replace(inputs, **own), sampling
-        self._uniforms = None if uniforms_BK is None else uniforms_BK.clone()
-        device = inputs.input_ids.device
-        aside = torch.cuda.Stream(device)
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
-            for _ in range(self.WARM_UP):
-                self._choose(self._inputs, sampling, self._uniforms)
-        torch.cuda.current_stream(device).wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of an actor receive weights meanwhile, which a capture of all threads would forbid.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._chosen = self._choose(self._inputs, sampling, self._uniforms)
-        self._graph = graph
+    def _of_tensors(self, like: PolicyInputs, sampling: SamplingParams) -> Callable[..., Choice]:
+        def choose(*tensors: Tensor) -> Choice:
+            named = dict(zip(self._given, tensors, strict=False))
+            uniforms = tensors[len(named)] if len(tensors) > len(named) else None
+            return self._choose(replace(like, **named), sampling, uniforms)
+
+        return choose
 
 
 def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final, Literal
@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from asyncrl.capture import Captured
 from asyncrl.errors import ConfigError
 from asyncrl.pixels import to_signed, to_uint8
 from asyncrl.placing import put
@@ -77,6 +78,8 @@ class WanWorld:
         self._image_size = image_size
         self._rows = 0
         self._encoder_layers: Layers = encode_layers
+        self._velocity: Callable[..., Tensor] = transformer
+        self._captured: Captured | None = None
         self.to(device)
         sampling_sigmas(schedule_steps)  # refuses 0 steps here and not at the first decision
 
@@ -102,9 +105,16 @@ class WanWorld:
         self._rows = rows
         for block in self.transformer.blocks:
             block.compile(fullgraph=True, dynamic=False)
+        if self.device.type == "cuda":
+            self._velocity = self._captured = Captured(self.transformer)
         self.decoder.speed_up()
         self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
+
+    def weights_moved(self) -> None:
+        """Forget where the weights were."""
+        if self._captured is not None:
+            self._captured.forget()
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState]) -> WanState:
@@ -192,7 +202,7 @@ class WanWorld:
             # The conditions stay clean: only the two new latents are stepped.
             window = torch.cat([state.anchor, state.memory, new_BZ2hw], dim=2)
             times_BF = (1000 * sigma * is_new).expand(batch, -1)
-            velocity = self.transformer(window, times_BF, actions_BTA)[:, :, 2:]
+            velocity = self._velocity(window, times_BF, actions_BTA)[:, :, 2:]
             new_BZ2hw = new_BZ2hw + velocity.float() * (following - sigma)
         return new_BZ2hw
 

@@ -1,0 +1,64 @@
+"""A function of tensors in, the same function as one CUDA graph out: for the host, one launch per call.
+
+Thousands of kernels per decision take the host longer to start than the GPU to run at small batches, and
+fill the queue between them, so that starting them waits for the GPU. A graph is one entry of that queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+WARM_UP: Final = 2
+"""Calls before the capture: they compile, and let libraries choose their kernels."""
+
+
+class Captured:
+    """Replays what `function` did at its first call, with new numbers in the inputs.
+
+    What it returns is overwritten by the next call, in stream order: use it up before. Weights may change in
+    place, but must not move (`forget`); shapes and types of the inputs stay those of the first call.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Capture nothing yet.
+
+        Args:
+            function: Of tensors on one GPU; no step of it may wait for the device.
+        """
+        self._function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: Sequence[Tensor] = ()
+        self._result: Any = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Copy the inputs to where the graph reads them, and replay it."""
+        if self._graph is None:
+            self._capture(inputs)
+        assert self._graph is not None
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._result
+
+    def forget(self) -> None:
+        """Capture anew at the next call."""
+        self._graph = None
+
+    def _capture(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = [tensor.clone() for tensor in inputs]
+        device = inputs[0].device
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP):
+                self._function(*self._inputs)
+        torch.cuda.current_stream(device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of an actor receive weights meanwhile, which a capture of all threads would forbid.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._result = self._function(*self._inputs)
+        self._graph = graph

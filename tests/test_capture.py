@@ -1,0 +1,38 @@
+"""A function as a CUDA graph: the same numbers, new inputs each time, weights that change in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncrl.capture import Captured
+
+pytestmark = pytest.mark.gpu
+
+
+@torch.no_grad()
+def test_a_captured_function_follows_its_inputs_and_weights() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16).cuda()
+
+    def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return layer(x).relu(), x * y
+
+    captured = Captured(both)
+    for scale in (1.0, 2.0):
+        layer.weight.mul_(scale)
+        for _ in range(2):
+            x, y = torch.randn(4, 16, device="cuda"), torch.randn(4, 16, device="cuda")
+            for found, expected in zip(captured(x, y), both(x, y), strict=True):
+                torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_weights_that_moved_are_found_again() -> None:
+    layer = nn.Linear(16, 16).cuda()
+    captured, x = Captured(layer), torch.randn(4, 16, device="cuda")
+    captured(x)
+    layer.weight.data = torch.ones(16, 16, device="cuda")
+    captured.forget()
+    torch.testing.assert_close(captured(x), layer(x))
