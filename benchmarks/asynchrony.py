@@ -104,6 +104,12 @@ def train(settings: Settings, mode: str, out: Path) -> Outcome:
             time.sleep(0.5)
             if len(read_rows(run_dir)) >= settings.updates:
                 break
+        if len(read_rows(run_dir)) <= settings.skip + 1:
+            subprocess.run(
+                [sys.executable, "-m", "asyncrl", "status", str(run_dir), "--stacks"],
+                env=environment,
+                timeout=60,
+            )
         # Not to the end: its checkpoint would be written, which takes longer than all updates together.
         process.kill()
         code = process.wait(60)

@@ -57,7 +57,7 @@ def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
+@pytest.mark.filterwarnings("ignore")  # of the compiler: what it imports, and products that stay float32
 def test_a_captured_policy_decides_the_same_and_follows_its_weights() -> None:
     plain, fast = policy_of().cuda(), policy_of().cuda()
     speed_up(fast, 3, TASKS)

@@ -29,9 +29,10 @@ from asyncrl.learner.learner import Learner
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.policies.checkpoints import load_policy
+from asyncrl.policies.compiled import compile_blocks
 from asyncrl.policies.fixed_shape import speed_up
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.memory import blocks, enable_gradient_checkpointing
+from asyncrl.policies.memory import enable_gradient_checkpointing
 from asyncrl.policies.openvla_config import require_trainable
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
@@ -106,8 +107,7 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> OpenVLAO
     if config.learner.gradient_checkpointing:
         enable_gradient_checkpointing(policy)
     if config.learner.compile:
-        for block in blocks(policy):
-            block.compile()
+        compile_blocks(policy)
     return policy.eval()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.capture import Captured
 from asyncrl.errors import ConfigError
-from asyncrl.policies.memory import blocks
+from asyncrl.policies.compiled import compile_blocks
 from asyncrl.policies.openvla_oft import Choice, OpenVLAOFT
 from asyncrl.policies.protocol import PolicyInputs, SamplingParams
 
@@ -33,8 +33,7 @@ def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
     """
     lengths = {len(policy.tokenizer.ids(task)) for task in tasks}
     policy.tokenizer.shortest = max(lengths)
-    for block in blocks(policy):
-        block.compile(dynamic=False)
+    compile_blocks(policy, dynamic=False)
     choose: Choose = policy.choose
     if policy.device.type == "cuda":
         choose = CapturedChoice(policy.choose)
