@@ -58,7 +58,8 @@ class Captured:
                 self._function(*self._inputs)
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of an actor receive weights meanwhile, which a capture of all threads would forbid.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # On a stream of their device, which need not be the current one: of another device's work nothing is
+        # captured. Other threads of an actor receive weights meanwhile, which a capture of all would forbid.
+        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             self._result = self._function(*self._inputs)
         self._graph = graph

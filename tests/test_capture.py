@@ -28,6 +28,16 @@ def test_a_captured_function_follows_its_inputs_and_weights() -> None:
                 torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@torch.no_grad()
+def test_the_device_need_not_be_the_current_one() -> None:
+    with torch.cuda.device(0):
+        layer, x = nn.Linear(16, 16).to("cuda:1"), torch.randn(4, 16, device="cuda:1")
+        captured = Captured(layer)
+        for scale in (1.0, 2.0):
+            torch.testing.assert_close(captured(scale * x), layer(scale * x))
+
+
 @torch.no_grad()
 def test_weights_that_moved_are_found_again() -> None:
     layer = nn.Linear(16, 16).cuda()

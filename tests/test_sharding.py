@@ -10,6 +10,7 @@ import pytest
 import torch
 from learner_fixtures import groups_of
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from two_ranks import run_ranks
 
 from asyncrl.errors import ConfigError, RunError
@@ -118,6 +119,8 @@ def adapters_and_patched_forwards() -> None:
     enable_gradient_checkpointing(policy)
     shard(policy, CPU, "fp32")
     group = DistributedGroup(20.0)
+    assert {p.requires_grad for p in policy.parameters() if isinstance(p, DTensor)} == {True}
+    assert {p.requires_grad for p in policy.parameters() if not isinstance(p, DTensor)} == {False}
     for _ in range(2):  # Gradients are added up.
         (group.size * loss_of(policy, slice(group.rank * 2, group.rank * 2 + 2)) / 2).backward()
     actual = group.whole(gradients(policy))

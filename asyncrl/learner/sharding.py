@@ -1,9 +1,12 @@
-"""A policy in, the same policy spread over the learner ranks out: FSDP2, one unit per layer.
+"""A policy in, the same policy spread over the learner ranks out: FSDP2.
 
-Every Llama layer and every vision block is a unit of its own, gathered when it runs and freed after it; all
-other parameters (embeddings, projector, norms, heads) are the root unit. Its parameters become DTensors, so
-the optimizer must be built afterwards. Works on one rank as well: there it only separates the float32
-weights from the bfloat16 passes.
+    all weights are trained    every Llama layer and vision block is a unit of its own, gathered when it runs
+                               and freed after it; the rest (embeddings, projector, norms, heads) is the root
+    adapters are               one unit, the root. Frozen weights stay whole on every rank: gathering 15 GB in
+                               each pass takes the host as long as the GPU needs for a micro-batch
+
+What is spread becomes DTensors, so the optimizer must be built afterwards. Works on one rank as well: there
+it only separates the float32 weights from the bfloat16 passes.
 
 The loss of every rank is averaged by FSDP2: multiply it by the number of ranks where a sum is meant.
 """
@@ -45,11 +48,12 @@ def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> Ope
     passes = MixedPrecisionPolicy()
     if precision == "bf16":
         passes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in blocks(policy):
+    whole = frozen_and_ready(policy, precision)
+    for unit in [] if whole else blocks(policy):
         fully_shard(unit, mesh=mesh, mp_policy=passes)
     # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
     # parameters in the module, where publishing and checkpoints expect the sharded ones.
-    fully_shard(policy, mesh=mesh, mp_policy=passes, reshard_after_forward=True)
+    fully_shard(policy, mesh=mesh, mp_policy=passes, reshard_after_forward=True, ignored_params=whole)
     if device.type == "cpu":
         for module in policy.modules():
             if isinstance(module, FSDPModule):
@@ -63,6 +67,13 @@ def keep_masters(policy: nn.Module, precision: Precision) -> None:
     for parameter in policy.parameters():
         if precision == "fp32" or parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def frozen_and_ready(policy: nn.Module, precision: Precision) -> set[nn.Parameter]:
+    """Frozen parameters if all are of the type that passes compute in; none if one must be cast for them."""
+    frozen = {parameter for parameter in policy.parameters() if not parameter.requires_grad}
+    wanted = torch.bfloat16 if precision == "bf16" else torch.float32
+    return frozen if all(parameter.dtype == wanted for parameter in frozen) else set()
 
 
 def _hook_passes(policy: OpenVLAOFT) -> None:

@@ -170,8 +170,8 @@ def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters of the policy with its adapters merged, by the names that it has without adapters.
 
     One at a time: a merged weight needs the memory of one layer; the other tensors share memory with the
-    parameters. Without adapters these are all. A sharded policy gives sharded tensors; every rank must then
-    take every one.
+    parameters. Without adapters these are all. Where weights are sharded too, so is what comes; every
+    rank must take every one.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted(policy)}
     for name, parameter in policy.named_parameters():
@@ -182,7 +182,11 @@ def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _merged_weight(layer: Any) -> Tensor:
     """``W + alpha / r * B A``: ``[O, I]``, computed in float32, in the type of W."""
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
     weight = layer.base_layer.weight.detach()
     into, out = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
+    if not isinstance(weight, DTensor):
+        into, out = (t.full_tensor() if isinstance(t, DTensor) else t for t in (into, out))
     merged = weight.float() + layer.scaling[ADAPTER] * (out.float() @ into.float())
     return merged.to(weight.dtype)
