@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,6 +93,30 @@ def test_the_forward_pass_is_counted_once() -> None:
     first = throughput.read(a_batch(), 1.0)
     throughput.policy = None  # type: ignore[assignment]
     assert throughput.read(a_batch(), 1.0) == first
+
+
+def test_counting_leaves_compiled_layers_compiled() -> None:
+    """A compiler that meets the counter never runs what it compiled again, and says nothing."""
+    ran: list[int] = []
+
+    def backend(graph: Callable[..., Any], _inputs: Any) -> Callable[..., Any]:
+        return lambda *given: ran.append(1) or graph(*given)
+
+    class Layer(nn.Linear):  # A compiler does not look into torch's own.
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.linear(input, self.weight)
+
+    torch.compiler.reset()
+    policy, batch = LinearPolicy(), a_batch()
+    policy.matrix = Layer(WIDTH, 56 * BINS, bias=False)
+    policy.matrix.compile(backend=backend)
+    inputs = policy.preprocess(batch.frames, batch.tasks)
+    policy.evaluate(inputs, batch.tokens, None)
+    assert len(ran) == 1
+    assert forward_flops(policy, batch, 4, CPU) == FORWARD  # type: ignore[arg-type]
+    assert len(ran) == 1
+    policy.evaluate(inputs, batch.tokens, None)
+    assert len(ran) == 2
 
 
 def test_on_a_device_without_known_peak_there_is_no_mfu_and_no_extra_pass() -> None:

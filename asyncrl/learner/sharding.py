@@ -2,8 +2,8 @@
 
     all weights are trained    every Llama layer and vision block is a unit of its own, gathered when it runs
                                and freed after it; the rest (embeddings, projector, norms, heads) is the root
-    adapters are               one unit, the root. Frozen weights stay whole on every rank: gathering 15 GB in
-                               each pass takes the host as long as the GPU needs for a micro-batch
+    adapters are               one unit, the root. Frozen weights stay whole on every rank: nothing of them
+                               ever changes, and gathering them in each pass would cost more than their room
 
 What is spread becomes DTensors, so the optimizer must be built afterwards. Works on one rank as well: there
 it only separates the float32 weights from the bfloat16 passes.
