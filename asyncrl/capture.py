@@ -45,8 +45,8 @@ class Captured:
         return self._result
 
     def forget(self) -> None:
-        """Capture anew at the next call."""
-        self._graph = None
+        """Give the graph and its memory back, and capture anew at the next call."""
+        self._graph, self._inputs, self._result = None, (), None
 
     def _capture(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = [tensor.clone() for tensor in inputs]

@@ -4,8 +4,8 @@
 modules and shards notice nothing; only, a parked tensor must not be touched. `Parking` decides when: after a
 wait has lasted a moment, so that short ones cost nothing.
 
-Storages may come back at other addresses. What knows addresses, like a captured CUDA graph, must be told:
-`moved` of `Parked`.
+Storages may come back at other addresses. What knows addresses, like a captured CUDA graph, must be told, and
+then gives its own memory back as well: `leaving` of `Parked`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Parked:
         changing: Tensors,
         devices: Collection[torch.device],
         *,
-        moved: Callable[[], object] = lambda: None,
+        leaving: Callable[[], object] = lambda: None,
     ) -> None:
         """Begin with all tensors on their devices.
 
@@ -61,10 +61,10 @@ class Parked:
             frozen: Tensors that never change: they are copied to the host once.
             changing: All others. Both are asked anew each time, because gradients and moments come later.
             devices: Only tensors there are parked.
-            moved: Called after the tensors came back.
+            leaving: Called each time the tensors have left.
         """
         self._frozen, self._changing, self._devices = frozen, changing, set(devices)
-        self._moved = moved
+        self._leaving = leaving
         self._places: dict[int, _Place] = {}
         self._rooms: dict[int, Tensor] = {}
         """Host memory of changing storages, which others may have replaced by now, for the next time."""
@@ -88,6 +88,7 @@ class Parked:
         self._synchronize()
         for place in self._places.values():
             place.storage.resize_(0)
+        self._leaving()
         if any(device.type == "cuda" for device in self._devices):
             torch.cuda.empty_cache()
         self.parked, self.bytes = True, sum(place.host.nbytes for place in self._places.values())
@@ -110,7 +111,6 @@ class Parked:
         self._rooms = {key: place.host for key, place in self._places.items() if not place.frozen}
         self._places = {key: place for key, place in self._places.items() if place.frozen}
         self.parked, self.bytes = False, 0
-        self._moved()
         self.seconds += time.monotonic() - began
 
     def standing_in(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

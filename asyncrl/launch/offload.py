@@ -20,8 +20,8 @@ from asyncrl.worlds.wan import WanState, WanWorld
 class Movable(Protocol):
     """A model that knows addresses of its weights, as captured CUDA graphs do."""
 
-    def weights_moved(self) -> None:
-        """Forget the addresses: the weights may be elsewhere now."""
+    def weights_left(self) -> None:
+        """Forget the addresses: the weights will be elsewhere when they return."""
         ...
 
 
@@ -44,7 +44,7 @@ def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world
             partial(_tensors_of, models),
             lambda: policy.acting_tensors().values(),
             imagination.devices,
-            moved=lambda: [model.weights_moved() for model in movable],
+            leaving=lambda: [model.weights_left() for model in movable],
         )
     )
 
@@ -61,7 +61,7 @@ def learner_parking(config: TrainConfig, update: Update) -> Parking:
             partial(_tensors_of, models),
             partial(_training_tensors, update),
             {update.device},
-            moved=lambda: [model.weights_moved() for model in movable],
+            leaving=lambda: [model.weights_left() for model in movable],
         )
     )
 

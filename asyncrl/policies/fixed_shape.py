@@ -37,7 +37,7 @@ def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
     choose: Choose = policy.choose
     if policy.device.type == "cuda":
         choose = CapturedChoice(policy.choose)
-        policy.weights_moved = choose.forget  # type: ignore[assignment]  # asked for when weights were parked
+        policy.weights_left = choose.forget  # type: ignore[assignment]  # asked for when weights are parked
     policy.choose = FixedShape(choose, rows, masked=len(lengths) > 1)  # type: ignore[method-assign]
 
 
@@ -89,7 +89,7 @@ class CapturedChoice:
         return self._captured(*given.values(), *([] if uniforms_BK is None else [uniforms_BK]))
 
     def forget(self) -> None:
-        """Capture anew at the next call: weights may change in place, but these have moved."""
+        """Capture anew at the next call: weights may change in place, but these move."""
         self._captured = None
 
     def _of_tensors(self, like: PolicyInputs, sampling: SamplingParams) -> Callable[..., Choice]:

@@ -111,8 +111,8 @@ class WanWorld:
         self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
 
-    def weights_moved(self) -> None:
-        """Forget where the weights were."""
+    def weights_left(self) -> None:
+        """Forget where the weights were; they return to other addresses."""
         if self._captured is not None:
             self._captured.forget()
 
