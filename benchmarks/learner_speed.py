@@ -3,7 +3,7 @@
     python benchmarks/learner_speed.py --rows 8 32
 
 Random weights, adapters, gradient checkpointing: one micro-batch forward, and forward and backward. The share
-is that of the device's own rate of bfloat16 matrix products over the model's FLOPs: two passes with gradient
+is that of the device's own rates of bfloat16 matrix products over the model's FLOPs: two passes with gradient
 (adapters), one without; what checkpointing computes again counts as time only, as in `time/mfu`.
 """
 
@@ -19,7 +19,7 @@ import policy_speed
 import torch
 import tyro
 from pace import Rate, commit, counted, heading, matmul_rate, seconds, table, wait
-from policy_speed import SAMPLING, inputs
+from policy_speed import SAMPLING, Reading, inputs
 
 from asyncrl.policies.compiled import compile_blocks
 from asyncrl.policies.lora import add_lora
@@ -29,39 +29,16 @@ from asyncrl.policies.protocol import PolicyInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Time a learner's passes."""
+class Settings(policy_speed.Settings):
+    """Time a learner's passes; adapters of rank `lora` learn."""
 
     rows: tuple[int, ...] = (8, 32)
     """Decisions of a micro-batch."""
-    prompt: int = 35
-    """Tokens of the prompt."""
-    lora: int = 32
-    """Rank of the adapters."""
-    device: str = "cuda"
-    tiny: bool = False
-    """The embedded size, to try the script on a CPU."""
-    json: str = ""
-    """Also write the numbers here."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """One line of the table."""
-
-    how: str
-    rows: int
-    seconds: float
-    share: float
-    """Of the sustained rate of matrix products."""
-    first: float
-    """Seconds of the first call: compilation."""
 
 
 def build(settings: Settings) -> OpenVLAOFT:
     """The policy as a learner with adapters has it, not compiled."""
-    size = policy_speed.Settings(tiny=settings.tiny)
-    policy = policy_speed.build(size, torch.device(settings.device))
+    policy = policy_speed.build(settings, torch.device(settings.device))
     add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
     enable_gradient_checkpointing(policy)
     return policy.eval()
@@ -86,10 +63,9 @@ def passes(policy: OpenVLAOFT, given: PolicyInputs) -> dict[str, tuple[int, Call
 def read(policy: OpenVLAOFT, how: str, settings: Settings, flops: float, rate: Rate) -> list[Reading]:
     """Time all passes at all sizes, and the last size also with prompts of two lengths."""
     found = []
-    size = policy_speed.Settings(tiny=settings.tiny, prompt=settings.prompt)
     cases = [(rows, False) for rows in settings.rows] + [(settings.rows[-1], True)]
     for rows, padded in cases:
-        given = inputs(policy, size, rows, padded=padded)
+        given = inputs(policy, settings, rows, padded=padded)
         for name, (count, run) in passes(policy, given).items():
             began = time.perf_counter()
             run()
@@ -97,8 +73,9 @@ def read(policy: OpenVLAOFT, how: str, settings: Settings, flops: float, rate: R
             first = time.perf_counter() - began
             taken = seconds(run, policy.device, rounds=4)
             label = f"{name}, {how}" + (", padded" if padded else "")
-            share = count * flops * rows / taken / rate.sustained
-            found.append(Reading(how=label, rows=rows, seconds=taken, share=share, first=first))
+            pace = count * flops * rows / taken
+            shares = {"burst": pace / rate.burst, "sustained": pace / rate.sustained}
+            found.append(Reading(how=label, rows=rows, seconds=taken, first=first, **shares))
             print(found[-1], flush=True)
     return found
 
@@ -111,13 +88,13 @@ def main() -> None:
     rate = matmul_rate(device)
     print(f"{rate}\n", flush=True)
     policy = build(settings)
-    one = inputs(policy, policy_speed.Settings(tiny=settings.tiny, prompt=settings.prompt), 1, padded=False)
+    one = inputs(policy, settings, 1, padded=False)
     flops = counted(passes(policy, one)["forward"][1])
     readings = read(policy, "eager", settings, flops, rate)
     compile_blocks(policy)
     readings += read(policy, "compiled", settings, flops, rate)
     lines = [[r.how, r.rows, f"{1000 * r.seconds:.1f}", f"{r.share:.1%}", f"{r.first:.0f}"] for r in readings]
-    print("\n" + table(["", "rows", "ms", "of sustained", "first call s"], lines))
+    print("\n" + table(["", "rows", "ms", "of burst", "of sustained", "first call s"], lines))
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json:

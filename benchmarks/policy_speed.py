@@ -21,9 +21,9 @@ import torch
 import tyro
 from pace import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
 
+from asyncrl.policies.compiled import compile_blocks
 from asyncrl.policies.fixed_shape import CapturedChoice
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.memory import blocks
 from asyncrl.policies.openvla import build_policy_model
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
@@ -106,12 +106,6 @@ def read(
     return Reading(how=how, rows=rows, seconds=taken, first=first, **shares)
 
 
-def compile_blocks(policy: OpenVLAOFT) -> None:
-    """Compile as `speed_up` does."""
-    for block in blocks(policy):
-        block.compile(dynamic=False)
-
-
 def captured(policy: OpenVLAOFT) -> Callable[..., Any]:
     """A CUDA graph of its own for one shape, as `speed_up` makes."""
     return CapturedChoice(policy.choose) if policy.device.type == "cuda" else policy.choose
@@ -154,7 +148,7 @@ def main() -> None:
         readings.append(read("eager", policy.choose, given, slots, flops, rate))
     most = settings.rows[-1]
     mixed = inputs(policy, settings, most, padded=True)
-    compile_blocks(policy)
+    compile_blocks(policy, dynamic=False)
     for rows in settings.rows:
         given = inputs(policy, settings, rows, padded=False)
         readings.append(read("compiled", captured(policy), given, slots, flops, rate))
@@ -162,7 +156,7 @@ def main() -> None:
     same = agreement(policy, captured(policy), mixed)
     if settings.lora:
         add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
-        compile_blocks(policy)
+        compile_blocks(policy, dynamic=False)
         readings.append(read(f"... LoRA rank {settings.lora}", captured(policy), mixed, slots, flops, rate))
 
     print(f"\n{flops / 1e12:.2f} TFLOP per decision, {settings.prompt} prompt tokens\n")

@@ -187,7 +187,14 @@ def test_the_size_of_a_checkpoint_is_the_one_that_a_run_writes(tmp_path, capsys)
 
 
 SIZES = Sizes(
-    policy=GIB, parameters=GIB, trained=GIB, masters=4 * GIB, version=2 * GIB, dreams=8 * GIB, frame=1
+    policy=GIB,
+    parameters=GIB,
+    trained=GIB,
+    masters=4 * GIB,
+    whole=0,
+    version=2 * GIB,
+    dreams=8 * GIB,
+    frame=1,
 )
 
 
@@ -197,6 +204,8 @@ def test_memory_is_counted_for_each_role() -> None:
     needs = [devices.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
     # Weights, gradient and moments are shared by two learners; rank 0 packs two versions.
     assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2, 1 + 8 + 2]
+    frozen = replace(SIZES, whole=2 * GIB)  # Both learners have these.
+    assert devices.rank_needs(config, frozen, placement, 0) // GIB == 2 + (2 + 12) // 2 + 2 * 2
 
 
 def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
@@ -214,7 +223,7 @@ def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatc
     small = TrainConfig(device="cpu")
     subject = Subject(config=small)
     assert devices.check_device_memory(subject) is None  # The sizes are not known.
-    subject.sizes = replace(SIZES, masters=0, trained=0, dreams=0, policy=0, version=1)
+    subject.sizes = replace(SIZES, masters=0, whole=0, trained=0, dreams=0, policy=0, version=1)
     fits = devices.check_device_memory(subject)
     assert fits is not None
     assert fits.verdict is Verdict.OK

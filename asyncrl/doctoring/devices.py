@@ -123,7 +123,8 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
     """Bytes of weights and training state on a rank's device; activations are not counted."""
     needed, roles = 0, placement.roles(rank)
     if "learner" in roles:
-        needed += (sizes.masters + sizes.training) // len(placement.learners)
+        spread = sizes.masters - sizes.whole + sizes.training
+        needed += sizes.whole + spread // len(placement.learners)
         if config.algorithm.kl_coef and not config.lora.rank:
             needed += sizes.policy  # The frozen reference.
         if rank == 0:

@@ -73,11 +73,14 @@ def measure(config: TrainConfig, policy: OpenVLAOFT, dreams: DreamsOnDisk) -> Si
     """
     parameters = list(policy.parameters())
     wide = config.learner.precision == "fp32"
+    frozen = [p for p in parameters if not p.requires_grad]
+    ready = wide or all(p.dtype == torch.bfloat16 for p in frozen)  # as `sharding.shard` decides
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=count_parameters(policy),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
+        whole=sum(p.numel() * 4 if wide else p.nbytes for p in frozen) if ready else 0,
         version=_bytes(policy.acting_tensors().values()),
         dreams=dreams.nbytes,
         frame=3 * dreams.image_size**2,

@@ -19,6 +19,8 @@ class Sizes:
     """Numbers that an update changes."""
     masters: int
     """Policy as the learner holds it: float32 where --learner.precision wants it."""
+    whole: int
+    """Part of `masters` that is not spread over learner ranks: frozen weights beside adapters."""
     version: int
     """What actors get after an update."""
     dreams: int

@@ -48,7 +48,7 @@ def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> Ope
     passes = MixedPrecisionPolicy()
     if precision == "bf16":
         passes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    whole = frozen_and_ready(policy, precision)
+    whole = _frozen_and_ready(policy, precision)
     for unit in [] if whole else blocks(policy):
         fully_shard(unit, mesh=mesh, mp_policy=passes)
     # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
@@ -69,7 +69,7 @@ def keep_masters(policy: nn.Module, precision: Precision) -> None:
             parameter.data = parameter.data.float()
 
 
-def frozen_and_ready(policy: nn.Module, precision: Precision) -> set[nn.Parameter]:
+def _frozen_and_ready(policy: nn.Module, precision: Precision) -> set[nn.Parameter]:
     """Frozen parameters if all are of the type that passes compute in; none if one must be cast for them."""
     frozen = {parameter for parameter in policy.parameters() if not parameter.requires_grad}
     wanted = torch.bfloat16 if precision == "bf16" else torch.float32

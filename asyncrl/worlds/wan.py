@@ -79,7 +79,6 @@ class WanWorld:
         self._rows = 0
         self._encoder_layers: Layers = encode_layers
         self._velocity: Callable[..., Tensor] = transformer
-        self._captured: Captured | None = None
         self.to(device)
         sampling_sigmas(schedule_steps)  # refuses 0 steps here and not at the first decision
 
@@ -106,15 +105,15 @@ class WanWorld:
         for block in self.transformer.blocks:
             block.compile(fullgraph=True, dynamic=False)
         if self.device.type == "cuda":
-            self._velocity = self._captured = Captured(self.transformer)
+            self._velocity = Captured(self.transformer)
         self.decoder.speed_up()
         self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
 
     def weights_left(self) -> None:
         """Forget where the weights were; they return to other addresses."""
-        if self._captured is not None:
-            self._captured.forget()
+        if isinstance(self._velocity, Captured):
+            self._velocity.forget()
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState]) -> WanState:
