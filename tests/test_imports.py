@@ -1,4 +1,4 @@
-"""The arrows of docs/architecture.md point one way, and light packages stay light."""
+"""Imports point down the floors of docs/architecture.md, never in a circle; light packages stay light."""
 
 import ast
 import subprocess
@@ -8,111 +8,90 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-BASE = {"errors", "recipe", "imagination", "config", "records", "metrics", "assets", "activity", "waits"}
-MODELS = {
-    "pixels",
-    "placing",
-    "capture",
-    "messaging",
-    "worlds",
-    "policies",
-    "rewards",
-    "simulators",
-    "checkpoint",
-    "logbook",
-    "run_folder",
-}
-MIDDLE = {"replay", "weights"}
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "activity": set(),
-    "assets": {"errors"},
-    "records": {"errors"},
-    "recipe": {"errors"},
-    "imagination": {"errors"},
-    "config": {"errors", "recipe", "imagination"},
-    "metrics": {"errors"},
-    "waits": {"activity", "metrics"},
-    "memory": set(),
-    "parking": {"waits"},
-    "metric_advice": {"metrics", "waits"},
-    "metric_page": {"metrics", "metric_advice"},
-    "pixels": set(),
-    "placing": set(),
-    "capture": set(),
-    "tensor_files": {"errors"},
-    "messaging": BASE,
-    "worlds": BASE | {"capture", "pixels", "placing", "tensor_files"},
-    "policies": BASE | {"capture", "placing"},
-    "rewards": BASE | {"pixels", "placing", "tensor_files"},
-    "simulators": BASE,
-    "checkpoint": BASE | {"checkpoint_state", "checkpoint_writer"},
-    "checkpoint_state": BASE,
-    "checkpoint_writer": BASE,
-    "logbook": BASE,
-    "run_folder": BASE,
-    "replay": BASE | {"messaging"},
-    "weights": BASE | {"messaging"},
-    "actors": BASE | MODELS | MIDDLE | {"memory", "parking"},
-    "learner": BASE | MODELS | MIDDLE | {"memory", "parking"},
-    "fitting": BASE | MODELS,
-    "evaluation": BASE | MODELS,
-    "contact_sheet": BASE | MODELS,
-    "doctoring": BASE | MODELS | MIDDLE | {"launch"},
-    "launch": BASE | MODELS | MIDDLE | {"actors", "learner", "evaluation", "parking"},
-    "commands": BASE
-    | MODELS
-    | MIDDLE
-    | {"actors", "learner", "fitting", "evaluation", "contact_sheet", "doctoring", "launch", "metric_page"},
-}
-LIGHT = [
-    "errors",
-    "recipe",
-    "config",
-    "records",
-    "metrics",
-    "metric_page",
-    "messaging.wire",
-    "replay.service",
-    "replay.inspect",
-    "cli",
-    "commands.convert",
-    "commands.doctor",
-    "doctoring.examination",
-    "doctoring.devices",
-    "doctoring.network",
-    "doctoring.storage",
+FLOORS: list[set[str]] = [
+    {"errors", "records", "activity", "memory", "pixels", "placing", "capture"},
+    {"metrics", "assets", "recipe", "imagination"},
+    {"waits", "config"},
+    {"observability", "metric_advice", "logbook", "run_folder", "checkpoint_state", "checkpoint_writer"},
+    {"devices", "messaging", "metric_page", "parking", "tensor_files", "checkpoint"},
+    {"storage", "weights", "simulators"},
+    {"policies", "worlds", "rewards", "replay"},
+    {"actors", "learner", "fitting", "evaluation", "replay_tools", "contact_sheet"},
+    {"launch"},
+    {"doctor", "doctoring"},
+    {"commands"},
+    {"cli"},
 ]
+"""Lowest first. A part imports only what is on a lower floor than its own."""
+FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
+LIGHT = (
+    "errors",
+    "records",
+    "config",
+    "observability",
+    "messaging",
+    "replay",
+    "replay_tools",
+    "cli",
+    "commands.doctor",
+)
+"""Import neither torch nor a library of models or physics."""
+HEAVY = {"torch", "transformers", "diffusers", "mujoco"}
 
 
-def imports_of(package: str) -> set[str]:
-    """Names of asyncrl's top-level parts that a package or module imports, anywhere in its files."""
-    files = [ROOT / f"{package}.py"] if (ROOT / f"{package}.py").exists() else (ROOT / package).rglob("*.py")
+def part_of(file: Path) -> str:
+    """First name below asyncrl: a package or a module of the top level."""
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def modules_imported(file: Path) -> set[str]:
+    """Dotted names of asyncrl that a file imports, anywhere in it."""
     found = set()
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                names = [node.module]
-            found |= {name.split(".")[1] for name in names if name.startswith("asyncrl.")}
-    return found - {package}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    return {name for name in found if name.startswith("asyncrl.")}
 
 
-def test_every_part_of_the_package_has_its_arrows() -> None:
-    parts = {p.stem if p.is_file() else p.name for p in ROOT.iterdir() if not p.name.startswith("__")}
-    assert parts - {"cli", "assets"} == MAY_IMPORT.keys() - {"assets"}
+FILES = [file for file in ROOT.rglob("*.py") if part_of(file) not in ("__init__", "__main__")]
+BY_NAME = {".".join(("asyncrl", *file.relative_to(ROOT).with_suffix("").parts)): file for file in FILES}
 
 
-@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
-def test_arrows_point_one_way(package: str) -> None:
-    used = imports_of(package)
-    assert used <= MAY_IMPORT[package], f"asyncrl/{package} may not import {used - MAY_IMPORT[package]}"
+@pytest.mark.parametrize("part", sorted({part_of(file) for file in FILES}))
+def test_imports_point_down(part: str) -> None:
+    used = {
+        name.split(".")[1]
+        for file in FILES
+        if part_of(file) == part
+        for name in modules_imported(file)
+        if name.split(".")[1] != "__version__"
+    }
+    upward = {name for name in used - {part} if FLOOR[name] >= FLOOR[part]}
+    assert not upward, f"asyncrl/{part} may not import {upward}: they are not below it"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    arrows = {name: modules_imported(file) & BY_NAME.keys() for name, file in BY_NAME.items()}
+    finished: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join([*above[above.index(name) :], name])
+        if name not in finished:
+            for below in sorted(arrows[name]):
+                visit(below, (*above, name))
+            finished.add(name)
+
+    for name in sorted(arrows):
+        visit(name, ())
 
 
 def test_light_parts_import_no_torch() -> None:
-    modules = "; ".join(f"import asyncrl.{name}" for name in LIGHT)
-    heavy = "{'torch', 'transformers', 'diffusers', 'mujoco'}"
-    check = f"import sys; {modules}; print({heavy} & sys.modules.keys())"
+    light = [name for name in BY_NAME if any(f"{name}.".startswith(f"asyncrl.{part}.") for part in LIGHT)]
+    check = (
+        f"import sys; {'; '.join(f'import {name}' for name in light)}; print({HEAVY} & sys.modules.keys())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
     )

@@ -57,11 +57,11 @@ def draw_panels(heading: str, panels: Sequence[Panel]) -> Image.Image:
 def _draw_panel(draw: ImageDraw.ImageDraw, panel: Panel, top: int) -> None:
     draw.text((MARGIN, top), panel.title, fill=INK, font=font(16))
     left, right = MARGIN + NAMES, WIDTH - MARGIN - NUMBERS
-    for place, bar in enumerate(panel.bars):
+    for place, drawn in enumerate(panel.bars):
         y = top + TITLE - 4 + place * ROW
-        draw.text((MARGIN, y), fitted(bar.name, NAMES - 10, 14), fill=INK, font=font(14))
+        draw.text((MARGIN, y), fitted(drawn.name, NAMES - 10, 14), fill=INK, font=font(14))
         draw.rectangle((left, y + 2, right, y + ROW - 6), fill=FAINT)
-        if bar.value > 0:
-            end = left + max(1, round((right - left) * min(1.0, bar.value / panel.most)))
+        if drawn.value > 0:
+            end = left + max(1, round((right - left) * min(1.0, drawn.value / panel.most)))
             draw.rectangle((left, y + 2, end, y + ROW - 6), fill=BLUE)
-        draw.text((right + 10, y), bar.text, fill=INK, font=font(14))
+        draw.text((right + 10, y), drawn.text, fill=INK, font=font(14))
