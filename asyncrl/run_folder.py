@@ -14,7 +14,7 @@ import os
 import time
 from pathlib import Path
 
-from asyncrl.config import TrainConfig, to_json
+from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.errors import ConfigError
 
 TIME = "{time}"

@@ -33,7 +33,7 @@ import torch
 import tyro
 from pace import commit
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_learning_policy
 from asyncrl.launch.devices import pick_device
 from asyncrl.learner.batches import build_batch, describe

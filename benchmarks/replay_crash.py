@@ -34,7 +34,7 @@ import tyro
 from replay_episodes import make_episode
 from tqdm import tqdm
 
-from asyncrl.config import TrainConfig, overlay
+from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.records import Episode
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.opening import open_core

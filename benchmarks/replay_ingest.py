@@ -25,7 +25,7 @@ from typing import Any
 import zmq
 from replay_episodes import make_group, write_raw
 
-from asyncrl.config import TrainConfig, overlay
+from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.messaging.admission import admitting
 from asyncrl.messaging.episodes import as_bytes
 from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_keys

@@ -24,7 +24,7 @@ import tyro
 from replay_episodes import make_episode
 
 from asyncrl import metrics as m
-from asyncrl.config import TrainConfig, overlay
+from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.records import Episode

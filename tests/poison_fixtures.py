@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagine import Imagination
-from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.policies.protocol import ActResult, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.core import ReplayCore

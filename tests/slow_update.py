@@ -14,7 +14,7 @@ import torch
 from learner_fixtures import TableActorCritic, TablePolicy
 from torch import Tensor
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
 
 PLACES = [(c, a) for c in range(8) for a in range(7)]

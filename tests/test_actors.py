@@ -15,7 +15,7 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Member, Slot, Slots, finished_episode
 from asyncrl.actors.stages import Stage
-from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT

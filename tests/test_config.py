@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import (
+from asyncrl.config.algorithm import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    CriticSettings,
+    LearnerSettings,
+    LoraSettings,
+    OptimizerSettings,
+)
+from asyncrl.config.run import (
     ActorSettings,
     ReplaySettings,
     TrainConfig,
@@ -18,14 +26,6 @@ from asyncrl.config import (
     to_json,
 )
 from asyncrl.errors import ConfigError
-from asyncrl.recipe import (
-    AlgorithmSettings,
-    CorrectionSettings,
-    CriticSettings,
-    LearnerSettings,
-    LoraSettings,
-    OptimizerSettings,
-)
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import CorrectionSettings
 from asyncrl.errors import ConfigError
 from asyncrl.learner.corrections import (
     check_needs,
@@ -21,7 +22,6 @@ from asyncrl.learner.corrections import (
     whole_episodes,
 )
 from asyncrl.learner.levels import summed_at
-from asyncrl.recipe import CorrectionSettings
 
 PROXIMAL = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 BEHAVIOUR = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)

@@ -17,7 +17,7 @@ from training_fixtures import start_state, write_models
 
 from asyncrl import cli
 from asyncrl.commands import doctor as command
-from asyncrl.config import TrainConfig, WeightSettings, parse
+from asyncrl.config.run import TrainConfig, WeightSettings, parse
 from asyncrl.doctoring import devices, examination, machine, models, packages
 from asyncrl.doctoring.examination import Check
 from asyncrl.doctoring.findings import Finding, Verdict, look, render

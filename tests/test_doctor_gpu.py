@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctoring import devices, links, models
 from asyncrl.doctoring.findings import Verdict
 from asyncrl.doctoring.subject import Subject

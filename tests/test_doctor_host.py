@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.config import ReplaySettings, TrainConfig
+from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.doctoring import network, storage
 from asyncrl.doctoring.findings import Finding, Verdict
 from asyncrl.doctoring.subject import Sizes, Subject

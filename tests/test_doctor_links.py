@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from link_stand_ins import PIDS, die, fail, hang
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctoring import links
 from asyncrl.doctoring.findings import Verdict
 from asyncrl.doctoring.links import Result, judge, measure

@@ -214,7 +214,7 @@ def test_a_placement_without_actors_needs_an_address_to_join(
 
 
 def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: Path) -> None:
-    from asyncrl.config import ReplaySettings, TrainConfig, WeightSettings
+    from asyncrl.config.run import ReplaySettings, TrainConfig, WeightSettings
 
     listen = ReplaySettings(listen="tcp://127.0.0.1:5555")
     assert address.pull_settings(TrainConfig(replay=listen), tmp_path).listen == "tcp://127.0.0.1:0"

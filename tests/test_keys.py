@@ -15,7 +15,7 @@ import zmq
 from test_replay_service import CONFIG, acquire, push_group, until
 
 from asyncrl import cli
-from asyncrl.config import ReplaySettings, TrainConfig
+from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.launch import address
 from asyncrl.launch.placement import Placement

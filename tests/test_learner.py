@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncrl import checkpoint
 from asyncrl import metrics as m
 from asyncrl.checkpoint import Checkpoints
-from asyncrl.config import AlgorithmSettings, OptimizerSettings, TrainConfig
+from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
 from asyncrl.errors import RunError, SampleTimeout, WeightSyncError
 from asyncrl.learner.interface import LearnerSettings
 from asyncrl.learner.learner import Learner

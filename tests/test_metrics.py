@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl import metrics as m
 from asyncrl import waits
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.metric_advice import ADVICE
 from asyncrl.metric_page import SECTIONS, as_markdown, section_of
 from asyncrl.metrics import Metric, Over, reduce

@@ -21,10 +21,10 @@ from asyncrl import parking
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.readings import ActorReadings
-from asyncrl.config import ActorSettings, TrainConfig
+from asyncrl.config.algorithm import LearnerSettings
+from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.launch.offload import actor_parking, learner_parking
 from asyncrl.parking import NEVER, PARK_AFTER, Parked, Parking
-from asyncrl.recipe import LearnerSettings
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.weights.inline import build_inline
 

@@ -16,7 +16,7 @@ from test_limiter import Clock
 from test_wire import make_episode
 
 from asyncrl import metrics as m
-from asyncrl.config import AlgorithmSettings
+from asyncrl.config.run import AlgorithmSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import Episode
 from asyncrl.replay.core import ReplayCore

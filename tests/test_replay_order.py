@@ -13,7 +13,7 @@ from test_limiter import Clock
 from test_wire import make_episode
 
 from asyncrl import metrics as m
-from asyncrl.config import ReplaySettings, TrainConfig
+from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.groups import ReadyGroup

@@ -13,7 +13,7 @@ from test_limiter import Clock, make_core, make_limiter
 from test_wire import assert_same, make_episode
 
 from asyncrl import metrics as m
-from asyncrl.config import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
 from asyncrl.messaging.shared import Rings
 from asyncrl.messaging.sockets import bind_router, connect_dealer, ipc_endpoint, private_folder

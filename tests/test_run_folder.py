@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import run_folder
-from asyncrl.config import TrainConfig, load_file
+from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from asyncrl.actors.moments import Moment, wait_for
 from asyncrl.actors.readings import ActorReadings
 from asyncrl.actors.slots import Slot
 from asyncrl.actors.stages import Stage, cut
-from asyncrl.config import ActorSettings
+from asyncrl.config.run import ActorSettings
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.parking import NEVER
 from asyncrl.records import EPISODE_ARRAYS, Episode

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from two_ranks import run_ranks
 
 from asyncrl import metrics as m
-from asyncrl.config import TrainConfig
+from asyncrl.config.algorithm import AlgorithmSettings, CriticSettings, LoraSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.group import Alone
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.throughput import Throughput, forward_flops, peak_flops, trained_decisions
 from asyncrl.learner.update import Update
-from asyncrl.recipe import AlgorithmSettings, CriticSettings, LoraSettings
 
 CPU = torch.device("cpu")
 WIDTH = 12

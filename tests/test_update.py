@@ -17,13 +17,13 @@ from slow_update import Table, slow_loss
 from torch import Tensor
 
 from asyncrl import metrics as m
-from asyncrl.config import TrainConfig
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.minibatches import deal_episodes
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.update import Update
-from asyncrl.recipe import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
 
 OUTCOMES = [[10, -1, -1], [-1, -1, -1], [2, 15, -1]]
 """Steps of success of three groups; the middle one carries no signal, an episode of the last ends early."""

@@ -27,7 +27,7 @@ from test_replay_service import (
 from test_wire import make_episode
 
 from asyncrl import metrics as m
-from asyncrl.config import ReplaySettings
+from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import ReplayError
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.opening import open_core

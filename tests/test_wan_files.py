@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asyncrl.tensor_files as tensor_files
-from asyncrl.config import TrainConfig, parse
+from asyncrl.config.run import TrainConfig, parse
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch.dreams import build_dreams, check_dreams
 from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_reward

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncrl.config.run import ImaginationSettings
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
-from asyncrl.imagination import ImaginationSettings
 from asyncrl.pixels import to_uint8
 from asyncrl.records import StartState
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights

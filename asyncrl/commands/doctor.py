@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctoring.examination import doctor
 from asyncrl.doctoring.subject import Subject
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl import run_folder
-from asyncrl.config import TrainConfig, parse
+from asyncrl.config.run import TrainConfig, parse
 from asyncrl.launch.placement import parse_placement, ranks_named
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctoring.findings import Finding, broken, ok, one_line, warning
 from asyncrl.doctoring.machine import GIB, free_memory
 from asyncrl.doctoring.subject import Sizes, Subject

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl import assets, checkpoint, run_folder
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctoring.findings import Finding, broken, ok, one_line
 from asyncrl.doctoring.subject import Sizes, Subject
 from asyncrl.errors import AsyncRLError, CheckpointError

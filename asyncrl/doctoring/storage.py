@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl import run_folder
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctoring.findings import Finding, broken, ok, one_line, warning
 from asyncrl.doctoring.machine import GIB
 from asyncrl.doctoring.subject import Subject

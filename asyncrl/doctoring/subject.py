@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

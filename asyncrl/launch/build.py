@@ -17,7 +17,7 @@ from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.stages import cut
-from asyncrl.config import TrainConfig, to_json
+from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.dreams import Dreams, DreamsOnDisk, check_dreams
 from asyncrl.launch.offload import learner_parking

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from asyncrl import assets
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardFiles, open_reward

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl import activity
 from asyncrl.actors.actor import Actor
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, learners, rendezvous, summary
 from asyncrl.launch.crew import StopFlag

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.config import TrainConfig, overlay
+from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import ConfigError
 from asyncrl.launch.crew import StopFlag, quietly
 from asyncrl.messaging.keys import ClientKeys, load_client_keys

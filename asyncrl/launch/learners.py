@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.checkpoint import WRITE_DEADLINE, Checkpoints
-from asyncrl.config import TrainConfig, load_file
+from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
 from asyncrl.launch.devices import pick_device

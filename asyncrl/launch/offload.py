@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.actors.imagine import Imagination
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.update import Update
 from asyncrl.parking import NEVER, Parked, Parking
 from asyncrl.worlds.wan import WanState, WanWorld

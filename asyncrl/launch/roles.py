@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from asyncrl import activity, waits
-from asyncrl.config import TrainConfig, overlay
+from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.launch.rendezvous import RunFacts, local_rank, rank, world_size
 
 FAREWELL = 5.0

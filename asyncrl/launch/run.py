@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import activity
-from asyncrl.config import TrainConfig, load_file, to_json
+from asyncrl.config.run import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import address, rendezvous
 from asyncrl.launch.child import die_with_parent

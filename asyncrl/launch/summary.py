@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl import __version__, checkpoint
 from asyncrl import metrics as m
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 
 ENDS = 5
 """Updates at each end of the run whose success is averaged."""

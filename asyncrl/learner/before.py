@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import WEIGHTED, whole_episodes
 from asyncrl.learner.estimation import Opinion, Teaching, critic_teaching, relative_teaching

@@ -24,10 +24,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import CorrectionLevel, CorrectionSettings, Level
 from asyncrl.errors import ConfigError
 from asyncrl.learner.levels import of_episodes, summed_at
 from asyncrl.learner.losses import MAX_LOG_RATIO
-from asyncrl.recipe import CorrectionLevel, CorrectionSettings, Level
 
 WEIGHTED: Final = ("tis", "mis", "decoupled")
 """Kinds that multiply the loss by an importance weight."""

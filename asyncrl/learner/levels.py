@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.recipe import CorrectionLevel, Level
+from asyncrl.config.algorithm import CorrectionLevel, Level
 
 _SUMMED: dict[str, tuple[int, ...]] = {"token": (), "action": (2,), "chunk": (1, 2)}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl import metrics as m
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.corrections import (
     WEIGHTED,
     correction_level,

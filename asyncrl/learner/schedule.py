@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.recipe import OptimizerSettings
+from asyncrl.config.algorithm import OptimizerSettings
 
 
 def learning_rate_share(settings: OptimizerSettings, version: int, updates: int) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl import metrics as m
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.schedule import learning_rate_share
 from asyncrl.learner.tally import Tally
 from asyncrl.metrics import Metric

@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl import metrics as m
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.group import LearnerGroup
 from asyncrl.metrics import Metric

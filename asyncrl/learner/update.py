@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.before import Before, look
 from asyncrl.learner.corrections import check_needs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.store import EpisodeStore

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
-from asyncrl.config import ReplayOrder
+from asyncrl.config.run import ReplayOrder
 from asyncrl.replay.groups import ReadyGroup
 
 Order = ReplayOrder

@@ -1,0 +1,1 @@
+"""Settings of a run: dataclasses, their bounds, TOML and flags. Imports no torch."""
