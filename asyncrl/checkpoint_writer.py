@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl import waits
 from asyncrl.errors import CheckpointError
+from asyncrl.observability import waits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

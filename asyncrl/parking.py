@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl import waits
+from asyncrl.observability import waits
 
 PARK_AFTER: Final = 0.2
 """Seconds that a wait must have lasted."""

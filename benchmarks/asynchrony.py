@@ -30,9 +30,9 @@ import torch
 import tyro
 from pace import commit, heading, table
 
-from asyncrl import metrics as m
 from asyncrl.errors import RunError
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 
 ROOT = Path(__file__).resolve().parents[1]
 SIGNAL = ["--algorithm.entropy-coef", "1e-6"]

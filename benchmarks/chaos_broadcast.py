@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from asyncrl import activity
+from asyncrl.observability import process_status
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 from asyncrl.weights.transports import TransportName
 
@@ -137,7 +137,9 @@ class Learner:
 
 def broadcasting(run_dir: Path) -> bool:
     """Whether the publisher's thread is sending now."""
-    return any("broadcasting" in doing.what for process in activity.read(run_dir) for doing in process.doing)
+    return any(
+        "broadcasting" in doing.what for process in process_status.read(run_dir) for doing in process.doing
+    )
 
 
 def strike(settings: Settings, learner: Learner, fleet: Fleet, run_dir: Path, chance: random.Random) -> str:
@@ -178,7 +180,7 @@ def main() -> None:
     chance = random.Random(settings.seed)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
-        activity.join(run_dir, "learner-0")
+        process_status.join(run_dir, "learner-0")
         publisher = build_publisher(
             settings.transport, device=settings.devices[0], deadline=settings.deadline
         )

@@ -39,7 +39,7 @@ from asyncrl.launch.devices import pick_device
 from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.sharding import keep_masters
 from asyncrl.learner.update import Update
-from asyncrl.logbook import Logbook
+from asyncrl.observability.metrics_logger import Logbook
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.records import CHUNK, Episode

@@ -23,10 +23,10 @@ from pathlib import Path
 import tyro
 from replay_episodes import make_episode
 
-from asyncrl import metrics as m
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
 from asyncrl.replay.ports import GroupGrant
 

@@ -2,7 +2,7 @@
 
 The run is a real one under torchrun, on loopback. Only processes that it started are signalled, each by the
 process id and start that it wrote itself. One seed, one sequence of roles, signals and delays; what a process
-was doing when it was hit is read from the run (`asyncrl.activity`).
+was doing when it was hit is read from the run (`asyncrl.observability.process_status`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl import activity
+from asyncrl.observability import process_status
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import PATTERN
@@ -185,7 +185,7 @@ class Chaos:
         """Look at the run until something is true or it ended."""
         while not true() and self.process.poll() is None:
             if time.monotonic() - self._began > self.plan.deadline:
-                activity.dump_stacks(self.run)
+                process_status.dump_stacks(self.run)
                 time.sleep(1.0)
                 raise AssertionError(f"not done after {self.plan.deadline:g} s:\n{self.describe()}")
             rows = self.run / "metrics.jsonl"
@@ -193,8 +193,8 @@ class Chaos:
                 self._version = int(json.loads(lines[-1])["step"])
             time.sleep(0.02)
 
-    def _living(self) -> list[activity.Process]:
-        return [process for process in activity.read(self.run) if process.alive]
+    def _living(self) -> list[process_status.Process]:
+        return [process for process in process_status.read(self.run) if process.alive]
 
     def _end(self) -> None:
         """End torchrun, if it still runs, and with it everything that it started."""
@@ -210,7 +210,7 @@ class Chaos:
 
     def describe(self) -> str:
         """Say what every process does, for an error message."""
-        told = [f"{p.role} alive={p.alive}: {p.doing}" for p in activity.read(self.run)]
+        told = [f"{p.role} alive={p.alive}: {p.doing}" for p in process_status.read(self.run)]
         return "\n".join([f"version {self._version}, {len(self.report.hits)} hits", *told])
 
     def _look_at_what_is_left(self) -> None:
@@ -237,7 +237,7 @@ class Chaos:
         return {episode for episode, group in stored.items() if group not in given_up} - found
 
 
-def at_work(process: activity.Process) -> bool:
+def at_work(process: process_status.Process) -> bool:
     """Whether a process has started up."""
     said = " ".join(doing.what for doing in process.doing)
     return any(x in said for x in ("imagining", "credit", "serving", "batch", "updating")) or (

@@ -12,25 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import activity, cli, waits
-from asyncrl import metrics as m
-from asyncrl.launch.hang_watch import HangWatch
+from asyncrl import cli
+from asyncrl.observability import metrics as m
+from asyncrl.observability import process_status, waits
+from asyncrl.observability.watchdog import HangWatch
 
 CHILD = """
 import ctypes, sys, threading, time
 from pathlib import Path
-from asyncrl import activity, cli, waits
-from asyncrl import metrics as m
+from asyncrl import cli
+from asyncrl.observability import process_status
+from asyncrl.observability import waits
+from asyncrl.observability import metrics as m
 
-activity.join(Path(sys.argv[1]), "actor-1")
+process_status.join(Path(sys.argv[1]), "actor-1")
 
 def receive():
-    activity.now_doing("waiting for version 3")
+    process_status.now_doing("waiting for version 3")
     time.sleep(60)
 
 threading.Thread(target=receive, name="receiver", daemon=True).start()
 def stuck_in_a_library():
-    with activity.doing("imagining", float(sys.argv[2])):
+    with process_status.doing("imagining", float(sys.argv[2])):
         lock, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
         library.pthread_mutex_lock(lock)
         library.pthread_mutex_lock(lock)  # For ever, and PyDLL keeps the interpreter's lock: no Python runs.
@@ -55,7 +58,9 @@ def child(tmp_path: Path, request: pytest.FixtureRequest):
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    wait_for(lambda: any("imagining" in doing.what for p in activity.read(tmp_path) for doing in p.doing))
+    wait_for(
+        lambda: any("imagining" in doing.what for p in process_status.read(tmp_path) for doing in p.doing)
+    )
     yield process
     process.kill()
     process.wait(10)
@@ -63,7 +68,7 @@ def child(tmp_path: Path, request: pytest.FixtureRequest):
 
 
 def test_every_thread_says_what_it_does_and_since_when(child: subprocess.Popen[str], tmp_path: Path) -> None:
-    (process,) = activity.read(tmp_path)
+    (process,) = process_status.read(tmp_path)
     assert (process.role, process.pid, process.alive) == ("actor-1", child.pid, True)
     said = {doing.thread: doing for doing in process.doing}
     assert said["MainThread"].what == "imagining"
@@ -75,16 +80,16 @@ def test_every_thread_says_what_it_does_and_since_when(child: subprocess.Popen[s
 def test_the_dead_still_say_what_they_did(child: subprocess.Popen[str], tmp_path: Path) -> None:
     child.kill()
     child.wait(10)
-    (process,) = activity.read(tmp_path)
+    (process,) = process_status.read(tmp_path)
     assert not process.alive
     assert "imagining" in [doing.what for doing in process.doing]
-    assert activity.dump_stacks(tmp_path) == []
+    assert process_status.dump_stacks(tmp_path) == []
 
 
 def test_a_process_that_runs_no_python_writes_its_stacks(
     child: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    (file,) = activity.dump_stacks(tmp_path)
+    (file,) = process_status.dump_stacks(tmp_path)
     wait_for(lambda: "receive" in file.read_text())
     wait_for(lambda: "stuck_in_a_library" in file.read_text())
     assert child.poll() is None
@@ -104,44 +109,44 @@ def test_a_hanging_child_is_ended_and_its_stacks_are_kept(
 
 
 def test_a_stopped_process_and_a_reused_number_are_told_apart(child: subprocess.Popen[str]) -> None:
-    began = activity.started(child.pid)
+    began = process_status.started(child.pid)
     assert began > 0
-    assert not activity.is_stopped(child.pid)
+    assert not process_status.is_stopped(child.pid)
     os.kill(child.pid, signal.SIGSTOP)
-    wait_for(lambda: activity.is_stopped(child.pid))
+    wait_for(lambda: process_status.is_stopped(child.pid))
     os.kill(child.pid, signal.SIGCONT)
-    wait_for(lambda: not activity.is_stopped(child.pid))
-    assert activity.started(child.pid) == began
-    assert activity.started(2**22 + 1) == 0
+    wait_for(lambda: not process_status.is_stopped(child.pid))
+    assert process_status.started(child.pid) == began
+    assert process_status.started(2**22 + 1) == 0
 
 
 def test_activities_nest_and_damaged_files_are_left_out(tmp_path: Path) -> None:
-    activity.join(tmp_path, "learner-0")
+    process_status.join(tmp_path, "learner-0")
     (tmp_path / "processes" / "noise").write_bytes(b"\1" * 10)
-    with activity.doing("updating", 5.0):
-        with activity.doing("reading", 1.0):
-            (process,) = activity.read(tmp_path)
+    with process_status.doing("updating", 5.0):
+        with process_status.doing("reading", 1.0):
+            (process,) = process_status.read(tmp_path)
             assert [doing.what for doing in process.doing] == ["reading"]
-        (process,) = activity.read(tmp_path)
+        (process,) = process_status.read(tmp_path)
         assert [(doing.what, doing.allowed) for doing in process.doing] == [("updating", 5.0)]
-    (process,) = activity.read(tmp_path)
+    (process,) = process_status.read(tmp_path)
     assert process.doing == ()
 
 
 def test_waits_are_counted_also_from_before_the_process_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activity, "_board", None)
+    monkeypatch.setattr(process_status, "_board", None)
     with waits.waiting(waits.MEETING, 10.0):
         time.sleep(0.05)
     assert waits.readings() == {}
-    activity.join(tmp_path, "learner-1")
+    process_status.join(tmp_path, "learner-1")
     with waits.waiting(waits.BATCH, 10.0, " of 4 groups"):
-        (process,) = activity.read(tmp_path)
+        (process,) = process_status.read(tmp_path)
         time.sleep(0.02)
     (doing,) = process.doing
     assert (doing.what, doing.allowed) == ("waiting for a batch of 4 groups", 10.0 + waits.GRACE)
-    activity.join(tmp_path, "learner-0")  # The file of another process of the run counts too.
+    process_status.join(tmp_path, "learner-0")  # The file of another process of the run counts too.
     with waits.waiting(waits.BATCH, 10.0):
         time.sleep(0.02)
     waits.note_respawn()

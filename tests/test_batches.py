@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner_fixtures import episode, groups_of
 
-from asyncrl import metrics as m
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import build_batch, describe
+from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
 
 

@@ -15,10 +15,10 @@ from test_train import TRAIN, environment, exit_code, left_over, rows
 from training_fixtures import write_models
 
 from asyncrl import cli
-from asyncrl import metrics as m
 from asyncrl.launch import address
 from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.keys import create_keys
+from asyncrl.observability import metrics as m
 
 ACTOR = [sys.executable, "-m", "asyncrl", "actor"]
 PATIENCE = 200.0

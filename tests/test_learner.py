@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl import checkpoint
-from asyncrl import metrics as m
 from asyncrl.checkpoint import Checkpoints
 from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
 from asyncrl.errors import RunError, SampleTimeout, WeightSyncError
@@ -22,7 +21,8 @@ from asyncrl.learner.interface import LearnerSettings
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.update import Update
 from asyncrl.memory import host_peak
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_wire import make_episode
 
-from asyncrl import metrics as m
+from asyncrl.observability import metrics as m
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.groups import ReadyGroup, number_of
 from asyncrl.replay.limiter import Limiter

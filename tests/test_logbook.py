@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from asyncrl import metrics as m
-from asyncrl.logbook import Logbook, cut_rows_after, duration, header, render
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics_logger import Logbook, cut_rows_after, duration, header, render
 
 VALUES = {
     m.SUCCESS_ONCE: 0.625,

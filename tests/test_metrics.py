@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl import metrics as m
-from asyncrl import waits
 from asyncrl.config.run import TrainConfig
-from asyncrl.metric_advice import ADVICE
-from asyncrl.metric_page import SECTIONS, as_markdown, section_of
-from asyncrl.metrics import Metric, Over, reduce
+from asyncrl.observability import metrics as m
+from asyncrl.observability import waits
+from asyncrl.observability.metric_advice import ADVICE
+from asyncrl.observability.metrics import Metric, Over, reduce
+from asyncrl.observability.metrics_page import SECTIONS, as_markdown, section_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 

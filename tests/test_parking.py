@@ -16,7 +16,6 @@ from test_actors import imagination as imagination
 from test_learner import Run
 from torch import Tensor, nn
 
-from asyncrl import metrics as m
 from asyncrl import parking
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagine import Imagination
@@ -24,6 +23,7 @@ from asyncrl.actors.readings import ActorReadings
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.launch.offload import actor_parking, learner_parking
+from asyncrl.observability import metrics as m
 from asyncrl.parking import NEVER, PARK_AFTER, Parked, Parking
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.weights.inline import build_inline

@@ -19,11 +19,11 @@ from test_wire import make_episode
 from training_fixtures import start_state, write_models
 
 from asyncrl import cli
-from asyncrl import metrics as m
 from asyncrl.actors import poison
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.poison import one_by_one
 from asyncrl.errors import ReplayError, SampleTimeout
+from asyncrl.observability import metrics as m
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.sampling import action_distribution, choose_tokens, logprob_of

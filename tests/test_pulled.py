@@ -15,12 +15,12 @@ import torch
 import zmq
 from test_weights import PATIENCE, policy, raw, swap_until
 
-from asyncrl import metrics as m
 from asyncrl.errors import ConfigError, WeightSyncError, WireError
 from asyncrl.messaging import weight_wire
 from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import connect_dealer
 from asyncrl.messaging.weight_wire import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
+from asyncrl.observability import metrics as m
 from asyncrl.weights import pull_server, pulled
 from asyncrl.weights.interface import ChannelClosed
 from asyncrl.weights.outbox import Outbox

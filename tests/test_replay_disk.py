@@ -12,8 +12,8 @@ import pytest
 from test_limiter import Clock, fill, make_limiter
 from test_wire import make_episode
 
-from asyncrl import metrics as m
 from asyncrl.errors import DiskFull
+from asyncrl.observability import metrics as m
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.disk import DiskWait
 from asyncrl.replay.ledger import Ledger

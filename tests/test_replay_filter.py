@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from test_limiter import Clock
 from test_wire import make_episode
 
-from asyncrl import metrics as m
 from asyncrl.config.run import AlgorithmSettings
 from asyncrl.errors import ConfigError
+from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort

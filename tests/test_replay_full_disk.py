@@ -18,10 +18,10 @@ import pytest
 from test_limiter import Clock, fill, make_core, make_limiter
 from test_wire import assert_same, make_episode
 
-from asyncrl import metrics as m
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
 from asyncrl.replay import writing
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_limiter import Clock
 from test_wire import make_episode
 
-from asyncrl import metrics as m
 from asyncrl.config.run import TrainConfig, overlay
+from asyncrl.observability import metrics as m
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.opening import open_core

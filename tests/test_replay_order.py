@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_limiter import Clock
 from test_wire import make_episode
 
-from asyncrl import metrics as m
 from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.observability import metrics as m
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.inspection.fates import read_fates

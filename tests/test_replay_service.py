@@ -12,12 +12,12 @@ import zmq
 from test_limiter import Clock, make_core, make_limiter
 from test_wire import assert_same, make_episode
 
-from asyncrl import metrics as m
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
 from asyncrl.messaging.shared import Rings
 from asyncrl.messaging.sockets import bind_router, connect_dealer, ipc_endpoint, private_folder
 from asyncrl.messaging.wire import Message, decode, encode
+from asyncrl.observability import metrics as m
 from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.opening import open_core
 from asyncrl.replay.ports import ActorPort, GroupGrant, RunStopped

@@ -22,10 +22,10 @@ from test_replay_service import (
 )
 from test_wire import assert_same, make_episode
 
-from asyncrl import metrics as m
 from asyncrl.messaging.shared import RingMissing, Rings, RingWriter
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
+from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.service import Service, serve_replay

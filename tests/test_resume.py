@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from training_fixtures import GROUP_SIZE, SIZE, start_state, write_models
 
 from asyncrl import cli
-from asyncrl import metrics as m
+from asyncrl.observability import metrics as m
 from asyncrl.replay.reading import read_rows, replay_folder
 from asyncrl.worlds.start_states import save_start_states
 

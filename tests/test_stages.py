@@ -13,7 +13,6 @@ import torch
 from poison_fixtures import GROUP, Poisoned, RowModels, RowState, inline_run, start
 from test_poison import counts, episodes_of, named
 
-from asyncrl import metrics as m
 from asyncrl.actors import imagine, moments
 from asyncrl.actors.moments import Moment, wait_for
 from asyncrl.actors.readings import ActorReadings
@@ -21,6 +20,7 @@ from asyncrl.actors.slots import Slot
 from asyncrl.actors.stages import Stage, cut
 from asyncrl.config.run import ActorSettings
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.observability import metrics as m
 from asyncrl.parking import NEVER
 from asyncrl.records import EPISODE_ARRAYS, Episode
 

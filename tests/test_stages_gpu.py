@@ -14,9 +14,9 @@ import torch
 from poison_fixtures import GROUP, IMAGE, RowState, config, start
 from torch import Tensor
 
-from asyncrl import metrics as m
 from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagine import Imagination
+from asyncrl.observability import metrics as m
 from asyncrl.policies.protocol import ActResult, SamplingParams
 from asyncrl.records import EPISODE_ARRAYS, StartState
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort

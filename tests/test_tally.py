@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl import metrics as m
 from asyncrl.learner.group import Alone
 from asyncrl.learner.tally import Tally, effective_sample_size, variance
+from asyncrl.observability import metrics as m
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,6 @@ from learner_fixtures import BINS, Evaluation, TablePolicy, groups_of
 from torch import Tensor, nn
 from two_ranks import run_ranks
 
-from asyncrl import metrics as m
 from asyncrl.config.algorithm import AlgorithmSettings, CriticSettings, LoraSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch, build_batch
@@ -19,6 +18,7 @@ from asyncrl.learner.group import Alone
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.throughput import Throughput, forward_flops, peak_flops, trained_decisions
 from asyncrl.learner.update import Update
+from asyncrl.observability import metrics as m
 
 CPU = torch.device("cpu")
 WIDTH = 12

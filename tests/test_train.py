@@ -17,7 +17,7 @@ from chaos_run import marked
 from training_fixtures import GROUP_SIZE, start_state, write_models
 
 from asyncrl import checkpoint, cli
-from asyncrl import metrics as m
+from asyncrl.observability import metrics as m
 from asyncrl.replay.reading import read_rows, replay_folder
 from asyncrl.simulators.tabletop import steps_taken
 from asyncrl.worlds.start_states import save_start_states

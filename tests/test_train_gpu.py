@@ -12,7 +12,7 @@ from test_train import TORCHRUN, environment, left_over
 from training_fixtures import write_models
 
 from asyncrl import checkpoint
-from asyncrl import metrics as m
+from asyncrl.observability import metrics as m
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[1]

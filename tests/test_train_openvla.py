@@ -11,7 +11,7 @@ import torch
 from training_fixtures import write_models
 
 from asyncrl import cli
-from asyncrl import metrics as m
+from asyncrl.observability import metrics as m
 from asyncrl.policies.checkpoints import load_policy, save_policy
 from asyncrl.policies.openvla import OpenVLA
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig

@@ -16,7 +16,6 @@ from learner_fixtures import TableActorCritic, TablePolicy, episode, groups_of
 from slow_update import Table, slow_loss
 from torch import Tensor
 
-from asyncrl import metrics as m
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
@@ -24,6 +23,7 @@ from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.minibatches import deal_episodes
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.update import Update
+from asyncrl.observability import metrics as m
 
 OUTCOMES = [[10, -1, -1], [-1, -1, -1], [2, 15, -1]]
 """Steps of success of three groups; the middle one carries no signal, an episode of the last ends early."""

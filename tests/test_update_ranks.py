@@ -11,13 +11,13 @@ from test_update import recipe
 from torch import Tensor
 from two_ranks import run_ranks
 
-from asyncrl import metrics as m
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.distributed_group import DistributedGroup
 from asyncrl.learner.group import Alone, LearnerGroup
 from asyncrl.learner.sharding import shard
 from asyncrl.learner.update import Update
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 

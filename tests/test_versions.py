@@ -11,10 +11,10 @@ import zmq
 from test_replay_service import Served, endpoint  # noqa: F401 - a fixture
 
 from asyncrl import __version__
-from asyncrl import metrics as m
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
+from asyncrl.observability import metrics as m
 from asyncrl.records import SCHEMA_VERSION
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 

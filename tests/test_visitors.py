@@ -26,9 +26,9 @@ from test_replay_service import (
 )
 from test_wire import make_episode
 
-from asyncrl import metrics as m
 from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import ReplayError
+from asyncrl.observability import metrics as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.opening import open_core
 from asyncrl.replay.service import Service, serve_replay

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed import Store
 
-from asyncrl import metrics as m
 from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.observability import metrics as m
 from asyncrl.weights import layout, membership
 from asyncrl.weights.bell import Bell
 from asyncrl.weights.bounded import run_bounded

@@ -12,9 +12,9 @@ from test_weights import PATIENCE, Actor, policy, raw, timed_publish
 from torch.distributed.tensor import Shard, distribute_tensor
 from two_ranks import run_ranks
 
-from asyncrl import metrics as m
 from asyncrl.learner import gathering
 from asyncrl.learner.gathering import Gathering
+from asyncrl.observability import metrics as m
 from asyncrl.weights import layout
 from asyncrl.weights.buffered import BufferedReceiver
 from asyncrl.weights.publisher import StorePublisher, build_publisher

@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl import metrics as m
-from asyncrl import waits
-from asyncrl.activity import now_doing
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.poison import Poison
 from asyncrl.actors.readings import ActorReadings
 from asyncrl.actors.slots import Slots, finished_episode
 from asyncrl.actors.stages import Stage, cut
+from asyncrl.observability import metrics as m
+from asyncrl.observability import waits
+from asyncrl.observability.process_status import now_doing
 from asyncrl.parking import NEVER, Parking
 from asyncrl.records import StartState
 from asyncrl.replay.ports import ActorPort, GroupFailure, GroupGrant, RunStopped

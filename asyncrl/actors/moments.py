@@ -11,8 +11,8 @@ from typing import Final
 
 import torch
 
-from asyncrl import waits
 from asyncrl.errors import RunError
+from asyncrl.observability import waits
 
 LOOK_EVERY: Final = 0.0002
 """Seconds between two looks at a device; a call that blocks until it is done could not have a deadline."""

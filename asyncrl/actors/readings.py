@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from asyncrl import metrics as m
 from asyncrl.actors.imagine import Imagination
 from asyncrl.memory import peak_memory
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.parking import Parking
 
 FIRST_REPORT = 0.2

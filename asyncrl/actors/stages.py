@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.actors.moments import Moment
 from asyncrl.actors.slots import Slot
-from asyncrl.metrics import Metric
+from asyncrl.observability.metrics import Metric
 from asyncrl.worlds.protocol import State
 
 Span = tuple[Metric, Moment, Moment]

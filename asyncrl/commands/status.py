@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from asyncrl import activity
 from asyncrl.errors import ConfigError
+from asyncrl.observability import process_status
 
 WRITING_SECONDS = 1.0
 """How long the processes get to write their stacks."""
@@ -30,15 +30,17 @@ def main(arguments: list[str]) -> int:
     """Print a row per thread; 1 when no process of the run is alive."""
     config = tyro.cli(StatusConfig, args=arguments, prog="asyncrl status")
     run = Path(config.run).expanduser()
-    processes = activity.read(run)
+    processes = process_status.read(run)
     if not processes:
-        raise ConfigError(f"{run} has no folder {activity.FOLDER!r} with files: no run was started there.")
+        raise ConfigError(
+            f"{run} has no folder {process_status.FOLDER!r} with files: no run was started there."
+        )
     for process in processes:
         print(f"{process.role:<12}{process.pid:>8}  {'alive' if process.alive else 'dead'}")
         for doing in process.doing:
             late = f", more than {doing.allowed:.0f} s" if process.alive and doing.overdue else ""
             print(f"    {doing.thread:<20}{doing.what}, {doing.seconds:.1f} s{late}")
-    if config.stacks and (files := activity.dump_stacks(run)):
+    if config.stacks and (files := process_status.dump_stacks(run)):
         time.sleep(WRITING_SECONDS)
         print("stacks: " + " ".join(map(str, files)))
     return int(not any(process.alive for process in processes))

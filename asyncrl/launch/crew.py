@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from asyncrl import metrics as m
-from asyncrl import waits
 from asyncrl.errors import AsyncRLError, ReplayError
 from asyncrl.launch.caretaker import LOOK_EVERY, Caretaker
 from asyncrl.launch.supervisor import State, Supervisor
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability import waits
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.ports import LearnerPort
 

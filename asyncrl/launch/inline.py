@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl import activity
 from asyncrl.actors.actor import Actor
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
@@ -15,7 +14,8 @@ from asyncrl.launch import build, learners, rendezvous, summary
 from asyncrl.launch.crew import StopFlag
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.dreams import build_dreams
-from asyncrl.logbook import Logbook
+from asyncrl.observability import process_status
+from asyncrl.observability.metrics_logger import Logbook
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.opening import open_core
 from asyncrl.weights.inline import build_inline
@@ -35,7 +35,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     device = pick_device(config.device)
     start = build.prepare(config, device)
     run_dir = start.run_dir
-    activity.join(run_dir, "inline")
+    process_status.join(run_dir, "inline")
     publisher, receiver = build_inline(device)
     dreams = build_dreams(config, device)
     imagination = build.build_imagination(config, build.build_policy(config, device), dreams)

@@ -21,8 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl import waits
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.observability import waits
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]

@@ -11,9 +11,9 @@ import logging
 import os
 from pathlib import Path
 
-from asyncrl import activity, waits
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.launch.rendezvous import RunFacts, local_rank, rank, world_size
+from asyncrl.observability import process_status, waits
 
 FAREWELL = 5.0
 """Seconds an actor has to hand over its last episodes."""
@@ -34,8 +34,8 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     from asyncrl.worlds.start_states import StartStateStream
 
     config, facts = _read(config_json, facts_json)
-    activity.join(Path(facts.run_dir), name)
-    activity.now_doing("loading models", config.start_deadline)
+    process_status.join(Path(facts.run_dir), name)
+    process_status.now_doing("loading models", config.start_deadline)
     placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
     taken = (len(placement.learners) - 1) * config.learner.threads
@@ -86,8 +86,8 @@ def replay_main(config_json: str, facts_json: str) -> None:
     from asyncrl.replay.visitors import RunSettings
 
     config, facts = _read(config_json, facts_json)
-    activity.join(Path(facts.run_dir), "replay")
-    activity.now_doing("opening the files", config.start_deadline)
+    process_status.join(Path(facts.run_dir), "replay")
+    process_status.now_doing("opening the files", config.start_deadline)
     core = open_core(Path(facts.run_dir) / "replay", config)
     actors = len(parse_placement(config.placement, world_size(), 0, joined=True).actors)
     serve_replay(

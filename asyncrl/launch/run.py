@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl import activity
 from asyncrl.config.run import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import address, rendezvous
 from asyncrl.launch.child import die_with_parent
 from asyncrl.launch.crew import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
 from asyncrl.launch.devices import pick_device
-from asyncrl.launch.hang_watch import HangWatch
 from asyncrl.launch.placement import Placement, check_groups, parse_placement
 from asyncrl.launch.rendezvous import RunFacts
 from asyncrl.launch.supervisor import Supervisor
+from asyncrl.observability import process_status
+from asyncrl.observability.watchdog import HangWatch
 
 if TYPE_CHECKING:
     from asyncrl.launch.build import Start
@@ -78,7 +78,7 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
     facts, rank = rendezvous.receive(config.start_deadline), rendezvous.rank()
     config = load_file(Path(facts.run_dir) / "config.json")
-    activity.join(Path(facts.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
+    process_status.join(Path(facts.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
     crew = Crew(stop)
     if placement.imagines(rank):
         crew.hire(partial(_actor, config, facts, rank))
@@ -97,7 +97,7 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
 
 def _learner_lives(facts: RunFacts) -> bool:
     """Whether rank 0 is there to end the run in order. It is not when something killed it."""
-    return any(p.alive for p in activity.read(Path(facts.run_dir)) if p.role == "learner-0")
+    return any(p.alive for p in process_status.read(Path(facts.run_dir)) if p.role == "learner-0")
 
 
 def _actor(config: TrainConfig, facts: RunFacts, rank: int) -> Supervisor:
@@ -120,7 +120,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     import torch
 
     from asyncrl.launch import build, learners, summary
-    from asyncrl.logbook import Logbook
+    from asyncrl.observability.metrics_logger import Logbook
     from asyncrl.weights.publisher import build_publisher
 
     address.check(config, placement)
@@ -132,7 +132,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     start = build.prepare(config, device, rendezvous.run_of_earlier_attempt())
     run_dir = start.run_dir
     rendezvous.remember_run(run_dir)
-    activity.join(run_dir, "learner-0")
+    process_status.join(run_dir, "learner-0")
     with (
         Logbook(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every

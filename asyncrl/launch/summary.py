@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 from asyncrl import __version__, checkpoint
-from asyncrl import metrics as m
 from asyncrl.config.run import TrainConfig
+from asyncrl.observability import metrics as m
 
 ENDS = 5
 """Updates at each end of the run whose success is averaged."""

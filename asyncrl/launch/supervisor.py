@@ -21,9 +21,9 @@ from enum import Enum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from asyncrl import waits
 from asyncrl.errors import RunError
 from asyncrl.launch.child import run_child
+from asyncrl.observability import waits
 
 MAX_BACK_OFF = 30.0
 """Longest pause before a respawn, in seconds."""

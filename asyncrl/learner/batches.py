@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl import metrics as m
 from asyncrl.errors import ReplayError
 from asyncrl.learner.masks import token_mask, valid_steps
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode, Uint8
 
 

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl import waits
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.group import Groups
 from asyncrl.messaging.wire import decode, encode
+from asyncrl.observability import waits
 from asyncrl.records import Episode
 
 COLLECTIVE_DEADLINE: Final = 300.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.metrics import Metric
+from asyncrl.observability.metrics import Metric
 
 
 class Log(Protocol):

@@ -20,20 +20,21 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from asyncrl import checkpoint, waits
-from asyncrl import metrics as m
-from asyncrl.activity import doing
+from asyncrl import checkpoint
 from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.finite import not_finite
 from asyncrl.learner.group import Alone, Groups, LearnerGroup
 from asyncrl.learner.interface import LearnerSettings, Log
-from asyncrl.learner.process import interrupts_deferred
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.memory import host_peak, peak_memory
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability import waits
+from asyncrl.observability.metrics import Metric
+from asyncrl.observability.process_status import doing
+from asyncrl.observability.signals import interrupts_deferred
 from asyncrl.parking import NEVER, Parking
 from asyncrl.replay.ports import LearnerPort
 from asyncrl.weights.interface import Publisher

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from asyncrl.metrics import Metric
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.weights.sources import Source, as_source
 

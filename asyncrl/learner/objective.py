@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl import metrics as m
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.corrections import (
     WEIGHTED,
@@ -29,6 +28,7 @@ from asyncrl.learner.corrections import (
 from asyncrl.learner.levels import summed, summed_at, valid_units
 from asyncrl.learner.losses import MAX_LOG_RATIO, UnitLoss, cispo_loss, clipped_loss, kl_penalty, value_loss
 from asyncrl.learner.tally import Tally
+from asyncrl.observability import metrics as m
 from asyncrl.policies.protocol import EvaluateResult
 
 

@@ -6,13 +6,13 @@ import math
 
 import torch
 
-from asyncrl import metrics as m
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.before import Before
 from asyncrl.learner.corrections import k3, log_ratio
 from asyncrl.learner.passes import Passes, rows_of
 from asyncrl.learner.tally import Tally, effective_sample_size, variance
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 
 
 def read_teaching(batch: Batch, before: Before, tally: Tally, device: torch.device) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl import metrics as m
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.schedule import learning_rate_share
 from asyncrl.learner.tally import Tally
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.policies.protocol import Policy
 
 _log = logging.getLogger(__name__)

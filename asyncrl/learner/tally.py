@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.group import LearnerGroup
-from asyncrl.metrics import Metric
+from asyncrl.observability.metrics import Metric
 
 
 class Tally:

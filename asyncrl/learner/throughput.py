@@ -18,11 +18,11 @@ from typing import Final, Literal
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl import metrics as m
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.group import LearnerGroup
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.policies.protocol import Policy, SamplingParams
 
 Precision = Literal["fp32", "bf16"]

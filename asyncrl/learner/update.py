@@ -30,7 +30,7 @@ from asyncrl.learner.readings import read_move, read_teaching, readings
 from asyncrl.learner.reference import Reference
 from asyncrl.learner.steps import Steps
 from asyncrl.learner.tally import Tally
-from asyncrl.metrics import Metric
+from asyncrl.observability.metrics import Metric
 from asyncrl.policies.protocol import Policy
 from asyncrl.records import ACTION_DIM, CHUNK
 

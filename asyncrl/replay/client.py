@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from asyncrl import metrics as m
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.keys import ClientKeys
 from asyncrl.messaging.wire import Message
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from asyncrl import metrics as m
 from asyncrl.errors import WireError
 from asyncrl.messaging.episodes import scalars_of
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.keeping import Keeper

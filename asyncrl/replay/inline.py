@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from asyncrl import metrics as m
 from asyncrl.errors import ReplayError, SampleTimeout
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.ports import GroupFailure, GroupGrant, RunStopped

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, get_args
 
-from asyncrl import metrics as m
 from asyncrl.errors import AsyncRLError
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 
 ReceiptStatus = Literal[

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Final
 
-from asyncrl import metrics as m
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.replay.ports import CAUSES, Cause, GroupFailure
 
 COUNTERS: Final[dict[Cause, Metric]] = {

@@ -20,8 +20,6 @@ from typing import Final
 
 import zmq
 
-from asyncrl import metrics as m
-from asyncrl.activity import now_doing
 from asyncrl.errors import WireError
 from asyncrl.messaging.admission import admitting
 from asyncrl.messaging.episodes import Buffer
@@ -29,6 +27,8 @@ from asyncrl.messaging.keys import ServerKeys
 from asyncrl.messaging.shared import SHARED_FROM, RingMissing, Rings, same_host
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
+from asyncrl.observability import metrics as m
+from asyncrl.observability.process_status import now_doing
 from asyncrl.replay.attendance import Attendance, Post, check_hello
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.ports import CAUSES, REPORTED, GroupFailure

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from asyncrl import metrics as m
 from asyncrl.errors import WeightSyncError
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.weights import layout
 from asyncrl.weights.interface import Named
 from asyncrl.weights.sources import Source, as_source

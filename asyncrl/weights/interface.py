@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.metrics import Metric
+from asyncrl.observability.metrics import Metric
 from asyncrl.weights.sources import Source
 
 Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]

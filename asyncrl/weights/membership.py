@@ -32,8 +32,8 @@ from typing import Any
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl import activity
 from asyncrl.errors import WeightSyncError
+from asyncrl.observability import process_status
 from asyncrl.weights.bell import Bell
 
 POLL_SECONDS = 0.02
@@ -58,7 +58,7 @@ class Member:
     """Takes the registration of this ticket back."""
     pid: int = 0
     started: int = 0
-    """See `activity.started`; 0 where the system does not tell."""
+    """See `process_status.started`; 0 where the system does not tell."""
     bell: int = 0
     """Port of its bell."""
 
@@ -153,9 +153,9 @@ class Roster:
         """Whether a member's process is dead, or halted for too long."""
         if not member.started:
             return False
-        if not activity.is_stopped(member.pid):
+        if not process_status.is_stopped(member.pid):
             self._stopped_since.pop(member.ticket, None)
-            return activity.started(member.pid) != member.started
+            return process_status.started(member.pid) != member.started
         since = self._stopped_since.setdefault(member.ticket, time.monotonic())
         return time.monotonic() - since > STOPPED_SECONDS
 
@@ -293,7 +293,7 @@ class Seat:
 
     def _append(self, **row: Any) -> str:
         pid, bell = os.getpid(), self._bell.port
-        process = {"pid": pid, "started": activity.started(pid), "bell": bell}
+        process = {"pid": pid, "started": process_status.started(pid), "bell": bell}
         text = json.dumps({"name": self.name, "ticket": self.ticket, **process, **row})
         store: Any = self._store
         store.append("joins", text + "\n")  # atomic, unlike a counter and a key that belongs to it

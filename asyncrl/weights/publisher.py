@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl import metrics as m
-from asyncrl import waits
 from asyncrl.errors import WeightSyncError
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability import waits
+from asyncrl.observability.metrics import Metric
 from asyncrl.weights import layout, transports
 from asyncrl.weights.bell import Bell
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink

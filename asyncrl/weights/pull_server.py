@@ -25,13 +25,13 @@ from typing import Any, Final
 import torch
 import zmq
 
-from asyncrl import metrics as m
 from asyncrl.errors import WeightSyncError, WireError
 from asyncrl.messaging.admission import admitting
 from asyncrl.messaging.keys import ServerKeys
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.weight_wire import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
-from asyncrl.metrics import Metric
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.weights.copies import HostCopies
 from asyncrl.weights.outbox import Outbox
 

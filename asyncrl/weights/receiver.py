@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl import waits
 from asyncrl.errors import WeightSyncError
+from asyncrl.observability import waits
 from asyncrl.weights import layout, transports
 from asyncrl.weights.bell import Bell
 from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink

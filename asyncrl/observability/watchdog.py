@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from asyncrl import activity
+from asyncrl.observability import process_status
 
 LOOK_EVERY: Final = 1.0
 STACKS_SECONDS: Final = 2.0
@@ -38,7 +38,7 @@ class HangWatch:
 
     def look(self) -> None:
         """End what takes longer than it may."""
-        for process in activity.read(self.run_dir):
+        for process in process_status.read(self.run_dir):
             late = next((doing for doing in process.doing if doing.overdue), None)
             if process.alive and late is not None:
                 self._end(process, late)
@@ -52,12 +52,12 @@ class HangWatch:
         while not self._closing.wait(LOOK_EVERY):
             self.look()
 
-    def _end(self, process: activity.Process, late: activity.Doing) -> None:
-        activity.dump_stacks(self.run_dir)
+    def _end(self, process: process_status.Process, late: process_status.Doing) -> None:
+        process_status.dump_stacks(self.run_dir)
         self._tell(
             f"{process.role} (process {process.pid}) hangs: {late.what!r} takes {late.seconds:.0f} s, "
             f"allowed are {late.allowed:.0f} (--hang-after, or the wait's own deadline). It is ended; the "
-            f"stacks of all processes are in {self.run_dir / activity.FOLDER}"
+            f"stacks of all processes are in {self.run_dir / process_status.FOLDER}"
         )
         self.hangs += 1
         time.sleep(STACKS_SECONDS)

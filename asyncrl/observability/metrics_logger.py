@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from asyncrl import metrics as m
-from asyncrl.metrics import Metric, Readings
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric, Readings
 
 HEADER_EVERY = 20
 """Console rows between two headers."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from asyncrl import metrics as m
-from asyncrl.metrics import Metric
-from asyncrl.waits import WAITS
+from asyncrl.observability import metrics as m
+from asyncrl.observability.metrics import Metric
+from asyncrl.observability.waits import WAITS
 
 _ENV: Final = {
     m.SUCCESS_ONCE: "Rises over updates. When it rises and `asyncrl evaluate` does not, the policy "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from asyncrl.metric_advice import ADVICE
-from asyncrl.metrics import REGISTRY, Metric
+from asyncrl.observability.metric_advice import ADVICE
+from asyncrl.observability.metrics import REGISTRY, Metric
 
 SECTIONS: Final = {
     "env/": "What was imagined, by the episodes of the batch.",
@@ -37,7 +37,11 @@ def section_of(metric: Metric) -> str:
 
 def as_markdown() -> str:
     """The reference page of all metrics, one table per section."""
-    lines = ["# Metrics", "", "Generated from `asyncrl/metrics.py` and `asyncrl/metric_advice.py`;"]
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `asyncrl/observability/metrics.py` and `asyncrl/observability/metric_advice.py`;",
+    ]
     lines += ["`asyncrl metrics` prints it.", "", FOLDED]
     for prefix, about in SECTIONS.items():
         lines += ["", f"## {prefix.rstrip('/')}", "", about, ""]

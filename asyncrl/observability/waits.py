@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl import activity
-from asyncrl import metrics as m
-from asyncrl.metrics import Metric, Over
+from asyncrl.observability import metrics as m
+from asyncrl.observability import process_status
+from asyncrl.observability.metrics import Metric, Over
 
 _PREFIX: Final = "wait/"
 _RESPAWNS: Final = 31
@@ -233,20 +233,20 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
         about: What in particular is waited for, as ``": version 3"``.
     """
     with (
-        activity.doing(wait.name + about, allowed + GRACE if allowed else 0.0),
-        activity.counted(wait.place),
+        process_status.doing(wait.name + about, allowed + GRACE if allowed else 0.0),
+        process_status.counted(wait.place),
     ):
         yield
 
 
 def note_respawn() -> None:
     """Count a child that was respawned."""
-    activity.count(_RESPAWNS, 1)
+    process_status.count(_RESPAWNS, 1)
 
 
 def readings() -> dict[Metric, float]:
     """Seconds of every wait, and respawns; of the processes on this host since each of them began."""
-    totals = activity.totals()
+    totals = process_status.totals()
     if not totals:
         return {}
     waited = {w.metric: totals[w.place] for w in WAITS.values() if w.metric.name.startswith(_PREFIX)}
@@ -255,7 +255,12 @@ def readings() -> dict[Metric, float]:
 
 def as_markdown() -> str:
     """The reference page of all waits."""
-    lines = ["# Waits", "", "Generated from `asyncrl/waits.py`; `asyncrl metrics --waits` prints it.", ""]
+    lines = [
+        "# Waits",
+        "",
+        "Generated from `asyncrl/observability/waits.py`; `asyncrl metrics --waits` prints it.",
+        "",
+    ]
     lines += [
         "| wait | who | at most (s) | ended by | at the deadline | metric |",
         "|---|---|---|---|---|---|",
