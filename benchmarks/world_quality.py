@@ -23,12 +23,12 @@ import tyro
 
 from asyncrl.assets import policy_folder, world_folder
 from asyncrl.contact_sheet import imagine_again
+from asyncrl.devices.tensors import to_signed
 from asyncrl.evaluation import acting
 from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.fitting.reward import redraw
 from asyncrl.fitting.vae import encode_recordings
-from asyncrl.pixels import to_signed
 from asyncrl.policies.checkpoints import load_policy
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.rewards.files import load_reward

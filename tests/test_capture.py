@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.capture import Captured
+from asyncrl.devices.cuda_graph import Captured
 
 pytestmark = pytest.mark.gpu
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from asyncrl import checkpoint
 from asyncrl.checkpoint import Checkpoints
 from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
+from asyncrl.devices.memory import host_peak
 from asyncrl.errors import RunError, SampleTimeout, WeightSyncError
 from asyncrl.learner.interface import LearnerSettings
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.update import Update
-from asyncrl.memory import host_peak
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode

@@ -16,15 +16,15 @@ from test_actors import imagination as imagination
 from test_learner import Run
 from torch import Tensor, nn
 
-from asyncrl import parking
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.readings import ActorReadings
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.devices import offload
+from asyncrl.devices.offload import NEVER, PARK_AFTER, Parked, Parking
 from asyncrl.launch.offload import actor_parking, learner_parking
 from asyncrl.observability import metrics as m
-from asyncrl.parking import NEVER, PARK_AFTER, Parked, Parking
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.weights.inline import build_inline
 
@@ -240,15 +240,15 @@ def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.Mon
             if len(attempts) < 3:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(parking, "_ROOM_EVERY", 0.001)
+    monkeypatch.setattr(offload, "_ROOM_EVERY", 0.001)
     crowded: Any = Crowded()
-    place = parking._Place(storage=crowded, host=torch.zeros(4, dtype=torch.uint8), frozen=True)
-    parking._make_room(place)
+    place = offload._Place(storage=crowded, host=torch.zeros(4, dtype=torch.uint8), frozen=True)
+    offload._make_room(place)
     assert attempts == [4, 4, 4]
     attempts.clear()
-    monkeypatch.setattr(parking, "ROOM_DEADLINE", -1.0)
+    monkeypatch.setattr(offload, "ROOM_DEADLINE", -1.0)
     with pytest.raises(torch.OutOfMemoryError):
-        parking._make_room(place)
+        offload._make_room(place)
 
 
 # ---- an actor and a learner ----------------------------------------------------------------------

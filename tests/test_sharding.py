@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from two_ranks import run_ranks
 
+from asyncrl.devices.offload import Parked, Parking
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.distributed_group import DistributedGroup, pack, unpack
 from asyncrl.learner.sharding import shard
-from asyncrl.parking import Parked, Parking
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.memory import enable_gradient_checkpointing
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig

@@ -13,15 +13,16 @@ import torch
 from poison_fixtures import GROUP, Poisoned, RowModels, RowState, inline_run, start
 from test_poison import counts, episodes_of, named
 
-from asyncrl.actors import imagine, moments
-from asyncrl.actors.moments import Moment, wait_for
+from asyncrl.actors import imagine
 from asyncrl.actors.readings import ActorReadings
 from asyncrl.actors.slots import Slot
 from asyncrl.actors.stages import Stage, cut
 from asyncrl.config.run import ActorSettings
+from asyncrl.devices import device_events
+from asyncrl.devices.device_events import Moment, wait_for
+from asyncrl.devices.offload import NEVER
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import metrics as m
-from asyncrl.parking import NEVER
 from asyncrl.records import EPISODE_ARRAYS, Episode
 
 CPU = torch.device("cpu")
@@ -266,7 +267,7 @@ def test_a_device_that_does_not_finish_ends_the_wait_at_its_deadline() -> None:
 
 def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [0.0]
-    monkeypatch.setattr(moments.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(device_events.time, "perf_counter", lambda: clock[0])
 
     def slowed(original: Any, seconds: float) -> Any:
         def slow(self: RowModels, *args: Any) -> Any:

@@ -17,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.assets import start_states_path, world_folder
 from asyncrl.commands import fit
+from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.decoder import OPENING, compare, fit_decoder, psnr, reconstruction_loss
 from asyncrl.fitting.imagined import Imagined, imagine_episodes
-from asyncrl.pixels import to_uint8
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.config.run import ImaginationSettings
+from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
-from asyncrl.pixels import to_uint8
 from asyncrl.records import StartState
 from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, pick, save_start_states

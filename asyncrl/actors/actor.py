@@ -23,10 +23,10 @@ from asyncrl.actors.poison import Poison
 from asyncrl.actors.readings import ActorReadings
 from asyncrl.actors.slots import Slots, finished_episode
 from asyncrl.actors.stages import Stage, cut
+from asyncrl.devices.offload import NEVER, Parking
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import now_doing
-from asyncrl.parking import NEVER, Parking
 from asyncrl.records import StartState
 from asyncrl.replay.ports import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver

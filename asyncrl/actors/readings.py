@@ -6,10 +6,10 @@ import time
 from typing import Any, Final
 
 from asyncrl.actors.imagine import Imagination
-from asyncrl.memory import peak_memory
+from asyncrl.devices.memory import peak_memory
+from asyncrl.devices.offload import Parking
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.parking import Parking
 
 FIRST_REPORT = 0.2
 """Seconds until the first report, which short runs would not have otherwise."""

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.moments import Moment
 from asyncrl.actors.slots import Slot
+from asyncrl.devices.device_events import Moment
 from asyncrl.observability.metrics import Metric
 from asyncrl.worlds.protocol import State
 

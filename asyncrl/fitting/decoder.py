@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from asyncrl.devices.tensors import to_signed, to_uint8
 from asyncrl.fitting.imagined import Imagined
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.vae import FOREGROUND_WEIGHT
-from asyncrl.pixels import to_signed, to_uint8
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.worlds.tiny_decoder import TinyDecoder
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from asyncrl.pixels import to_uint8
+from asyncrl.devices.tensors import to_uint8
 from asyncrl.policies.protocol import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.worlds.decoders import Decoder

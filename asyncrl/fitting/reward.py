@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
+from asyncrl.devices.tensors import to_signed, to_uint8
 from asyncrl.fitting.loop import minimise
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.pixels import to_signed, to_uint8
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.worlds.wan_vae import WanVae, decode_stream
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from asyncrl.devices.tensors import to_signed
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.pixels import to_signed
 from asyncrl.worlds.wan_vae import SPATIAL, WanVae, decode_stream, encode_stream
 
 CLIP_FRAMES = 17

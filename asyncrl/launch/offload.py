@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from asyncrl.actors.imagine import Imagination
 from asyncrl.config.run import TrainConfig
+from asyncrl.devices.offload import NEVER, Parked, Parking
 from asyncrl.learner.update import Update
-from asyncrl.parking import NEVER, Parked, Parking
 from asyncrl.worlds.wan import WanState, WanWorld
 
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from asyncrl import checkpoint
 from asyncrl.checkpoint import Checkpoints, Progress
+from asyncrl.devices.memory import host_peak, peak_memory
+from asyncrl.devices.offload import NEVER, Parking
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.finite import not_finite
@@ -29,13 +31,11 @@ from asyncrl.learner.group import Alone, Groups, LearnerGroup
 from asyncrl.learner.interface import LearnerSettings, Log
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
-from asyncrl.memory import host_peak, peak_memory
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import doing
 from asyncrl.observability.signals import interrupts_deferred
-from asyncrl.parking import NEVER, Parking
 from asyncrl.replay.ports import LearnerPort
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.sources import Source

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.placing import put_constant
+from asyncrl.devices.tensors import put_constant
 
 BINS: Final = 256
 """Action tokens in the vocabulary."""

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from asyncrl.capture import Captured
+from asyncrl.devices.cuda_graph import Captured
 from asyncrl.errors import ConfigError
 from asyncrl.policies.compiled import compile_blocks
 from asyncrl.policies.openvla_oft import Choice, OpenVLAOFT

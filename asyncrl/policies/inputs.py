@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.devices.tensors import put
 from asyncrl.errors import ConfigError
-from asyncrl.placing import put
 from asyncrl.policies.action_tokens import normalise
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.pictures import prepare_oft

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from asyncrl.placing import put, put_constant
+from asyncrl.devices.tensors import put, put_constant
 
 JPEG_QUALITY: Final = 95
 CROPPED_AREA: Final = 0.9

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.placing import put
+from asyncrl.devices.tensors import put
 from asyncrl.policies.protocol import SamplingParams
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.devices.tensors import put, to_signed
 from asyncrl.errors import ConfigError
-from asyncrl.pixels import to_signed
-from asyncrl.placing import put
 
 
 @dataclass(frozen=True, kw_only=True)

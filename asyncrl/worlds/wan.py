@@ -24,10 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.capture import Captured
+from asyncrl.devices.cuda_graph import Captured
+from asyncrl.devices.tensors import put, to_signed, to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.pixels import to_signed, to_uint8
-from asyncrl.placing import put
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds.decoders import Decoder, FullDecoder
 from asyncrl.worlds.flow_schedule import sampling_sigmas

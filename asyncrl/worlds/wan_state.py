@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.placing import put
+from asyncrl.devices.tensors import put
 from asyncrl.worlds.wan_vae import Cache
 
 

@@ -10,6 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def to_signed(pictures: Tensor) -> Tensor:
+    """Map uint8 to float32 in [-1, 1], any shape."""
+    return pictures.float() / 127.5 - 1
+
+
+def to_uint8(pictures: Tensor) -> Tensor:
+    """Map floats in [-1, 1] (clamped) to the nearest uint8, any shape."""
+    return ((pictures.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
 def put(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to a device.
 

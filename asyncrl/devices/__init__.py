@@ -1,0 +1,1 @@
+"""Tensors and devices: copies that wait for nothing, CUDA graphs, events, memory and offloading."""
