@@ -46,7 +46,7 @@ from mutations import (
 )
 
 from asyncrl.errors import ReplayError
-from asyncrl.messaging.shared import RingWriter
+from asyncrl.messaging.shared_memory import RingWriter
 from asyncrl.messaging.wire import decode
 from asyncrl.replay import layout, schema
 from asyncrl.replay.layout import read_group, read_layout

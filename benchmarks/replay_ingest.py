@@ -26,10 +26,10 @@ import zmq
 from replay_episodes import make_group, write_raw
 
 from asyncrl.config.run import TrainConfig, overlay
-from asyncrl.messaging.admission import admitting
-from asyncrl.messaging.episodes import as_bytes
-from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_keys
-from asyncrl.messaging.shared import Rings
+from asyncrl.messaging.authentication import admitting
+from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
+from asyncrl.messaging.episode_codec import as_bytes
+from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
 from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort

@@ -24,7 +24,7 @@ import tyro
 import zmq
 from replay_episodes import make_group
 
-from asyncrl.messaging.shared import Rings
+from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.records import EPISODE_ARRAYS, Episode

@@ -17,7 +17,7 @@ from typing import Any
 from test_wire import SAMPLES, make_episode, pack, unpack
 
 from asyncrl.errors import WireError
-from asyncrl.messaging.shared import SHARED_ARRAYS, RingReader, RingWriter
+from asyncrl.messaging.shared_memory import SHARED_ARRAYS, RingReader, RingWriter
 from asyncrl.messaging.wire import KINDS, WITH_EPISODE, Message, decode, encode
 from asyncrl.records import problem_with
 from asyncrl.replay.ledger import Ledger

@@ -13,7 +13,7 @@ from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.doctoring import network, storage
 from asyncrl.doctoring.findings import Finding, Verdict
 from asyncrl.doctoring.subject import Sizes, Subject
-from asyncrl.messaging.keys import create_keys
+from asyncrl.messaging.curve_keys import create_keys
 
 SIZES = Sizes(
     policy=10**7, parameters=1, trained=10**6, masters=1, whole=0, version=1, dreams=1, frame=3 * 64 * 64

@@ -17,7 +17,7 @@ from training_fixtures import write_models
 from asyncrl import cli
 from asyncrl.launch import address
 from asyncrl.launch.placement import parse_placement
-from asyncrl.messaging.keys import create_keys
+from asyncrl.messaging.curve_keys import create_keys
 from asyncrl.observability import metrics as m
 
 ACTOR = [sys.executable, "-m", "asyncrl", "actor"]

@@ -19,7 +19,7 @@ from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.launch import address
 from asyncrl.launch.placement import Placement
-from asyncrl.messaging.keys import ClientKeys, create_keys, load_client_keys, load_server_keys
+from asyncrl.messaging.curve_keys import ClientKeys, create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import bind_router, check_endpoint, connect_dealer
 from asyncrl.messaging.wire import encode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
@@ -206,7 +206,7 @@ def test_a_key_that_is_added_or_taken_away_counts_for_the_next_connection(
         caplog.clear()
         return lines
 
-    caplog.set_level("INFO", "asyncrl.messaging.admission")
+    caplog.set_level("INFO", "asyncrl.messaging.authentication")
     late, gone = tmp_path / "late", keys / "clients" / "actor-0.public"
     create_keys(late, ["actor-7"])
     late_public = (late / "clients" / "actor-7.public").read_bytes()

@@ -16,10 +16,10 @@ import zmq
 from test_weights import PATIENCE, policy, raw, swap_until
 
 from asyncrl.errors import ConfigError, WeightSyncError, WireError
-from asyncrl.messaging import weight_wire
-from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_keys
+from asyncrl.messaging import weight_messages
+from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import connect_dealer
-from asyncrl.messaging.weight_wire import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
+from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.weights import pull_server, pulled
 from asyncrl.weights.interface import ChannelClosed
@@ -203,7 +203,7 @@ def test_a_version_that_is_gone_is_begun_again_with_the_newest(
 
 def damaging(monkeypatch: pytest.MonkeyPatch, times: int, place: str) -> list[int]:
     """Damage the first `times` chunks that are sent: in a byte of the payload, or before its checksum."""
-    genuine, damaged = weight_wire.encode, [0]
+    genuine, damaged = weight_messages.encode, [0]
 
     def encode_badly(kind: str, payload: Buffer | None = None, **fields: Any) -> list[Buffer]:
         if kind != "chunk" or damaged[0] >= times or payload is None:

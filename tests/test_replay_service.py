@@ -14,7 +14,7 @@ from test_wire import assert_same, make_episode
 
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
-from asyncrl.messaging.shared import Rings
+from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import bind_router, connect_dealer, ipc_endpoint, private_folder
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.observability import metrics as m

@@ -22,7 +22,7 @@ from test_replay_service import (
 )
 from test_wire import assert_same, make_episode
 
-from asyncrl.messaging.shared import RingMissing, Rings, RingWriter
+from asyncrl.messaging.shared_memory import RingMissing, Rings, RingWriter
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics as m

@@ -17,9 +17,17 @@ from hypothesis import strategies as st
 from test_wire import assert_same, make_episode, pack, unpack
 
 from asyncrl.errors import WireError
-from asyncrl.messaging import shared
-from asyncrl.messaging.places import ALIGNMENT, Places
-from asyncrl.messaging.shared import RingMissing, RingOutOfReach, RingReader, Rings, RingWriter, same_host
+from asyncrl.messaging import shared_memory
+from asyncrl.messaging.shared_memory import (
+    ALIGNMENT,
+    Places,
+    RingMissing,
+    RingOutOfReach,
+    RingReader,
+    Rings,
+    RingWriter,
+    same_host,
+)
 from asyncrl.messaging.wire import decode, encode
 
 SIZE = 2**20
@@ -179,7 +187,7 @@ def test_a_changed_byte_in_the_ring_is_found(writer: RingWriter) -> None:
 def test_arrays_in_a_ring_count_for_the_limits(writer: RingWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, reader = make_episode(**LARGE), RingReader(writer.announcement())
     frames = encode("episode", sent, writer.put_episode(sent))
-    monkeypatch.setattr("asyncrl.messaging.episodes.MAX_MESSAGE_BYTES", 150_000)
+    monkeypatch.setattr("asyncrl.messaging.episode_codec.MAX_MESSAGE_BYTES", 150_000)
     with pytest.raises(WireError, match="all have"):
         decode(frames, reader)
     with pytest.raises(WireError, match="all have"):
@@ -193,7 +201,7 @@ def test_without_a_mapped_ring_that_is_what_is_said(writer: RingWriter) -> None:
 
 
 def announced(fd: int, name: str, size: int) -> dict[str, Any]:
-    return {"host": shared.this_host(), "name": name, "pid": os.getpid(), "fd": fd, "bytes": size}
+    return {"host": shared_memory.this_host(), "name": name, "pid": os.getpid(), "fd": fd, "bytes": size}
 
 
 @pytest.mark.parametrize(

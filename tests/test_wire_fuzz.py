@@ -25,7 +25,7 @@ from mutations import (
 from test_wire import unpack
 
 from asyncrl.errors import ReplayError, WireError
-from asyncrl.messaging.shared import RingWriter
+from asyncrl.messaging.shared_memory import RingWriter
 from asyncrl.messaging.wire import KINDS, decode
 from asyncrl.replay.layout import read_group, read_layout
 from asyncrl.replay.ledger import read_entries

@@ -15,7 +15,7 @@ from asyncrl.doctoring.findings import Finding, broken, ok, one_line
 from asyncrl.doctoring.subject import Subject
 from asyncrl.errors import ConfigError
 from asyncrl.launch import address
-from asyncrl.messaging.keys import ALLOWED
+from asyncrl.messaging.curve_keys import ALLOWED
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 
 SOCKET_DEADLINE: Final = 2000

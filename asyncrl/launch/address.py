@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
-from asyncrl.messaging.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys
+from asyncrl.messaging.curve_keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import PREFIX, check_endpoint, ipc_endpoint, private_folder
 
 SOCKETS = "sockets"

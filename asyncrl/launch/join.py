@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import ConfigError
 from asyncrl.launch.crew import StopFlag, quietly
-from asyncrl.messaging.keys import ClientKeys, load_client_keys
+from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
 
 if TYPE_CHECKING:
     from asyncrl.actors.actor import Actor

@@ -15,9 +15,9 @@ from typing import Final
 import zmq
 
 from asyncrl.errors import ConfigError
-from asyncrl.messaging.admission import secure
-from asyncrl.messaging.episodes import MAX_FRAME_BYTES
-from asyncrl.messaging.keys import ClientKeys, Security, ServerKeys
+from asyncrl.messaging.authentication import secure
+from asyncrl.messaging.curve_keys import ClientKeys, Security, ServerKeys
+from asyncrl.messaging.episode_codec import MAX_FRAME_BYTES
 
 MAX_IPC_PATH: Final = 107
 """Longest path of a unix socket, in bytes."""

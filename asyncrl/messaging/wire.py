@@ -21,16 +21,18 @@ from typing import Any, Final
 
 from asyncrl import __version__
 from asyncrl.errors import WireError
-from asyncrl.messaging.episodes import (
+from asyncrl.messaging.episode_codec import (
     NOT_SHARED,
     Buffer,
+    check_keys,
     check_sizes,
+    check_value,
     read_episode,
     scalars_of,
+    shown,
     write_arrays,
 )
-from asyncrl.messaging.fields import check_keys, check_value, shown
-from asyncrl.messaging.shared import RingReader
+from asyncrl.messaging.shared_memory import RingReader
 from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSION, Episode
 
 MAGIC: Final = b"ARL1"

@@ -13,8 +13,8 @@ import zmq
 
 from asyncrl import __version__
 from asyncrl.errors import WireError
-from asyncrl.messaging.episodes import Buffer
-from asyncrl.messaging.shared import Rings
+from asyncrl.messaging.episode_codec import Buffer
+from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.visitors import ROLE, RunSettings

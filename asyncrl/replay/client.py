@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from asyncrl.errors import ReplayError, SampleTimeout
-from asyncrl.messaging.keys import ClientKeys
+from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.wire import Message
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from asyncrl.errors import WireError
-from asyncrl.messaging.episodes import scalars_of
+from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.errors import WireError
-from asyncrl.messaging.episodes import NOT_SHARED, Buffer
-from asyncrl.messaging.shared import RingWriter, same_host
+from asyncrl.messaging.episode_codec import NOT_SHARED, Buffer
+from asyncrl.messaging.shared_memory import RingWriter, same_host
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection

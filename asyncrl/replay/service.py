@@ -21,10 +21,10 @@ from typing import Final
 import zmq
 
 from asyncrl.errors import WireError
-from asyncrl.messaging.admission import admitting
-from asyncrl.messaging.episodes import Buffer
-from asyncrl.messaging.keys import ServerKeys
-from asyncrl.messaging.shared import SHARED_FROM, RingMissing, Rings, same_host
+from asyncrl.messaging.authentication import admitting
+from asyncrl.messaging.curve_keys import ServerKeys
+from asyncrl.messaging.episode_codec import Buffer
+from asyncrl.messaging.shared_memory import SHARED_FROM, RingMissing, Rings, same_host
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.observability import metrics as m

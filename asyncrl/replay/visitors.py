@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.errors import ReplayError
-from asyncrl.messaging.fields import MAX_TEXT
-from asyncrl.messaging.keys import ClientKeys
+from asyncrl.messaging.curve_keys import ClientKeys
+from asyncrl.messaging.episode_codec import MAX_TEXT
 from asyncrl.replay.connection import PING_EVERY, Connection
 
 ROLE: Final = "visitor"

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messaging.episodes import as_bytes
+from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION, Episode
 from asyncrl.replay.footer import make_footer
 from asyncrl.replay.schema import (

@@ -1,7 +1,7 @@
 """Weights for actors that joined from anywhere: the outbox's newest version in, pieces of it out on request.
 
 the learner's thread      reads the books (`took`, `readings`, `take_news`) and closes; waits for nobody else
-the server's thread       consumes   requests (`messaging/weight_wire.py`), versions in the outbox
+the server's thread       consumes   requests (`messaging/weight_messages.py`), versions in the outbox
                           produces   offers, pieces of a version
                           waits for  requests, at most 50 ms            ended by: any actor, close
                           parks      `newest` until there is a newer version, at most 1 s
@@ -26,10 +26,10 @@ import torch
 import zmq
 
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.messaging.admission import admitting
-from asyncrl.messaging.keys import ServerKeys
+from asyncrl.messaging.authentication import admitting
+from asyncrl.messaging.curve_keys import ServerKeys
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
-from asyncrl.messaging.weight_wire import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
+from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights.copies import HostCopies

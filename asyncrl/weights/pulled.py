@@ -25,10 +25,10 @@ import zmq
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.messaging.admission import Handshakes
-from asyncrl.messaging.keys import ClientKeys
+from asyncrl.messaging.authentication import Handshakes
+from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
-from asyncrl.messaging.weight_wire import CHUNK, WeightMessage, decode, encode
+from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
 from asyncrl.weights import layout
 from asyncrl.weights.buffered import BufferedReceiver
 

@@ -15,6 +15,7 @@ import ipaddress
 import mmap
 import os
 import stat
+from bisect import bisect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +23,42 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, WireError
-from asyncrl.messaging.places import Places
 from asyncrl.records import Episode, Uint8
+
+ALIGNMENT: Final = 64
+"""Bytes; every place begins and ends at a multiple."""
+
+
+class Places:
+    """Which parts of a ring are taken: first fit, so that few of its pages are ever touched."""
+
+    def __init__(self, size: int) -> None:
+        """Begin with `size` free bytes, rounded down to the alignment."""
+        self.free = [(0, size // ALIGNMENT * ALIGNMENT)]
+        """(offset, bytes) of the free pieces, in order; no two touch."""
+        self._taken: dict[int, int] = {}
+
+    def take(self, size: int) -> int | None:
+        """Return the offset of `size` bytes that nobody else has, or None."""
+        size = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
+        for index, (offset, length) in enumerate(self.free):
+            if length >= size:
+                self.free[index : index + 1] = [(offset + size, length - size)] if length > size else []
+                self._taken[offset] = size
+                return offset
+        return None
+
+    def give_back(self, offset: int) -> None:
+        """Free what `take` gave."""
+        begin, end = offset, offset + self._taken.pop(offset)
+        index = bisect(self.free, (offset, 0))
+        if index < len(self.free) and self.free[index][0] == end:
+            end += self.free.pop(index)[1]
+        if index and sum(self.free[index - 1]) == begin:
+            index -= 1
+            begin = self.free.pop(index)[0]
+        self.free.insert(index, (begin, end - begin))
+
 
 SHARED_ARRAYS: Final = ("frames", "final_frame", "video")
 """Arrays that may lie in the ring. Any byte is a legal pixel: what was checked at admission stays true, even

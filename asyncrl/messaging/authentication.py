@@ -18,7 +18,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.messaging.keys import Security, ServerKeys, read_key
+from asyncrl.messaging.curve_keys import Security, ServerKeys, read_key
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = "asyncrl"
