@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.assets import world_folder
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.storage.asset_paths import world_folder
 from asyncrl.worlds.protocol import State, World
 
 ROWS, COLUMNS = 4, 4

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from asyncrl.policies.checkpoints import load_openvla, load_policy, on_meta
 from asyncrl.policies.conversion import Choices, convert
-from asyncrl.policies.files import write_json
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.published import (
     dropped_tensors,
@@ -40,9 +39,10 @@ from asyncrl.policies.published import (
     rows_of,
 )
 from asyncrl.policies.published_folder import SECTION, STATISTICS
-from asyncrl.policies.tensor_writing import write_file
 from asyncrl.policies.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer
-from asyncrl.policies.weight_files import INDEX, Spec
+from asyncrl.storage.atomic import write_json
+from asyncrl.storage.tensor_writer import write_file
+from asyncrl.storage.weight_files import INDEX, Spec
 
 KEY = "libero_spatial_no_noops"
 ACTION = {

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.assets import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.launch.devices import pick_device
 from asyncrl.rewards.files import PUBLISHED, load_reward
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import RewardConfig, build_network
-from asyncrl.tensor_files import write_pth, write_tensors
+from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
+from asyncrl.storage.tensor_files import write_pth, write_tensors
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan_files import load_world
 from asyncrl.worlds.wan_names import transformer_to_published, vae_to_published

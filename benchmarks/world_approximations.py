@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from asyncrl.assets import policy_folder, start_states_path, world_folder
 from asyncrl.fitting.decoder import psnr
 from asyncrl.policies.checkpoints import load_policy
 from asyncrl.policies.protocol import Policy, SamplingParams
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardModel
+from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
 from asyncrl.worlds.decoders import Decoder
 from asyncrl.worlds.start_states import load_start_states, pick
 from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig, load_decoder

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import tyro
 
-from asyncrl.assets import policy_folder, world_folder
 from asyncrl.contact_sheet import imagine_again
 from asyncrl.devices.tensors import to_signed
 from asyncrl.evaluation import acting
@@ -35,6 +34,7 @@ from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.simulators.workers import SimulatorPool
+from asyncrl.storage.asset_paths import policy_folder, world_folder
 from asyncrl.worlds.wan_files import load_world
 
 HORIZONS = (8, 32, 64)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.assets import policy_folder, shipped, start_states_path, world_folder
 from asyncrl.errors import CheckpointError
+from asyncrl.storage.asset_paths import policy_folder, shipped, start_states_path, world_folder
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for shipped files, whatever this checkout ships, and a working folder beside it."""
     (tmp_path / "assets").mkdir()
     (tmp_path / "here").mkdir()
-    monkeypatch.setattr("asyncrl.assets.ASSETS", tmp_path / "assets")
+    monkeypatch.setattr("asyncrl.storage.asset_paths.ASSETS", tmp_path / "assets")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "assets"
 

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from two_ranks import run_ranks
 
-from asyncrl import checkpoint
-from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.errors import CheckpointError
+from asyncrl.storage import checkpoint
+from asyncrl.storage.checkpoint import Checkpoints, Progress
 
 STATE_FILE = "state/shard-00001-model-00001-of-00001.safetensors"
 

@@ -28,7 +28,6 @@ from test_policy_checkpoints import logits_of
 from torch import Tensor
 
 from asyncrl import cli
-from asyncrl.assets import policy_folder
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.policies.checkpoints import export_openvla, load_openvla, load_policy, on_meta, save_policy
 from asyncrl.policies.conventions import Choices
@@ -37,7 +36,8 @@ from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.published import dropped_tensors, native_specs, published_specs, rows_of
 from asyncrl.policies.side_files import read_proprio
 from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
-from asyncrl.policies.weight_files import INDEX, WeightFiles
+from asyncrl.storage.asset_paths import policy_folder
+from asyncrl.storage.weight_files import INDEX, WeightFiles
 
 LLAMA = "language_model.model."
 

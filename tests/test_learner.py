@@ -13,8 +13,6 @@ from learner_fixtures import TablePolicy, groups_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl import checkpoint
-from asyncrl.checkpoint import Checkpoints
 from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
 from asyncrl.devices.memory import host_peak
 from asyncrl.errors import RunError, SampleTimeout, WeightSyncError
@@ -24,6 +22,8 @@ from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.storage import checkpoint
+from asyncrl.storage.checkpoint import Checkpoints
 
 
 class Clock:

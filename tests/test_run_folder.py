@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import run_folder
 from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
+from asyncrl.storage import run_folder
 
 
 def make_run(folder: Path, started: float, checkpoint: str | None = None) -> None:

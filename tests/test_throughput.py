@@ -157,10 +157,10 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
     """Both ranks have half of the decisions; only rank 1's device is known at first."""
     import torch.distributed as dist
 
-    from asyncrl.assets import policy_folder
     from asyncrl.learner.distributed_group import DistributedGroup
     from asyncrl.learner.sharding import shard
     from asyncrl.policies.checkpoints import load_policy
+    from asyncrl.storage.asset_paths import policy_folder
 
     group = DistributedGroup(30.0)
     alone = on_known_device(a_config(), group)

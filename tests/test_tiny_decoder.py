@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl.assets import start_states_path, world_folder
 from asyncrl.commands import fit
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
@@ -28,6 +27,7 @@ from asyncrl.policies.vision import TowerConfig
 from asyncrl.records import StartState
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.storage.asset_paths import start_states_path, world_folder
 from asyncrl.worlds.decoders import Decoder, FullDecoder
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.tiny_decoder import (

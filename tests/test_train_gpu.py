@@ -11,8 +11,8 @@ import torch
 from test_train import TORCHRUN, environment, left_over
 from training_fixtures import write_models
 
-from asyncrl import checkpoint
 from asyncrl.observability import metrics as m
+from asyncrl.storage import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[1]

@@ -14,8 +14,8 @@ import pytest
 from test_train import TORCHRUN, environment, left_over, reach, rows
 from training_fixtures import write_models
 
-from asyncrl import checkpoint
 from asyncrl.observability import metrics as m
+from asyncrl.storage import checkpoint
 
 ROOT = Path(__file__).parents[1]
 TWO = ["--placement", "learner=0-1,actor=1", "--algorithm.groups-per-update", "3"]

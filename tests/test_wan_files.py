@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import asyncrl.tensor_files as tensor_files
+import asyncrl.storage.tensor_files as tensor_files
 from asyncrl.config.run import TrainConfig, parse
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch.dreams import build_dreams, check_dreams
 from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
-from asyncrl.tensor_files import TensorFiles, fill, write_pth
+from asyncrl.storage.tensor_files import TensorFiles, fill, write_pth
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_files import load_world, open_world, save_world
 from asyncrl.worlds.wan_names import fingerprint

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import tyro
 
-from asyncrl.assets import policy_folder
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import HELD_OUT, acting
 from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
 from asyncrl.launch.devices import pick_device
+from asyncrl.storage.asset_paths import policy_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from asyncrl.assets import policy_folder
 from asyncrl.errors import ConfigError
+from asyncrl.storage.asset_paths import policy_folder
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from asyncrl.assets import policy_folder
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Evaluation, acting, evaluate, evaluation_seeds
+from asyncrl.storage.asset_paths import policy_folder
 
 SIMULATORS = ("tabletop",)
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from asyncrl.assets import policy_folder
 from asyncrl.commands.fit_decoder import Decoder, fit_decoder_command
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.launch.devices import pick_device
+from asyncrl.storage.asset_paths import policy_folder
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.assets import policy_folder, start_states_path, world_folder
 from asyncrl.errors import ConfigError
 from asyncrl.launch.devices import pick_device
+from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl import run_folder
 from asyncrl.config.run import TrainConfig, parse
 from asyncrl.launch.placement import parse_placement, ranks_named
+from asyncrl.storage import run_folder
 
 
 def main(arguments: list[str]) -> int:

@@ -9,7 +9,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncrl import assets, checkpoint, run_folder
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctoring.findings import Finding, broken, ok, one_line
 from asyncrl.doctoring.subject import Sizes, Subject
@@ -17,6 +16,7 @@ from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
 from asyncrl.launch.dreams import DreamsOnDisk
 from asyncrl.policies.openvla_oft import OpenVLAOFT, count_parameters
+from asyncrl.storage import asset_paths, checkpoint, run_folder
 
 MIB: Final = 2**20
 SHIPPED: Final = "tabletop"
@@ -29,9 +29,9 @@ def check_shipped_files(subject: Subject) -> Finding | None:
         return None
     try:
         found = (
-            assets.policy_folder(SHIPPED),
-            assets.world_folder(SHIPPED),
-            assets.start_states_path(SHIPPED, SHIPPED),
+            asset_paths.policy_folder(SHIPPED),
+            asset_paths.world_folder(SHIPPED),
+            asset_paths.start_states_path(SHIPPED, SHIPPED),
         )
     except CheckpointError:
         return broken(

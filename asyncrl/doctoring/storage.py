@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from asyncrl import run_folder
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctoring.findings import Finding, broken, ok, one_line, warning
 from asyncrl.doctoring.machine import GIB
 from asyncrl.doctoring.subject import Subject
 from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK
+from asyncrl.storage import run_folder
 
 BULK: Final = 64 * 10**6
 """Bytes written to measure the speed."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from asyncrl import assets, checkpoint, run_folder
 from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagine import Imagination
 from asyncrl.actors.stages import cut
@@ -38,6 +37,7 @@ from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.ports import LearnerPort
+from asyncrl.storage import asset_paths, checkpoint, run_folder
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.transports import TransportName
 from asyncrl.worlds.wan import WanState
@@ -77,7 +77,7 @@ def build_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
 
     With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
     """
-    policy = load_policy(assets.policy_folder(config.policy), device=device)
+    policy = load_policy(asset_paths.policy_folder(config.policy), device=device)
     policy.drop_value_head()
     if config.lora.rank:
         add_adapters(config, policy)
@@ -96,7 +96,7 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> OpenVLAO
 
     A critic of the right level in the policy's folder is kept.
     """
-    policy = load_policy(assets.policy_folder(config.policy), device=device)
+    policy = load_policy(asset_paths.policy_folder(config.policy), device=device)
     wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
     if wanted == "none":
         policy.drop_value_head()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from asyncrl import assets
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardFiles, open_reward
 from asyncrl.rewards.resnet import RewardModel
+from asyncrl.storage import asset_paths
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_files import WorldFiles, open_world
@@ -70,10 +70,10 @@ def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
 
 
 def _open(config: TrainConfig) -> tuple[Path, WorldFiles, RewardFiles, list[StartState]]:
-    folder = assets.world_folder(config.world)
+    folder = asset_paths.world_folder(config.world)
     world = open_world(folder)
     size = world.image_size
-    place = assets.start_states_path(config.start_states, config.world)
+    place = asset_paths.start_states_path(config.start_states, config.world)
     try:
         starts = load_start_states(place, keyframes=config.keyframes, image_size=size)
     except AssetError as error:

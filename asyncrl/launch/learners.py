@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.checkpoint import WRITE_DEADLINE, Checkpoints
 from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
@@ -29,6 +28,7 @@ from asyncrl.learner.distributed_group import COLLECTIVE_DEADLINE, DistributedGr
 from asyncrl.learner.group import Alone, LearnerGroup
 from asyncrl.learner.nowhere import NullLog, NullPort, NullPublisher
 from asyncrl.learner.sharding import keep_masters, shard
+from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -6,9 +6,10 @@ import json
 import shlex
 from pathlib import Path
 
-from asyncrl import __version__, checkpoint
+from asyncrl import __version__
 from asyncrl.config.run import TrainConfig
 from asyncrl.observability import metrics as m
+from asyncrl.storage import checkpoint
 
 ENDS = 5
 """Updates at each end of the run whose success is averaged."""

@@ -20,8 +20,6 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from asyncrl import checkpoint
-from asyncrl.checkpoint import Checkpoints, Progress
 from asyncrl.devices.memory import host_peak, peak_memory
 from asyncrl.devices.offload import NEVER, Parking
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
@@ -37,6 +35,8 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import doing
 from asyncrl.observability.signals import interrupts_deferred
 from asyncrl.replay.ports import LearnerPort
+from asyncrl.storage import checkpoint
+from asyncrl.storage.checkpoint import Checkpoints, Progress
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.sources import Source
 

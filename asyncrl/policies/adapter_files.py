@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.files import compare_names, read_json, write, write_json
 from asyncrl.policies.lora import ADAPTER, Targets, add_lora, has_lora, is_adapter, target_layers
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.vision import stable_name
-from asyncrl.policies.weight_files import WeightFiles
+from asyncrl.storage.atomic import compare_names, read_json, write, write_json
+from asyncrl.storage.weight_files import WeightFiles
 
 PREFIX: Final = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

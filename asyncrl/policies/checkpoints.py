@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.files import read_json, write, write_json
 from asyncrl.policies.lora import merged_tensors
 from asyncrl.policies.openvla import build_policy_model
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
@@ -34,10 +33,11 @@ from asyncrl.policies.published_folder import (
     write_published,
 )
 from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.tensor_writing import SHARD_BYTES, write_folder
 from asyncrl.policies.tokenizer import PromptTokenizer
 from asyncrl.policies.vision import stable_name
-from asyncrl.policies.weight_files import Spec, WeightFiles
+from asyncrl.storage.atomic import read_json, write, write_json
+from asyncrl.storage.tensor_writer import SHARD_BYTES, write_folder
+from asyncrl.storage.weight_files import Spec, WeightFiles
 
 FORMAT: Final = "asyncrl-openvla-oft"
 Dtype = torch.dtype | Literal["config"]

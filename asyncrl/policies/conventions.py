@@ -12,7 +12,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.published_folder import CRITIC, PublishedFolder, conventions_of
 from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.weight_files import WeightFiles
+from asyncrl.storage.weight_files import WeightFiles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.checkpoints import check_published, on_meta, read_config, write_policy
 from asyncrl.policies.conventions import Choices, config_of
-from asyncrl.policies.files import read_json, write_json
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.published import Row, dropped_tensors, native_specs, published_specs, rows_of, to_native
 from asyncrl.policies.published_adapters import export_adapter, merge_adapter
@@ -38,9 +37,10 @@ from asyncrl.policies.published_folder import (
     write_published,
 )
 from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.tensor_writing import SHARD_BYTES, write_file
 from asyncrl.policies.tokenizer import PromptTokenizer
-from asyncrl.policies.weight_files import Spec, WeightFiles
+from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.tensor_writer import SHARD_BYTES, write_file
+from asyncrl.storage.weight_files import Spec, WeightFiles
 
 UNUSED: Final = "unused.safetensors"
 CARRIED: Final = "published"

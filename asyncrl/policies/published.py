@@ -16,7 +16,7 @@ from asyncrl.policies.lora import is_adapter, native_names
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.vision import TowerConfig, stable_name
-from asyncrl.policies.weight_files import Spec
+from asyncrl.storage.weight_files import Spec
 
 _BLOCK_COMMON: Final = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
 _DINO_BLOCK: Final = {**_BLOCK_COMMON, "norm1": "norm1", "norm2": "norm2", "attention.o_proj": "attn.proj"}

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.adapter_files import CONFIG, PREFIX, TENSORS, adapter_settings
-from asyncrl.policies.files import read_json, write, write_json
 from asyncrl.policies.published import Row, qkv_rows
 from asyncrl.policies.side_files import read_pt
-from asyncrl.policies.weight_files import WeightFiles
+from asyncrl.storage.atomic import read_json, write, write_json
+from asyncrl.storage.weight_files import WeightFiles
 
 PICKLED: Final = "adapter_model.bin"
 _KIND = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.files import read_json, write, write_json
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.published import (
     Row,
@@ -30,9 +29,10 @@ from asyncrl.policies.published import (
     to_published,
 )
 from asyncrl.policies.side_files import PROPRIO, find_proprio, read_proprio, refuse_other_heads
-from asyncrl.policies.tensor_writing import SHARD_BYTES, write_folder
 from asyncrl.policies.tokenizer import PromptTokenizer
-from asyncrl.policies.weight_files import INDEX, Spec, WeightFiles
+from asyncrl.storage.atomic import read_json, write, write_json
+from asyncrl.storage.tensor_writer import SHARD_BYTES, write_folder
+from asyncrl.storage.weight_files import INDEX, Spec, WeightFiles
 
 MODEL_TYPE: Final = "openvla"
 SECTION: Final = "asyncrl"

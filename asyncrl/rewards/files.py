@@ -23,7 +23,15 @@ from asyncrl.rewards.resnet import (
     TaskEmbedResnetRewModel,
     build_network,
 )
-from asyncrl.tensor_files import TensorFiles, check_fit, fill, read_json, write_json, write_pth, write_tensors
+from asyncrl.storage.tensor_files import (
+    TensorFiles,
+    check_fit,
+    fill,
+    read_json,
+    write_json,
+    write_pth,
+    write_tensors,
+)
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"

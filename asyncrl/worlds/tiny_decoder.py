@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncrl.errors import CheckpointError
-from asyncrl.tensor_files import TensorFiles, fill, read_json, write_json, write_tensors
+from asyncrl.storage.tensor_files import TensorFiles, fill, read_json, write_json, write_tensors
 
 FORMAT: Final = "asyncrl-tiny-decoder-1"
 WEIGHTS: Final = "decoder.safetensors"

@@ -10,10 +10,10 @@ from typing import Final
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
-from asyncrl.assets import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
 from asyncrl.config.run import ImaginationSettings
 from asyncrl.errors import CheckpointError
-from asyncrl.tensor_files import TensorFiles, check_fit, fill, read_json, write_json, write_tensors
+from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
+from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, read_json, write_json, write_tensors
 from asyncrl.worlds import wan_published
 from asyncrl.worlds.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan import WanWorld

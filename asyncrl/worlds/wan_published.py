@@ -18,10 +18,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncrl.assets import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM
-from asyncrl.tensor_files import TensorFiles, write_pth, write_tensors
+from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
+from asyncrl.storage.tensor_files import TensorFiles, write_pth, write_tensors
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_names import PREFIX, fingerprint, transformer_to_published, vae_to_published
 from asyncrl.worlds.wan_transformer import FRAMES_PER_LATENT, TransformerConfig

@@ -14,8 +14,8 @@ from typing import Final
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.files import write, write_json
-from asyncrl.policies.weight_files import INDEX, TYPES, WEIGHTS, Spec, bytes_of
+from asyncrl.storage.atomic import write, write_json
+from asyncrl.storage.weight_files import INDEX, TYPES, WEIGHTS, Spec, bytes_of
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest weight file that is written, unless a single tensor is larger."""

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from asyncrl import __version__
-from asyncrl.checkpoint_state import (
+from asyncrl.errors import CheckpointError
+from asyncrl.storage.checkpoint_state import (
     Parameters,
     copy_generators,
     copy_state,
@@ -42,8 +43,7 @@ from asyncrl.checkpoint_state import (
     unreadable,
     write_state,
 )
-from asyncrl.checkpoint_writer import Ranks, WriterThread, publish
-from asyncrl.errors import CheckpointError
+from asyncrl.storage.checkpoint_writer import Ranks, WriterThread, publish
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.files import compare_names, read_json
+from asyncrl.storage.atomic import compare_names, read_json
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"

@@ -1,0 +1,1 @@
+"""Files of a run: atomic writes, tensors, checkpoints, the run folder, and where shipped files are."""
