@@ -48,10 +48,10 @@ from mutations import (
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.shared_memory import RingWriter
 from asyncrl.messaging.wire import decode
-from asyncrl.replay import layout, schema
-from asyncrl.replay.layout import read_group, read_layout
+from asyncrl.replay.files import format, reader
+from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.reader import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
-from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import read_meta
 
 DEADLINE = 20.0
@@ -116,7 +116,7 @@ def read_files(unguarded: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if unguarded:
-        schema.check_footer = layout.check_footer = lambda handle: None
+        format.check_footer = reader.check_footer = lambda handle: None
     for line in sys.stdin:
         try:
             outcome = f"content {_content(Path(line.strip()))}"

@@ -36,8 +36,7 @@ from tqdm import tqdm
 
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.records import Episode
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.opening import open_core
+from asyncrl.replay.replay import ReplayCore, open_core
 
 SETTINGS = {"algorithm": {"group_size": 2, "groups_per_update": 2}, "replay": {"max_lag": 1000}}
 TRACED = (

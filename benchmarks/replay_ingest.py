@@ -33,10 +33,10 @@ from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
 from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.opening import open_core
-from asyncrl.replay.ports import GroupGrant, Receipt
+from asyncrl.replay.interface import GroupGrant, Receipt
 from asyncrl.replay.quarantine import Quarantine
-from asyncrl.replay.service import Service, serve_replay
+from asyncrl.replay.replay import open_core
+from asyncrl.replay.server import Service, serve_replay
 
 GROUP_SIZE, ACTORS = 8, 2
 SIZES = {"tabletop": (6, 64, False, 60), "large": (32, 224, False, 5), "video": (10, 224, True, 3)}

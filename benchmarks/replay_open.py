@@ -15,8 +15,8 @@ from pathlib import Path
 
 from replay_episodes import make_group
 
+from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay.writing import write_group
 
 GROUP_SIZE = 8
 

@@ -28,7 +28,7 @@ from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
-from asyncrl.replay.ports import GroupGrant
+from asyncrl.replay.interface import GroupGrant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def act(
 ) -> None:
     """An actor without models: offers groups until the learner ends the run."""
     from asyncrl.replay.client import ZmqActorPort
-    from asyncrl.replay.ports import RunStopped
+    from asyncrl.replay.interface import RunStopped
 
     port, offered, busy = ZmqActorPort(endpoint, f"actor-{place}"), 0, 0.0
     try:
@@ -84,8 +84,8 @@ def act(
 
 def keep(settings: Settings, endpoint: str, folder: str) -> None:
     """The replay process."""
-    from asyncrl.replay.opening import open_core
-    from asyncrl.replay.service import serve_replay
+    from asyncrl.replay.replay import open_core
+    from asyncrl.replay.server import serve_replay
 
     table = {
         "algorithm": {"group_size": settings.group_size, "groups_per_update": settings.groups_per_update},

@@ -32,8 +32,8 @@ import numpy as np
 from replay_episodes import make_group, write_raw
 
 from asyncrl.records import EPISODE_ARRAYS, Episode
-from asyncrl.replay.layout import Buffers, GroupReader, read_layout
-from asyncrl.replay.schema import Written
+from asyncrl.replay.files.format import Written
+from asyncrl.replay.files.reader import Buffers, GroupReader, read_layout
 from asyncrl.replay.store import EpisodeStore, sync
 
 SIZES = {"tabletop": (6, 64), "large": (32, 224)}

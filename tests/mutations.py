@@ -20,9 +20,8 @@ from asyncrl.errors import WireError
 from asyncrl.messaging.shared_memory import SHARED_ARRAYS, RingReader, RingWriter
 from asyncrl.messaging.wire import KINDS, WITH_EPISODE, Message, decode, encode
 from asyncrl.records import problem_with
-from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.lines import write_line
-from asyncrl.replay.writing import write_group
+from asyncrl.replay.files.writer import write_group
+from asyncrl.replay.ledger import Ledger, write_line
 
 Frames = list[bytes]
 EXTREMES: list[Any] = [

@@ -20,10 +20,9 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.policies.protocol import ActResult, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.opening import open_core
-from asyncrl.replay.ports import ActorPort
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.interface import ActorPort
+from asyncrl.replay.replay import ReplayCore, open_core
 from asyncrl.weights.inline import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 

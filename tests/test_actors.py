@@ -22,10 +22,9 @@ from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.vision import TowerConfig
 from asyncrl.records import EPISODE_ARRAYS, Episode, StartState, problem_with
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.opening import open_core
-from asyncrl.replay.ports import GroupGrant
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.interface import GroupGrant
+from asyncrl.replay.replay import ReplayCore, open_core
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.weights.inline import build_inline
 from asyncrl.weights.interface import ChannelClosed

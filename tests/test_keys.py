@@ -23,8 +23,8 @@ from asyncrl.messaging.curve_keys import ClientKeys, create_keys, load_client_ke
 from asyncrl.messaging.sockets import bind_router, check_endpoint, connect_dealer
 from asyncrl.messaging.wire import encode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.opening import open_core
-from asyncrl.replay.service import serve_replay
+from asyncrl.replay.replay import open_core
+from asyncrl.replay.server import serve_replay
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from test_wire import make_episode
 
 from asyncrl.observability import metrics as m
-from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.groups import ReadyGroup, number_of
 from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.replay import ReplayCore
 from asyncrl.replay.store import EpisodeStore
 
 

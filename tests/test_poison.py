@@ -29,7 +29,7 @@ from asyncrl.policies.protocol import SamplingParams
 from asyncrl.policies.sampling import action_distribution, choose_tokens, logprob_of
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.ports import GroupFailure
+from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.quarantine import COUNTERS
 from asyncrl.worlds.start_states import pick
 from asyncrl.worlds.wan_files import load_world

@@ -14,11 +14,11 @@ from test_replay_stranger import run as run_stranger
 from test_wire import assert_same
 
 from asyncrl.errors import CodecMissing, ReplayError
-from asyncrl.replay import codecs
+from asyncrl.replay.files import compression
+from asyncrl.replay.files.format import Written, get_dataset
+from asyncrl.replay.files.reader import Buffers, GroupReader, read_group, read_layout
 from asyncrl.replay.inspect import run_inspection
 from asyncrl.replay.inspection import compaction
-from asyncrl.replay.layout import Buffers, GroupReader, read_group, read_layout
-from asyncrl.replay.schema import Written, get_dataset
 
 HAS_PLUGIN = importlib.util.find_spec("hdf5plugin") is not None
 CLOSED, WAITS = (0, 1, 3), 2
@@ -117,7 +117,7 @@ def test_a_stranger_reads_a_compacted_file(run_dir: Path) -> None:
 
 def test_the_places_of_small_arrays_need_no_decoder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compact(run_dir)
-    monkeypatch.setattr("asyncrl.replay.layout.read_compressed", None)
+    monkeypatch.setattr("asyncrl.replay.files.reader.read_compressed", None)
     found = GroupReader().read(file_of(run_dir, 0), ["rewards"])
     assert found[0].rewards.tobytes() == episode_of(0, 0).rewards.tobytes()
 
@@ -226,7 +226,7 @@ def test_an_unknown_codec_is_refused(run_dir: Path, capsys: pytest.CaptureFixtur
 def test_a_codec_that_is_not_installed_names_the_extra(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(codecs, "find_spec", lambda name: None)
+    monkeypatch.setattr(compression, "find_spec", lambda name: None)
     assert compact(run_dir, "--codec", "zstd") == 2
     assert "asyncrl[compression]" in capsys.readouterr().err
     assert not is_compressed(file_of(run_dir, 0))
@@ -237,7 +237,7 @@ def test_a_file_whose_codec_is_not_installed_is_not_taken_for_damaged(
 ) -> None:
     compact(run_dir)
     monkeypatch.setattr(h5py.h5z, "filter_avail", lambda number: False)
-    monkeypatch.setattr(codecs, "find_spec", lambda name: None)
+    monkeypatch.setattr(compression, "find_spec", lambda name: None)
     store = open_store(run_dir)
     with pytest.raises(CodecMissing, match=r"asyncrl\[compression\]"):
         store.load(0)

@@ -14,9 +14,9 @@ from test_wire import make_episode
 
 from asyncrl.errors import DiskFull
 from asyncrl.observability import metrics as m
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.disk import DiskWait
+from asyncrl.replay.disk_full import DiskWait
 from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.replay import ReplayCore
 from asyncrl.replay.store import EpisodeStore
 
 

@@ -19,12 +19,12 @@ from asyncrl.config.run import AlgorithmSettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.counters import constant
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.outcomes import constant
-from asyncrl.replay.ports import GroupGrant
 from asyncrl.replay.reading import problem_with_file, read_rows
+from asyncrl.replay.replay import ReplayCore
 from asyncrl.replay.store import EpisodeStore
 
 

@@ -23,13 +23,13 @@ from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
-from asyncrl.replay import writing
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.files import writer
+from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.inspect import run_inspection
-from asyncrl.replay.layout import read_group
 from asyncrl.replay.ledger import SPARE_BYTES, Ledger
-from asyncrl.replay.opening import open_core
-from asyncrl.replay.service import serve_replay
+from asyncrl.replay.replay import open_core
+from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
 
 PAGE = 4096
@@ -198,7 +198,7 @@ def every_amount_of_free_space(disk: Path) -> None:
         if not ask:
             never = ModuleType("os")
             never.__dict__.update(os.__dict__, posix_fallocate=lambda handle, offset, length: None)
-            writing.os = never  # pyright: ignore[reportPrivateImportUsage]
+            writer.os = never  # pyright: ignore[reportPrivateImportUsage]
         outcomes = []
         for pages in range(48):
             leave(disk, pages * PAGE)

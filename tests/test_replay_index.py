@@ -11,8 +11,8 @@ from test_wire import assert_same
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay import store as store_module
-from asyncrl.replay.layout import Buffers, GroupReader
-from asyncrl.replay.schema import read_shard
+from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.reader import Buffers, GroupReader
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.replay.ledger import Ledger, read_entries
-from asyncrl.replay.lines import read_line, write_line
+from asyncrl.replay.ledger import Ledger, read_entries, read_line, write_line
 
 Lines = list[bytes]
 

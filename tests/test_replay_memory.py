@@ -17,10 +17,9 @@ from test_wire import make_episode
 
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.observability import metrics as m
-from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.opening import open_core
 from asyncrl.replay.ranges import Ranges
+from asyncrl.replay.replay import ReplayCore, open_core
 from asyncrl.replay.store import EpisodeStore
 
 HORIZON = 4

@@ -15,11 +15,11 @@ from test_wire import make_episode
 from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics as m
-from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.inspection.fates import read_fates
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.order import Order, pick_in_order
+from asyncrl.replay.replay import ReplayCore
+from asyncrl.replay.samplers import Order, pick_in_order
 from asyncrl.replay.store import EpisodeStore
 
 ORDERS = ["oldest", "newest", "uniform", "prioritized"]

@@ -13,7 +13,7 @@ from test_limiter import Clock, fill, make_limiter
 from test_wire import make_episode
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.replay import ReplayCore
 from asyncrl.replay.store import EpisodeStore, sync
 
 

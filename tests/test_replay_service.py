@@ -19,9 +19,9 @@ from asyncrl.messaging.sockets import bind_router, connect_dealer, ipc_endpoint,
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.opening import open_core
-from asyncrl.replay.ports import ActorPort, GroupGrant, RunStopped
-from asyncrl.replay.service import Service, serve_replay
+from asyncrl.replay.interface import ActorPort, GroupGrant, RunStopped
+from asyncrl.replay.replay import open_core
+from asyncrl.replay.server import Service, serve_replay
 
 CONFIG = TrainConfig(
     algorithm=AlgorithmSettings(group_size=2, groups_per_update=2),

@@ -28,7 +28,7 @@ from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.service import Service, serve_replay
+from asyncrl.replay.server import Service, serve_replay
 
 IMAGE = 160
 """Pixels: an episode of one decision has two pictures of 76,800 bytes."""

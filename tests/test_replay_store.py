@@ -14,12 +14,12 @@ import pytest
 from test_wire import assert_same, make_episode
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay import schema
-from asyncrl.replay.layout import read_group
+from asyncrl.replay.files import format
+from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.reader import read_group
+from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay.writing import write_group
 
 
 def open_store(folder: Path, warnings: list[str] | None = None, max_bytes: int = 10**9) -> EpisodeStore:
@@ -159,7 +159,7 @@ def test_another_group_size_or_version_is_named(tmp_path: Path, monkeypatch: pyt
     store.close()
     with pytest.raises(ReplayError, match="group_size 2, this run has 4"):
         EpisodeStore(tmp_path, group_size=4, max_bytes=1)
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(format, "SCHEMA_VERSION", 2)
     with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 2"):
         read_shard(path)
 

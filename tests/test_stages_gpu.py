@@ -19,8 +19,8 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.observability import metrics as m
 from asyncrl.policies.protocol import ActResult, SamplingParams
 from asyncrl.records import EPISODE_ARRAYS, StartState
-from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.opening import open_core
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.replay import open_core
 from asyncrl.weights.inline import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 

@@ -30,9 +30,9 @@ from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.opening import open_core
-from asyncrl.replay.service import Service, serve_replay
-from asyncrl.replay.visitors import RunSettings, ask_settings
+from asyncrl.replay.join_settings import RunSettings, ask_settings
+from asyncrl.replay.replay import open_core
+from asyncrl.replay.server import Service, serve_replay
 
 __all__ = ["endpoint", "scripted"]
 QUICK = replace(CONFIG, replay=ReplaySettings(max_lag=1, silence=3.0))

@@ -27,9 +27,9 @@ from test_wire import unpack
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.messaging.shared_memory import RingWriter
 from asyncrl.messaging.wire import KINDS, decode
-from asyncrl.replay.layout import read_group, read_layout
+from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.reader import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
-from asyncrl.replay.schema import read_shard
 from asyncrl.replay.store import read_meta
 
 

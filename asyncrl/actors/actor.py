@@ -28,7 +28,7 @@ from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import now_doing
 from asyncrl.records import StartState
-from asyncrl.replay.ports import ActorPort, GroupFailure, GroupGrant, RunStopped
+from asyncrl.replay.interface import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
 from asyncrl.worlds.start_states import StartStateStream
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.replay.ports import Cause
+from asyncrl.replay.interface import Cause
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)

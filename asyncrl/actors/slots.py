@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.seeds import episode_seed, noise_seed
 from asyncrl.records import Episode, StartState
-from asyncrl.replay.ports import GroupGrant
+from asyncrl.replay.interface import GroupGrant
 
 
 @dataclass(frozen=True, kw_only=True)

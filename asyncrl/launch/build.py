@@ -36,7 +36,7 @@ from asyncrl.policies.openvla_config import require_trainable
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.records import StartState
-from asyncrl.replay.ports import LearnerPort
+from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.transports import TransportName

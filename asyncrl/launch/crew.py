@@ -19,7 +19,7 @@ from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.replay.ports import LearnerPort
+from asyncrl.replay.interface import LearnerPort
 
 if TYPE_CHECKING:
     from torch import Tensor

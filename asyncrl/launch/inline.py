@@ -16,8 +16,8 @@ from asyncrl.launch.devices import pick_device
 from asyncrl.launch.dreams import build_dreams
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import Logbook
-from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.opening import open_core
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.replay import open_core
 from asyncrl.weights.inline import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 

@@ -120,7 +120,7 @@ def _join(
     from asyncrl.launch.offload import actor_parking
     from asyncrl.launch.placement import threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
-    from asyncrl.replay.visitors import ask_settings
+    from asyncrl.replay.join_settings import ask_settings
     from asyncrl.weights.pulled import build_pulled_receiver
     from asyncrl.worlds.start_states import StartStateStream
 

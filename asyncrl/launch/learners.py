@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.crew import Crew
     from asyncrl.learner.interface import Log
     from asyncrl.learner.learner import Learner
-    from asyncrl.replay.ports import LearnerPort
+    from asyncrl.replay.interface import LearnerPort
     from asyncrl.weights.interface import Publisher
 
 

@@ -81,9 +81,9 @@ def replay_main(config_json: str, facts_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.launch import address
     from asyncrl.launch.placement import parse_placement
-    from asyncrl.replay.opening import open_core
-    from asyncrl.replay.service import serve_replay
-    from asyncrl.replay.visitors import RunSettings
+    from asyncrl.replay.join_settings import RunSettings
+    from asyncrl.replay.replay import open_core
+    from asyncrl.replay.server import serve_replay
 
     config, facts = _read(config_json, facts_json)
     process_status.join(Path(facts.run_dir), "replay")

@@ -34,7 +34,7 @@ from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import doing
 from asyncrl.observability.signals import interrupts_deferred
-from asyncrl.replay.ports import LearnerPort
+from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
 from asyncrl.weights.interface import Publisher

@@ -19,9 +19,9 @@ from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
-from asyncrl.replay.inline import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
 from asyncrl.replay.outbox import Outbox
-from asyncrl.replay.ports import GroupFailure, GroupGrant, RunStopped
 
 __all__ = ["InlineActorPort", "InlineLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
 

@@ -6,8 +6,178 @@ import math
 from dataclasses import dataclass, field
 
 from asyncrl.records import Episode
-from asyncrl.replay.ports import GroupGrant
-from asyncrl.replay.schema import Shard
+from asyncrl.replay.files.format import Shard
+from asyncrl.replay.interface import GroupGrant, ReceiptStatus
+from asyncrl.replay.ranges import Ranges
+
+
+class GroupBooks:
+    """The groups of a run by what became of them."""
+
+    def __init__(self, *, uses: int, horizon: int) -> None:
+        """Start empty.
+
+        Args:
+            uses: How often a group is used, at most.
+            horizon: Versions after which only the number of a closed group is kept.
+        """
+        self.uses, self.horizon = uses, horizon
+        self.version = 0
+        """The learner's newest policy version."""
+        self.used = 0
+        """Places of groups in the batches given away: the sampling cursor. Filtered groups took none."""
+        self.next_number = 0
+        self.open: dict[int, OpenGroup] = {}
+        self.ready: dict[int, ReadyGroup] = {}
+        self.closed = ClosedGroups()
+        self.used_at: dict[int, tuple[int, ...]] = {}
+        """Ready or recently closed group -> the learner's version at each use."""
+        self.filtered: dict[int, FilteredGroup] = {}
+        """Recently closed groups whose episodes all had the same return."""
+        self.again: set[int] = set()
+        """Closed groups whose numbers are granted again, before any new number."""
+        self._filtered_before = 0
+
+    @property
+    def filtered_groups(self) -> int:
+        """Groups whose episodes all had the same return, since the run began."""
+        return self._filtered_before + len(self.filtered)
+
+    def make_ready(self, number: int, group: ReadyGroup) -> None:
+        """Move a stored group to the ready ones. What it was used for before stays known."""
+        used_at = self.used_at.get(number, ())
+        self._take_out(number)
+        self.ready[number] = group
+        if used_at:
+            self.used_at[number] = used_at
+
+    def use(self, numbers: list[int]) -> None:
+        """Note that groups were given to the learner at `version`. Each is closed after `uses` times."""
+        for number in numbers:
+            self.open.pop(number, None)  # When the ledger is recalled, before the files are looked at.
+            used_at = (*self.used_at.get(number, ()), self.version)
+            if len(used_at) >= self.uses:
+                self._close(number, "duplicate", self.version)
+            self.used_at[number] = used_at
+        self.used += len(numbers)
+
+    def retire(self, number: int) -> None:
+        """Close a group that was used but not as often as it might have been. That drops nothing."""
+        used_at = self.used_at[number]
+        self._close(number, "duplicate", used_at[-1])
+        self.used_at[number] = used_at
+
+    def take_back(self, number: int, kept: tuple[int, ...]) -> None:
+        """Undo the uses of a group but those at the versions `kept`; it is in no other book then."""
+        self._take_out(number)
+        if kept:
+            self.used_at[number] = kept
+
+    def filter(self, number: int, newest_version: int, successes: int) -> None:
+        """Close a stored group that teaches nothing: its credit returns, and it does not count as used."""
+        self._close(number, "duplicate", newest_version)
+        self.filtered[number] = FilteredGroup(newest_version=newest_version, successes=successes)
+
+    def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> OpenGroup | None:
+        """Give a group up, for good or (`dropped_resume`) to grant its number again.
+
+        Args:
+            number: Of the group.
+            status: Why; also what late episodes are told.
+            stored: It was complete and stored: all are counted, so late ones are told `duplicate`.
+
+        Returns:
+            What was held for it when it was open.
+        """
+        told: ReceiptStatus = "duplicate" if stored and status != "dropped_resume" else status
+        group = self._close(number, told, self.version)
+        if status == "dropped_resume":
+            self.again.add(number)
+        return group
+
+    def _close(self, number: int, status: ReceiptStatus, version: int) -> OpenGroup | None:
+        group = self._take_out(number)
+        self.closed.add(number, status, version)
+        return group
+
+    def _take_out(self, number: int) -> OpenGroup | None:
+        for book in (self.ready, self.used_at, self.filtered):
+            book.pop(number, None)
+        self.closed.discard(number)
+        self.again.discard(number)
+        self.next_number = max(self.next_number, number + 1)
+        return self.open.pop(number, None)
+
+    def advance(self, version: int) -> None:
+        """Note a version of the learner that is newer; forget what no resume has to undo any more."""
+        self.version = version
+        self.forget()
+
+    def forget(self) -> None:
+        """Fold the books of groups that were closed more than `horizon` versions ago."""
+        before = self.version - self.horizon
+        if self.uses > 1:  # Recalled from the ledger, which does not say that a used group became too old.
+            stale = [number for number, used_at in self.used_at.items() if used_at[-1] < before]
+            for number in stale:
+                if number not in self.ready and number not in self.closed:
+                    self.retire(number)
+        for number in self.closed.forget(before):
+            self.used_at.pop(number, None)
+            self._filtered_before += self.filtered.pop(number, None) is not None
+
+
+class ClosedGroups:
+    """Group number -> what a late or repeated episode of it is told."""
+
+    def __init__(self) -> None:
+        """No group was closed."""
+        self.recent: dict[int, ReceiptStatus] = {}
+        """Those not yet forgotten, about in the order of closing."""
+        self._versions: dict[int, int] = {}
+        self._forgotten = Ranges()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.recent or number in self._forgotten
+
+    def __getitem__(self, number: int) -> ReceiptStatus:
+        """Return the status, or `duplicate` for a group that was forgotten, whatever became of it."""
+        return self.recent.get(number, "duplicate")
+
+    def add(self, number: int, status: ReceiptStatus, version: int) -> None:
+        """Close a group that is not closed.
+
+        Args:
+            number: Of the group.
+            status: What its late or repeated episodes are told.
+            version: From this version on, the learner learned or could have learned from it, or saw it go.
+        """
+        self.recent[number], self._versions[number] = status, version
+
+    def discard(self, number: int) -> None:
+        """Make a group not closed."""
+        if self.recent.pop(number, None) is None:
+            self._forgotten.discard(number)
+        else:
+            del self._versions[number]
+
+    def forget(self, before: int) -> list[int]:
+        """Forget all of groups closed before a version but that they are closed.
+
+        Args:
+            before: The version. A group that was closed behind a later one, as around a resume, stays longer.
+
+        Returns:
+            The groups that were forgotten.
+        """
+        found = list[int]()
+        for number, version in self._versions.items():
+            if version >= before:
+                break
+            found.append(number)
+        for number in found:
+            del self.recent[number], self._versions[number]
+            self._forgotten.add(number)
+        return found
 
 
 @dataclass(kw_only=True)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.records import SCHEMA_VERSION
-from asyncrl.replay.footer import fingerprint
-from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, ROOT, Shard
+from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, Shard, fingerprint
 
 _VERSIONS: Final = {"format": FORMAT, "format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
 

@@ -23,16 +23,55 @@ When groups cannot be written for lack of space, decisions still have to be. So 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
+import re
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.disk import is_full
-from asyncrl.replay.lines import checksum_of, read_line, write_line
+from asyncrl.replay.disk_full import is_full
+
+MAX_LINE: Final = 2**20
+"""Bytes; longer lines are damaged."""
+_CHECKSUM: Final = re.compile(rb',"crc32":"([0-9a-f]{8})"}')
+_LENGTH: Final = len(b',"crc32":"01234567"}')
+
+
+def write_line(entry: dict[str, Any], previous: bytes = b"") -> bytes:
+    """Write one entry (not empty) without the line feed; `previous`: digits of the line before."""
+    body = json.dumps(entry, separators=(",", ":")).encode()
+    return body[:-1] + b',"crc32":"%08x"}' % zlib.crc32(previous + body)
+
+
+def read_line(line: bytes, previous: bytes = b"") -> dict[str, Any]:
+    """Read one entry, without its checksum.
+
+    Raises:
+        ValueError: It was changed, was not written behind the digits `previous`, or is no such line.
+    """
+    checksum = checksum_of(line)
+    if checksum is None or len(line) > MAX_LINE:
+        raise ValueError("it does not end with a checksum")
+    body = line[:-_LENGTH] + b"}"
+    # Not `crc32(body, previous)`: a bit of `previous` would make up for one of the body's first four bytes.
+    if zlib.crc32(previous + body) != int(checksum, 16):
+        raise ValueError("its checksum does not match")
+    entry = json.loads(body)
+    if not isinstance(entry, dict):
+        raise ValueError(f"it holds a {type(entry).__name__}, expected an object")
+    return entry
+
+
+def checksum_of(line: bytes) -> bytes | None:
+    """Return the 8 digits that a line claims, right or wrong; None when it claims none."""
+    found = _CHECKSUM.fullmatch(line, max(0, len(line) - _LENGTH))
+    return None if found is None else found[1]
+
 
 SPARE_BYTES: Final = 1 << 20
 START: Final = b"asyncrl-replay ledger"

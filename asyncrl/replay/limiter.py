@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 
 from asyncrl.records import Episode, problem_with
-from asyncrl.replay.books import GroupBooks
-from asyncrl.replay.groups import OpenGroup, misfit, number_of
-from asyncrl.replay.order import Order, pick_in_order
-from asyncrl.replay.ports import GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.groups import GroupBooks, OpenGroup, misfit, number_of
+from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.samplers import Order, pick_in_order
 
 
 class Limiter(GroupBooks):

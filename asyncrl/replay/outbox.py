@@ -21,7 +21,7 @@ from asyncrl.messaging.shared_memory import RingWriter, same_host
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
-from asyncrl.replay.ports import GroupFailure
+from asyncrl.replay.interface import GroupFailure
 
 RESEND_AFTER: Final = 10.0
 """Seconds until an episode that was not answered at all is sent again."""

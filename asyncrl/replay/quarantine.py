@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.replay.ports import CAUSES, Cause, GroupFailure
+from asyncrl.replay.interface import CAUSES, Cause, GroupFailure
 
 COUNTERS: Final[dict[Cause, Metric]] = {
     "policy": m.POISONED_POLICY,

@@ -14,10 +14,10 @@ from typing import Final
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
+from asyncrl.replay.files.format import Shard, read_shard
+from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.inspection.fates import Fate, read_fates
 from asyncrl.replay.inspection.tables import watched
-from asyncrl.replay.layout import read_group
-from asyncrl.replay.schema import Shard, read_shard
 from asyncrl.replay.store import PATTERN, read_meta
 
 LIGHT: Final = ("rewards", "policy_versions")

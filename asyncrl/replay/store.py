@@ -23,13 +23,12 @@ from typing import Any
 
 from asyncrl.errors import CodecMissing, DiskFull, ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
-from asyncrl.replay.disk import is_full
+from asyncrl.replay.disk_full import is_full
+from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, Shard, Written, describe, read_shard
+from asyncrl.replay.files.reader import Buffers, GroupReader
+from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.index import ShardIndex
-from asyncrl.replay.layout import Buffers, GroupReader
-from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.lines import read_line, write_line
-from asyncrl.replay.schema import FORMAT, FORMAT_VERSION, Shard, Written, describe, read_shard
-from asyncrl.replay.writing import write_group
+from asyncrl.replay.ledger import Ledger, read_line, write_line
 
 PATTERN = "group-*.h5"
 

@@ -10,16 +10,14 @@ from typing import Any, Final
 import h5py
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.codecs import Codec, codec_of, settings_of
-from asyncrl.replay.footer import append_footer
+from asyncrl.replay.files.compression import Codec, codec_of, new_hdf5, settings_of
+from asyncrl.replay.files.format import Shard, append_footer, check_whole, get_dataset
+from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.inspection.choosing import OfReplay
 from asyncrl.replay.inspection.fates import read_fates
 from asyncrl.replay.inspection.pruning import locked
 from asyncrl.replay.inspection.tables import watched
-from asyncrl.replay.layout import read_group
 from asyncrl.replay.reading import shard_or_none, warn
-from asyncrl.replay.schema import Shard, check_whole, get_dataset
-from asyncrl.replay.sheltered import new_hdf5
 from asyncrl.replay.store import PATTERN, sync
 
 IMAGES: Final = ("frames", "final_frame", "video")

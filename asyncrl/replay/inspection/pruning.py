@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.replay.files.format import Shard
 from asyncrl.replay.inspection.choosing import OfReplay
 from asyncrl.replay.inspection.fates import Fates, read_fates
 from asyncrl.replay.inspection.tables import watched
 from asyncrl.replay.reading import shard_or_none, warn
-from asyncrl.replay.schema import Shard
 from asyncrl.replay.store import PATTERN, sync
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import SCHEMA_VERSION
+from asyncrl.replay.files.format import FORMAT_VERSION, Shard, read_shard
 from asyncrl.replay.inspection.choosing import OfReplay
 from asyncrl.replay.inspection.fates import Fates, read_fates
 from asyncrl.replay.inspection.tables import watched
 from asyncrl.replay.reading import problem_with_file
-from asyncrl.replay.schema import FORMAT_VERSION, Shard, read_shard
 from asyncrl.replay.store import PATTERN, read_meta
 
 

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
-from asyncrl.replay.codecs import read_compressed
-from asyncrl.replay.footer import check_footer
-from asyncrl.replay.schema import (
+from asyncrl.replay.files.compression import read_compressed
+from asyncrl.replay.files.format import (
     BOUNDS,
     CHECKSUMS,
     COMPRESSED,
@@ -34,6 +33,7 @@ from asyncrl.replay.schema import (
     UNREADABLE,
     Place,
     Written,
+    check_footer,
     check_whole,
     damaged,
     get_dataset,

@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
 from asyncrl.errors import DiskFull
-from asyncrl.replay.disk import DiskWait
+from asyncrl.records import Episode
+from asyncrl.replay.counters import SuccessWindow, Tally, constant
+from asyncrl.replay.disk_full import DiskWait
+from asyncrl.replay.events import Session
+from asyncrl.replay.files.format import Shard, Written
 from asyncrl.replay.groups import ready_group
+from asyncrl.replay.interface import Receipt, ReceiptStatus
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.outcomes import SuccessWindow, constant
-from asyncrl.replay.ports import Receipt, ReceiptStatus
 from asyncrl.replay.quarantine import Quarantine
-from asyncrl.replay.recall import Session
-from asyncrl.replay.schema import Shard
-from asyncrl.replay.sealing import Sealer
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay.tally import Tally
+
+
+class Sealer:
+    """Writes one group beside its caller."""
+
+    def __init__(self, store: EpisodeStore) -> None:
+        """Write nothing yet."""
+        self._store, self._pool = store, ThreadPoolExecutor(1, "seal")
+        self._future: Future[Written] | None = None
+        self.number = -1
+        """The group that is being written, or waits to be finished; -1: none."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `finish` has something to say and would not wait."""
+        return self._future is not None and self._future.done()
+
+    def begin(self, number: int, episodes: Sequence[Episode]) -> None:
+        """Begin to write a group; the one before has to be finished. See `EpisodeStore.write`."""
+        assert self._future is None
+        self.number, self._future = number, self._pool.submit(self._store.write, number, episodes)
+
+    def finish(self) -> Written:
+        """Wait for the group that is being written; the disk ends that, well or with an error.
+
+        Raises:
+            DiskFull: See `EpisodeStore.write`.
+            ReplayError: See `EpisodeStore.write`.
+        """
+        assert self._future is not None
+        future, self._future, self.number = self._future, None, -1
+        return future.result()
+
+    def close(self) -> None:
+        """Wait for the thread's end."""
+        self._pool.shutdown()
 
 
 class Keeper:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.replay.counters import COUNTERS, Tally
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.tally import COUNTERS, Tally
 
 
 @dataclass(kw_only=True)

@@ -16,8 +16,8 @@ from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.wire import Message, encode
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.visitors import ROLE, RunSettings
+from asyncrl.replay.join_settings import ROLE, RunSettings
+from asyncrl.replay.replay import ReplayCore
 
 TAKEN: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""

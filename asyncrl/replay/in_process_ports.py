@@ -16,8 +16,8 @@ from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.ports import GroupFailure, GroupGrant, RunStopped
+from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
+from asyncrl.replay.replay import ReplayCore
 
 IDLE: Final = 0.01
 """Seconds between two looks at an actor that has nothing to imagine while groups are missing."""

@@ -29,10 +29,10 @@ from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.observability.process_status import now_doing
-from asyncrl.replay.attendance import Attendance, Post, check_hello
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.ports import CAUSES, REPORTED, GroupFailure
-from asyncrl.replay.visitors import RunSettings
+from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
+from asyncrl.replay.join_settings import RunSettings
+from asyncrl.replay.peers import Attendance, Post, check_hello
+from asyncrl.replay.replay import ReplayCore
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""

@@ -5,7 +5,10 @@ gzip is part of HDF5. The others are plug-ins of the package hdf5plugin, needed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +18,53 @@ import h5py
 from numpy.typing import NDArray
 
 from asyncrl.errors import CodecMissing
-from asyncrl.replay.schema import check_whole, get_dataset
+from asyncrl.replay.files.format import check_whole, get_dataset
+
+LIBVER: Final = ("v110", "v110")
+"""Files that HDF5 1.10 tools can read, whatever HDF5 version writes them."""
+
+
+@contextmanager
+def new_hdf5(path: Path) -> Iterator[h5py.File]:
+    """Create an HDF5 file to write to; the caller makes it durable.
+
+    Raises:
+        OSError: It exists, or the disk did not take it; the latter is raised at the end.
+    """
+    with _Sheltered(path) as raw:
+        with h5py.File(raw, "w", libver=LIBVER) as file:
+            yield file
+        if raw.failure is not None:
+            raise raw.failure
+
+
+class _Sheltered(io.FileIO):
+    """A file whose writes always seem to succeed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "x+")
+        self.failure: OSError | None = None
+
+    def write(self, content: Any, /) -> int:
+        """Write all of it, or note why not; after a failure nothing is written any more."""
+        left = memoryview(content).cast("B")
+        size = len(left)
+        while left and self.failure is None:
+            try:
+                left = left[super().write(left) or 0 :]
+            except OSError as error:
+                self.failure = error
+        self.seek(len(left), os.SEEK_CUR)
+        return size
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """Set the length, or note why not."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.failure = self.failure or error
+            return size or 0
+
 
 Codec = Literal["gzip", "zstd", "lz4", "blosc"]
 FILTERS: Final[dict[int, Codec]] = dict(zip((1, 32015, 32004, 32001), get_args(Codec), strict=True))

@@ -1,0 +1,1 @@
+"""The HDF5 file of one group: its format, writer, reader and compression."""
