@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "policies from and to the Hugging Face layout of OpenVLA: SOURCE OUT",
     ),
     "replay": (
-        "asyncrl.replay.inspect:run_inspection",
+        "asyncrl.replay_tools.commands:run_inspection",
         "look into a replay: list | show | video | sheet | stats | verify | export | prune",
     ),
     "doctor": (

@@ -17,8 +17,8 @@ from asyncrl.errors import CodecMissing, ReplayError
 from asyncrl.replay.files import compression
 from asyncrl.replay.files.format import Written, get_dataset
 from asyncrl.replay.files.reader import Buffers, GroupReader, read_group, read_layout
-from asyncrl.replay.inspect import run_inspection
-from asyncrl.replay.inspection import compaction
+from asyncrl.replay_tools import cleanup
+from asyncrl.replay_tools.commands import run_inspection
 
 HAS_PLUGIN = importlib.util.find_spec("hdf5plugin") is not None
 CLOSED, WAITS = (0, 1, 3), 2
@@ -39,7 +39,7 @@ def compact(run: Path, *flags: str) -> int:
 
 
 def is_compressed(path: Path) -> bool:
-    return compaction.codec_in(path) is not None
+    return cleanup.codec_in(path) is not None
 
 
 def test_closed_groups_are_compressed_and_every_episode_stays_as_it_was(
@@ -66,7 +66,7 @@ def test_only_the_images_are_compressed(run_dir: Path) -> None:
         root = {key: np.array(value) for key, value in file.attrs.items()}
     compact(run_dir)
     with h5py.File(file_of(run_dir, 0)) as file:
-        assert {name for name in map(str, file) if get_dataset(file, name).chunks} == set(compaction.IMAGES)
+        assert {name for name in map(str, file) if get_dataset(file, name).chunks} == set(cleanup.IMAGES)
         frames = get_dataset(file, "frames")
         assert frames.chunks == (4, *frames.shape[1:]), "up to 8 images"
         after = {name: {key: np.array(value) for key, value in x.attrs.items()} for name, x in file.items()}
@@ -182,13 +182,13 @@ def test_a_damaged_file_is_reported_and_left(run_dir: Path, capsys: pytest.Captu
 def test_what_was_written_wrongly_never_replaces_a_file(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy, before = compaction._copy, file_of(run_dir, 0).read_bytes()
+    copy, before = cleanup._copy, file_of(run_dir, 0).read_bytes()
 
     def wrong(old: h5py.File, new: h5py.File, settings: dict[str, object]) -> None:
         copy(old, new, settings)
         get_dataset(new, "frames")[0, 0, 0] ^= 1
 
-    monkeypatch.setattr(compaction, "_copy", wrong)
+    monkeypatch.setattr(cleanup, "_copy", wrong)
     assert compact(run_dir) == 1
     assert "checksum of frames does not match" in capsys.readouterr().err
     assert file_of(run_dir, 0).read_bytes() == before
@@ -210,7 +210,7 @@ def test_a_full_disk_leaves_the_old_file(
         raise OSError(28, "No space left on device")
 
     before = file_of(run_dir, 0).read_bytes()
-    monkeypatch.setattr(compaction, "sync", full)
+    monkeypatch.setattr(cleanup, "sync", full)
     assert compact(run_dir) == 2
     assert "Free disk space" in capsys.readouterr().err
     assert file_of(run_dir, 0).read_bytes() == before
@@ -250,6 +250,6 @@ def test_a_file_whose_codec_is_not_installed_is_not_taken_for_damaged(
 def test_plugin_codecs_keep_every_episode(run_dir: Path, codec: str) -> None:
     assert compact(run_dir) == 0
     assert compact(run_dir, "--codec", codec) == 0
-    assert compaction.codec_in(file_of(run_dir, 0)) == codec
+    assert cleanup.codec_in(file_of(run_dir, 0)) == codec
     for member, found in enumerate(read_group(file_of(run_dir, 0))):
         assert_same(found, episode_of(0, member))

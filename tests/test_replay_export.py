@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from inspection_fixtures import IDS, IMAGE, episode_of, make_run, open_store
 
-from asyncrl.replay.inspect import run_inspection
-from asyncrl.replay.inspection.running import Running
-from asyncrl.replay.inspection.samples import samples_of
+from asyncrl.replay_tools.commands import run_inspection
+from asyncrl.replay_tools.export import samples_of
+from asyncrl.replay_tools.lerobot import Running
 
 CAMERA = "observation.images.agentview"
 
@@ -118,7 +118,7 @@ def test_an_interrupted_export_is_noticed(run_dir: Path, capsys: pytest.CaptureF
 def test_lerobot_without_pyarrow_says_what_to_install(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.replay.inspection.lerobot.find_spec", lambda name: None)
+    monkeypatch.setattr("asyncrl.replay_tools.lerobot.find_spec", lambda name: None)
     assert export(run_dir, run_dir / "lerobot") == 2
     assert "pip install 'asyncrl[lerobot]'" in capsys.readouterr().err
     assert not (run_dir / "lerobot").exists()
@@ -185,7 +185,9 @@ def test_running_statistics_are_those_of_all_values() -> None:
 def test_looking_does_not_load_the_export_packages() -> None:
     import subprocess
 
-    check = "import sys, asyncrl.replay.inspect; print({'pyarrow', 'av', 'torch'} & sys.modules.keys())"
+    check = (
+        "import sys, asyncrl.replay_tools.commands; print({'pyarrow', 'av', 'torch'} & sys.modules.keys())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
     )

@@ -23,9 +23,9 @@ from asyncrl.replay.counters import constant
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.reading import problem_with_file, read_rows
 from asyncrl.replay.replay import ReplayCore
 from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay_tools.episodes import problem_with_file, read_rows
 
 
 def open_filter(

@@ -26,11 +26,11 @@ from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.files import writer
 from asyncrl.replay.files.reader import read_group
-from asyncrl.replay.inspect import run_inspection
 from asyncrl.replay.ledger import SPARE_BYTES, Ledger
 from asyncrl.replay.replay import open_core
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay_tools.commands import run_inspection
 
 PAGE = 4096
 MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'

@@ -7,8 +7,8 @@ import pytest
 from inspection_fixtures import IDS, episode_of, make_run, open_store, remove_after_listing
 from PIL import Image
 
-from asyncrl.replay.inspect import run_inspection
-from asyncrl.replay.inspection.drawing import BLUE, FAINT
+from asyncrl.replay_tools.commands import run_inspection
+from asyncrl.replay_tools.drawing import BLUE, FAINT
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics as m
 from asyncrl.replay.groups import ReadyGroup
-from asyncrl.replay.inspection.fates import read_fates
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import ReplayCore
 from asyncrl.replay.samplers import Order, pick_in_order
 from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay_tools.episodes import read_fates
 
 ORDERS = ["oldest", "newest", "uniform", "prioritized"]
 

@@ -12,7 +12,7 @@ from training_fixtures import GROUP_SIZE, SIZE, start_state, write_models
 
 from asyncrl import cli
 from asyncrl.observability import metrics as m
-from asyncrl.replay.reading import read_rows, replay_folder
+from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.worlds.start_states import save_start_states
 
 PER_UPDATE = 1

@@ -11,17 +11,107 @@ import json
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay.inspection.lerobot_meta import FEATURES, IMAGE, info_of
-from asyncrl.replay.inspection.movies import can_write_mp4, write_mp4
-from asyncrl.replay.inspection.running import Running
-from asyncrl.replay.inspection.samples import STEPS_PER_SECOND, Rate, Samples
-from asyncrl.replay.reading import Row
+from asyncrl.replay_tools.episodes import Row
+from asyncrl.replay_tools.export import STEPS_PER_SECOND, Rate, Samples
+from asyncrl.replay_tools.video import can_write_mp4, write_mp4
+
+IMAGE: Final = "observation.images.agentview"
+_ACTION = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
+
+
+def _number(dtype: str) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [1], "names": None}
+
+
+FEATURES: Final[dict[str, dict[str, Any]]] = {
+    IMAGE: {"dtype": "video", "names": ["height", "width", "channels"]},
+    "action": {"dtype": "float32", "shape": [7], "names": _ACTION},
+    "next.reward": _number("float32"),
+    "next.done": _number("bool"),
+    "next.success": _number("bool"),
+    "timestamp": _number("float32"),
+    "frame_index": _number("int64"),
+    "episode_index": _number("int64"),
+    "index": _number("int64"),
+    "task_index": _number("int64"),
+}
+"""The columns; the shape of the images is known once there are some."""
+
+
+def info_of(episodes: int, frames: int, tasks: int, size: tuple[int, int], fps: int) -> dict[str, Any]:
+    """Describe a data set.
+
+    Args:
+        episodes: How many.
+        frames: Of all episodes.
+        tasks: Different ones.
+        size: Height and width of the frames in pixels.
+        fps: Frames per second.
+    """
+    video = {
+        "video.height": size[0],
+        "video.width": size[1],
+        "video.codec": "h264",
+        "video.pix_fmt": "yuv420p",
+        "video.is_depth_map": False,
+        "video.fps": fps,
+        "video.channels": 3,
+        "has_audio": False,
+    }
+    image = FEATURES[IMAGE] | {"shape": [*size, 3], "info": video}
+    return {
+        "codebase_version": "v3.0",
+        "robot_type": None,
+        "total_episodes": episodes,
+        "total_frames": frames,
+        "total_tasks": tasks,
+        "chunks_size": 1000,
+        "data_files_size_in_mb": 100,
+        "video_files_size_in_mb": 200,
+        "fps": fps,
+        "splits": {"train": f"0:{episodes}"},
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+        "features": FEATURES | {IMAGE: image},
+    }
+
+
+class Running:
+    """Statistics of one column, without keeping it. Pictures count per channel, scaled to [0, 1]."""
+
+    def __init__(self, *, image: bool = False) -> None:
+        self._image = image
+        self._count = self._pixels = 0
+        self._low = self._high = self._sum = self._squares = np.empty(0)
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Count ``[T, D]`` numbers, or ``[T, H, W, 3]`` uint8 pictures."""
+        flat = values.reshape(-1, values.shape[-1]).astype(np.float64) / (255 if self._image else 1)
+        low, high = flat.min(axis=0), flat.max(axis=0)
+        total, squares = flat.sum(axis=0), (flat**2).sum(axis=0)
+        if self._count:
+            low, high = np.minimum(low, self._low), np.maximum(high, self._high)
+            total, squares = total + self._sum, squares + self._squares
+        self._low, self._high, self._sum, self._squares = low, high, total, squares
+        self._count += len(values)
+        self._pixels += len(flat)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The statistics as lists; those of pictures have the shape ``[3, 1, 1]``."""
+        mean = self._sum / self._pixels
+        spread = np.sqrt(np.maximum(0.0, self._squares / self._pixels - mean**2))
+        told = {"min": self._low, "max": self._high, "mean": mean, "std": spread}
+        shape = (-1, 1, 1) if self._image else (-1,)
+        return {name: value.reshape(shape).tolist() for name, value in told.items()} | {
+            "count": [self._count]
+        }
+
 
 FILE = "chunk-000/file-000"
 ENCODING = {"g": "2", "crf": "18"}

@@ -9,11 +9,10 @@ from pathlib import Path
 from asyncrl.errors import ReplayError
 from asyncrl.records import SCHEMA_VERSION
 from asyncrl.replay.files.format import FORMAT_VERSION, Shard, read_shard
-from asyncrl.replay.inspection.choosing import OfReplay
-from asyncrl.replay.inspection.fates import Fates, read_fates
-from asyncrl.replay.inspection.tables import watched
-from asyncrl.replay.reading import problem_with_file
 from asyncrl.replay.store import PATTERN, read_meta
+from asyncrl.replay_tools.episodes import Fates, problem_with_file, read_fates
+from asyncrl.replay_tools.selection import OfReplay
+from asyncrl.replay_tools.text import watched
 
 
 @dataclass(frozen=True, kw_only=True)

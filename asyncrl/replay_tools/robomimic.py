@@ -22,8 +22,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from asyncrl.replay.inspection.samples import STEPS_PER_SECOND, Rate, Samples
-from asyncrl.replay.reading import Row
+from asyncrl.replay_tools.episodes import Row
+from asyncrl.replay_tools.export import STEPS_PER_SECOND, Rate, Samples
 
 GYM = 2
 """The number of robomimic's EnvType.GYM_TYPE; the environment itself cannot be made from the file."""

@@ -11,9 +11,9 @@ import tyro
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, EPISODE_SCALARS
-from asyncrl.replay.inspection.choosing import OfEpisodes, OfReplay
-from asyncrl.replay.inspection.tables import NOTHING, table
-from asyncrl.replay.reading import Row, find_row
+from asyncrl.replay_tools.episodes import Row, find_row
+from asyncrl.replay_tools.selection import OfEpisodes, OfReplay
+from asyncrl.replay_tools.text import NOTHING, table
 
 SORTS = Literal["number", "success", "steps", "lag", "version"]
 TITLES = ("episode", "group", "member", "task", "success", "steps", "versions", "lag", "world", "group was")

@@ -10,10 +10,10 @@ from PIL import Image, ImageDraw
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
-from asyncrl.replay.inspection.choosing import OfEpisodes
-from asyncrl.replay.inspection.drawing import GREEN, INK, PAPER, RED, captioned, enlarged, font
-from asyncrl.replay.inspection.tables import watched
-from asyncrl.replay.reading import Row, reread, warn
+from asyncrl.replay_tools.drawing import GREEN, INK, PAPER, RED, captioned, enlarged, font
+from asyncrl.replay_tools.episodes import Row, reread, warn
+from asyncrl.replay_tools.selection import OfEpisodes
+from asyncrl.replay_tools.text import watched
 
 WIDTH = 96
 """Least width of one picture in pixels."""

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import tyro
 
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.replay.inspection.compaction import Compact
-from asyncrl.replay.inspection.exporting import Export
-from asyncrl.replay.inspection.listing import List, Show
-from asyncrl.replay.inspection.pruning import Prune
-from asyncrl.replay.inspection.sheet import Sheet
-from asyncrl.replay.inspection.summary import Stats
-from asyncrl.replay.inspection.verifying import Verify
-from asyncrl.replay.inspection.video import Video
+from asyncrl.replay_tools.cleanup import Compact, Prune
+from asyncrl.replay_tools.export import Export
+from asyncrl.replay_tools.sheet import Sheet
+from asyncrl.replay_tools.statistics import Stats
+from asyncrl.replay_tools.tables import List, Show
+from asyncrl.replay_tools.verify import Verify
+from asyncrl.replay_tools.video import Video
 
 _named = tyro.conf.subcommand
 COMMANDS: Any = (

@@ -9,8 +9,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay.inspection.fates import Fate
-from asyncrl.replay.reading import LIGHT, Row, read_rows, replay_folder
+from asyncrl.replay_tools.episodes import LIGHT, Fate, Row, read_rows, replay_folder
 
 
 @dataclass(frozen=True, kw_only=True)
