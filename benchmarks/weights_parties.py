@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.learner.gathering import Gathering
-from asyncrl.weights.layout import build_manifest
+from asyncrl.weights.packing import build_manifest
 from asyncrl.weights.receiver import build_receiver
-from asyncrl.weights.transports import TransportName
+from asyncrl.weights.transports.transports import TransportName
 
 Kind = Literal["full", "lora"]
 Shapes = dict[str, tuple[int, ...]]

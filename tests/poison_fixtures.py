@@ -23,7 +23,7 @@ from asyncrl.records import StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.replay import ReplayCore, open_core
-from asyncrl.weights.inline import build_inline
+from asyncrl.weights.transports.in_process import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 
 GROUP = 2

@@ -26,8 +26,8 @@ from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.replay import ReplayCore, open_core
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
-from asyncrl.weights.inline import build_inline
 from asyncrl.weights.interface import ChannelClosed
+from asyncrl.weights.transports.in_process import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig

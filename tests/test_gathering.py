@@ -15,7 +15,7 @@ from two_ranks import run_ranks
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner import gathering
 from asyncrl.learner.gathering import Gathering
-from asyncrl.weights import layout
+from asyncrl.weights import packing
 
 SHAPES = {"even": (4, 6), "odd": (5, 3), "one_row": (1, 7), "large": (257, 33), "line": (11,)}
 TYPES = dict.fromkeys(SHAPES, torch.bfloat16) | {"line": torch.float32}
@@ -31,9 +31,9 @@ def masters() -> dict[str, Tensor]:
 
 def filled(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     """What `gather` writes into a packed buffer; nothing on other ranks than 0."""
-    manifest = layout.build_manifest(tensors, TYPES)
-    buffers = layout.allocate(manifest, torch.device("cpu"))
-    places = layout.places_in(manifest, buffers) if torch.distributed.get_rank() == 0 else {}
+    manifest = packing.build_manifest(tensors, TYPES)
+    buffers = packing.allocate(manifest, torch.device("cpu"))
+    places = packing.places_in(manifest, buffers) if torch.distributed.get_rank() == 0 else {}
     gathered = Gathering(tensors, TYPES)
     gathered.write({name: torch.zeros_like(t) for name, t in tensors.items()}, places)
     gathered.write(tensors, places)  # A version later.
@@ -90,7 +90,7 @@ def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
     from asyncrl.launch.outgoing import ActingWeights, acting_types
     from asyncrl.learner.nowhere import NullPublisher
     from asyncrl.learner.sharding import shard
-    from asyncrl.weights.outbox import Outbox
+    from asyncrl.weights.double_buffer import Outbox
 
     policy = policy_of(lora)
     types = acting_types(policy)
@@ -101,7 +101,7 @@ def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
     outbox = Outbox(torch.device("cpu"))
     outbox.pack(source, 0)
     assert outbox.manifest is not None
-    return raw(layout.places_in(outbox.manifest, outbox.slots[0]))
+    return raw(packing.places_in(outbox.manifest, outbox.slots[0]))
 
 
 def publish_both() -> list[dict[str, bytes]]:

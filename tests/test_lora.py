@@ -31,7 +31,7 @@ from asyncrl.policies.lora import adapters_disabled, add_lora, has_lora, merged_
 from asyncrl.policies.openvla_config import OpenVLAOFTConfig
 from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.policies.protocol import SamplingParams
-from asyncrl.weights.layout import build_manifest, require_same
+from asyncrl.weights.packing import build_manifest, require_same
 
 AS_IS = SamplingParams(temperature=1.0)
 STATS = {"desk": {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 7}}

@@ -26,7 +26,7 @@ from asyncrl.devices.offload import NEVER, PARK_AFTER, Parked, Parking
 from asyncrl.launch.offload import actor_parking, learner_parking
 from asyncrl.observability import metrics as m
 from asyncrl.records import EPISODE_ARRAYS, Episode
-from asyncrl.weights.inline import build_inline
+from asyncrl.weights.transports.in_process import build_inline
 
 CPU = torch.device("cpu")
 

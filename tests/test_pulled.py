@@ -21,13 +21,12 @@ from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_ser
 from asyncrl.messaging.sockets import connect_dealer
 from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
 from asyncrl.observability import metrics as m
-from asyncrl.weights import pull_server, pulled
-from asyncrl.weights.interface import ChannelClosed
-from asyncrl.weights.outbox import Outbox
+from asyncrl.weights import pull_client, pull_server
+from asyncrl.weights.double_buffer import Outbox
+from asyncrl.weights.interface import ChannelClosed, as_source
 from asyncrl.weights.publisher import StorePublisher, build_publisher
+from asyncrl.weights.pull_client import PulledReceiver, build_pulled_receiver
 from asyncrl.weights.pull_server import PullSettings
-from asyncrl.weights.pulled import PulledReceiver, build_pulled_receiver
-from asyncrl.weights.sources import as_source
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -164,7 +163,7 @@ def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_
             assert go_on.wait(PATIENCE)
         return genuine(self, version, piece)
 
-    monkeypatch.setattr(pulled, "IN_FLIGHT", 1)
+    monkeypatch.setattr(pull_client, "IN_FLIGHT", 1)
     monkeypatch.setattr(PulledReceiver, "_tell_piece", slowly)
     publisher.publish(policy(0), 0)
     with receiving(endpoint) as receiver:
@@ -194,7 +193,7 @@ def test_a_version_that_is_gone_is_begun_again_with_the_newest(
     monkeypatch.setattr(PulledReceiver, "_tell_piece", forget)
     publisher.publish(policy(3), 3)
     with receiving(endpoint) as receiver:
-        monkeypatch.setattr(pulled, "ASK_AGAIN", 0.3)
+        monkeypatch.setattr(pull_client, "ASK_AGAIN", 0.3)
         tensors = policy(0)
         assert swap_until(receiver, tensors, 3) == 3
         assert raw(tensors) == raw(policy(3))
@@ -306,7 +305,7 @@ def test_a_learner_that_vanished_is_an_error_after_the_deadline() -> None:
 def test_an_actor_that_vanished_is_found_out_and_one_that_comes_back_is_welcome(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pulled, "ASK_AGAIN", 0.5)
+    monkeypatch.setattr(pull_client, "ASK_AGAIN", 0.5)
     with opened(silence=1.5) as (publisher, endpoint), receiving(endpoint) as receiver:
         publisher.publish(policy(0), 0)
         assert receiver.wait_for_first(PATIENCE) == 0

@@ -21,7 +21,7 @@ from asyncrl.policies.protocol import ActResult, SamplingParams
 from asyncrl.records import EPISODE_ARRAYS, StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.replay import open_core
-from asyncrl.weights.inline import build_inline
+from asyncrl.weights.transports.in_process import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 
 GPUS = torch.cuda.device_count()

@@ -16,17 +16,17 @@ from torch.distributed import Store
 
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics as m
-from asyncrl.weights import layout, membership
-from asyncrl.weights.bell import Bell
-from asyncrl.weights.bounded import run_bounded
-from asyncrl.weights.cuda_ipc import import_handle
-from asyncrl.weights.inline import build_inline
+from asyncrl.weights import membership, packing
+from asyncrl.weights.deadlines import run_bounded
 from asyncrl.weights.interface import ChannelClosed, Receiver
-from asyncrl.weights.mixed import Groups, MixedTransport, divide
+from asyncrl.weights.membership import Bell
 from asyncrl.weights.publisher import StorePublisher, build_publisher
 from asyncrl.weights.receiver import StoreReceiver, build_receiver
-from asyncrl.weights.store import connect, epoch_store
-from asyncrl.weights.transports import GlooTransport, Link, Slots
+from asyncrl.weights.rendezvous_store import connect, epoch_store
+from asyncrl.weights.transports.cuda_ipc import import_handle
+from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.weights.transports.nccl_and_ipc import Groups, MixedTransport, divide
+from asyncrl.weights.transports.transports import GlooTransport, Link, Slots
 
 ELEMENTS = 1_000_000
 PATIENCE = 30.0
@@ -153,32 +153,32 @@ def test_packing_puts_every_tensor_at_a_multiple_of_16_bytes() -> None:
         "a": torch.tensor([[4.0]]),
         "c": torch.tensor([1, 2], dtype=torch.int64),
     }
-    manifest = layout.build_manifest(tensors)
-    buffers = layout.allocate(manifest, torch.device("cpu"))
-    layout.fill(layout.places_in(manifest, buffers), tensors)
+    manifest = packing.build_manifest(tensors)
+    buffers = packing.allocate(manifest, torch.device("cpu"))
+    packing.fill(packing.places_in(manifest, buffers), tensors)
     assert manifest.dtypes == ["float32", "int64"]
     assert buffers[0].numpy().tobytes() == struct.pack("<8f", 4, 0, 0, 0, 1, 2, 3, 0)
     assert buffers[1].numpy().tobytes() == struct.pack("<2q", 1, 2)
-    assert layout.total_bytes(buffers) == 48
+    assert packing.total_bytes(buffers) == 48
 
 
 def test_unpacking_gives_back_what_was_packed_even_into_views() -> None:
     source = policy(3, elements=12)
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     target["body"] = torch.zeros(3, 8)[:, ::2].t().t().reshape(-1)[:12]
-    manifest = layout.build_manifest(source)
-    buffers = layout.allocate(manifest, torch.device("cpu"))
-    places = layout.places_in(manifest, buffers)
-    layout.fill(places, source)
-    layout.fill(target, places)
+    manifest = packing.build_manifest(source)
+    buffers = packing.allocate(manifest, torch.device("cpu"))
+    places = packing.places_in(manifest, buffers)
+    packing.fill(places, source)
+    packing.fill(target, places)
     assert raw(target) == raw(source)
 
 
 def test_a_manifest_survives_json_and_does_not_depend_on_the_order_of_the_tensors() -> None:
     tensors = policy(0, elements=10)
-    manifest = layout.build_manifest(tensors)
-    assert layout.Manifest.from_json(manifest.to_json()) == manifest
-    assert layout.build_manifest(dict(reversed(tensors.items()))) == manifest
+    manifest = packing.build_manifest(tensors)
+    assert packing.Manifest.from_json(manifest.to_json()) == manifest
+    assert packing.build_manifest(dict(reversed(tensors.items()))) == manifest
 
 
 def test_the_checksum_is_the_crc32_of_the_bytes_one_buffer_after_the_other() -> None:
@@ -186,10 +186,10 @@ def test_the_checksum_is_the_crc32_of_the_bytes_one_buffer_after_the_other() -> 
         torch.tensor(list(b"1234"), dtype=torch.uint8),
         torch.tensor(list(b"56789"), dtype=torch.uint8),
     ]
-    assert layout.checksum(buffers) == 0xCBF43926  # the check value of CRC-32
+    assert packing.checksum(buffers) == 0xCBF43926  # the check value of CRC-32
 
 
-@pytest.mark.parametrize("words", [3, layout.FOLD, 2 * layout.FOLD + 5])
+@pytest.mark.parametrize("words", [3, packing.FOLD, 2 * packing.FOLD + 5])
 def test_the_sum_for_gpus_is_each_word_times_an_odd_number_of_its_own(words: int) -> None:
     """The factors follow from the sums of buffers with a single 1; any other sum must be made of them."""
     places = sorted({0, 1, words // 2, words - 1})
@@ -197,7 +197,7 @@ def test_the_sum_for_gpus_is_each_word_times_an_odd_number_of_its_own(words: int
     factors = []
     for place in places:
         buffer[place] = 1
-        factors.append(int(layout.weighted_sum(buffer)))
+        factors.append(int(packing.weighted_sum(buffer)))
         buffer[place] = 0
     assert all(factor % 2 for factor in factors)
     assert len(set(factors)) == len(places)
@@ -205,16 +205,16 @@ def test_the_sum_for_gpus_is_each_word_times_an_odd_number_of_its_own(words: int
     for place, value in zip(places, values, strict=True):
         buffer[place] = value
     expected = sum(f * v for f, v in zip(factors, values, strict=True)) % 2**64
-    assert int(layout.weighted_sum(buffer.view(torch.bfloat16))) % 2**64 == expected
+    assert int(packing.weighted_sum(buffer.view(torch.bfloat16))) % 2**64 == expected
 
 
 def test_the_sum_for_gpus_sees_words_rows_and_columns_that_changed_places() -> None:
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randint(-(2**63), 2**63 - 1, (6, layout.FOLD), generator=generator)
+    whole = torch.randint(-(2**63), 2**63 - 1, (6, packing.FOLD), generator=generator)
     rows, columns, shifted = whole.roll(1, 0), whole.roll(1, 1), whole.flatten().roll(8)
     corners = whole.clone()
     corners[0, 0], corners[3, 9] = whole[3, 9], whole[0, 0]
-    sums = {int(layout.weighted_sum(t.flatten())) for t in (whole, rows, columns, shifted, corners)}
+    sums = {int(packing.weighted_sum(t.flatten())) for t in (whole, rows, columns, shifted, corners)}
     assert len(sums) == 5
 
 
@@ -222,28 +222,28 @@ def test_copies_are_cast_whatever_their_size_and_layout() -> None:
     generator = torch.Generator().manual_seed(0)
     source = [torch.randn(shape, generator=generator).t() for shape in ((2, 3), (1100, 2000), (1, 1))]
     into = [torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in source]
-    assert into[1].nbytes > layout.LARGE > into[0].nbytes
-    layout.copy(into, source)
+    assert into[1].nbytes > packing.LARGE > into[0].nbytes
+    packing.copy(into, source)
     for target, tensor in zip(into, source, strict=True):
         assert torch.equal(target, tensor.to(torch.bfloat16))
 
 
 def test_a_mismatch_names_the_first_tensor_and_both_shapes() -> None:
-    learner = layout.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 8), "z": torch.zeros(1)})
-    actor = layout.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 16)})
+    learner = packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 8), "z": torch.zeros(1)})
+    actor = packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 16)})
     with pytest.raises(
         WeightSyncError, match=r"'lora' is float32 \[4, 8\] on the learner but float32 \[4, 16\] on actor-1"
     ):
-        layout.require_same(learner, actor, "actor-1")
+        packing.require_same(learner, actor, "actor-1")
     with pytest.raises(WeightSyncError, match=r"'z' is float32 \[1\] on the learner but absent on actor-1"):
-        layout.require_same(
-            learner, layout.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 8)}), "actor-1"
+        packing.require_same(
+            learner, packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 8)}), "actor-1"
         )
 
 
 def test_nothing_to_send_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="no trainable tensors"):
-        layout.build_manifest({})
+        packing.build_manifest({})
 
 
 # --- inline ---
@@ -378,7 +378,7 @@ class DamagingTransport(GlooTransport):
         link = super().follow(store, rank, size)
         receive = link.receive
 
-        def receive_damaged(slot: int, into: layout.Buffers) -> None:
+        def receive_damaged(slot: int, into: packing.Buffers) -> None:
             receive(slot, into)
             into[0].view(torch.uint8)[0] ^= 1
 
@@ -390,7 +390,7 @@ class DamagingTransport(GlooTransport):
 
 
 def test_damaged_weights_are_never_swapped_in(publisher: StorePublisher) -> None:
-    manifest = layout.build_manifest(policy(0, elements=10))
+    manifest = packing.build_manifest(policy(0, elements=10))
     store = connect(publisher.endpoint, PATIENCE)
     receiver = StoreReceiver(DamagingTransport(1.0), store, publisher.endpoint, "actor-0", manifest, 1.0)
     publisher.publish(policy(0, elements=10), 0)

@@ -15,9 +15,9 @@ from two_ranks import run_ranks
 from asyncrl.learner import gathering
 from asyncrl.learner.gathering import Gathering
 from asyncrl.observability import metrics as m
-from asyncrl.weights import layout
-from asyncrl.weights.buffered import BufferedReceiver
+from asyncrl.weights import packing
 from asyncrl.weights.publisher import StorePublisher, build_publisher
+from asyncrl.weights.swap_buffer import BufferedReceiver
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -80,14 +80,14 @@ def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others() -> N
 
 def test_the_sum_for_gpus_is_the_same_on_both_kinds_of_device() -> None:
     generator = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**63), 2**63 - 1, (1000 * layout.FOLD + 3,), generator=generator)
-    assert int(layout.weighted_sum(words.to("cuda:0"))) == int(layout.weighted_sum(words))
+    words = torch.randint(-(2**63), 2**63 - 1, (1000 * packing.FOLD + 3,), generator=generator)
+    assert int(packing.weighted_sum(words.to("cuda:0"))) == int(packing.weighted_sum(words))
 
 
 def test_a_swap_waits_for_nothing_and_is_not_overtaken_by_the_next_version() -> None:
     device = torch.device("cuda", 0)
     tensors = {"body": torch.zeros(2**24, device=device)}
-    receiver = BufferedReceiver("actor-0", "here", layout.build_manifest(tensors), device, 1.0)
+    receiver = BufferedReceiver("actor-0", "here", packing.build_manifest(tensors), device, 1.0)
     receiving = torch.cuda.Stream(device)
 
     def arrive(version: int) -> None:
@@ -126,10 +126,10 @@ def test_what_is_packed_on_a_gpu_is_what_the_cpu_casts() -> None:
 
 def packed(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     """What lies in a packed buffer on this rank's GPU; nothing on other ranks than 0."""
-    manifest = layout.build_manifest(tensors, TYPES)
-    buffers = layout.allocate(manifest, torch.device("cuda", torch.cuda.current_device()))
+    manifest = packing.build_manifest(tensors, TYPES)
+    buffers = packing.allocate(manifest, torch.device("cuda", torch.cuda.current_device()))
     leads = not dist.is_initialized() or dist.get_rank() == 0
-    places = layout.places_in(manifest, buffers) if leads else {}
+    places = packing.places_in(manifest, buffers) if leads else {}
     Gathering(tensors, TYPES).write(tensors, places)
     torch.cuda.synchronize()
     return raw(places)

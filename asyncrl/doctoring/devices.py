@@ -52,7 +52,7 @@ def check_placement(subject: Subject) -> Finding:
     import torch
 
     from asyncrl.launch import build, learners
-    from asyncrl.weights.transports import build_transport
+    from asyncrl.weights.transports.transports import build_transport
 
     config = subject.config
     try:

@@ -23,7 +23,7 @@ from asyncrl.doctoring.link_member import Task, serve
 from asyncrl.doctoring.subject import Subject
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.devices import pick_device
-from asyncrl.weights.store import open_store
+from asyncrl.weights.rendezvous_store import open_store
 
 DEADLINE: Final = 60.0
 """Seconds in which pairs are begun; one that might not end before is left out and named."""

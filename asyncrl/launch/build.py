@@ -39,7 +39,7 @@ from asyncrl.records import StartState
 from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 from asyncrl.weights.interface import Publisher
-from asyncrl.weights.transports import TransportName
+from asyncrl.weights.transports.transports import TransportName
 from asyncrl.worlds.wan import WanState
 
 

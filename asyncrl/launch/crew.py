@@ -24,8 +24,7 @@ from asyncrl.replay.interface import LearnerPort
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.weights.interface import Publisher
-    from asyncrl.weights.sources import Source
+    from asyncrl.weights.interface import Publisher, Source
 
 REPLAY = "replay"
 """Name of the child that keeps the episodes."""

@@ -18,7 +18,7 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import Logbook
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.replay import open_core
-from asyncrl.weights.inline import build_inline
+from asyncrl.weights.transports.in_process import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 
 

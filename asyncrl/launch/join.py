@@ -31,7 +31,7 @@ from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
 if TYPE_CHECKING:
     from asyncrl.actors.actor import Actor
     from asyncrl.replay.client import ZmqActorPort
-    from asyncrl.weights.pulled import PulledReceiver
+    from asyncrl.weights.pull_client import PulledReceiver
 
 ANSWER_DEADLINE: Final = 30.0
 """Seconds the replay has to tell the run's settings."""
@@ -121,7 +121,7 @@ def _join(
     from asyncrl.launch.placement import threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
-    from asyncrl.weights.pulled import build_pulled_receiver
+    from asyncrl.weights.pull_client import build_pulled_receiver
     from asyncrl.worlds.start_states import StartStateStream
 
     device = pick_device(settings.device)

@@ -15,7 +15,7 @@ from asyncrl.policies.adapter_files import adapter_tensors, save_adapter
 from asyncrl.policies.checkpoints import save_policy
 from asyncrl.policies.lora import merged_tensors
 from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.weights.layout import build_manifest
+from asyncrl.weights.packing import build_manifest
 
 ADAPTER_FOLDER: Final = "adapter"
 

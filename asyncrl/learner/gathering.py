@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.distributed_group import naming
-from asyncrl.weights import layout
+from asyncrl.weights import packing
 
 BUCKET: Final = 2**28
 """Bytes of whole tensors that travel together, at most, unless one tensor alone is larger."""
@@ -78,7 +78,7 @@ class Gathering:
             RunError: another learner rank is gone or late.
         """
         if places:
-            layout.copy([places[name] for name in self._whole], [tensors[name] for name in self._whole])
+            packing.copy([places[name] for name in self._whole], [tensors[name] for name in self._whole])
         under_way: deque[Callable[[], None]] = deque()
         with torch.no_grad(), naming("the learner ranks to gather the weights"):
             for bucket, views in zip(self._buckets, self._views_of(places), strict=True):
@@ -146,16 +146,16 @@ class _Bucket:
         local: list[Tensor] = [cast("DTensor", tensors[name]).to_local() for name in self._names]
         if self._rank > 0:
             message = self._message(self._rank)
-            layout.copy(message.split(self._sizes[self._rank]), [t.reshape(-1) for t in local])
+            packing.copy(message.split(self._sizes[self._rank]), [t.reshape(-1) for t in local])
             return partial(_wait, self._travel(dist.isend, {0: message}), [message])
         incoming = {rank: self._message(rank) for rank in range(1, len(self._sizes))}
         works = self._travel(dist.irecv, incoming)
-        layout.copy(views[0], local)
+        packing.copy(views[0], local)
 
         def finish() -> None:
             _wait(works, list(incoming.values()))
             for rank, message in incoming.items():
-                layout.copy(views[rank], message.split(self._sizes[rank]))
+                packing.copy(views[rank], message.split(self._sizes[rank]))
 
         return finish
 
@@ -166,7 +166,7 @@ class _Bucket:
         """Send or receive one message per peer, as bytes, without waiting; both sides omit empty ones."""
         operations = [
             dist.P2POp(
-                direction, layout.as_bytes(message), dist.get_global_rank(self._group, peer), self._group
+                direction, packing.as_bytes(message), dist.get_global_rank(self._group, peer), self._group
             )
             for peer, message in messages.items()
             if message.numel()

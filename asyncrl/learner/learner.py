@@ -37,8 +37,7 @@ from asyncrl.observability.signals import interrupts_deferred
 from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
-from asyncrl.weights.interface import Publisher
-from asyncrl.weights.sources import Source
+from asyncrl.weights.interface import Publisher, Source
 
 SAMPLE_SLICE: Final = 1.0
 """Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""

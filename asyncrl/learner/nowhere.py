@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.weights.sources import Source, as_source
+from asyncrl.weights.interface import Source, as_source
 
 
 class NullPort:

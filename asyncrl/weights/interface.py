@@ -9,7 +9,43 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability.metrics import Metric
-from asyncrl.weights.sources import Source
+from asyncrl.weights import packing
+
+
+class Source(Protocol):
+    """The learner's weights, in its own types and perhaps spread over its ranks."""
+
+    @property
+    def manifest(self) -> packing.Manifest:
+        """Names, whole shapes, and the types in which actors hold the weights; the same for a whole run."""
+        ...
+
+    def write(self, places: Mapping[str, Tensor]) -> None:
+        """Write every tensor, cast, into its place, in the order of the current stream on CUDA.
+
+        A collective of the learner ranks where the weights are sharded: rank 0 gives the places, the others
+        none.
+        """
+        ...
+
+
+class WholeTensors:
+    """Tensors that lie whole in this process and are sent as they are."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.manifest = packing.build_manifest(tensors)
+        """See `Source.manifest`."""
+
+    def write(self, places: Mapping[str, Tensor]) -> None:
+        """Copy. See `Source.write`."""
+        packing.fill(places, self._tensors)
+
+
+def as_source(weights: Source | Mapping[str, Tensor]) -> Source:
+    """Return tensors as a source; a source as it is."""
+    return WholeTensors(weights) if isinstance(weights, Mapping) else weights
+
 
 Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """An actor's tensors by name, or what returns them."""

@@ -22,9 +22,12 @@ operating system.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import select
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +37,48 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability import process_status
-from asyncrl.weights.bell import Bell
+
+_HOST = "127.0.0.1"
+
+
+class Bell:
+    """One process's bell. One thread waits; any thread may ring others or itself."""
+
+    def __init__(self) -> None:
+        """Bind to a port of the loopback device that the system chooses."""
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((_HOST, 0))
+        self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self.port: int = self._socket.getsockname()[1]
+        """Where others ring it."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the bell is rung, at most `seconds`. Returns whether it was, since the last wait."""
+        if not self._poll.poll(1000 * seconds):
+            return False
+        with contextlib.suppress(BlockingIOError):  # All are read: one look answers them all.
+            while True:
+                self._socket.recv(1)
+        return True
+
+    def ring(self, *ports: int) -> None:
+        """Ring the bells at `ports`; 0 is nobody's."""
+        for port in ports:
+            if port:
+                # Full, closed or gone: whoever is there looks later.
+                with contextlib.suppress(OSError):
+                    self._socket.sendto(b"!", (_HOST, port))
+
+    def ring_all(self, ports: Iterable[int]) -> None:
+        """Ring each of these bells once."""
+        self.ring(*set(ports))
+
+    def close(self) -> None:
+        """Free the port."""
+        self._socket.close()
+
 
 POLL_SECONDS = 0.02
 """Pause between two looks at the store while an answer is expected."""

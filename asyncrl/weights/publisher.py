@@ -24,14 +24,14 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.weights import layout, transports
-from asyncrl.weights.bell import Bell
-from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
-from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, READY_SECONDS, Header, Member, Roster
-from asyncrl.weights.outbox import Outbox, Snapshot
+from asyncrl.weights import packing
+from asyncrl.weights.deadlines import ABORT_SECONDS, EpochLink
+from asyncrl.weights.double_buffer import Outbox, Snapshot
+from asyncrl.weights.interface import Source, as_source
+from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, READY_SECONDS, Bell, Header, Member, Roster
 from asyncrl.weights.pull_server import PullServer, PullSettings
-from asyncrl.weights.sources import Source, as_source
-from asyncrl.weights.store import epoch_store, open_store
+from asyncrl.weights.rendezvous_store import epoch_store, open_store
+from asyncrl.weights.transports import transports
 
 PACKING_LOOK_SECONDS = 0.0005
 """Pause between two looks at whether the device has packed a version."""
@@ -274,7 +274,7 @@ class StorePublisher:
         """Send one version to all members and wait until they have it."""
         roster, times = self._roster, [snapshot.began, time.monotonic()]
         with self._transport.aside():
-            checksum = layout.checksum(self._outbox.slots[snapshot.slot])
+            checksum = packing.checksum(self._outbox.slots[snapshot.slot])
         times.append(time.monotonic())
         roster.announce(self._k, Header(version=snapshot.version, slot=snapshot.slot, checksum=checksum))
         times.append(time.monotonic())

@@ -21,12 +21,12 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability import waits
-from asyncrl.weights import layout, transports
-from asyncrl.weights.bell import Bell
-from asyncrl.weights.bounded import ABORT_SECONDS, EpochLink
-from asyncrl.weights.buffered import BufferedReceiver
-from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, Header, Seat
-from asyncrl.weights.store import LOST, connect, epoch_store, first_line
+from asyncrl.weights import packing
+from asyncrl.weights.deadlines import ABORT_SECONDS, EpochLink
+from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, Bell, Header, Seat
+from asyncrl.weights.rendezvous_store import LOST, connect, epoch_store, first_line
+from asyncrl.weights.swap_buffer import BufferedReceiver
+from asyncrl.weights.transports import transports
 
 MAX_DAMAGED = 3
 """Broadcasts in a row with a wrong checksum after which the receiver gives up."""
@@ -42,7 +42,7 @@ class StoreReceiver(BufferedReceiver):
         store: Store,
         endpoint: str,
         name: str,
-        manifest: layout.Manifest,
+        manifest: packing.Manifest,
         deadline: float,
     ) -> None:
         super().__init__(name, endpoint, manifest, transport.device, deadline)
@@ -97,7 +97,7 @@ class StoreReceiver(BufferedReceiver):
             if self._closing.wait(POLL_SECONDS) or self._seat.dismissed():
                 return False
         try:
-            layout.require_same(layout.Manifest.from_json(theirs), self._manifest, self._name)
+            packing.require_same(packing.Manifest.from_json(theirs), self._manifest, self._name)
         except WeightSyncError as error:
             self._seat.register(refused=str(error))
             raise
@@ -169,9 +169,9 @@ class StoreReceiver(BufferedReceiver):
         self._require_whole(header, spare)
         self._accept(header.version)
 
-    def _require_whole(self, header: Header, buffers: layout.Buffers) -> None:
+    def _require_whole(self, header: Header, buffers: packing.Buffers) -> None:
         with self._transport.aside():
-            found = layout.checksum(buffers)
+            found = packing.checksum(buffers)
         if found == header.checksum:
             self._damaged = 0
             return
@@ -217,5 +217,5 @@ def build_receiver(
         ConfigError: the endpoint is not an address, or the transport needs a GPU.
     """
     carrier = transports.build_transport(transport, torch.device(device), deadline)
-    manifest = layout.build_manifest(manifest_tensors)
+    manifest = packing.build_manifest(manifest_tensors)
     return StoreReceiver(carrier, connect(endpoint, deadline), endpoint, name, manifest, deadline)

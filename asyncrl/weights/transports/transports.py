@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.weights.layout import Buffers, as_bytes
+from asyncrl.weights.packing import Buffers, as_bytes
 
 TransportName = Literal["gloo", "nccl", "cuda_ipc", "nccl+ipc"]
 Slots = tuple[Buffers, Buffers]
@@ -82,8 +82,8 @@ def build_transport(name: TransportName, device: torch.device, deadline: float) 
             f"--weights.transport is {name}, which carries weights between GPUs, but the device is {device}. "
             "Use gloo, or a device such as cuda:0."
         )
-    from asyncrl.weights.cuda_ipc import CudaIpcTransport
-    from asyncrl.weights.mixed import MixedTransport
+    from asyncrl.weights.transports.cuda_ipc import CudaIpcTransport
+    from asyncrl.weights.transports.nccl_and_ipc import MixedTransport
 
     # Of high priority: what the models have queued would otherwise hold a broadcast up for a whole kernel.
     stream = torch.cuda.Stream(device, priority=-1)

@@ -29,8 +29,8 @@ from asyncrl.messaging.authentication import Handshakes
 from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
-from asyncrl.weights import layout
-from asyncrl.weights.buffered import BufferedReceiver
+from asyncrl.weights import packing
+from asyncrl.weights.swap_buffer import BufferedReceiver
 
 IN_FLIGHT: Final = 8
 """Pieces asked for at the same time: what queues is at most this many."""
@@ -58,7 +58,7 @@ class PulledReceiver(BufferedReceiver):
         self,
         endpoint: str,
         name: str,
-        manifest: layout.Manifest,
+        manifest: packing.Manifest,
         security: ClientKeys | None,
         deadline: float,
     ) -> None:
@@ -106,11 +106,13 @@ class PulledReceiver(BufferedReceiver):
             return
         if offer["manifest"] != zlib.crc32(self._manifest.to_json().encode()):
             theirs = self._ask({"layout"}, "manifest")
-            layout.require_same(layout.Manifest.from_json(bytes(theirs.payload)), self._manifest, self._name)
+            packing.require_same(
+                packing.Manifest.from_json(bytes(theirs.payload)), self._manifest, self._name
+            )
         self._state = f"fetching version {offer['version']} from {self._endpoint}"
         if not self._fetch(offer["version"]):
             return
-        found = layout.checksum(self._room())
+        found = packing.checksum(self._room())
         if found == offer["checksum"]:
             self._damaged = 0
             self._accept(offer["version"])
@@ -121,7 +123,7 @@ class PulledReceiver(BufferedReceiver):
 
     def _fetch(self, version: int) -> bool:
         """Fetch all pieces of a version into the spare buffers. False: it is gone, a newer one is there."""
-        into = [layout.as_bytes(buffer).numpy().data for buffer in self._room()]
+        into = [packing.as_bytes(buffer).numpy().data for buffer in self._room()]
         missing = [
             (number, offset, min(CHUNK, len(view) - offset))
             for number, view in reversed(list(enumerate(into)))
@@ -236,4 +238,4 @@ def build_pulled_receiver(
     Raises:
         ConfigError: The endpoint cannot be used safely.
     """
-    return PulledReceiver(endpoint, name, layout.build_manifest(manifest_tensors), security, deadline)
+    return PulledReceiver(endpoint, name, packing.build_manifest(manifest_tensors), security, deadline)

@@ -22,8 +22,8 @@ import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.layout import Buffers
-from asyncrl.weights.transports import Link, Slots, Transport
+from asyncrl.weights.packing import Buffers
+from asyncrl.weights.transports.transports import Link, Slots, Transport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from torch import Tensor
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.weights import layout
-from asyncrl.weights.interface import Named
-from asyncrl.weights.sources import Source, as_source
+from asyncrl.weights import packing
+from asyncrl.weights.interface import Named, Source, as_source
 
 
 class _Box:
@@ -22,8 +21,8 @@ class _Box:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.version = -1
-        self.manifest: layout.Manifest | None = None
-        self.buffers: layout.Buffers = []
+        self.manifest: packing.Manifest | None = None
+        self.buffers: packing.Buffers = []
         self.places: dict[str, Tensor] = {}
         self.seconds = 0.0
 
@@ -42,9 +41,9 @@ class InlinePublisher:
             raise stale_version(version, box.version)
         if box.manifest is None:
             box.manifest = source.manifest
-            box.buffers = layout.allocate(source.manifest, box.device)
-            box.places = layout.places_in(source.manifest, box.buffers)
-        layout.require_same(source.manifest, box.manifest, "the first publish")
+            box.buffers = packing.allocate(source.manifest, box.device)
+            box.places = packing.places_in(source.manifest, box.buffers)
+        packing.require_same(source.manifest, box.manifest, "the first publish")
         source.write(box.places)
         box.version, box.seconds = version, time.monotonic() - begun
 
@@ -57,7 +56,7 @@ class InlinePublisher:
         """Return the newest readings of `weights/*`."""
         return {
             m.WEIGHTS_VERSION: self._box.version,
-            m.WEIGHTS_BYTES: layout.total_bytes(self._box.buffers),
+            m.WEIGHTS_BYTES: packing.total_bytes(self._box.buffers),
             m.WEIGHTS_SECONDS: self._box.seconds,
             m.WEIGHTS_MEMBERS: 1,
         }
@@ -84,8 +83,8 @@ class InlineReceiver:
         box = self._box
         if box.manifest is not None and box.version > self._held:
             tensors = tensors() if callable(tensors) else tensors
-            layout.require_same(box.manifest, layout.build_manifest(tensors), "the actor")
-            layout.fill(tensors, box.places)
+            packing.require_same(box.manifest, packing.build_manifest(tensors), "the actor")
+            packing.fill(tensors, box.places)
             self._held = box.version
         return self._held
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights import layout
+from asyncrl.weights import packing
 from asyncrl.weights.interface import ChannelClosed, Named
 
 
@@ -22,7 +22,7 @@ from asyncrl.weights.interface import ChannelClosed, Named
 class _Set:
     """The buffers of one version."""
 
-    buffers: layout.Buffers
+    buffers: packing.Buffers
     places: dict[str, Tensor]
     """Where each tensor lies in them."""
     read: torch.cuda.Event | None = None
@@ -33,7 +33,7 @@ class BufferedReceiver:
     """The actor's side of a receiver. See `interface.Receiver`."""
 
     def __init__(
-        self, name: str, endpoint: str, manifest: layout.Manifest, device: torch.device, deadline: float
+        self, name: str, endpoint: str, manifest: packing.Manifest, device: torch.device, deadline: float
     ) -> None:
         """Begin without a version.
 
@@ -88,9 +88,9 @@ class BufferedReceiver:
         if self._version == self._held:
             return self._held
         tensors = tensors() if callable(tensors) else tensors
-        layout.require_same(self._manifest, layout.build_manifest(tensors), f"{self._name}'s swap")
+        packing.require_same(self._manifest, packing.build_manifest(tensors), f"{self._name}'s swap")
         with self._changed:
-            layout.fill(tensors, self._complete.places)
+            packing.fill(tensors, self._complete.places)
             if self._device.type == "cuda":
                 # Before the next version is received into these buffers, `_room` waits for this event.
                 self._complete.read = torch.cuda.Event()
@@ -117,10 +117,10 @@ class BufferedReceiver:
     # --- the receiver's thread ---
 
     def _allocate(self) -> _Set:
-        buffers = layout.allocate(self._manifest, self._device)
-        return _Set(buffers=buffers, places=layout.places_in(self._manifest, buffers))
+        buffers = packing.allocate(self._manifest, self._device)
+        return _Set(buffers=buffers, places=packing.places_in(self._manifest, buffers))
 
-    def _room(self) -> layout.Buffers:
+    def _room(self) -> packing.Buffers:
         """The spare buffers; what the current stream does next runs after the last swap has read them."""
         if self._spare is None:
             self._spare = self._allocate()

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.weights import layout
-from asyncrl.weights.inline import stale_version
-from asyncrl.weights.sources import Source
-from asyncrl.weights.transports import Slots
+from asyncrl.weights import packing
+from asyncrl.weights.interface import Source
+from asyncrl.weights.transports.in_process import stale_version
+from asyncrl.weights.transports.transports import Slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Outbox:
         self.slots: Slots = ([], [])
         self._places: list[dict[str, Tensor]] = []
         """Where each tensor lies in the two sets."""
-        self.manifest: layout.Manifest | None = None
+        self.manifest: packing.Manifest | None = None
         """What the buffers hold; absent until the first version is packed."""
         self.newest = -1
         """Version that was packed last."""
@@ -59,7 +59,7 @@ class Outbox:
     @property
     def bytes(self) -> int:
         """Size of one version."""
-        return layout.total_bytes(self.slots[0])
+        return packing.total_bytes(self.slots[0])
 
     def pack(self, source: Source, version: int) -> None:
         """Let the source write into the set that is not being sent (in stream order on CUDA).
@@ -78,19 +78,19 @@ class Outbox:
             self._pending = Snapshot(version=version, slot=slot, packed=_record(self._device), began=began)
             self.newest = version
 
-    def _begin(self, manifest: layout.Manifest, version: int) -> int:
+    def _begin(self, manifest: packing.Manifest, version: int) -> int:
         """Return the set to pack, which nobody sends or reads until it is pending again."""
         with self._lock:
             if version <= self.newest:
                 raise stale_version(version, self.newest)
             if self.manifest is None:
                 self.slots = (
-                    layout.allocate(manifest, self._device),
-                    layout.allocate(manifest, self._device),
+                    packing.allocate(manifest, self._device),
+                    packing.allocate(manifest, self._device),
                 )
-                self._places = [layout.places_in(manifest, buffers) for buffers in self.slots]
+                self._places = [packing.places_in(manifest, buffers) for buffers in self.slots]
                 self.manifest = manifest
-            layout.require_same(manifest, self.manifest, "the first publish")
+            packing.require_same(manifest, self.manifest, "the first publish")
             self._pending = (
                 None  # Not valid while its buffers are overwritten, and so nothing can be promoted.
             )

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.store import first_line
-from asyncrl.weights.transports import Link
+from asyncrl.weights.rendezvous_store import first_line
+from asyncrl.weights.transports.transports import Link
 
 ABORT_SECONDS = 10.0
 """Longest wait for an aborted link; NCCL needs about half a second."""

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.layout import Buffers, as_bytes
-from asyncrl.weights.transports import Link, Slots
+from asyncrl.weights.packing import Buffers, as_bytes
+from asyncrl.weights.transports.transports import Link, Slots
 
 _HEAD = struct.Struct("<QQQBHHH")
 """Storage bytes, storage offset, reference counter offset, event sync flag; lengths of the three handles."""
