@@ -32,8 +32,8 @@ from asyncrl.policies.checkpoints import load_policy
 from asyncrl.policies.protocol import SamplingParams
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardModel
+from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.simulators.workers import SimulatorPool
 from asyncrl.storage.asset_paths import policy_folder, world_folder
 from asyncrl.worlds.wan_files import load_world
 

@@ -253,7 +253,7 @@ def test_decisions_are_counted_from_the_one_that_solved_the_task(
 @pytest.mark.render
 @pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 def test_a_demonstration_follows_from_its_seed_and_ends_with_a_decision() -> None:
-    from asyncrl.simulators.tabletop import Tabletop
+    from asyncrl.simulators.tabletop.simulator import Tabletop
 
     simulator = Tabletop(image_size=64)
     careful = Demonstrator(extra_decisions=1)

@@ -10,11 +10,19 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import AssetError, ConfigError, RunError
-from asyncrl.simulators import rendering, tabletop_scene
+from asyncrl.simulators import rendering
+from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import box_average, find_backend, require_backend
-from asyncrl.simulators.tabletop import MAX_STEPS, TASKS, TRANSLATION, Tabletop, rotation_matrix, steps_taken
-from asyncrl.simulators.tabletop_expert import Expert
-from asyncrl.simulators.workers import SimulatorPool
+from asyncrl.simulators.tabletop import scene
+from asyncrl.simulators.tabletop.expert import Expert
+from asyncrl.simulators.tabletop.simulator import (
+    MAX_STEPS,
+    TASKS,
+    TRANSLATION,
+    Tabletop,
+    rotation_matrix,
+    steps_taken,
+)
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 
@@ -34,7 +42,7 @@ def fulfils(simulator, seed, noise, grasp_offset):
 def put(simulator, cube, plate):
     """Set a cube down on a plate by hand, and let it come to rest."""
     x, y, _ = simulator.plate_position(plate)
-    height = tabletop_scene.PLATE_HEIGHT + tabletop_scene.CUBE_HALF
+    height = scene.PLATE_HEIGHT + scene.CUBE_HALF
     simulator.data.qpos[9 + 7 * cube : 16 + 7 * cube] = [x, y, height, 1, 0, 0, 0]
     for _ in range(3):
         simulator.step(np.array([0, 0, 0, 0, 0, 0, -1.0]))
@@ -83,8 +91,8 @@ def test_pictures_are_the_same_under_the_same_seed_and_differ_between_seeds():
 @needs_opengl
 def test_the_named_cube_and_plate_are_in_the_picture_in_their_colours():
     simulator = Tabletop()
-    names = [*tabletop_scene.CUBE_COLOURS, *tabletop_scene.PLATE_COLOURS]
-    palette = {**tabletop_scene.CUBE_COLOURS, **tabletop_scene.PLATE_COLOURS}
+    names = [*scene.CUBE_COLOURS, *scene.PLATE_COLOURS]
+    palette = {**scene.CUBE_COLOURS, **scene.PLATE_COLOURS}
     for seed in range(6):
         seen = simulator.reset(seed)
         for name in (name for name in names if name in seen.task.split()):
@@ -336,7 +344,7 @@ def test_a_library_that_loads_but_is_not_egl_is_not_usable(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 def test_workers_die_when_their_parent_is_killed():
     script = (
-        "from asyncrl.simulators.workers import SimulatorPool\n"
+        "from asyncrl.simulators.pool import SimulatorPool\n"
         "if __name__ == '__main__':\n"
         "    pool = SimulatorPool('tabletop', 1, 1, 32)\n"
         "    print(pool._members[0]._process.pid, flush=True)\n"

@@ -19,7 +19,7 @@ from training_fixtures import GROUP_SIZE, start_state, write_models
 from asyncrl import cli
 from asyncrl.observability import metrics as m
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
-from asyncrl.simulators.tabletop import steps_taken
+from asyncrl.simulators.tabletop.simulator import steps_taken
 from asyncrl.storage import checkpoint
 from asyncrl.worlds.start_states import save_start_states
 
@@ -252,7 +252,7 @@ def test_training_never_loads_the_simulator(models, tmp_path):
     program = (
         "import sys; from asyncrl import cli\n"
         "assert cli.run('train', sys.argv[1:]) == 0\n"
-        "assert 'mujoco' not in sys.modules and 'asyncrl.simulators.tabletop' not in sys.modules\n"
+        "assert 'mujoco' not in sys.modules and 'asyncrl.simulators.tabletop.simulator' not in sys.modules\n"
     )
     more = ["--inline", "--updates", "1", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(

@@ -13,7 +13,7 @@ from asyncrl.policies.openvla_oft import OpenVLAOFT
 from asyncrl.records import StartState
 from asyncrl.rewards.files import save_reward
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
-from asyncrl.simulators.tabletop_scene import TASKS
+from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.worlds.start_states import save_start_states
 from asyncrl.worlds.wan import WanWorld
 from asyncrl.worlds.wan_files import save_world

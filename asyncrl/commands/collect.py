@@ -73,7 +73,7 @@ def _record_expert(config: CollectConfig) -> int:
 def _record_policy(config: CollectConfig) -> int:
     from asyncrl.policies.checkpoints import load_policy
     from asyncrl.policies.protocol import SamplingParams
-    from asyncrl.simulators.workers import SimulatorPool
+    from asyncrl.simulators.pool import SimulatorPool
 
     policy = load_policy(policy_folder(config.policy), device=pick_device("auto"))
     sampling = SamplingParams(temperature=config.temperature, top_k=0)

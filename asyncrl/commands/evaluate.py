@@ -71,7 +71,7 @@ def _play(config: EvaluateConfig, folder: Path) -> Evaluation:
     from asyncrl.launch.devices import pick_device
     from asyncrl.policies.checkpoints import load_policy
     from asyncrl.policies.protocol import SamplingParams
-    from asyncrl.simulators.workers import SimulatorPool
+    from asyncrl.simulators.pool import SimulatorPool
 
     policy = load_policy(folder, device=pick_device(config.device))
     act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0))

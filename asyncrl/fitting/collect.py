@@ -112,7 +112,7 @@ def _record_part(
     from asyncrl.simulators.rendering import require_backend
 
     require_backend()
-    from asyncrl.simulators.tabletop import Tabletop
+    from asyncrl.simulators.tabletop.simulator import Tabletop
 
     settings = Demonstrator(**json.loads(demonstrator))
     simulator = Tabletop(image_size=image_size)
@@ -124,8 +124,8 @@ def _demonstrate(
     simulator: object, settings: Demonstrator, seed: int, max_decisions: int
 ) -> SimulatedEpisode:
     """Play one episode with the expert, to a whole number of decisions."""
-    from asyncrl.simulators.tabletop import Tabletop
-    from asyncrl.simulators.tabletop_expert import Expert
+    from asyncrl.simulators.tabletop.expert import Expert
+    from asyncrl.simulators.tabletop.simulator import Tabletop
 
     assert isinstance(simulator, Tabletop)
     rng = np.random.default_rng([seed, 1])

@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.tabletop import ROTATION, TRANSLATION, Tabletop, rotation_matrix, skew_part
-from asyncrl.simulators.tabletop_scene import CUBE_HALF, PLATE_HEIGHT, PLATE_RADIUS
+from asyncrl.simulators.tabletop.scene import CUBE_HALF, PLATE_HEIGHT, PLATE_RADIUS
+from asyncrl.simulators.tabletop.simulator import ROTATION, TRANSLATION, Tabletop, rotation_matrix, skew_part
 
 HOVER: Final = 0.07
 """Height above the grasp at which the hand travels to the cube."""

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM
-from asyncrl.simulators import tabletop_scene as scene
-from asyncrl.simulators.protocol import Observation
+from asyncrl.simulators.interface import Observation
 from asyncrl.simulators.rendering import Renderer, load_mujoco, require_backend
-from asyncrl.simulators.tabletop_scene import TASKS
+from asyncrl.simulators.tabletop import scene
+from asyncrl.simulators.tabletop.scene import TASKS
 
 MAX_STEPS: Final = 48
 """An episode is truncated after 6 decisions of 8 steps."""

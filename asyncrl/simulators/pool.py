@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
 from asyncrl.records import ACTION_DIM, CHUNK
-from asyncrl.simulators.worker_process import Server, buffer_bytes, lay_out, worker_main
+from asyncrl.simulators.pool_worker import Server, buffer_bytes, lay_out, worker_main
 
 _KINDS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "ConfigError": ConfigError}
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK
-from asyncrl.simulators.protocol import Simulator
+from asyncrl.simulators.interface import Simulator
 
 SIMULATORS: Final = ("tabletop",)
 """Names that `build_simulator` knows."""
@@ -34,7 +34,7 @@ def build_simulator(name: str, image_size: int) -> Simulator:
     """
     if name != "tabletop":
         raise ConfigError(f"The simulator {name!r} is not known. Choose one of: {', '.join(SIMULATORS)}.")
-    from asyncrl.simulators.tabletop import Tabletop
+    from asyncrl.simulators.tabletop.simulator import Tabletop
 
     return Tabletop(image_size)
 
