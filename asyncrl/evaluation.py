@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.simulators.rollout import Act, Pool, SimulatedEpisode, rollout
 
 if TYPE_CHECKING:
-    from asyncrl.policies.protocol import Policy, SamplingParams
+    from asyncrl.policies.interface import Policy, SamplingParams
 
 HELD_OUT = 1_000_000
 """Simulator seeds from here on are never used for recordings or start states."""

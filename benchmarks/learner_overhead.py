@@ -40,8 +40,8 @@ from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.sharding import keep_masters
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_logger import Logbook
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.records import CHUNK, Episode
 
 PASSES = ("preprocess", "evaluate", "values")

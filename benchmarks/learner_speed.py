@@ -21,11 +21,10 @@ import tyro
 from pace import Rate, commit, counted, heading, matmul_rate, seconds, table, wait
 from policy_speed import SAMPLING, Reading, inputs
 
-from asyncrl.policies.compiled import compile_blocks
+from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.memory import enable_gradient_checkpointing
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import PolicyInputs
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,12 @@ import torch
 import tyro
 from pace import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
 
-from asyncrl.policies.compiled import compile_blocks
-from asyncrl.policies.fixed_shape import CapturedChoice
+from asyncrl.policies.acceleration import CapturedChoice, compile_blocks
+from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.openvla import build_policy_model
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.autoregressive import build_policy_model
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 SAMPLING = SamplingParams(temperature=1.6, top_k=0)
 

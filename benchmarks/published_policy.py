@@ -28,18 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.policies.checkpoints import load_openvla, load_policy, on_meta
-from asyncrl.policies.conversion import Choices, convert
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.published import (
+from asyncrl.policies.checkpoints.convert import Choices, convert
+from asyncrl.policies.checkpoints.folder import load_openvla, load_policy, on_meta
+from asyncrl.policies.checkpoints.published_names import (
     dropped_tensors,
     native_specs,
     published_config,
     published_specs,
     rows_of,
 )
-from asyncrl.policies.published_folder import SECTION, STATISTICS
-from asyncrl.policies.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.checkpoints.published_policy import SECTION, STATISTICS
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_writer import write_file
 from asyncrl.storage.weight_files import INDEX, Spec

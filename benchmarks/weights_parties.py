@@ -36,8 +36,8 @@ def shapes_of(kind: Kind, gigabytes: float) -> tuple[Shapes, torch.dtype]:
         gigabytes: With less than the true size every tensor has proportionally fewer rows, at least one.
     """
     from asyncrl.policies.lora import add_lora
-    from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-    from asyncrl.policies.openvla_oft import OpenVLAOFT
+    from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+    from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
     with torch.device("meta"):
         policy = OpenVLAOFT(OpenVLAOFTConfig.full())

@@ -30,8 +30,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from asyncrl.fitting.decoder import psnr
-from asyncrl.policies.checkpoints import load_policy
-from asyncrl.policies.protocol import Policy, SamplingParams
+from asyncrl.policies.checkpoints.folder import load_policy
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardModel

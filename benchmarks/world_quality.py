@@ -28,8 +28,8 @@ from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.fitting.reward import redraw
 from asyncrl.fitting.vae import encode_recordings
-from asyncrl.policies.checkpoints import load_policy
-from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.checkpoints.folder import load_policy
+from asyncrl.policies.interface import SamplingParams
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.simulators.pool import SimulatorPool

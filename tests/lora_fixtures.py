@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.lora import add_lora, is_adapter
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import PolicyInputs
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
 
 TASKS = ["put the red cube on the white plate", "lift it"]
 RANK, ALPHA = 4, 6.0

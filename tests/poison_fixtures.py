@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagine import Imagination
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
-from asyncrl.policies.protocol import ActResult, SamplingParams
+from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import ActorPort

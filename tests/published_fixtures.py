@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
 
 STATS = NormStats(q01=(-0.5,) * 7, q99=(0.9,) * 7, mask=(True,) * 6 + (False,))
 CONFIG = OpenVLAOFTConfig.tiny(

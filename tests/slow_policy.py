@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 Weights = Mapping[str, Tensor]
 

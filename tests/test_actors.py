@@ -17,10 +17,10 @@ from asyncrl.actors.slots import DecisionRecord, Member, Slot, Slots, finished_e
 from asyncrl.actors.stages import Stage
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import SampleTimeout
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import EPISODE_ARRAYS, Episode, StartState, problem_with
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import GroupGrant

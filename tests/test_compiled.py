@@ -10,11 +10,10 @@ import torch
 from lora_fixtures import TASKS, adapted
 from torch import Tensor, nn
 
-from asyncrl.policies.compiled import compile_blocks
-from asyncrl.policies.memory import enable_gradient_checkpointing
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
 
 
 def logprobs(policy: OpenVLAOFT, rows: int) -> Tensor:

@@ -29,13 +29,24 @@ from torch import Tensor
 
 from asyncrl import cli
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.policies.checkpoints import export_openvla, load_openvla, load_policy, on_meta, save_policy
-from asyncrl.policies.conventions import Choices
-from asyncrl.policies.conversion import UNUSED, convert, keepsakes_of, open_source
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.published import dropped_tensors, native_specs, published_specs, rows_of
-from asyncrl.policies.side_files import read_proprio
-from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.checkpoints.conventions import Choices
+from asyncrl.policies.checkpoints.convert import UNUSED, convert, keepsakes_of, open_source
+from asyncrl.policies.checkpoints.folder import (
+    export_openvla,
+    load_openvla,
+    load_policy,
+    on_meta,
+    save_policy,
+)
+from asyncrl.policies.checkpoints.published_names import (
+    dropped_tensors,
+    native_specs,
+    published_specs,
+    rows_of,
+)
+from asyncrl.policies.checkpoints.published_policy import read_proprio
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.asset_paths import policy_folder
 from asyncrl.storage.weight_files import INDEX, WeightFiles
 
@@ -335,10 +346,10 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.checkpoints import load_openvla, load_policy, save_policy
-from asyncrl.policies.conversion import Choices, convert
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.checkpoints.folder import load_openvla, load_policy, save_policy
+from asyncrl.policies.checkpoints.convert import Choices, convert
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 def peak(name, work):
     def read(key):

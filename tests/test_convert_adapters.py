@@ -15,11 +15,10 @@ from test_convert import LLAMA, all_tensors, assert_same, run_cli
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.adapter_files import save_adapter
-from asyncrl.policies.checkpoints import export_openvla, save_policy
-from asyncrl.policies.conventions import Choices
-from asyncrl.policies.conversion import convert
-from asyncrl.policies.published_adapters import pattern_value
+from asyncrl.policies.checkpoints.adapters import pattern_value, save_adapter
+from asyncrl.policies.checkpoints.conventions import Choices
+from asyncrl.policies.checkpoints.convert import convert
+from asyncrl.policies.checkpoints.folder import export_openvla, save_policy
 
 
 def module_tree(tensors: dict[str, Tensor]) -> nn.Module:

@@ -19,10 +19,10 @@ from asyncrl.fitting.recordings import Recordings, load_recordings, write_part
 from asyncrl.fitting.vae import stream_of
 from asyncrl.fitting.world import windows
 from asyncrl.policies.action_tokens import encode
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import SimulatedEpisode

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.fixed_shape import speed_up
-from asyncrl.policies.openvla import build_policy_model
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.acceleration import speed_up
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.autoregressive import build_policy_model
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
 
 TASKS = ["put the red cube on the white plate", "lift it"]
 SAMPLING = SamplingParams(temperature=1.3, top_k=20)

@@ -67,8 +67,8 @@ def test_rows_of_all_ranks_come_together_bit_for_bit_and_a_lost_rank_is_an_error
 
 def policy_of(lora: int) -> Any:
     from asyncrl.policies.lora import add_lora
-    from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-    from asyncrl.policies.openvla_oft import OpenVLAOFT
+    from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+    from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
     torch.manual_seed(0)
     policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dtype="bfloat16", value_head="chunk"))

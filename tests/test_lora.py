@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch.outgoing import copy_policy
 from asyncrl.learner.group import Alone
-from asyncrl.policies.adapter_files import load_adapter, save_adapter
-from asyncrl.policies.checkpoints import export_openvla, load_openvla, load_policy, save_policy
+from asyncrl.policies.checkpoints.adapters import load_adapter, save_adapter
+from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
+from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import adapters_disabled, add_lora, has_lora, merged_tensors, target_layers
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.weights.packing import build_manifest, require_same
 
 AS_IS = SamplingParams(temperature=1.0)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from asyncrl.policies.acceleration import blocks, enable_gradient_checkpointing
+from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import adapters_disabled, merged_tensors
-from asyncrl.policies.memory import blocks, enable_gradient_checkpointing
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 AS_IS = SamplingParams(temperature=1.0)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.pictures import (
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.preprocess import (
     crop_centre,
     encode_jpeg,
     lanczos3_weights,

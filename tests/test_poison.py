@@ -24,8 +24,8 @@ from asyncrl.actors.actor import Actor
 from asyncrl.actors.poison import one_by_one
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics as m
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.sampling import action_distribution, choose_tokens, logprob_of
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort

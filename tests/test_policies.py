@@ -14,10 +14,12 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import Bounds, NormStats, decode, encode, normalise, unnormalise
-from asyncrl.policies.openvla import build_policy_model
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig, require_trainable
-from asyncrl.policies.openvla_oft import OpenVLAOFT, count_parameters
-from asyncrl.policies.protocol import Policy, SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.openvla.autoregressive import build_policy_model
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
+from asyncrl.policies.openvla.parallel import OpenVLAOFT, count_parameters
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.openvla.vision import DINO_MEAN, DINO_STD, resize
 from asyncrl.policies.sampling import (
     action_distribution,
     choose_tokens,
@@ -25,8 +27,6 @@ from asyncrl.policies.sampling import (
     pick_tokens,
     row_uniforms,
 )
-from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
-from asyncrl.policies.vision import DINO_MEAN, DINO_STD, resize
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
 AS_IS = SamplingParams(temperature=1.0)

@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.policies.checkpoints import export_openvla, load_openvla, load_policy, save_policy
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
-from asyncrl.policies.published import dropped_tensors, rows_of
-from asyncrl.policies.vision import stable_name
+from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
+from asyncrl.policies.checkpoints.published_names import dropped_tensors, rows_of
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import stable_name
 
 
 def logits_of(policy: OpenVLAOFT) -> Tensor:

@@ -13,13 +13,13 @@ from slow_policy import SlowPolicy
 from torch import Tensor
 
 from asyncrl.policies.action_tokens import Bounds, NormStats
-from asyncrl.policies.checkpoints import load_policy, save_policy
-from asyncrl.policies.openvla import OpenVLA, build_policy_model
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import PolicyInputs, SamplingParams
+from asyncrl.policies.checkpoints.folder import load_policy, save_policy
+from asyncrl.policies.interface import PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.autoregressive import OpenVLA, build_policy_model
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.policies.sampling import row_uniforms
-from asyncrl.policies.vision import TowerConfig
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
 AS_IS = SamplingParams(temperature=1.0)

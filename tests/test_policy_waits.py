@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.openvla import build_policy_model
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import PolicyInputs, SamplingParams
+from asyncrl.policies.interface import PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.autoregressive import build_policy_model
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.sampling import uniforms_for
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"

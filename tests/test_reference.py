@@ -8,8 +8,8 @@ from lora_fixtures import ALPHA, RANK, move_adapters, small, some_inputs, some_t
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.protocol import SamplingParams
 
 SAMPLING = SamplingParams(temperature=1.6)
 

@@ -17,11 +17,11 @@ from asyncrl.devices.offload import Parked, Parking
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.distributed_group import DistributedGroup, pack, unpack
 from asyncrl.learner.sharding import shard
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
+from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors
-from asyncrl.policies.memory import enable_gradient_checkpointing
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 ROWS = 4
 TASKS = ["lift the red block", "stack the blue block on the green one"] * (ROWS // 2)

@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagine import Imagination
 from asyncrl.observability import metrics as m
-from asyncrl.policies.protocol import ActResult, SamplingParams
+from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import EPISODE_ARRAYS, StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.replay import open_core

@@ -159,7 +159,7 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
 
     from asyncrl.learner.distributed_group import DistributedGroup
     from asyncrl.learner.sharding import shard
-    from asyncrl.policies.checkpoints import load_policy
+    from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.storage.asset_paths import policy_folder
 
     group = DistributedGroup(30.0)

@@ -20,10 +20,10 @@ from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.decoder import OPENING, compare, fit_decoder, psnr, reconstruction_loss
 from asyncrl.fitting.imagined import Imagined, imagine_episodes
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import StartState
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network

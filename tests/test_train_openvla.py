@@ -12,10 +12,10 @@ from training_fixtures import write_models
 
 from asyncrl import cli
 from asyncrl.observability import metrics as m
-from asyncrl.policies.checkpoints import load_policy, save_policy
-from asyncrl.policies.openvla import OpenVLA
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.checkpoints.folder import load_policy, save_policy
+from asyncrl.policies.openvla.autoregressive import OpenVLA
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 
 def with_policy(folder: Path, policy: OpenVLAOFT) -> list[str]:

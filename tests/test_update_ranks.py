@@ -18,8 +18,8 @@ from asyncrl.learner.sharding import shard
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 OUTCOMES = [[3, -1], [-1, -1], [-1, 12], [-1, -1], [5, -1]]
 """Five groups: rank 0 gets 0, 2 and 4, rank 1 gets 1 and 3, whose episodes all failed alike."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from asyncrl.policies.checkpoints import save_policy
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.checkpoints.folder import save_policy
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.records import StartState
 from asyncrl.rewards.files import save_reward
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network

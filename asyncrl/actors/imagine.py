@@ -27,7 +27,7 @@ from asyncrl.actors.stages import Flight, Span, Stage
 from asyncrl.devices.device_events import Moment, wait_for
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.protocol import Policy, SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.interface import Cause
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.worlds.protocol import State, World

@@ -15,8 +15,8 @@ from asyncrl.storage.asset_paths import policy_folder
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.policies.conventions import Choices
-    from asyncrl.policies.conversion import Converted
+    from asyncrl.policies.checkpoints.conventions import Choices
+    from asyncrl.policies.checkpoints.convert import Converted
 
 ADAPTER = "adapter_config.json"
 GB = 1e9
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
     source = Path(config.source)
     if (source / ADAPTER).is_file() and not (source / "config.json").is_file():
         return _convert_adapter(config, source)
-    from asyncrl.policies.conversion import convert
+    from asyncrl.policies.checkpoints.convert import convert
 
     done = convert(
         policy_folder(config.source),
@@ -127,7 +127,7 @@ def _check(config: ConvertConfig) -> None:
 
 
 def _choices(config: ConvertConfig) -> Choices:
-    from asyncrl.policies.conventions import Choices
+    from asyncrl.policies.checkpoints.conventions import Choices
 
     return Choices(
         norm_key=config.unnorm_key,
@@ -148,7 +148,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _convert_adapter(config: ConvertConfig, source: Path) -> int:
-    from asyncrl.policies.conversion import convert_adapter
+    from asyncrl.policies.checkpoints.convert import convert_adapter
 
     if config.to != "openvla":
         raise ConfigError(

@@ -152,9 +152,9 @@ def fit_policy_command(config: Policy, recordings: Recordings) -> None:
     import torch
 
     from asyncrl.fitting.policy import fit_policy
-    from asyncrl.policies.checkpoints import load_policy, save_policy
-    from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-    from asyncrl.policies.openvla_oft import OpenVLAOFT
+    from asyncrl.policies.checkpoints.folder import load_policy, save_policy
+    from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+    from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)

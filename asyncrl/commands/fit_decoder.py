@@ -106,8 +106,8 @@ def _dtype(device: torch.device) -> torch.dtype:
 def _episodes(config: Decoder, world: WanWorld, device: torch.device) -> tuple[Imagined, Imagined]:
     """Episodes to learn from and, from other start states, to measure on."""
     from asyncrl.fitting.imagined import imagine_episodes
-    from asyncrl.policies.checkpoints import load_policy
-    from asyncrl.policies.protocol import SamplingParams
+    from asyncrl.policies.checkpoints.folder import load_policy
+    from asyncrl.policies.interface import SamplingParams
     from asyncrl.worlds.start_states import load_start_states, pick
 
     policy = load_policy(policy_folder(config.policy), device=device, dtype=_dtype(device)).eval()

@@ -15,7 +15,7 @@ from asyncrl.doctoring.subject import Sizes, Subject
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
 from asyncrl.launch.dreams import DreamsOnDisk
-from asyncrl.policies.openvla_oft import OpenVLAOFT, count_parameters
+from asyncrl.policies.openvla.parallel import OpenVLAOFT, count_parameters
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 
 MIB: Final = 2**20

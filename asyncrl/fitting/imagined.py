@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_uint8
-from asyncrl.policies.protocol import Policy, SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.worlds.decoders import Decoder
 from asyncrl.worlds.wan import WanWorld

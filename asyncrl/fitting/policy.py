@@ -10,9 +10,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.policies.action_tokens import BINS, encode
-from asyncrl.policies.openvla_config import require_trainable
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import PolicyInputs, SamplingParams
+from asyncrl.policies.interface import PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.config import require_trainable
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.records import CHUNK
 
 

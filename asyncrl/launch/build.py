@@ -27,14 +27,12 @@ from asyncrl.learner.interface import LearnerSettings, Log
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
-from asyncrl.policies.checkpoints import load_policy
-from asyncrl.policies.compiled import compile_blocks
-from asyncrl.policies.fixed_shape import speed_up
+from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing, speed_up
+from asyncrl.policies.checkpoints.folder import load_policy
+from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.memory import enable_gradient_checkpointing
-from asyncrl.policies.openvla_config import require_trainable
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.openvla.config import require_trainable
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.records import StartState
 from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import asset_paths, checkpoint, run_folder

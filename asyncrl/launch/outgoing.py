@@ -11,10 +11,10 @@ from torch import Tensor
 
 from asyncrl.learner.gathering import Gathering
 from asyncrl.learner.group import LearnerGroup
-from asyncrl.policies.adapter_files import adapter_tensors, save_adapter
-from asyncrl.policies.checkpoints import save_policy
+from asyncrl.policies.checkpoints.adapters import adapter_tensors, save_adapter
+from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.lora import merged_tensors
-from asyncrl.policies.openvla_oft import OpenVLAOFT
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.weights.packing import build_manifest
 
 ADAPTER_FOLDER: Final = "adapter"

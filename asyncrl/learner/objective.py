@@ -29,7 +29,7 @@ from asyncrl.learner.levels import summed, summed_at, valid_units
 from asyncrl.learner.losses import MAX_LOG_RATIO, UnitLoss, cispo_loss, clipped_loss, kl_penalty, value_loss
 from asyncrl.learner.tally import Tally
 from asyncrl.observability import metrics as m
-from asyncrl.policies.protocol import EvaluateResult
+from asyncrl.policies.interface import EvaluateResult
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.group import LearnerGroup
 from asyncrl.learner.minibatches import micro_batches
 from asyncrl.learner.reference import Reference
-from asyncrl.policies.protocol import EvaluateResult, Policy, PolicyInputs, SamplingParams
+from asyncrl.policies.interface import EvaluateResult, Policy, PolicyInputs, SamplingParams
 
 
 class Passes:

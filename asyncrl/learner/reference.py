@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+from asyncrl.policies.interface import Policy, PolicyInputs, SamplingParams
 from asyncrl.policies.lora import adapters_disabled, has_lora
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import Policy, PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 
 class Reference(Protocol):

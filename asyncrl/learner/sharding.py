@@ -27,9 +27,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from asyncrl.policies.memory import blocks
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.protocol import EvaluateResult
+from asyncrl.policies.acceleration import blocks
+from asyncrl.policies.interface import EvaluateResult
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 Precision = Literal["fp32", "bf16"]
 

@@ -14,7 +14,7 @@ from asyncrl.learner.schedule import learning_rate_share
 from asyncrl.learner.tally import Tally
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.protocol import Policy
+from asyncrl.policies.interface import Policy
 
 _log = logging.getLogger(__name__)
 

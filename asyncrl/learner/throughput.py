@@ -23,7 +23,7 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.group import LearnerGroup
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.protocol import Policy, SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams
 
 Precision = Literal["fp32", "bf16"]
 

@@ -31,7 +31,7 @@ from asyncrl.learner.reference import Reference
 from asyncrl.learner.steps import Steps
 from asyncrl.learner.tally import Tally
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.protocol import Policy
+from asyncrl.policies.interface import Policy
 from asyncrl.records import ACTION_DIM, CHUNK
 
 UNITS = {"token": CHUNK * ACTION_DIM, "action": CHUNK, "chunk": 1}

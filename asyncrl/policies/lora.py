@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.vision import stable_name
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import stable_name
 
 Targets = Literal["language", "all"]
 ADAPTER: Final = "default"

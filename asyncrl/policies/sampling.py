@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.devices.tensors import put
-from asyncrl.policies.protocol import SamplingParams
+from asyncrl.policies.interface import SamplingParams
 
 
 def action_distribution(

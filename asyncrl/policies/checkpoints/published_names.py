@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.policies.lora import is_adapter, native_names
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.vision import TowerConfig, stable_name
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig, stable_name
 from asyncrl.storage.weight_files import Spec
 
 _BLOCK_COMMON: Final = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}

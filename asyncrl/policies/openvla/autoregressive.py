@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from asyncrl.policies.language import read
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import Choice, OpenVLAOFT
-from asyncrl.policies.protocol import PolicyInputs, SamplingParams
+from asyncrl.policies.interface import PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.language import read
+from asyncrl.policies.openvla.parallel import Choice, OpenVLAOFT
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.policies.sampling import action_distribution, take_tokens
-from asyncrl.policies.tokenizer import PromptTokenizer
 
 
 class OpenVLA(OpenVLAOFT):

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.published_folder import CRITIC, PublishedFolder, conventions_of
-from asyncrl.policies.side_files import PROPRIO
+from asyncrl.policies.checkpoints.published_policy import CRITIC, PROPRIO, PublishedFolder, conventions_of
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.storage.weight_files import WeightFiles
 
 

@@ -20,14 +20,21 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.checkpoints import check_published, on_meta, read_config, write_policy
-from asyncrl.policies.conventions import Choices, config_of
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.published import Row, dropped_tensors, native_specs, published_specs, rows_of, to_native
-from asyncrl.policies.published_adapters import export_adapter, merge_adapter
-from asyncrl.policies.published_folder import (
+from asyncrl.policies.checkpoints.adapters import export_adapter, merge_adapter
+from asyncrl.policies.checkpoints.conventions import Choices, config_of
+from asyncrl.policies.checkpoints.folder import check_published, on_meta, read_config, write_policy
+from asyncrl.policies.checkpoints.published_names import (
+    Row,
+    dropped_tensors,
+    native_specs,
+    published_specs,
+    rows_of,
+    to_native,
+)
+from asyncrl.policies.checkpoints.published_policy import (
     CRITIC,
     MODEL_TYPE,
+    PROPRIO,
     STATISTICS,
     Keepsakes,
     PublishedFolder,
@@ -36,8 +43,8 @@ from asyncrl.policies.published_folder import (
     statistics_to_write,
     write_published,
 )
-from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.tokenizer import PromptTokenizer
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_file
 from asyncrl.storage.weight_files import Spec, WeightFiles

@@ -19,22 +19,28 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.lora import merged_tensors
-from asyncrl.policies.openvla import build_policy_model
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.openvla_oft import OpenVLAOFT
-from asyncrl.policies.published import dropped_tensors, native_specs, published_specs, rows_of, to_native
-from asyncrl.policies.published_folder import (
+from asyncrl.policies.checkpoints.published_names import (
+    dropped_tensors,
+    native_specs,
+    published_specs,
+    rows_of,
+    to_native,
+)
+from asyncrl.policies.checkpoints.published_policy import (
     CRITIC,
     MODEL_TYPE,
+    PROPRIO,
     Keepsakes,
     PublishedFolder,
     read_statistics,
     write_published,
 )
-from asyncrl.policies.side_files import PROPRIO
-from asyncrl.policies.tokenizer import PromptTokenizer
-from asyncrl.policies.vision import stable_name
+from asyncrl.policies.lora import merged_tensors
+from asyncrl.policies.openvla.autoregressive import build_policy_model
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer
+from asyncrl.policies.openvla.vision import stable_name
 from asyncrl.storage.atomic import read_json, write, write_json
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_folder
 from asyncrl.storage.weight_files import Spec, WeightFiles

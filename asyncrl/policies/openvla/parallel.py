@@ -26,10 +26,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies import action_tokens
-from asyncrl.policies.inputs import build_inputs, place_pictures, require_complete
-from asyncrl.policies.language import ActionHead, ProprioProjector, build_llm, read
-from asyncrl.policies.openvla_config import OpenVLAOFTConfig
-from asyncrl.policies.protocol import ActResult, EvaluateResult, PolicyInputs, SamplingParams
+from asyncrl.policies.interface import ActResult, EvaluateResult, PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.language import ActionHead, ProprioProjector, ValueHead, build_llm, read
+from asyncrl.policies.openvla.preprocess import build_inputs, place_pictures, require_complete
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.openvla.vision import FusedVision, Projector, stable_name
 from asyncrl.policies.sampling import (
     action_distribution,
     entropy_of,
@@ -37,9 +39,6 @@ from asyncrl.policies.sampling import (
     take_tokens,
     uniforms_for,
 )
-from asyncrl.policies.tokenizer import PromptTokenizer, build_word_tokenizer
-from asyncrl.policies.value_head import ValueHead
-from asyncrl.policies.vision import FusedVision, Projector, stable_name
 
 
 class Choice(NamedTuple):

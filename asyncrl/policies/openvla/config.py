@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import BINS, Bounds, Gripper, NormStats
-from asyncrl.policies.vision import TowerConfig
+from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import ACTION_DIM, CHUNK
 
 

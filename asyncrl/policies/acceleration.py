@@ -1,24 +1,40 @@
-"""Acting at one fixed shape: batches of any size up to it in, the same decisions out, faster.
-
-The blocks are compiled, and on a GPU the whole way from inputs to tokens is captured as one CUDA graph: at
-small batches the host would take longer to start the thousands of kernels than the GPU to run them. Both know
-their shapes. So a batch is filled up with copies of its last row, prompts are padded to the longest of the
-run's tasks, and where these differ in length there is always a mask.
-"""
+"""Gradient checkpointing: blocks compute their activations again in the backward pass, which saves memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from types import MethodType
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from asyncrl.devices.cuda_graph import Captured
 from asyncrl.errors import ConfigError
-from asyncrl.policies.compiled import compile_blocks
-from asyncrl.policies.openvla_oft import Choice, OpenVLAOFT
-from asyncrl.policies.protocol import PolicyInputs, SamplingParams
+from asyncrl.policies.interface import PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.parallel import Choice, OpenVLAOFT
+
+GRAPHS: Final = 64
+"""Graphs that one piece of code may have. Checkpointed blocks of all three kinds share a piece, and each has
+graphs with and without gradient, padding, adapters, and for sizes that vary. Beyond its limit, by default 8,
+the compiler runs such code uncompiled without an error."""
+
+
+def compile_blocks(policy: OpenVLAOFT, *, dynamic: bool | None = None) -> None:
+    """Compile vision blocks and Llama layers in place, at their first calls.
+
+    Args:
+        policy: Finished: adapters and gradient checkpointing are there or will never be.
+        dynamic: Whether graphs are for any size: False: none is, None: those of which a second size comes.
+    """
+    from torch._dynamo import config  # takes a second to import
+
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
+    for block in blocks(policy):
+        block.compile(dynamic=dynamic)
+
 
 Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], Choice]
 
@@ -104,3 +120,28 @@ class CapturedChoice:
 def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def enable_gradient_checkpointing(policy: OpenVLAOFT) -> None:
+    """Let every Llama layer and vision block keep only its input, in eval mode as well.
+
+    Gradients stay the same. Only `forward` of each block's instance is replaced: no module is wrapped and no
+    name changes, and hooks of the block (sharding) run outside. Calling it twice changes nothing more.
+    """
+    for block in blocks(policy):
+        block.forward = MethodType(_recomputed, block)  # bound, so that a deep copy runs its own block
+
+
+def blocks(policy: OpenVLAOFT) -> Iterator[nn.Module]:
+    """Vision blocks and Llama layers in the order in which they run: also what is sharded one by one."""
+    yield from policy.vision.dino.encoder.layer
+    yield from policy.vision.siglip.encoder.layers
+    yield from policy.llm.layers
+
+
+def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(block).forward
+    if not torch.is_grad_enabled():
+        return forward(block, *args, **kwargs)
+    # No block draws random numbers, so there is no generator state to keep.
+    return checkpoint(forward, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

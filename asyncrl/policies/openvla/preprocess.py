@@ -1,19 +1,13 @@
-"""Pictures as the official OpenVLA-OFT prepares them (`image_pipeline` "oft"): frames in, tower input out.
-
-    frame ──► JPEG and back ──► lanczos3 to the model's size ──► centre 90 % of the area, resized again
-
-Every arrow ends in whole grey levels. The first is computed on the host, the others on the policy's device.
-Frames come in upright: the simulator adapter has already turned LIBERO's pictures by 180 degrees. The
-formulas are TensorFlow's, which the policies were fine-tuned with. Its JPEG decoder defaults to a coarser
-inverse cosine transform than Pillow's, so some grey levels may differ a little.
+"""Frames, instructions and proprioception in, `PolicyInputs` on the device out; what is missing is named.
 
 Dimension letters:
-    B  frames      H, W  frame size in pixels      S  side the towers want, in pixels
+    B  rows      H, W  frame size in pixels      N  pictures per row      Q  numbers of proprioception
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Final
@@ -25,6 +19,11 @@ from PIL import Image
 from torch import Tensor
 
 from asyncrl.devices.tensors import put, put_constant
+from asyncrl.errors import ConfigError
+from asyncrl.policies.action_tokens import normalise
+from asyncrl.policies.interface import PolicyInputs
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 
 JPEG_QUALITY: Final = 95
 CROPPED_AREA: Final = 0.9
@@ -133,3 +132,95 @@ def crop_centre(frames_BSS3: Tensor) -> Tensor:
     top, bottom = levels.index_select(1, lower), levels.index_select(1, upper)
     levels = top + (bottom - top) * share_S[:, None, None]
     return (levels.clamp(0, 1) * 255.5).to(torch.uint8)
+
+
+_WORLDS = (
+    "A world model draws one picture and no proprioception: such a policy can be evaluated in a simulator "
+    "that gives what it needs, but not trained in a world."
+)
+
+
+def build_inputs(
+    config: OpenVLAOFTConfig,
+    tokenizer: PromptTokenizer,
+    device: torch.device,
+    frames: NDArray[np.uint8],
+    tasks: Sequence[str],
+    proprio: NDArray[np.floating] | None,
+) -> PolicyInputs:
+    """Do what `protocol.Policy.preprocess` says, without waiting for the device.
+
+    Raises:
+        ConfigError: The frames or the proprioception are missing, or not of the type and shape needed.
+    """
+    _check_frames(config, frames, len(tasks))
+    if config.images == 1 and frames.ndim == 5:
+        frames = frames[:, 0]
+    ids, mask = tokenizer.batch(tasks)
+    return PolicyInputs(
+        pixels=place_pictures(config, frames, device),
+        input_ids=put(ids.numpy(), device),
+        attention_mask=put(mask.numpy(), device),
+        padded=not bool(mask.all()),
+        proprio=_place_proprio(config, proprio, len(tasks), device),
+    )
+
+
+def place_pictures(config: OpenVLAOFTConfig, frames: NDArray[np.uint8], device: torch.device) -> Tensor:
+    """``[..., H, W, 3]`` uint8 on the device, after the `image_pipeline` that the policy wants."""
+    if config.image_pipeline == "oft":
+        return prepare_oft(frames, config.image_size, device)
+    return put(frames, device)
+
+
+def require_complete(config: OpenVLAOFTConfig, inputs: PolicyInputs) -> None:
+    """Refuse inputs that lack a picture or the proprioception (they need not come from `build_inputs`).
+
+    Raises:
+        ConfigError: Says what is missing.
+    """
+    shape = tuple(inputs.pixels.shape)
+    if shape[1:-3] != ((config.images,) if config.images > 1 else ()):
+        raise ConfigError(f"{_wanted_frames(config)}, but it got pixels {list(shape)}. {_WORLDS}")
+    if config.proprio_dim and inputs.proprio is None:
+        raise _lacks_proprio(config)
+
+
+def _check_frames(config: OpenVLAOFTConfig, frames: NDArray[np.uint8], tasks: int) -> None:
+    one = frames.ndim == 4 and config.images == 1
+    several = frames.ndim == 5 and frames.shape[1] == config.images
+    if frames.dtype == np.uint8 and (one or several) and frames.shape[-1] == 3 and len(frames) == tasks:
+        return
+    advice = _WORLDS if config.images > 1 else "Check the world's or simulator's observation."
+    found = f"frames {frames.dtype}{list(frames.shape)} for {tasks} tasks"
+    raise ConfigError(f"{_wanted_frames(config)}, but it got {found}. {advice}")
+
+
+def _wanted_frames(config: OpenVLAOFTConfig) -> str:
+    if config.images == 1:
+        return "The policy reads one uint8 picture [H, W, 3] per task"
+    return f"The policy reads {config.images} uint8 pictures [{config.images}, H, W, 3] per task"
+
+
+def _lacks_proprio(config: OpenVLAOFTConfig) -> ConfigError:
+    return ConfigError(
+        f"The policy needs proprioception of {config.proprio_dim} numbers per row (proprio_dim in its "
+        f"config.json), but it got none. {_WORLDS}"
+    )
+
+
+def _place_proprio(
+    config: OpenVLAOFTConfig, proprio: NDArray[np.floating] | None, rows: int, device: torch.device
+) -> Tensor | None:
+    """``[B, Q]`` float32 in [-1, 1]. What a policy does not look at is not asked for, and ignored."""
+    if not config.proprio_dim:
+        return None
+    if proprio is None:
+        raise _lacks_proprio(config)
+    if proprio.shape != (rows, config.proprio_dim):
+        raise ConfigError(
+            f"The policy needs proprioception of {config.proprio_dim} numbers for each of {rows} rows, but "
+            f"it got {list(proprio.shape)}. Give the robot's state as in the data it was fine-tuned on."
+        )
+    bounds = config.proprio_bounds
+    return put(proprio.astype(np.float32) if bounds is None else normalise(proprio, bounds), device)

@@ -1,0 +1,1 @@
+"""Policy folders: our layout, the published ones, adapters, and conversion between them."""
