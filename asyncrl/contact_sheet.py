@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.asset_paths import world_folder
-from asyncrl.worlds.protocol import State, World
+from asyncrl.worlds.interface import State, World
 
 ROWS, COLUMNS = 4, 4
 BATCH = 32
@@ -77,7 +77,7 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
     """
     if path.suffix not in (".gif", ".mp4"):
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
-    from asyncrl.worlds.wan_files import load_world
+    from asyncrl.worlds.wan.files import load_world
 
     chosen = list(episodes[: ROWS * COLUMNS])
     drawn = imagine_again(load_world(world_folder(world)), chosen)

@@ -30,11 +30,15 @@ from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.storage.tensor_files import write_pth, write_tensors
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan_files import load_world
-from asyncrl.worlds.wan_names import transformer_to_published, vae_to_published
-from asyncrl.worlds.wan_published import HEAD_DIM, IMAGE_SIZE
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.files import load_world
+from asyncrl.worlds.wan.published_world import (
+    HEAD_DIM,
+    IMAGE_SIZE,
+    transformer_to_published,
+    vae_to_published,
+)
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 
 GIB = 2**30
 DEVIATION = 0.02

@@ -36,13 +36,12 @@ from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
-from asyncrl.worlds.decoders import Decoder
 from asyncrl.worlds.start_states import load_start_states, pick
-from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig, load_decoder
-from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_files import load_world
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.files import load_world
+from asyncrl.worlds.wan.tiny_decoder import Decoder, TinyDecoder, TinyDecoderConfig, load_decoder
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.world import WanWorld
 
 BANDS = ((1, 1), (2, 3), (4, 6))
 """First and last decision of each band of the PSNR."""

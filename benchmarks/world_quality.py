@@ -35,7 +35,7 @@ from asyncrl.rewards.resnet import RewardModel
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.asset_paths import policy_folder, world_folder
-from asyncrl.worlds.wan_files import load_world
+from asyncrl.worlds.wan.files import load_world
 
 HORIZONS = (8, 32, 64)
 FIRST_SEED = 900_000

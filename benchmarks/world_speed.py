@@ -24,11 +24,10 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from pace import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
 
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
-from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig
-from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_state import WanState
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan_vae import VaeConfig, WanVae, encode_step, lay_channels_last
+from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae, encode_step, lay_channels_last
+from asyncrl.worlds.wan.world import WanState, WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)

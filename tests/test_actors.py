@@ -29,9 +29,9 @@ from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.weights.interface import ChannelClosed
 from asyncrl.weights.transports.in_process import build_inline
 from asyncrl.worlds.start_states import StartStateStream
-from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.world import WanWorld
 
 TASKS = ("put the red cube on the white plate", "put the blue cube on the yellow plate")
 GROUP = 2

@@ -32,7 +32,7 @@ from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.quarantine import COUNTERS
 from asyncrl.worlds.start_states import pick
-from asyncrl.worlds.wan_files import load_world
+from asyncrl.worlds.wan.files import load_world
 
 __all__ = ["scripted"]
 

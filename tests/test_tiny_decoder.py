@@ -28,18 +28,19 @@ from asyncrl.records import StartState
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.storage.asset_paths import start_states_path, world_folder
-from asyncrl.worlds.decoders import Decoder, FullDecoder
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.tiny_decoder import (
+from asyncrl.worlds.wan.files import load_world
+from asyncrl.worlds.wan.tiny_decoder import (
+    Decoder,
+    FullDecoder,
     TinyDecoder,
     TinyDecoderConfig,
     load_decoder,
     save_decoder,
 )
-from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_files import load_world
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan_vae import VaeConfig, WanVae, decode_stream
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_stream
+from asyncrl.worlds.wan.world import WanWorld
 
 NANO = TinyDecoderConfig(z_dim=32, widths=(8, 6, 8, 10), blocks=(1, 2, 1, 1))
 TASK = "put the red cube on the white plate"

@@ -15,13 +15,13 @@ import pytest
 from numpy.typing import NDArray
 from torch.nn import functional
 
-import asyncrl.worlds.object_arrays as object_arrays
+import asyncrl.worlds.safe_npy as object_arrays
 from asyncrl.errors import AssetError
 from asyncrl.records import DUMMY_ACTION
-from asyncrl.worlds.object_arrays import read_object_array
+from asyncrl.worlds.rlinf_start_states import load_trajectory
+from asyncrl.worlds.safe_npy import read_object_array
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.trajectories import load_trajectory
-from asyncrl.worlds.wan import _opening_actions, _opening_frames
+from asyncrl.worlds.wan.world import _opening_actions, _opening_frames
 
 SIZE = 16
 

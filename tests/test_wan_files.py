@@ -24,12 +24,17 @@ from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.storage.tensor_files import TensorFiles, fill, write_pth
-from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_files import load_world, open_world, save_world
-from asyncrl.worlds.wan_names import fingerprint
-from asyncrl.worlds.wan_published import ACTION_MODEL, AUTOENCODER, export_world, recognise_transformer
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.files import load_world, open_world, save_world
+from asyncrl.worlds.wan.published_world import (
+    ACTION_MODEL,
+    AUTOENCODER,
+    export_world,
+    fingerprint,
+    recognise_transformer,
+)
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.world import WanWorld
 
 SMALL = replace(TransformerConfig.full(), heads=1, layers=2, ffn_dim=64, freq_dim=32)
 SMALL_VAE = replace(VaeConfig.full(), base_dim=4, decoder_base_dim=4)

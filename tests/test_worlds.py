@@ -20,19 +20,23 @@ from asyncrl.config.run import ImaginationSettings
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.records import StartState
-from asyncrl.worlds.flow_schedule import CONTEXT_SIGMA, sampling_sigmas, training_sigmas, training_weights
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, pick, save_start_states
-from asyncrl.worlds.wan import WanWorld, draw_noise
-from asyncrl.worlds.wan_files import load_world, save_world
-from asyncrl.worlds.wan_loss import window_loss
-from asyncrl.worlds.wan_names import (
+from asyncrl.worlds.wan.files import load_world, save_world
+from asyncrl.worlds.wan.flow_matching import (
+    CONTEXT_SIGMA,
+    sampling_sigmas,
+    training_sigmas,
+    training_weights,
+    window_loss,
+)
+from asyncrl.worlds.wan.published_world import (
     transformer_from_published,
     transformer_to_published,
     vae_from_published,
     vae_to_published,
 )
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig, sinusoid
-from asyncrl.worlds.wan_vae import (
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, sinusoid
+from asyncrl.worlds.wan.vae import (
     VaeConfig,
     WanVae,
     decode_step,
@@ -40,6 +44,7 @@ from asyncrl.worlds.wan_vae import (
     encode_step,
     encode_stream,
 )
+from asyncrl.worlds.wan.world import WanWorld, draw_noise
 
 NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
 

@@ -15,10 +15,10 @@ from asyncrl.rewards.files import save_reward
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.worlds.start_states import save_start_states
-from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_files import save_world
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.files import save_world
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.world import WanWorld
 
 GROUP_SIZE = 2
 SIZE = 64

@@ -30,7 +30,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.interface import Cause
 from asyncrl.rewards.resnet import RewardModel
-from asyncrl.worlds.protocol import State, World
+from asyncrl.worlds.interface import State, World
 
 CPU: Final = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl.actors.slots import Slot
 from asyncrl.devices.device_events import Moment
 from asyncrl.observability.metrics import Metric
-from asyncrl.worlds.protocol import State
+from asyncrl.worlds.interface import State
 
 Span = tuple[Metric, Moment, Moment]
 """What a device was busy with, from when to when."""

@@ -180,7 +180,7 @@ def redrawn(world: Path, recordings: Recordings, device: torch.device) -> np.nda
     """The recordings' frames as the world's autoencoder draws them."""
     from asyncrl.fitting.reward import redraw
     from asyncrl.fitting.vae import encode_recordings
-    from asyncrl.worlds.wan_files import load_world
+    from asyncrl.worlds.wan.files import load_world
 
     vae = load_world(world, device=device).vae
     return redraw(vae, encode_recordings(vae, recordings))
@@ -192,10 +192,10 @@ def fit_world_command(config: World, recordings: Recordings) -> None:
 
     from asyncrl.fitting.vae import encode_recordings, fit_vae
     from asyncrl.fitting.world import fit_world, windows
-    from asyncrl.worlds.wan import WanWorld
-    from asyncrl.worlds.wan_files import load_world, save_world
-    from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-    from asyncrl.worlds.wan_vae import VaeConfig, WanVae
+    from asyncrl.worlds.wan.files import load_world, save_world
+    from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+    from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+    from asyncrl.worlds.wan.world import WanWorld
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from asyncrl.fitting.decoder import Likeness
     from asyncrl.fitting.imagined import Imagined
     from asyncrl.rewards.resnet import RewardModel
-    from asyncrl.worlds.tiny_decoder import TinyDecoder
-    from asyncrl.worlds.wan import WanWorld
+    from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
+    from asyncrl.worlds.wan.world import WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ def fit_decoder_command(config: Decoder) -> None:
     import torch
 
     from asyncrl.fitting.decoder import compare, fit_decoder
-    from asyncrl.worlds.tiny_decoder import TinyDecoder, TinyDecoderConfig
-    from asyncrl.worlds.wan_files import load_world
+    from asyncrl.worlds.wan.files import load_world
+    from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
 
     device = pick_device(config.device)
     folder = world_folder(config.world)
@@ -155,7 +155,7 @@ def _save(
 ) -> None:
     import torch
 
-    from asyncrl.worlds.tiny_decoder import save_decoder
+    from asyncrl.worlds.wan.tiny_decoder import save_decoder
 
     made = {name: getattr(config, name) for name in ("episodes", "decisions", "steps", "batch", "seed")}
     size = world.vae.size

@@ -16,7 +16,7 @@ from asyncrl.fitting.imagined import Imagined
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.vae import FOREGROUND_WEIGHT
 from asyncrl.rewards.resnet import RewardModel
-from asyncrl.worlds.tiny_decoder import TinyDecoder
+from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
 
 OPENING = 5
 """Frames of a stream that were seen and not imagined: the first and its four followers."""

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.worlds.decoders import Decoder
-from asyncrl.worlds.wan import WanWorld
+from asyncrl.worlds.wan.tiny_decoder import Decoder
+from asyncrl.worlds.wan.world import WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from asyncrl.devices.tensors import to_signed, to_uint8
 from asyncrl.fitting.loop import minimise
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.rewards.resnet import RewardModel
-from asyncrl.worlds.wan_vae import WanVae, decode_stream
+from asyncrl.worlds.wan.vae import WanVae, decode_stream
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from asyncrl.devices.tensors import to_signed
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.worlds.wan_vae import SPATIAL, WanVae, decode_stream, encode_stream
+from asyncrl.worlds.wan.vae import SPATIAL, WanVae, decode_stream, encode_stream
 
 CLIP_FRAMES = 17
 """1 + 16 frames: one single-frame latent and four 4-frame latents, twice what one decision needs."""

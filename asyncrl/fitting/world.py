@@ -12,8 +12,8 @@ from torch import Tensor
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION
-from asyncrl.worlds.wan_loss import window_loss
-from asyncrl.worlds.wan_transformer import ActionWanTransformer
+from asyncrl.worlds.wan.flow_matching import window_loss
+from asyncrl.worlds.wan.transformer import ActionWanTransformer
 
 MEMORY = 4
 """Frames that the memory latent stands for."""

@@ -38,7 +38,7 @@ from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.transports.transports import TransportName
-from asyncrl.worlds.wan import WanState
+from asyncrl.worlds.wan.world import WanState
 
 
 @dataclass(frozen=True, kw_only=True)

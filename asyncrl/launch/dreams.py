@@ -18,8 +18,8 @@ from asyncrl.rewards.files import RewardFiles, open_reward
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.storage import asset_paths
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_files import WorldFiles, open_world
+from asyncrl.worlds.wan.files import WorldFiles, open_world
+from asyncrl.worlds.wan.world import WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)

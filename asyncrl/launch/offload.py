@@ -13,7 +13,7 @@ from asyncrl.actors.imagine import Imagination
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.offload import NEVER, Parked, Parking
 from asyncrl.learner.update import Update
-from asyncrl.worlds.wan import WanState, WanWorld
+from asyncrl.worlds.wan.world import WanState, WanWorld
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError
 from asyncrl.records import ACTION_DIM, StartState
-from asyncrl.worlds.trajectories import load_trajectories, load_trajectory
+from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
 
 FORMAT: Final = "asyncrl-start-states-1"
 _SUFFIXES: Final = (".h5", ".hdf5")

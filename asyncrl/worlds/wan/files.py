@@ -14,12 +14,12 @@ from asyncrl.config.run import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
 from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, read_json, write_json, write_tensors
-from asyncrl.worlds import wan_published
-from asyncrl.worlds.tiny_decoder import TinyDecoder, load_decoder
-from asyncrl.worlds.wan import WanWorld
-from asyncrl.worlds.wan_names import transformer_from_published, vae_from_published
-from asyncrl.worlds.wan_transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan_vae import VaeConfig, WanVae, lay_channels_last
+from asyncrl.worlds.wan import published_world
+from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
+from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae, lay_channels_last
+from asyncrl.worlds.wan.world import WanWorld
 
 FORMAT: Final = "asyncrl-world-1"
 TRANSFORMER: Final = "transformer.safetensors"
@@ -163,11 +163,11 @@ def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
     return WorldFiles(
         folder=folder,
         transformer=transformer,
-        transformer_size=wan_published.recognise_transformer(transformer),
+        transformer_size=published_world.recognise_transformer(transformer),
         vae=vae,
-        vae_size=wan_published.recognise_vae(vae),
-        image_size=wan_published.IMAGE_SIZE,
-        schedule_steps=wan_published.SCHEDULE_STEPS,
+        vae_size=published_world.recognise_vae(vae),
+        image_size=published_world.IMAGE_SIZE,
+        schedule_steps=published_world.SCHEDULE_STEPS,
         version=0,
         published=True,
     )

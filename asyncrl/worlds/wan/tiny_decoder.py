@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,38 @@ from torch.nn import functional
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.tensor_files import TensorFiles, fill, read_json, write_json, write_tensors
+from asyncrl.worlds.wan.vae import Cache, WanVae, decode_step
+from asyncrl.worlds.wan.vae_layers import Layers, decode_layers
+
+
+class Decoder(Protocol):
+    """The full decoder, or a `TinyDecoder`."""
+
+    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """Draw the next frames of `B` videos; see `wan_vae.decode_step`."""
+        ...
+
+    def speed_up(self) -> None:
+        """Compile for one fixed batch size."""
+        ...
+
+
+class FullDecoder:
+    """The autoencoder's own decoder."""
+
+    def __init__(self, vae: WanVae) -> None:
+        self.vae = vae
+        self._layers: Layers = decode_layers
+
+    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """Draw the next frames; single latents open videos, in numbers that vary: not compiled for."""
+        layers = decode_layers if latents_BZFhw.shape[2] == 1 else self._layers
+        return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
+
+    def speed_up(self) -> None:
+        """Compile the layers into one graph."""
+        self._layers = torch.compile(decode_layers, fullgraph=True, dynamic=False)
+
 
 FORMAT: Final = "asyncrl-tiny-decoder-1"
 WEIGHTS: Final = "decoder.safetensors"
@@ -105,7 +137,7 @@ class MemoryBlock(nn.Module):
 
 
 class TinyDecoder(nn.Module):
-    """Draws frames from latents. Keeps the contract of `asyncrl.worlds.wan_vae.decode_step`."""
+    """Draws frames from latents. Keeps the contract of `asyncrl.worlds.wan.vae.decode_step`."""
 
     def __init__(self, config: TinyDecoderConfig) -> None:
         super().__init__()

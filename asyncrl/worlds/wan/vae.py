@@ -20,7 +20,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, patchify, unpatchify
 from torch import Tensor, nn
 
-from asyncrl.worlds.vae_stream import Layers, decode_layers, encode_layers, laid_out
+from asyncrl.worlds.wan.vae_layers import Layers, decode_layers, encode_layers, laid_out
 
 SPATIAL: Final = 16
 """Pixels per latent pixel."""

@@ -1,0 +1,1 @@
+"""The Wan world model: transformer, autoencoder, tiny decoder, and its published files."""
