@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor, ActorSettings
-from asyncrl.actors.imagine import Imagination
+from asyncrl.actors.imagination import Imagination
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import StartState

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from asyncrl.actors.actor import Actor, ActorSettings
-from asyncrl.actors.imagine import Imagination
+from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Member, Slot, Slots, finished_episode
-from asyncrl.actors.stages import Stage
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.policies.interface import SamplingParams

@@ -17,8 +17,8 @@ from test_learner import Run
 from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagine import Imagination
-from asyncrl.actors.readings import ActorReadings
+from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.telemetry import ActorReadings
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.devices import offload
@@ -314,7 +314,7 @@ def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(
 def test_an_actor_reports_what_it_parked(
     imagination: Imagination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.actors.readings.REPORT_EVERY", 0.0)
+    monkeypatch.setattr("asyncrl.actors.telemetry.REPORT_EVERY", 0.0)
     actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
     parked = offloading(actor)
     while not core.limiter.ready:

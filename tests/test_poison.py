@@ -19,9 +19,9 @@ from test_wire import make_episode
 from training_fixtures import start_state, write_models
 
 from asyncrl import cli
-from asyncrl.actors import poison
+from asyncrl.actors import failures
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.poison import one_by_one
+from asyncrl.actors.failures import one_by_one
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics as m
 from asyncrl.policies.interface import SamplingParams
@@ -205,8 +205,8 @@ def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: p
     def attempt(places: list[int]) -> None:
         raise ValueError("what came after it")
 
-    monkeypatch.setattr(poison.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(poison.torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(failures.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(failures.torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError):
         one_by_one([1, 2], attempt)
 

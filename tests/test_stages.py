@@ -13,10 +13,10 @@ import torch
 from poison_fixtures import GROUP, Poisoned, RowModels, RowState, inline_run, start
 from test_poison import counts, episodes_of, named
 
-from asyncrl.actors import imagine
-from asyncrl.actors.readings import ActorReadings
+from asyncrl.actors import imagination
+from asyncrl.actors.pipeline import Stage, cut
 from asyncrl.actors.slots import Slot
-from asyncrl.actors.stages import Stage, cut
+from asyncrl.actors.telemetry import ActorReadings
 from asyncrl.config.run import ActorSettings
 from asyncrl.devices import device_events
 from asyncrl.devices.device_events import Moment, wait_for
@@ -126,8 +126,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return 0.0
 
     monkeypatch.setattr(RowModels, "imagine", launch)
-    monkeypatch.setattr(imagine, "Moment", Slow)
-    monkeypatch.setattr(imagine, "wait_for", wait)
+    monkeypatch.setattr(imagination, "Moment", Slow)
+    monkeypatch.setattr(imagination, "wait_for", wait)
     return seen
 
 
@@ -313,7 +313,7 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
 
 def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("FIRST_REPORT", "REPORT_EVERY"):
-        monkeypatch.setattr(f"asyncrl.actors.readings.{name}", 0.0)
+        monkeypatch.setattr(f"asyncrl.actors.telemetry.{name}", 0.0)
     run = inline_run(tmp_path, Poisoned())
     for _ in range(3):
         run.actor.round(0.0)

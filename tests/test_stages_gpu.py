@@ -15,7 +15,7 @@ from poison_fixtures import GROUP, IMAGE, RowState, config, start
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor, ActorSettings
-from asyncrl.actors.imagine import Imagination
+from asyncrl.actors.imagination import Imagination
 from asyncrl.observability import metrics as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import EPISODE_ARRAYS, StartState

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.actors.imagine import Imagination
-from asyncrl.actors.poison import Poison
-from asyncrl.actors.readings import ActorReadings
+from asyncrl.actors.failures import Poison
+from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.pipeline import Stage, cut
 from asyncrl.actors.slots import Slots, finished_episode
-from asyncrl.actors.stages import Stage, cut
+from asyncrl.actors.telemetry import ActorReadings
 from asyncrl.devices.offload import NEVER, Parking
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits

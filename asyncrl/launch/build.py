@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from asyncrl.actors.actor import ActorSettings
-from asyncrl.actors.imagine import Imagination
-from asyncrl.actors.stages import cut
+from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.pipeline import cut
 from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.dreams import Dreams, DreamsOnDisk, check_dreams

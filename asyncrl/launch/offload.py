@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from asyncrl.actors.imagine import Imagination
+from asyncrl.actors.imagination import Imagination
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.offload import NEVER, Parked, Parking
 from asyncrl.learner.update import Update

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.poison import Poison, find_poison, one_by_one
+from asyncrl.actors.failures import Poison, find_poison, one_by_one
+from asyncrl.actors.pipeline import Flight, Span, Stage
 from asyncrl.actors.seeds import sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Slots
-from asyncrl.actors.stages import Flight, Span, Stage
 from asyncrl.devices.device_events import Moment, wait_for
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric

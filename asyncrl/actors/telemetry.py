@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from asyncrl.actors.imagine import Imagination
+from asyncrl.actors.imagination import Imagination
 from asyncrl.devices.memory import peak_memory
 from asyncrl.devices.offload import Parking
 from asyncrl.observability import metrics as m
