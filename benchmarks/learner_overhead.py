@@ -37,7 +37,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_learning_policy
 from asyncrl.launch.devices import pick_device
 from asyncrl.learner.batches import build_batch, describe
-from asyncrl.learner.sharding import keep_masters
+from asyncrl.learner.fsdp import keep_masters
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_logger import Logbook
 from asyncrl.policies.interface import SamplingParams

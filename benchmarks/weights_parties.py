@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from asyncrl.learner.gathering import Gathering
+from asyncrl.learner.weight_export import Gathering
 from asyncrl.weights.packing import build_manifest
 from asyncrl.weights.receiver import build_receiver
 from asyncrl.weights.transports.transports import TransportName

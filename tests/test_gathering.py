@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from two_ranks import run_ranks
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner import gathering
-from asyncrl.learner.gathering import Gathering
+from asyncrl.learner import weight_export
+from asyncrl.learner.weight_export import Gathering
 from asyncrl.weights import packing
 
 SHAPES = {"even": (4, 6), "odd": (5, 3), "one_row": (1, 7), "large": (257, 33), "line": (11,)}
@@ -45,7 +45,7 @@ def gather_until_a_peer_is_gone() -> tuple[dict[str, bytes], dict[str, bytes], s
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     sharded: dict[str, Tensor] = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in masters().items()}
     sharded["even"] = masters()["even"]  # Whole on every rank.
-    at_once, gathering.BUCKET = filled(sharded), 128
+    at_once, weight_export.BUCKET = filled(sharded), 128
     in_many = filled(sharded)
     with pytest.raises(ConfigError, match=r"'even' are spread as .*Replicate.*only rows"):
         Gathering({"even": distribute_tensor(masters()["even"], mesh, [Replicate()])}, TYPES)
@@ -87,9 +87,9 @@ def with_more_digits(policy: Any) -> Any:
 
 
 def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
-    from asyncrl.launch.outgoing import ActingWeights, acting_types
-    from asyncrl.learner.nowhere import NullPublisher
-    from asyncrl.learner.sharding import shard
+    from asyncrl.learner.fsdp import shard
+    from asyncrl.learner.ranks import NullPublisher
+    from asyncrl.learner.weight_export import ActingWeights, acting_types
     from asyncrl.weights.double_buffer import Outbox
 
     policy = policy_of(lora)

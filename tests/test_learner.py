@@ -16,8 +16,7 @@ from torch import Tensor
 from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
 from asyncrl.devices.memory import host_peak
 from asyncrl.errors import RunError, SampleTimeout, WeightSyncError
-from asyncrl.learner.interface import LearnerSettings
-from asyncrl.learner.learner import Learner
+from asyncrl.learner.learner import Learner, LearnerSettings
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric

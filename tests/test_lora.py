@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.launch.outgoing import copy_policy
-from asyncrl.learner.group import Alone
+from asyncrl.learner.ranks import Alone
+from asyncrl.learner.weight_export import copy_policy
 from asyncrl.policies.checkpoints.adapters import load_adapter, save_adapter
 from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
 from asyncrl.policies.interface import SamplingParams

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.masks import token_mask, valid_steps
+from asyncrl.learner.batches import token_mask, valid_steps
 
 
 def rewards(decisions: int, *successes: int) -> np.ndarray:

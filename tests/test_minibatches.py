@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.config.algorithm import OptimizerSettings
-from asyncrl.learner.group import Alone
 from asyncrl.learner.minibatches import Share, deal_episodes, micro_batches
-from asyncrl.learner.schedule import learning_rate_share
+from asyncrl.learner.optimizer import learning_rate_share
+from asyncrl.learner.ranks import Alone
 
 
 class OtherRankNeeds(Alone):

@@ -15,8 +15,8 @@ from two_ranks import run_ranks
 
 from asyncrl.devices.offload import Parked, Parking
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.distributed_group import DistributedGroup, pack, unpack
-from asyncrl.learner.sharding import shard
+from asyncrl.learner.distributed_ranks import DistributedGroup, pack, unpack
+from asyncrl.learner.fsdp import shard
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learner.group import Alone
-from asyncrl.learner.tally import Tally, effective_sample_size, variance
+from asyncrl.learner.accumulator import Tally, effective_sample_size, variance
+from asyncrl.learner.ranks import Alone
 from asyncrl.observability import metrics as m
 
 CPU = torch.device("cpu")

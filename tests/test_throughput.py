@@ -14,8 +14,8 @@ from two_ranks import run_ranks
 from asyncrl.config.algorithm import AlgorithmSettings, CriticSettings, LoraSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.group import Alone
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.ranks import Alone
 from asyncrl.learner.throughput import Throughput, forward_flops, peak_flops, trained_decisions
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
@@ -157,8 +157,8 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
     """Both ranks have half of the decisions; only rank 1's device is known at first."""
     import torch.distributed as dist
 
-    from asyncrl.learner.distributed_group import DistributedGroup
-    from asyncrl.learner.sharding import shard
+    from asyncrl.learner.distributed_ranks import DistributedGroup
+    from asyncrl.learner.fsdp import shard
     from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.storage.asset_paths import policy_folder
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from two_ranks import run_ranks
 
 from asyncrl.learner.batches import build_batch
-from asyncrl.learner.distributed_group import DistributedGroup
-from asyncrl.learner.group import Alone, LearnerGroup
-from asyncrl.learner.sharding import shard
+from asyncrl.learner.distributed_ranks import DistributedGroup
+from asyncrl.learner.fsdp import shard
+from asyncrl.learner.ranks import Alone, LearnerGroup
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric

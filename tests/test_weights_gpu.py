@@ -12,8 +12,8 @@ from test_weights import PATIENCE, Actor, policy, raw, timed_publish
 from torch.distributed.tensor import Shard, distribute_tensor
 from two_ranks import run_ranks
 
-from asyncrl.learner import gathering
-from asyncrl.learner.gathering import Gathering
+from asyncrl.learner import weight_export
+from asyncrl.learner.weight_export import Gathering
 from asyncrl.observability import metrics as m
 from asyncrl.weights import packing
 from asyncrl.weights.publisher import StorePublisher, build_publisher
@@ -138,7 +138,7 @@ def packed(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def gather_over_nccl(bucket: int) -> dict[str, bytes]:
     from torch.distributed.device_mesh import DeviceMesh
 
-    gathering.BUCKET = bucket
+    weight_export.BUCKET = bucket
     torch.cuda.set_device(dist.get_rank())
     mesh = DeviceMesh.from_group(dist.new_group(backend="nccl"), "cuda")
     own = {name: t.to("cuda") for name, t in masters().items()}

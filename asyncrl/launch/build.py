@@ -20,13 +20,12 @@ from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.launch.devices import pick_device
 from asyncrl.launch.dreams import Dreams, DreamsOnDisk, check_dreams
 from asyncrl.launch.offload import learner_parking
-from asyncrl.launch.outgoing import ActingWeights, copy_policy
 from asyncrl.launch.placement import Placement, only_learns
-from asyncrl.learner.group import LearnerGroup
-from asyncrl.learner.interface import LearnerSettings, Log
-from asyncrl.learner.learner import Learner
+from asyncrl.learner.learner import Learner, LearnerSettings, Log
+from asyncrl.learner.ranks import LearnerGroup
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
+from asyncrl.learner.weight_export import ActingWeights, copy_policy
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing, speed_up
 from asyncrl.policies.checkpoints.folder import load_policy
 from asyncrl.policies.interface import SamplingParams

@@ -22,20 +22,18 @@ from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
 from asyncrl.launch.devices import pick_device
-from asyncrl.launch.outgoing import acting_types
 from asyncrl.launch.placement import Placement
-from asyncrl.learner.distributed_group import COLLECTIVE_DEADLINE, DistributedGroup, naming
-from asyncrl.learner.group import Alone, LearnerGroup
-from asyncrl.learner.nowhere import NullLog, NullPort, NullPublisher
-from asyncrl.learner.sharding import keep_masters, shard
+from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedGroup, naming
+from asyncrl.learner.fsdp import keep_masters, shard
+from asyncrl.learner.ranks import Alone, LearnerGroup, NullLog, NullPort, NullPublisher
+from asyncrl.learner.weight_export import acting_types
 from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from asyncrl.launch.crew import Crew
-    from asyncrl.learner.interface import Log
-    from asyncrl.learner.learner import Learner
+    from asyncrl.learner.learner import Learner, Log
     from asyncrl.replay.interface import LearnerPort
     from asyncrl.weights.interface import Publisher
 

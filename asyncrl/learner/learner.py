@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from torch import Tensor, nn
 
@@ -24,9 +25,7 @@ from asyncrl.devices.memory import host_peak, peak_memory
 from asyncrl.devices.offload import NEVER, Parking
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
-from asyncrl.learner.finite import not_finite
-from asyncrl.learner.group import Alone, Groups, LearnerGroup
-from asyncrl.learner.interface import LearnerSettings, Log
+from asyncrl.learner.ranks import Alone, Groups, LearnerGroup, not_finite
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
@@ -38,6 +37,34 @@ from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
 from asyncrl.weights.interface import Publisher, Source
+
+
+class Log(Protocol):
+    """Where the readings of an update go."""
+
+    def write(self, step: int, values: Mapping[Metric, float]) -> None:
+        """Record one row; `step` is the policy version."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+    """Numbers of the learner's loop."""
+
+    updates: int
+    """Policy version at which the run is over."""
+    groups_per_update: int
+    checkpoint_every: int
+    """Updates between two checkpoints."""
+    max_wait: float
+    """Seconds to wait for one batch before the run ends with an error."""
+    first_weights_deadline: float
+    """Seconds the actors have to take the first version."""
+    hang_after: float = 900.0
+    """Seconds that one update may take."""
+    config_hash: str = ""
+    """Identifies the settings of the run in its checkpoints."""
+
 
 SAMPLE_SLICE: Final = 1.0
 """Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""

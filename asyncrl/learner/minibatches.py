@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.learner.group import LearnerGroup
+from asyncrl.learner.ranks import LearnerGroup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.learner.accumulator import Tally
 from asyncrl.learner.corrections import (
     WEIGHTED,
     correction_level,
@@ -27,7 +28,6 @@ from asyncrl.learner.corrections import (
 )
 from asyncrl.learner.levels import summed, summed_at, valid_units
 from asyncrl.learner.losses import MAX_LOG_RATIO, UnitLoss, cispo_loss, clipped_loss, kl_penalty, value_loss
-from asyncrl.learner.tally import Tally
 from asyncrl.observability import metrics as m
 from asyncrl.policies.interface import EvaluateResult
 

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.learner.accumulator import Tally
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.before import Before, look
 from asyncrl.learner.corrections import check_needs
-from asyncrl.learner.group import Alone, LearnerGroup
+from asyncrl.learner.forward import Passes
 from asyncrl.learner.levels import valid_units
 from asyncrl.learner.losses import aggregation_weights
 from asyncrl.learner.minibatches import Share, deal_episodes, micro_batches
 from asyncrl.learner.objective import MicroBatch, Objective
-from asyncrl.learner.passes import Passes
-from asyncrl.learner.readings import read_move, read_teaching, readings
+from asyncrl.learner.optimizer import Steps
+from asyncrl.learner.prepare import Before, look
+from asyncrl.learner.ranks import Alone, LearnerGroup
 from asyncrl.learner.reference import Reference
-from asyncrl.learner.steps import Steps
-from asyncrl.learner.tally import Tally
+from asyncrl.learner.update_metrics import read_move, read_teaching, readings
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 from asyncrl.records import ACTION_DIM, CHUNK

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.learner.group import LearnerGroup
+from asyncrl.learner.ranks import LearnerGroup
 from asyncrl.observability.metrics import Metric
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.group import LearnerGroup
 from asyncrl.learner.minibatches import micro_batches
+from asyncrl.learner.ranks import LearnerGroup
 from asyncrl.learner.reference import Reference
 from asyncrl.policies.interface import EvaluateResult, Policy, PolicyInputs, SamplingParams
 

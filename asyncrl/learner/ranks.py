@@ -8,9 +8,77 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.weights.interface import Source, as_source
+
+
+def not_finite(tensors: Mapping[str, Tensor], group: LearnerGroup) -> list[str]:
+    """Names of the tensors that hold a number which is not finite, on any rank; the same on all ranks.
+
+    Args:
+        tensors: Not empty, any shapes and float types; this rank's part where they are sharded.
+        group: All its ranks have to call this.
+    """
+    bad_T = torch.stack([~_own_part(tensor).isfinite().all() for tensor in tensors.values()])
+    found = group.max(bad_T.float()).tolist()
+    return [name for name, bad in zip(tensors, found, strict=True) if bad]
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class NullPort:
+    """A `LearnerPort` without a replay."""
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        """Never asked: this rank's part comes from rank 0."""
+        raise AssertionError("only rank 0 samples")
+
+    def report_version(self, version: int) -> None:
+        """Do nothing."""
+
+    def status(self) -> dict[Metric, float]:
+        """Return nothing."""
+        return {}
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class NullPublisher:
+    """A `Publisher` without actors."""
+
+    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+        """Hand this rank's part of the weights to rank 0, which sends them."""
+        as_source(weights).write({})
+
+    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+        """Do nothing."""
+
+    def status(self) -> dict[Metric, float]:
+        """Return nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class NullLog:
+    """A `Log` that nobody reads."""
+
+    def write(self, step: int, values: Mapping[Metric, float]) -> None:
+        """Do nothing."""
+
 
 Groups = Sequence[Sequence[Episode]]
 

@@ -6,11 +6,11 @@ import math
 
 import torch
 
+from asyncrl.learner.accumulator import Tally, effective_sample_size, variance
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.before import Before
 from asyncrl.learner.corrections import k3, log_ratio
-from asyncrl.learner.passes import Passes, rows_of
-from asyncrl.learner.tally import Tally, effective_sample_size, variance
+from asyncrl.learner.forward import Passes, rows_of
+from asyncrl.learner.prepare import Before
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 

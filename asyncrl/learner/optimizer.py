@@ -9,12 +9,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import OptimizerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.learner.schedule import learning_rate_share
-from asyncrl.learner.tally import Tally
+from asyncrl.learner.accumulator import Tally
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
+
+
+def learning_rate_share(settings: OptimizerSettings, version: int, updates: int) -> float:
+    """Return the share of the full learning rate for the update from `version` to `version + 1`.
+
+    Args:
+        settings: Schedule, warm-up, end and final share.
+        version: Updates made so far.
+        updates: Updates of the whole run; the end of the decay unless `decay_updates` says otherwise.
+
+    Example:
+        >>> settings = OptimizerSettings(schedule="linear", warmup_updates=2)
+        >>> [learning_rate_share(settings, version, updates=6) for version in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if version < settings.warmup_updates:
+        return (version + 1) / settings.warmup_updates
+    if settings.schedule == "constant":
+        return 1.0
+    end = settings.decay_updates or updates
+    done = (version - settings.warmup_updates) / max(1, end - settings.warmup_updates)
+    left = 1.0 - min(1.0, done)
+    if settings.schedule == "cosine":
+        left = (1.0 - math.cos(math.pi * left)) / 2
+    return settings.final_share + (1.0 - settings.final_share) * left
+
 
 _log = logging.getLogger(__name__)
 

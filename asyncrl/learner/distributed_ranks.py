@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.group import Groups
+from asyncrl.learner.ranks import Groups
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import waits
 from asyncrl.records import Episode
