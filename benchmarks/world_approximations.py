@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from asyncrl.fitting.decoder import psnr
+from asyncrl.fitting.fit_decoder import psnr
 from asyncrl.policies.checkpoints.folder import load_policy
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import ACTION_DIM, CHUNK, StartState

@@ -25,9 +25,9 @@ from asyncrl.contact_sheet import imagine_again
 from asyncrl.devices.tensors import to_signed
 from asyncrl.evaluation import acting
 from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
+from asyncrl.fitting.fit_reward import redraw
+from asyncrl.fitting.fit_vae import encode_recordings
 from asyncrl.fitting.recordings import Recordings, load_recordings
-from asyncrl.fitting.reward import redraw
-from asyncrl.fitting.vae import encode_recordings
 from asyncrl.policies.checkpoints.folder import load_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.rewards.files import load_reward

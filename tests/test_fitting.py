@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from asyncrl.errors import AssetError, ConfigError, RunError
 from asyncrl.fitting.collect import Demonstrator, _decisions_since, _demonstrate, record_expert
+from asyncrl.fitting.fit_policy import examples, fit_policy
+from asyncrl.fitting.fit_vae import stream_of
+from asyncrl.fitting.fit_world import windows
 from asyncrl.fitting.loop import learning_rate_at, minimise
-from asyncrl.fitting.policy import examples, fit_policy
 from asyncrl.fitting.recordings import Recordings, load_recordings, write_part
-from asyncrl.fitting.vae import stream_of
-from asyncrl.fitting.world import windows
 from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig

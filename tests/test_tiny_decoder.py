@@ -18,8 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from asyncrl.commands import fit
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.fitting.decoder import OPENING, compare, fit_decoder, psnr, reconstruction_loss
-from asyncrl.fitting.imagined import Imagined, imagine_episodes
+from asyncrl.fitting.fit_decoder import (
+    OPENING,
+    Imagined,
+    compare,
+    fit_decoder,
+    imagine_episodes,
+    psnr,
+    reconstruction_loss,
+)
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT

@@ -151,7 +151,7 @@ def fit_policy_command(config: Policy, recordings: Recordings) -> None:
     """Clone the recordings and write the policy."""
     import torch
 
-    from asyncrl.fitting.policy import fit_policy
+    from asyncrl.fitting.fit_policy import fit_policy
     from asyncrl.policies.checkpoints.folder import load_policy, save_policy
     from asyncrl.policies.openvla.config import OpenVLAOFTConfig
     from asyncrl.policies.openvla.parallel import OpenVLAOFT
@@ -178,8 +178,8 @@ def fit_policy_command(config: Policy, recordings: Recordings) -> None:
 
 def redrawn(world: Path, recordings: Recordings, device: torch.device) -> np.ndarray:
     """The recordings' frames as the world's autoencoder draws them."""
-    from asyncrl.fitting.reward import redraw
-    from asyncrl.fitting.vae import encode_recordings
+    from asyncrl.fitting.fit_reward import redraw
+    from asyncrl.fitting.fit_vae import encode_recordings
     from asyncrl.worlds.wan.files import load_world
 
     vae = load_world(world, device=device).vae
@@ -190,8 +190,8 @@ def fit_world_command(config: World, recordings: Recordings) -> None:
     """Fit autoencoder and transformer (or refine the transformer) and write the world."""
     import torch
 
-    from asyncrl.fitting.vae import encode_recordings, fit_vae
-    from asyncrl.fitting.world import fit_world, windows
+    from asyncrl.fitting.fit_vae import encode_recordings, fit_vae
+    from asyncrl.fitting.fit_world import fit_world, windows
     from asyncrl.worlds.wan.files import load_world, save_world
     from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
     from asyncrl.worlds.wan.vae import VaeConfig, WanVae
@@ -242,7 +242,7 @@ def fit_reward_command(config: Reward, recordings: Recordings) -> None:
     """Fit the reward model into the world's folder."""
     import torch
 
-    from asyncrl.fitting.reward import fit_reward
+    from asyncrl.fitting.fit_reward import fit_reward
     from asyncrl.rewards.files import save_reward
     from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 

@@ -13,8 +13,7 @@ from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.fitting.decoder import Likeness
-    from asyncrl.fitting.imagined import Imagined
+    from asyncrl.fitting.fit_decoder import Imagined, Likeness
     from asyncrl.rewards.resnet import RewardModel
     from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
     from asyncrl.worlds.wan.world import WanWorld
@@ -68,7 +67,7 @@ def fit_decoder_command(config: Decoder) -> None:
     """Imagine, distil, measure and write."""
     import torch
 
-    from asyncrl.fitting.decoder import compare, fit_decoder
+    from asyncrl.fitting.fit_decoder import compare, fit_decoder
     from asyncrl.worlds.wan.files import load_world
     from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
 
@@ -105,7 +104,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def _episodes(config: Decoder, world: WanWorld, device: torch.device) -> tuple[Imagined, Imagined]:
     """Episodes to learn from and, from other start states, to measure on."""
-    from asyncrl.fitting.imagined import imagine_episodes
+    from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.worlds.start_states import load_start_states, pick
