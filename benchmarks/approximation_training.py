@@ -31,7 +31,7 @@ import tyro
 from tqdm import tqdm
 
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation import SuccessRate
+from asyncrl.evaluation.evaluate import SuccessRate
 
 UNTRAINED = "untrained"
 DEFAULT = (

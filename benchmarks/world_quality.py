@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import tyro
 
-from asyncrl.contact_sheet import imagine_again
 from asyncrl.devices.tensors import to_signed
-from asyncrl.evaluation import acting
+from asyncrl.evaluation.contact_sheet import imagine_again
+from asyncrl.evaluation.evaluate import acting
 from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
 from asyncrl.fitting.fit_reward import redraw
 from asyncrl.fitting.fit_vae import encode_recordings

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from asyncrl.contact_sheet import imagine_again, tile, write_contact_sheet
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.evaluation.contact_sheet import imagine_again, tile, write_contact_sheet
 from asyncrl.records import StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.worlds.wan.files import save_world

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation import HELD_OUT, SuccessRate, evaluate, evaluation_seeds, summarise
+from asyncrl.evaluation.evaluate import HELD_OUT, SuccessRate, evaluate, evaluation_seeds, summarise
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.simulators.rollout import SimulatedEpisode, rollout, sampling_seed
 

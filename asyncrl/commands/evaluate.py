@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation import Evaluation, acting, evaluate, evaluation_seeds
+from asyncrl.evaluation.evaluate import Evaluation, acting, evaluate, evaluation_seeds
 from asyncrl.storage.asset_paths import policy_folder
 
 SIMULATORS = ("tabletop",)
@@ -83,7 +83,7 @@ def _play(config: EvaluateConfig, folder: Path) -> Evaluation:
             pool, act, episodes=config.episodes, seed=config.seed, max_decisions=config.max_decisions
         )
     if config.video:
-        from asyncrl.contact_sheet import write_contact_sheet
+        from asyncrl.evaluation.contact_sheet import write_contact_sheet
 
         write_contact_sheet(Path(config.video), episodes, config.world)
         print(f"contact sheet in {config.video}")
