@@ -35,7 +35,7 @@ from pace import commit
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_learning_policy
-from asyncrl.launch.devices import pick_device
+from asyncrl.launch.placement import pick_device
 from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.fsdp import keep_masters
 from asyncrl.learner.update import Update

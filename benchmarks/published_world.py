@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.launch.devices import pick_device
+from asyncrl.launch.placement import pick_device
 from asyncrl.rewards.files import PUBLISHED, load_reward
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import RewardConfig, build_network

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from asyncrl.errors import ReplayError, RunError
-from asyncrl.launch.crew import Crew, StopFlag, WatchedReplay
+from asyncrl.launch.children import Crew, StopFlag, WatchedReplay
 from asyncrl.launch.supervisor import State
 
 

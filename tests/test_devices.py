@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.devices import actor_devices, pick_device
-from asyncrl.launch.placement import parse_placement
+from asyncrl.launch.placement import actor_devices, parse_placement, pick_device
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from test_train import TRAIN, environment, exit_code, left_over, rows
 from training_fixtures import write_models
 
 from asyncrl import cli
-from asyncrl.launch import address
+from asyncrl.launch import endpoints
 from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.curve_keys import create_keys
 from asyncrl.observability import metrics as m
@@ -217,9 +217,9 @@ def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: P
     from asyncrl.config.run import ReplaySettings, TrainConfig, WeightSettings
 
     listen = ReplaySettings(listen="tcp://127.0.0.1:5555")
-    assert address.pull_settings(TrainConfig(replay=listen), tmp_path).listen == "tcp://127.0.0.1:0"
+    assert endpoints.pull_settings(TrainConfig(replay=listen), tmp_path).listen == "tcp://127.0.0.1:0"
     own = WeightSettings(listen="tcp://127.0.0.1:5556")
     config = TrainConfig(replay=listen, weights=own)
-    assert address.pull_settings(config, tmp_path).listen == "tcp://127.0.0.1:5556"
+    assert endpoints.pull_settings(config, tmp_path).listen == "tcp://127.0.0.1:5556"
     tmp_path.chmod(0o700)
-    assert address.pull_settings(TrainConfig(), tmp_path).listen == f"ipc://{tmp_path}/weights"
+    assert endpoints.pull_settings(TrainConfig(), tmp_path).listen == f"ipc://{tmp_path}/weights"

@@ -17,7 +17,7 @@ from test_replay_service import CONFIG, acquire, push_group, until
 from asyncrl import cli
 from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.launch import address
+from asyncrl.launch import endpoints
 from asyncrl.launch.placement import Placement
 from asyncrl.messaging.curve_keys import ClientKeys, create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import bind_router, check_endpoint, connect_dealer
@@ -134,12 +134,12 @@ def test_a_run_that_would_listen_openly_is_refused_before_it_starts(
     assert not (tmp_path / "run").exists()
     alone, two = Placement(learners=(0,), actors=(0,)), Placement(learners=(0,), actors=(0, 1))
     secured = config(listen="tcp://10.0.0.5:5555", keys=str(keys))
-    address.check(secured, alone)
+    endpoints.check(secured, alone)
     with pytest.raises(ConfigError, match=r"actor-1\.secret"):
-        address.check(secured, two)
+        endpoints.check(secured, two)
     (keys / "clients" / "actor-0.public").unlink()
     with pytest.raises(ConfigError, match="actor-0 is not in"):
-        address.check(secured, alone)
+        endpoints.check(secured, alone)
     with pytest.raises(ConfigError, match=r"--replay\.listen"):
         config(keys=str(keys))
 

@@ -23,7 +23,7 @@ from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NEVER, PARK_AFTER, Parked, Parking
-from asyncrl.launch.offload import actor_parking, learner_parking
+from asyncrl.launch.build import actor_parking, learner_parking
 from asyncrl.observability import metrics as m
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.weights.transports.in_process import build_inline

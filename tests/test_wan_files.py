@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import asyncrl.storage.tensor_files as tensor_files
 from asyncrl.config.run import TrainConfig, parse
 from asyncrl.errors import AsyncRLError, CheckpointError
-from asyncrl.launch.dreams import build_dreams, check_dreams
+from asyncrl.launch.environment import build_dreams, check_dreams
 from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network

@@ -11,7 +11,7 @@ import tyro
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import HELD_OUT, acting
 from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
-from asyncrl.launch.devices import pick_device
+from asyncrl.launch.placement import pick_device
 from asyncrl.storage.asset_paths import policy_folder
 
 

@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _play(config: EvaluateConfig, folder: Path) -> Evaluation:
-    from asyncrl.launch.devices import pick_device
+    from asyncrl.launch.placement import pick_device
     from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.pool import SimulatorPool

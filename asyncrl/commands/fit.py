@@ -11,7 +11,7 @@ import tyro
 
 from asyncrl.commands.fit_decoder import Decoder, fit_decoder_command
 from asyncrl.fitting.recordings import Recordings, load_recordings
-from asyncrl.launch.devices import pick_device
+from asyncrl.launch.placement import pick_device
 from asyncrl.storage.asset_paths import policy_folder
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.devices import pick_device
+from asyncrl.launch.placement import pick_device
 from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
 
 if TYPE_CHECKING:

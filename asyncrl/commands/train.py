@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
             config.placement, ranks, 0, joined=bool(config.replay.listen)
         )  # What cannot work is said before torchrun starts.
         _become_torchrun(ranks, arguments)
-    from asyncrl.launch.run import run
+    from asyncrl.launch.train import run
 
     return run(config)
 

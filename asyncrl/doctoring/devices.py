@@ -11,8 +11,7 @@ from asyncrl.doctoring.findings import Finding, broken, ok, one_line, warning
 from asyncrl.doctoring.machine import GIB, free_memory
 from asyncrl.doctoring.subject import Sizes, Subject
 from asyncrl.errors import ConfigError
-from asyncrl.launch.devices import pick_device
-from asyncrl.launch.placement import WORDS, Placement, check_groups, parse_placement, ranks_named
+from asyncrl.launch.placement import WORDS, Placement, check_groups, parse_placement, pick_device, ranks_named
 
 if TYPE_CHECKING:
     import torch
@@ -51,14 +50,14 @@ def check_placement(subject: Subject) -> Finding:
     """Whether the ranks, the devices and the carrier of the weights go together."""
     import torch
 
-    from asyncrl.launch import build, learners
+    from asyncrl.launch import build, learner_ranks
     from asyncrl.weights.transports.transports import build_transport
 
     config = subject.config
     try:
         placement = placement_of(config)
         check_groups(placement, config.algorithm.groups_per_update)
-        learners.check(config, placement)
+        learner_ranks.check(config, placement)
         by_rank = devices_of(config, placement)
         transport = build.transport_of(config, placement)
         if by_rank[0].type == "cpu":

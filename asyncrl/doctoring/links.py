@@ -22,7 +22,7 @@ from asyncrl.doctoring.findings import Finding, broken, ok, warning
 from asyncrl.doctoring.link_member import Task, serve
 from asyncrl.doctoring.subject import Subject
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.launch.devices import pick_device
+from asyncrl.launch.placement import pick_device
 from asyncrl.weights.rendezvous_store import open_store
 
 DEADLINE: Final = 60.0

@@ -14,7 +14,7 @@ from asyncrl.doctoring.findings import Finding, broken, ok, one_line
 from asyncrl.doctoring.subject import Sizes, Subject
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
-from asyncrl.launch.dreams import DreamsOnDisk
+from asyncrl.launch.environment import DreamsOnDisk
 from asyncrl.policies.openvla.parallel import OpenVLAOFT, count_parameters
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 

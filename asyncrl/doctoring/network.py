@@ -14,7 +14,7 @@ from asyncrl.doctoring.devices import placement_of
 from asyncrl.doctoring.findings import Finding, broken, ok, one_line
 from asyncrl.doctoring.subject import Subject
 from asyncrl.errors import ConfigError
-from asyncrl.launch import address
+from asyncrl.launch import endpoints
 from asyncrl.messaging.curve_keys import ALLOWED
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 
@@ -82,7 +82,7 @@ def check_listen(subject: Subject) -> Finding | None:
         return None
     name = "replay.listen"
     try:
-        address.check_listen(config)
+        endpoints.check_listen(config)
     except ConfigError as error:
         return broken(name, one_line(error))
     host, _, port = config.replay.listen.removeprefix("tcp://").rpartition(":")
@@ -130,7 +130,7 @@ def check_keys(subject: Subject) -> Finding | None:
     if not config.replay.keys:
         return None
     try:
-        address.check(config, placement_of(config))
+        endpoints.check(config, placement_of(config))
     except ConfigError as error:
         return broken("keys", one_line(error))
     folder = Path(config.replay.keys).expanduser()

@@ -10,10 +10,10 @@ import torch
 from asyncrl.actors.actor import Actor
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import build, learners, rendezvous, summary
-from asyncrl.launch.crew import StopFlag
-from asyncrl.launch.devices import pick_device
-from asyncrl.launch.dreams import build_dreams
+from asyncrl.launch import build, console, learner_ranks, rendezvous
+from asyncrl.launch.children import StopFlag
+from asyncrl.launch.environment import build_dreams
+from asyncrl.launch.placement import pick_device
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import Logbook
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
@@ -53,13 +53,13 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     with Logbook(
         run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
     ) as log:
-        log.banner(summary.banner(config, run_dir, "1 process (inline)", str(device)))
+        log.banner(console.banner(config, run_dir, "1 process (inline)", str(device)))
         try:
-            with learners.joined(config, 1, device) as group:
-                learners.build_joined_learner(
+            with learner_ranks.joined(config, 1, device) as group:
+                learner_ranks.build_joined_learner(
                     config, start, port, publisher, log, group, stop_requested=lambda: stop.set
                 ).run()
         finally:
             port.close()
-        log.banner(summary.closing(config, run_dir))
+        log.banner(console.closing(config, run_dir))
     return 0

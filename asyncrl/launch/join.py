@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import ConfigError
-from asyncrl.launch.crew import StopFlag, quietly
+from asyncrl.launch.children import StopFlag, quietly
 from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
 
 if TYPE_CHECKING:
@@ -115,10 +115,9 @@ def _join(
 
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
-    from asyncrl.launch.devices import pick_device
-    from asyncrl.launch.dreams import build_dreams
-    from asyncrl.launch.offload import actor_parking
-    from asyncrl.launch.placement import threads_of_actor
+    from asyncrl.launch.build import actor_parking
+    from asyncrl.launch.environment import build_dreams
+    from asyncrl.launch.placement import pick_device, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
     from asyncrl.weights.pull_client import build_pulled_receiver

@@ -24,11 +24,10 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     import torch
 
     from asyncrl.actors.actor import Actor
-    from asyncrl.launch import address, build
-    from asyncrl.launch.devices import actor_devices
-    from asyncrl.launch.dreams import build_dreams
-    from asyncrl.launch.offload import actor_parking
-    from asyncrl.launch.placement import parse_placement, threads_of_actor
+    from asyncrl.launch import build, endpoints
+    from asyncrl.launch.build import actor_parking
+    from asyncrl.launch.environment import build_dreams
+    from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
     from asyncrl.worlds.start_states import StartStateStream
@@ -60,7 +59,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
             facts.replay_endpoint,
             name,
             shared_bytes=config.replay.shared_megabytes * 2**20,
-            security=address.client_keys(config, name),
+            security=endpoints.client_keys(config, name),
         )
         actor = Actor(
             imagination,
@@ -79,7 +78,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 
 def replay_main(config_json: str, facts_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
-    from asyncrl.launch import address
+    from asyncrl.launch import endpoints
     from asyncrl.launch.placement import parse_placement
     from asyncrl.replay.join_settings import RunSettings
     from asyncrl.replay.replay import open_core
@@ -93,7 +92,7 @@ def replay_main(config_json: str, facts_json: str) -> None:
     serve_replay(
         core,
         facts.replay_endpoint,
-        security=address.server_keys(config),
+        security=endpoints.server_keys(config),
         shared_bytes=actors * config.replay.shared_megabytes * 2**20,
         settings=RunSettings(config=config_json, weights=facts.pull_endpoint),
     )

@@ -6,14 +6,14 @@ Also the learner's ports with that look built in, wherever they wait longer than
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from asyncrl.errors import AsyncRLError, ReplayError
-from asyncrl.launch.caretaker import LOOK_EVERY, Caretaker
+from asyncrl.errors import AsyncRLError, ReplayError, RunError
 from asyncrl.launch.supervisor import State, Supervisor
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
@@ -25,6 +25,76 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.weights.interface import Publisher, Source
+
+LOOK_EVERY: Final = 0.05
+"""Seconds between two looks."""
+
+
+class Caretaker:
+    """Supervisors and what their children are doing."""
+
+    def __init__(self) -> None:
+        """Begin without children."""
+        self.members: list[Supervisor] = []
+        self.states: dict[str, State] = {}
+        """Name of a child -> what it is doing."""
+        self.failure: RunError | None = None
+        """A child died too often."""
+        self._applicants: list[Callable[[], Supervisor]] = []
+        self._refusal: Exception | None = None
+        self._ending = False
+        # Around everything above; held while children are spawned and polled, not while anybody waits.
+        self._changed = threading.Condition()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
+        self._thread.start()
+
+    def hire(self, make: Callable[[], Supervisor]) -> None:
+        """Spawn a child; raises what `make` raises."""
+        with self._changed:
+            self._applicants.append(make)
+            while self._applicants:  # Ended by the thread, which spawns in milliseconds or fails.
+                self._changed.wait(LOOK_EVERY)
+            refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
+
+    def end(self, deadline: float) -> None:
+        """Let the children end by themselves for `deadline` seconds in all, then end those that are left."""
+        with self._changed:
+            self._ending = True
+        until = time.monotonic() + deadline
+        for member in reversed(self.members):
+            member.wait(max(0.0, until - time.monotonic()))
+            member.stop(1.0)
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_EVERY):
+            with self._changed:
+                self._spawn()
+                if not self._ending and self.failure is None:
+                    self._poll()
+
+    def _spawn(self) -> None:
+        for make in self._applicants:
+            try:
+                self.members.append(make())
+                self.states[self.members[-1].name] = State.RUNNING
+            except Exception as error:  # The thread's boundary: raised where it was asked for.
+                self._refusal = error
+        self._applicants.clear()
+        self._changed.notify_all()
+
+    def _poll(self) -> None:
+        for member in self.members:
+            try:
+                self.states[member.name] = member.poll()
+            except RunError as error:  # Raised where the rank looks next.
+                self.failure = error
+                return
+
 
 REPLAY = "replay"
 """Name of the child that keeps the episodes."""

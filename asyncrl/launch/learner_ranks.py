@@ -21,8 +21,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
-from asyncrl.launch.devices import pick_device
-from asyncrl.launch.placement import Placement
+from asyncrl.launch.placement import Placement, pick_device
 from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedGroup, naming
 from asyncrl.learner.fsdp import keep_masters, shard
 from asyncrl.learner.ranks import Alone, LearnerGroup, NullLog, NullPort, NullPublisher
@@ -32,7 +31,7 @@ from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from asyncrl.launch.crew import Crew
+    from asyncrl.launch.children import Crew
     from asyncrl.learner.learner import Learner, Log
     from asyncrl.replay.interface import LearnerPort
     from asyncrl.weights.interface import Publisher

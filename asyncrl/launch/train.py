@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.run import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.launch import address, rendezvous
+from asyncrl.launch import endpoints, rendezvous
 from asyncrl.launch.child import die_with_parent
-from asyncrl.launch.crew import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
-from asyncrl.launch.devices import pick_device
-from asyncrl.launch.placement import Placement, check_groups, parse_placement
+from asyncrl.launch.children import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
+from asyncrl.launch.placement import Placement, check_groups, parse_placement, pick_device
 from asyncrl.launch.rendezvous import RunFacts
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status
@@ -84,9 +83,9 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         crew.hire(partial(_actor, config, facts, rank))
     try:
         if placement.learns(rank):
-            from asyncrl.launch import learners
+            from asyncrl.launch import learner_ranks
 
-            learners.follow(facts, placement, crew)
+            learner_ranks.follow(facts, placement, crew)
         else:
             crew.watch(over=lambda: not (Path(facts.sockets).exists() and _learner_lives(facts)))
         crew.end(ACTOR_FAREWELL if _learner_lives(facts) else 0.0)
@@ -119,15 +118,15 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     """Rank 0: check everything, start the children, learn, end them."""
     import torch
 
-    from asyncrl.launch import build, learners, summary
+    from asyncrl.launch import build, console, learner_ranks
     from asyncrl.observability.metrics_logger import Logbook
     from asyncrl.weights.publisher import build_publisher
 
-    address.check(config, placement)
+    endpoints.check(config, placement)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
-    learners.check(config, placement)
+    learner_ranks.check(config, placement)
     transport = build.transport_of(config, placement)
     start = build.prepare(config, device, rendezvous.run_of_earlier_attempt())
     run_dir = start.run_dir
@@ -137,25 +136,25 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         Logbook(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
         ) as log,
-        address.opened(config, run_dir) as (sockets, endpoint),
+        endpoints.opened(config, run_dir) as (sockets, endpoint),
     ):
         publisher = build_publisher(
             transport,
             device=device,
             deadline=config.weights.deadline,
-            pulls=address.pull_settings(config, sockets),
+            pulls=endpoints.pull_settings(config, sockets),
         )
-        log.banner(summary.banner(config, run_dir, placement.summary, str(device)))
+        log.banner(console.banner(config, run_dir, placement.summary, str(device)))
         if attempt := rendezvous.attempt():
             log.banner(f"torchrun started the ranks again ({attempt}); on from version {start.version}")
-        log.banner(summary.invitation(config, endpoint, waits=not placement.actors))
+        log.banner(console.invitation(config, endpoint, waits=not placement.actors))
         facts = _facts(start, endpoint, sockets, publisher)
         crew = Crew(stop, log.banner, news=partial(_news, config, placement, publisher))
         watch = HangWatch(run_dir, log.banner)
         try:
             port = _start(config, placement, facts, start.version, crew)
-            with learners.joined(config, len(placement.learners), device) as group:
-                learner = learners.build_joined_learner(
+            with learner_ranks.joined(config, len(placement.learners), device) as group:
+                learner = learner_ranks.build_joined_learner(
                     config,
                     start,
                     port,
@@ -169,7 +168,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             watch.close()
             crew.end(0.0)
             publisher.close()
-        log.banner(summary.closing(config, run_dir))
+        log.banner(console.closing(config, run_dir))
     return 0
 
 
@@ -204,7 +203,7 @@ def _start(
     if placement.imagines(rank):
         crew.hire(partial(_actor, config, facts, rank))
     rendezvous.share(facts, config.start_deadline)
-    security = address.client_keys(config, "learner")
+    security = endpoints.client_keys(config, "learner")
     port = ZmqLearnerPort(facts.replay_endpoint, version=version, security=security)
     return WatchedReplay(port, crew)
 
