@@ -1,4 +1,4 @@
-"""What stands in for one end of a link (`asyncrl.doctoring.link_member.serve`) in tests. Light: no torch.
+"""What stands in for one end of a link (`asyncrl.doctor.link_member.serve`) in tests. Light: no torch.
 
 Each leaves its process id in the folder that the environment variable `PIDS` names.
 """

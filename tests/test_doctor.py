@@ -18,11 +18,10 @@ from training_fixtures import start_state, write_models
 from asyncrl import cli
 from asyncrl.commands import doctor as command
 from asyncrl.config.run import TrainConfig, WeightSettings, parse
-from asyncrl.doctoring import devices, examination, machine, models, packages
-from asyncrl.doctoring.examination import Check
-from asyncrl.doctoring.findings import Finding, Verdict, look, render
-from asyncrl.doctoring.packages import check_package
-from asyncrl.doctoring.subject import Sizes, Subject
+from asyncrl.doctor import checks, gpus, host, models, packages
+from asyncrl.doctor.checks import Check
+from asyncrl.doctor.findings import Finding, Sizes, Subject, Verdict, look, render
+from asyncrl.doctor.packages import check_package
 from asyncrl.worlds.start_states import save_start_states
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -58,7 +57,7 @@ def test_lines_stand_under_each_other() -> None:
 
 
 def test_the_names_fit_the_column() -> None:
-    assert all(len(check.name) < 14 for check in examination.CHECKS)
+    assert all(len(check.name) < 14 for check in checks.CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_the_report_names_everything_and_its_code_follows_from_it(capsys, tmp_pa
     lines = capsys.readouterr().out.splitlines()
     names = [re.split(r" (?:ok|warning|BROKEN) ", line)[0].strip() for line in lines[:-2]]
     silent = {"torchvision", "replay.listen", "keys"}
-    expected = [check.name for check in examination.CHECKS if check.name not in silent]
+    expected = [check.name for check in checks.CHECKS if check.name not in silent]
     expected[-1] = "CPU link"
     found = [name for name in names if name != "torchvision"]
     assert found == ["settings", "Python", *packages.NEEDED, *expected]
@@ -102,7 +101,7 @@ def test_the_report_names_everything_and_its_code_follows_from_it(capsys, tmp_pa
 
 def test_json_is_a_list_of_findings_and_nothing_else(capsys, monkeypatch) -> None:
     light = (Check(name="CPU cores", where="machine:check_cores"), Check(name="no", where="machine:missing"))
-    monkeypatch.setattr(examination, "CHECKS", light)
+    monkeypatch.setattr(checks, "CHECKS", light)
     assert command.main(["--updates", "3", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert all(row.keys() == {"name", "verdict", "seen", "advice"} for row in rows)
@@ -200,20 +199,20 @@ SIZES = Sizes(
 
 def test_memory_is_counted_for_each_role() -> None:
     config, two = TrainConfig(), "learner=0-1,actor=1-2"
-    placement = devices.placement_of(TrainConfig(placement=two))
-    needs = [devices.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
+    placement = gpus.placement_of(TrainConfig(placement=two))
+    needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
     # Weights, gradient and moments are shared by two learners; rank 0 packs two versions.
     assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2, 1 + 8 + 2]
     frozen = replace(SIZES, whole=2 * GIB)  # Both learners have these.
-    assert devices.rank_needs(config, frozen, placement, 0) // GIB == 2 + (2 + 12) // 2 + 2 * 2
+    assert gpus.rank_needs(config, frozen, placement, 0) // GIB == 2 + (2 + 12) // 2 + 2 * 2
 
 
 def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
     config, apart = TrainConfig(), "learner=0,policy=1,world=2"
-    placement = devices.placement_of(TrainConfig(placement=apart))
-    needs = [devices.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
+    placement = gpus.placement_of(TrainConfig(placement=apart))
+    needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
     assert needs == [4 + 12 + 2 * 2, 1 + 2, 8]
-    finding = devices.check_placement(Subject(config=TrainConfig(device="cpu", placement=apart)))
+    finding = gpus.check_placement(Subject(config=TrainConfig(device="cpu", placement=apart)))
     assert finding.seen == (
         "rank 0 (learner) on cpu, rank 1 (policy) on cpu, rank 2 (world) on cpu; weights by gloo"
     )
@@ -222,20 +221,20 @@ def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
 def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatch) -> None:
     small = TrainConfig(device="cpu")
     subject = Subject(config=small)
-    assert devices.check_device_memory(subject) is None  # The sizes are not known.
+    assert gpus.check_device_memory(subject) is None  # The sizes are not known.
     subject.sizes = replace(SIZES, masters=0, whole=0, trained=0, dreams=0, policy=0, version=1)
-    fits = devices.check_device_memory(subject)
+    fits = gpus.check_device_memory(subject)
     assert fits is not None
     assert fits.verdict is Verdict.OK
     subject.sizes = replace(SIZES, dreams=2**60)
-    finding = devices.check_device_memory(subject)
+    finding = gpus.check_device_memory(subject)
     assert finding is not None
     assert finding.verdict is Verdict.WARNING
     assert f"{(2**60 + 23 * GIB) / GIB:.2f} of" in finding.seen
 
 
 def test_a_placement_is_judged_as_training_would() -> None:
-    fine = devices.check_placement(Subject(config=TrainConfig(device="cpu", placement="learner=0,actor=1-2")))
+    fine = gpus.check_placement(Subject(config=TrainConfig(device="cpu", placement="learner=0,actor=1-2")))
     assert fine.verdict is Verdict.OK
     assert (
         fine.seen == "rank 0 (learner) on cpu, rank 1 (actor) on cpu, rank 2 (actor) on cpu; weights by gloo"
@@ -246,14 +245,14 @@ def test_a_placement_is_judged_as_training_would() -> None:
         TrainConfig(placement="learner=0-16,actor=17", device="cpu"): "--algorithm.groups-per-update",
         TrainConfig(device="cpu", weights=WeightSettings(transport="nccl")): "--weights.transport is nccl",
     }.items():
-        finding = devices.check_placement(Subject(config=config))
+        finding = gpus.check_placement(Subject(config=config))
         assert finding.verdict is Verdict.BROKEN
         assert words in finding.seen
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
 def test_a_gpu_that_is_asked_for_and_not_there_is_broken() -> None:
-    finding = devices.check_placement(Subject(config=TrainConfig(device="cuda")))
+    finding = gpus.check_placement(Subject(config=TrainConfig(device="cuda")))
     assert finding.verdict is Verdict.BROKEN
     assert "--device is cuda" in finding.seen
 
@@ -263,9 +262,9 @@ def test_too_few_open_files_are_a_warning_with_the_command() -> None:
     subject = Subject(config=TrainConfig(placement="learner=0,actor=1-3"))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        finding = machine.check_open_files(subject)
+        finding = host.check_open_files(subject)
         resource.setrlimit(resource.RLIMIT_NOFILE, (384, hard))
-        enough = machine.check_open_files(subject)
+        enough = host.check_open_files(subject)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert finding.verdict is Verdict.WARNING
@@ -275,9 +274,9 @@ def test_too_few_open_files_are_a_warning_with_the_command() -> None:
 
 def test_missing_shared_memory_is_a_warning(tmp_path) -> None:
     subject = Subject(config=TrainConfig())
-    assert machine.check_shared_memory(subject, tmp_path, gpus=2).verdict is Verdict.OK
+    assert host.check_shared_memory(subject, tmp_path, gpus=2).verdict is Verdict.OK
     for without_space in (tmp_path / "none", Path("/dev/pts")):
-        finding = machine.check_shared_memory(subject, without_space, gpus=2)
+        finding = host.check_shared_memory(subject, without_space, gpus=2)
         assert finding.verdict is Verdict.WARNING
         assert "--shm-size" in finding.advice
-        assert machine.check_shared_memory(subject, without_space, gpus=1).verdict is Verdict.OK
+        assert host.check_shared_memory(subject, without_space, gpus=1).verdict is Verdict.OK

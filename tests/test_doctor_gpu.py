@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctoring import devices, links, models
-from asyncrl.doctoring.findings import Verdict
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor import gpus, links, models
+from asyncrl.doctor.findings import Subject, Verdict
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -42,10 +41,10 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 def test_memory_is_compared_with_what_the_gpu_has() -> None:
     subject = Subject(config=TrainConfig())
     assert models.check_models(subject).verdict is Verdict.OK
-    finding = devices.check_device_memory(subject)
+    finding = gpus.check_device_memory(subject)
     assert finding is not None
     assert finding.verdict is Verdict.OK
     assert "cuda:0: " in finding.seen
-    placed = devices.check_placement(subject)
+    placed = gpus.check_placement(subject)
     assert placed.verdict is Verdict.OK
     assert "rank 0 (learner + actor) on cuda:0; weights by cuda_ipc" in placed.seen

@@ -10,9 +10,8 @@ import pytest
 import zmq
 
 from asyncrl.config.run import ReplaySettings, TrainConfig
-from asyncrl.doctoring import network, storage
-from asyncrl.doctoring.findings import Finding, Verdict
-from asyncrl.doctoring.subject import Sizes, Subject
+from asyncrl.doctor import network, storage
+from asyncrl.doctor.findings import Finding, Sizes, Subject, Verdict
 from asyncrl.messaging.curve_keys import create_keys
 
 SIZES = Sizes(

@@ -8,10 +8,9 @@ import pytest
 from link_stand_ins import PIDS, die, fail, hang
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctoring import links
-from asyncrl.doctoring.findings import Verdict
-from asyncrl.doctoring.links import Result, judge, measure
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor import links
+from asyncrl.doctor.findings import Subject, Verdict
+from asyncrl.doctor.links import Result, judge, measure
 
 
 @pytest.fixture

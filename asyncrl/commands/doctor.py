@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctoring.examination import doctor
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor.checks import doctor
+from asyncrl.doctor.findings import Subject
 
 JSON = "--json"
 ABOUT = (

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctoring.findings import Finding, broken, ok, one_line, warning
-from asyncrl.doctoring.machine import GIB
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor.findings import Finding, Subject, broken, ok, one_line, warning
+from asyncrl.doctor.host import GIB
 from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.storage import run_folder

@@ -18,9 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.doctoring.findings import Finding, broken, ok, warning
-from asyncrl.doctoring.link_member import Task, serve
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor.findings import Finding, Subject, broken, ok, warning
+from asyncrl.doctor.link_member import Task, serve
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.placement import pick_device
 from asyncrl.weights.rendezvous_store import open_store

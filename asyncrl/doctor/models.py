@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctoring.findings import Finding, broken, ok, one_line
-from asyncrl.doctoring.subject import Sizes, Subject
+from asyncrl.doctor.findings import Finding, Sizes, Subject, broken, ok, one_line
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
 from asyncrl.launch.environment import DreamsOnDisk

@@ -8,8 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from asyncrl.doctoring.findings import Finding, ok, one_line, warning
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor.findings import Finding, Subject, ok, one_line, warning
 from asyncrl.errors import AssetError
 from asyncrl.launch.placement import ranks_named
 

@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from asyncrl.doctoring.devices import placement_of
-from asyncrl.doctoring.findings import Finding, broken, ok, one_line
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor.findings import Finding, Subject, broken, ok, one_line
+from asyncrl.doctor.gpus import placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints
 from asyncrl.messaging.curve_keys import ALLOWED

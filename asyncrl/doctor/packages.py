@@ -10,8 +10,7 @@ import re
 import sys
 from typing import Final
 
-from asyncrl.doctoring.findings import Finding, broken, ok, one_line, warning
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor.findings import Finding, Subject, broken, ok, one_line, warning
 
 NEEDED: Final = {
     "torch": "2.11",

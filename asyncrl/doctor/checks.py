@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final
 
-from asyncrl.doctoring.findings import Finding, Verdict, look, ok, render
-from asyncrl.doctoring.packages import NEEDED, check_package
-from asyncrl.doctoring.subject import Subject
+from asyncrl.doctor.findings import Finding, Subject, Verdict, look, ok, render
+from asyncrl.doctor.packages import NEEDED, check_package
 
 DEADLINE: Final = 60.0
 """Seconds of a check that has no deadline of its own."""
@@ -31,11 +30,11 @@ class Check:
 
 CHECKS: Final = (
     Check(name="torchvision", where="packages:check_torchvision"),
-    Check(name="OpenGL", where="machine:check_opengl"),
-    Check(name="CPU cores", where="machine:check_cores"),
-    Check(name="memory", where="machine:check_memory"),
-    Check(name="shared memory", where="machine:check_shared_memory"),
-    Check(name="open files", where="machine:check_open_files"),
+    Check(name="OpenGL", where="host:check_opengl"),
+    Check(name="CPU cores", where="host:check_cores"),
+    Check(name="memory", where="host:check_memory"),
+    Check(name="shared memory", where="host:check_shared_memory"),
+    Check(name="open files", where="host:check_open_files"),
     Check(name="run folder", where="storage:check_run_folder"),
     Check(name="file system", where="storage:check_file_system"),
     Check(name="file locks", where="storage:check_locks"),
@@ -43,11 +42,11 @@ CHECKS: Final = (
     Check(name="TMPDIR", where="network:check_temporary_folder"),
     Check(name="replay.listen", where="network:check_listen"),
     Check(name="keys", where="network:check_keys"),
-    Check(name="devices", where="devices:check_devices"),
-    Check(name="placement", where="devices:check_placement"),
+    Check(name="devices", where="gpus:check_devices"),
+    Check(name="placement", where="gpus:check_placement"),
     Check(name="shipped files", where="models:check_shipped_files"),
     Check(name="models", where="models:check_models", deadline=600.0),
-    Check(name="device memory", where="devices:check_device_memory"),
+    Check(name="device memory", where="gpus:check_device_memory"),
     Check(name="free disk", where="storage:check_free_disk"),
     Check(name="disk speed", where="storage:check_disk_speed"),
     Check(name="links", where="links:check_links", deadline=180.0),
@@ -85,7 +84,7 @@ def examine(subject: Subject) -> Iterator[Finding]:
 
 def _call(where: str, subject: Subject) -> Finding | None:
     module, _, function = where.partition(":")
-    return getattr(importlib.import_module(f"asyncrl.doctoring.{module}"), function)(subject)
+    return getattr(importlib.import_module(f"asyncrl.doctor.{module}"), function)(subject)
 
 
 def _summary(subject: Subject) -> str:

@@ -7,9 +7,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctoring.findings import Finding, broken, ok, one_line, warning
-from asyncrl.doctoring.machine import GIB, free_memory
-from asyncrl.doctoring.subject import Sizes, Subject
+from asyncrl.doctor.findings import Finding, Sizes, Subject, broken, ok, one_line, warning
+from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import WORDS, Placement, check_groups, parse_placement, pick_device, ranks_named
 

@@ -1,0 +1,1 @@
+"""`asyncrl doctor`: one module of checks per concern."""
