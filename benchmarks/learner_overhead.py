@@ -39,7 +39,7 @@ from asyncrl.launch.placement import pick_device
 from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.fsdp import keep_masters
 from asyncrl.learner.update import Update
-from asyncrl.observability.metrics_logger import Logbook
+from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.records import CHUNK, Episode
@@ -155,7 +155,7 @@ def time_updates(
     """Make the updates, with their rows in the log; the first one is not timed."""
     timings = []
     with tempfile.TemporaryDirectory() as folder:
-        log = Logbook(Path(folder), updates=settings.updates + 1, stream=StringIO())
+        log = MetricsLogger(Path(folder), updates=settings.updates + 1, stream=StringIO())
         for version in range(settings.updates + 1):
             watch.seconds.clear()
             began = watch.now()

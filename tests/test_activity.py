@@ -15,7 +15,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.observability import metrics as m
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.watchdog import HangWatch
+from asyncrl.observability.watchdog import Watchdog
 
 CHILD = """
 import ctypes, sys, threading, time
@@ -59,7 +59,9 @@ def child(tmp_path: Path, request: pytest.FixtureRequest):
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     wait_for(
-        lambda: any("imagining" in doing.what for p in process_status.read(tmp_path) for doing in p.doing)
+        lambda: any(
+            "imagining" in activity.what for p in process_status.read(tmp_path) for activity in p.activity
+        )
     )
     yield process
     process.kill()
@@ -70,7 +72,7 @@ def child(tmp_path: Path, request: pytest.FixtureRequest):
 def test_every_thread_says_what_it_does_and_since_when(child: subprocess.Popen[str], tmp_path: Path) -> None:
     (process,) = process_status.read(tmp_path)
     assert (process.role, process.pid, process.alive) == ("actor-1", child.pid, True)
-    said = {doing.thread: doing for doing in process.doing}
+    said = {activity.thread: activity for activity in process.activity}
     assert said["MainThread"].what == "imagining"
     assert said["receiver"].what == "waiting for version 3"
     assert 0 <= said["MainThread"].seconds < 10
@@ -82,7 +84,7 @@ def test_the_dead_still_say_what_they_did(child: subprocess.Popen[str], tmp_path
     child.wait(10)
     (process,) = process_status.read(tmp_path)
     assert not process.alive
-    assert "imagining" in [doing.what for doing in process.doing]
+    assert "imagining" in [activity.what for activity in process.activity]
     assert process_status.dump_stacks(tmp_path) == []
 
 
@@ -100,7 +102,7 @@ def test_a_hanging_child_is_ended_and_its_stacks_are_kept(
     child: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     said: list[str] = []
-    watch = HangWatch(tmp_path, said.append)
+    watch = Watchdog(tmp_path, said.append)
     assert child.wait(15) == -signal.SIGKILL
     watch.close()
     assert watch.hangs == 1
@@ -123,14 +125,14 @@ def test_a_stopped_process_and_a_reused_number_are_told_apart(child: subprocess.
 def test_activities_nest_and_damaged_files_are_left_out(tmp_path: Path) -> None:
     process_status.join(tmp_path, "learner-0")
     (tmp_path / "processes" / "noise").write_bytes(b"\1" * 10)
-    with process_status.doing("updating", 5.0):
-        with process_status.doing("reading", 1.0):
+    with process_status.activity("updating", 5.0):
+        with process_status.activity("reading", 1.0):
             (process,) = process_status.read(tmp_path)
-            assert [doing.what for doing in process.doing] == ["reading"]
+            assert [activity.what for activity in process.activity] == ["reading"]
         (process,) = process_status.read(tmp_path)
-        assert [(doing.what, doing.allowed) for doing in process.doing] == [("updating", 5.0)]
+        assert [(activity.what, activity.allowed) for activity in process.activity] == [("updating", 5.0)]
     (process,) = process_status.read(tmp_path)
-    assert process.doing == ()
+    assert process.activity == ()
 
 
 def test_waits_are_counted_also_from_before_the_process_joined(
@@ -144,8 +146,8 @@ def test_waits_are_counted_also_from_before_the_process_joined(
     with waits.waiting(waits.BATCH, 10.0, " of 4 groups"):
         (process,) = process_status.read(tmp_path)
         time.sleep(0.02)
-    (doing,) = process.doing
-    assert (doing.what, doing.allowed) == ("waiting for a batch of 4 groups", 10.0 + waits.GRACE)
+    (activity,) = process.activity
+    assert (activity.what, activity.allowed) == ("waiting for a batch of 4 groups", 10.0 + waits.GRACE)
     process_status.join(tmp_path, "learner-0")  # The file of another process of the run counts too.
     with waits.waiting(waits.BATCH, 10.0):
         time.sleep(0.02)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from asyncrl.observability import metrics as m
-from asyncrl.observability.metrics_logger import Logbook, cut_rows_after, duration, header, render
+from asyncrl.observability.metrics_logger import MetricsLogger, cut_rows_after, duration, header, render
 
 VALUES = {
     m.SUCCESS_ONCE: 0.625,
@@ -50,7 +50,7 @@ class Clock:
 
 def console(logbook_rows, tmp_path, stream=None, **settings):
     stream = stream or io.StringIO()
-    with Logbook(tmp_path, stream=stream, clock=Clock(), **settings) as logbook:
+    with MetricsLogger(tmp_path, stream=stream, clock=Clock(), **settings) as logbook:
         for step, values in logbook_rows:
             logbook.write(step, values)
     return stream.getvalue().splitlines()
@@ -121,13 +121,13 @@ def test_log_every_folds_updates_into_one_row_and_always_shows_the_last(tmp_path
 
 def test_a_banner_is_printed_as_it_is(tmp_path):
     stream = io.StringIO()
-    with Logbook(tmp_path, updates=1, stream=stream) as logbook:
+    with MetricsLogger(tmp_path, updates=1, stream=stream) as logbook:
         logbook.banner("asyncrl 0.1.0  run runs/a  1 learner + 3 actors")
     assert stream.getvalue() == "asyncrl 0.1.0  run runs/a  1 learner + 3 actors\n"
 
 
 def test_every_update_is_one_json_line_on_disk_at_once(tmp_path):
-    with Logbook(tmp_path, updates=9, stream=io.StringIO(), clock=Clock()) as logbook:
+    with MetricsLogger(tmp_path, updates=9, stream=io.StringIO(), clock=Clock()) as logbook:
         logbook.write(1, {m.GRAD_NORM: 0.5, m.APPROX_KL: math.nan, m.IMPORTANCE_MAX: math.inf})
         expected = {
             "step": 1,

@@ -14,7 +14,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.metric_advice import ADVICE
-from asyncrl.observability.metrics import Metric, Over, reduce
+from asyncrl.observability.metrics import Metric, Reduction, reduce
 from asyncrl.observability.metrics_page import SECTIONS, as_markdown, section_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -22,9 +22,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 @pytest.mark.parametrize(
     ("over", "expected"),
-    [(Over.MEAN, 3.0), (Over.SUM, 9.0), (Over.MAX, 6.0), (Over.MIN, 1.0), (Over.LAST, 2.0)],
+    [
+        (Reduction.MEAN, 3.0),
+        (Reduction.SUM, 9.0),
+        (Reduction.MAX, 6.0),
+        (Reduction.MIN, 1.0),
+        (Reduction.LAST, 2.0),
+    ],
 )
-def test_each_rule_folds_its_own_way(over: Over, expected: float) -> None:
+def test_each_rule_folds_its_own_way(over: Reduction, expected: float) -> None:
     metric = Metric("x", over, "1", "")
     assert reduce([{metric: 6.0}, {metric: 1.0}, {metric: 2.0}]) == {metric: expected}
 

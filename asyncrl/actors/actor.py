@@ -26,7 +26,7 @@ from asyncrl.actors.telemetry import ActorReadings
 from asyncrl.devices.offload import NEVER, Parking
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
-from asyncrl.observability.process_status import now_doing
+from asyncrl.observability.process_status import set_activity
 from asyncrl.records import StartState
 from asyncrl.replay.interface import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
@@ -105,7 +105,7 @@ class Actor:
             False when there was nothing to imagine: no episode under way or pending, and no credit.
         """
         began = time.monotonic()
-        now_doing("talking to the replay", self.settings.hang_after)
+        set_activity("talking to the replay", self.settings.hang_after)
         self.port.serve()
         if (readings := self.readings.due()) is not None:
             self.port.report(readings)
@@ -114,7 +114,7 @@ class Actor:
         self.version = self.receiver.swap_into(
             lambda: self.parking.standing_in(self.imagination.policy.acting_tensors())
         )
-        now_doing(f"imagining with version {self.version}", self.settings.hang_after)
+        set_activity(f"imagining with version {self.version}", self.settings.hang_after)
         launched = any(self._launch(stage) for stage in list(self._landed))
         if self._flying and not (launched and self._landed):
             self._collect(self._flying.popleft())
@@ -148,7 +148,7 @@ class Actor:
         self.readings.waited_for_device(waited)
         self._landed.append(stage)
         self._give_up(failed)
-        now_doing("handing over episodes", self.settings.hang_after)
+        set_activity("handing over episodes", self.settings.hang_after)
         self._hand_over(stage)
 
     def _acquire(self, wait: float) -> None:

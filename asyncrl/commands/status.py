@@ -37,9 +37,9 @@ def main(arguments: list[str]) -> int:
         )
     for process in processes:
         print(f"{process.role:<12}{process.pid:>8}  {'alive' if process.alive else 'dead'}")
-        for doing in process.doing:
-            late = f", more than {doing.allowed:.0f} s" if process.alive and doing.overdue else ""
-            print(f"    {doing.thread:<20}{doing.what}, {doing.seconds:.1f} s{late}")
+        for activity in process.activity:
+            late = f", more than {activity.allowed:.0f} s" if process.alive and activity.overdue else ""
+            print(f"    {activity.thread:<20}{activity.what}, {activity.seconds:.1f} s{late}")
     if config.stacks and (files := process_status.dump_stacks(run)):
         time.sleep(WRITING_SECONDS)
         print("stacks: " + " ".join(map(str, files)))

@@ -15,7 +15,7 @@ from asyncrl.launch.children import StopFlag
 from asyncrl.launch.environment import build_dreams
 from asyncrl.launch.placement import pick_device
 from asyncrl.observability import process_status
-from asyncrl.observability.metrics_logger import Logbook
+from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.replay import open_core
 from asyncrl.weights.transports.in_process import build_inline
@@ -50,7 +50,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
         build.actor_settings(config, "inline"),
     )
 
-    with Logbook(
+    with MetricsLogger(
         run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
     ) as log:
         log.banner(console.banner(config, run_dir, "1 process (inline)", str(device)))

@@ -34,7 +34,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
 
     config, facts = _read(config_json, facts_json)
     process_status.join(Path(facts.run_dir), name)
-    process_status.now_doing("loading models", config.start_deadline)
+    process_status.set_activity("loading models", config.start_deadline)
     placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
     taken = (len(placement.learners) - 1) * config.learner.threads
@@ -86,7 +86,7 @@ def replay_main(config_json: str, facts_json: str) -> None:
 
     config, facts = _read(config_json, facts_json)
     process_status.join(Path(facts.run_dir), "replay")
-    process_status.now_doing("opening the files", config.start_deadline)
+    process_status.set_activity("opening the files", config.start_deadline)
     core = open_core(Path(facts.run_dir) / "replay", config)
     actors = len(parse_placement(config.placement, world_size(), 0, joined=True).actors)
     serve_replay(

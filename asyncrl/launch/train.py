@@ -26,7 +26,7 @@ from asyncrl.launch.placement import Placement, check_groups, parse_placement, p
 from asyncrl.launch.rendezvous import RunFacts
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status
-from asyncrl.observability.watchdog import HangWatch
+from asyncrl.observability.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from asyncrl.launch.build import Start
@@ -119,7 +119,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     import torch
 
     from asyncrl.launch import build, console, learner_ranks
-    from asyncrl.observability.metrics_logger import Logbook
+    from asyncrl.observability.metrics_logger import MetricsLogger
     from asyncrl.weights.publisher import build_publisher
 
     endpoints.check(config, placement)
@@ -133,7 +133,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     rendezvous.remember_run(run_dir)
     process_status.join(run_dir, "learner-0")
     with (
-        Logbook(
+        MetricsLogger(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
         ) as log,
         endpoints.opened(config, run_dir) as (sockets, endpoint),
@@ -150,7 +150,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         log.banner(console.invitation(config, endpoint, waits=not placement.actors))
         facts = _facts(start, endpoint, sockets, publisher)
         crew = Crew(stop, log.banner, news=partial(_news, config, placement, publisher))
-        watch = HangWatch(run_dir, log.banner)
+        watch = Watchdog(run_dir, log.banner)
         try:
             port = _start(config, placement, facts, start.version, crew)
             with learner_ranks.joined(config, len(placement.learners), device) as group:

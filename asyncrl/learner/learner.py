@@ -31,7 +31,7 @@ from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.observability.process_status import doing
+from asyncrl.observability.process_status import activity
 from asyncrl.observability.signals import interrupts_deferred
 from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import checkpoint
@@ -162,7 +162,7 @@ class Learner:
             batch, part = self._next_part()
             if part is None:
                 return
-            with doing(f"updating version {self.version}", self.settings.hang_after):
+            with activity(f"updating version {self.version}", self.settings.hang_after):
                 values = self._learn(part) | describe(batch or part, version=self.version - 1)
                 self._publish()
             self.log.write(self.version, values | self._status())

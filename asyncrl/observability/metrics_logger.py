@@ -101,7 +101,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-class Logbook:
+class MetricsLogger:
     """Writes what a run measured. Opened by the learner only; every row is on disk when `write` returns."""
 
     def __init__(
@@ -168,7 +168,7 @@ class Logbook:
         self._rows.close()
         self._curves.close()
 
-    def __enter__(self) -> Logbook:
+    def __enter__(self) -> MetricsLogger:
         """Close at the end of a `with` block."""
         return self
 

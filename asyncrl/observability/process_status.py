@@ -39,7 +39,7 @@ _SIZE: Final = _COUNTED_FROM + _TOTALS.size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doing:
+class ThreadActivity:
     """One thread's activity."""
 
     thread: str
@@ -62,10 +62,10 @@ class Process:
     role: str
     pid: int
     alive: bool
-    doing: tuple[Doing, ...]
+    activity: tuple[ThreadActivity, ...]
 
 
-class _Board:
+class _StatusFile:
     """This process's file."""
 
     def __init__(self, path: Path) -> None:
@@ -106,7 +106,7 @@ class _Board:
         return place
 
 
-_board: _Board | None = None
+_board: _StatusFile | None = None
 _run_dir = Path()
 _stacks: TextIO | None = None
 _early = dict[int, float]()
@@ -118,7 +118,7 @@ def join(run_dir: Path, role: str) -> None:
     """Tell from now on what this process does, as `role` of the run in `run_dir`."""
     global _board, _run_dir, _stacks
     path = run_dir / FOLDER / role
-    _board, _run_dir = _Board(path), run_dir
+    _board, _run_dir = _StatusFile(path), run_dir
     while _early:
         _board.add(*_early.popitem())
     before, _stacks = _stacks, path.with_name(role + STACKS).open("a")
@@ -128,30 +128,30 @@ def join(run_dir: Path, role: str) -> None:
 
 
 @contextmanager
-def doing(what: str, allowed: float = 0.0) -> Iterator[None]:
+def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
     """Tell what this thread does within the block; afterwards it does again what it did before.
 
     Args:
         what: Name of the activity.
-        allowed: Seconds it may take; see `Doing.overdue`. 0: any.
+        allowed: Seconds it may take; see `ThreadActivity.overdue`. 0: any.
     """
     before: tuple[str, float] = getattr(_now, "doing", ("", 0.0))
-    now_doing(what, allowed)
+    set_activity(what, allowed)
     try:
         yield
     finally:
-        now_doing(*before)
+        set_activity(*before)
 
 
-def now_doing(what: str, allowed: float = 0.0) -> None:
+def set_activity(what: str, allowed: float = 0.0) -> None:
     """Tell what this thread does from now on; does nothing in a process that did not `join` a run."""
-    _now.doing = (what, allowed)
+    _now.activity = (what, allowed)
     if _board is not None:
         _board.write(what, allowed)
 
 
 @contextmanager
-def counted(place: int) -> Iterator[None]:
+def timed(place: int) -> Iterator[None]:
     """Add the seconds of the block to the total number `place` of this process."""
     began = time.monotonic()
     try:
@@ -231,12 +231,12 @@ def _process(role: str, content: bytes) -> Process:
     _, pid, began = _HEAD.unpack_from(content)
     rows = (_ROW.unpack_from(content, _HEAD.size + place * _ROW.size) for place in range(_ROWS))
     now = time.monotonic()
-    doing = tuple(
-        Doing(thread=_text(thread), what=_text(what), seconds=now - since, allowed=allowed)
+    activity = tuple(
+        ThreadActivity(thread=_text(thread), what=_text(what), seconds=now - since, allowed=allowed)
         for since, allowed, thread, what in rows
         if since > 0
     )
-    return Process(role=role, pid=pid, alive=started(pid) == began, doing=doing)
+    return Process(role=role, pid=pid, alive=started(pid) == began, activity=activity)
 
 
 def _text(raw: bytes) -> str:

@@ -13,7 +13,7 @@ from typing import Final
 
 from asyncrl.observability import metrics as m
 from asyncrl.observability import process_status
-from asyncrl.observability.metrics import Metric, Over
+from asyncrl.observability.metrics import Metric, Reduction
 
 _PREFIX: Final = "wait/"
 _RESPAWNS: Final = 31
@@ -47,7 +47,7 @@ WAITS: dict[str, Wait] = {}
 def _define(
     key: str, name: str, owner: str, deadline: str, ended_by: str, then: str, metric: Metric | None = None
 ) -> Wait:
-    metric = metric or m.define(f"{_PREFIX}{key}", Over.LAST, "s", f"{owner.capitalize()}: {name}.")
+    metric = metric or m.define(f"{_PREFIX}{key}", Reduction.LAST, "s", f"{owner.capitalize()}: {name}.")
     WAITS[key] = Wait(
         name=name,
         owner=owner,
@@ -233,8 +233,8 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
         about: What in particular is waited for, as ``": version 3"``.
     """
     with (
-        process_status.doing(wait.name + about, allowed + GRACE if allowed else 0.0),
-        process_status.counted(wait.place),
+        process_status.activity(wait.name + about, allowed + GRACE if allowed else 0.0),
+        process_status.timed(wait.place),
     ):
         yield
 

@@ -24,7 +24,7 @@ STACKS_SECONDS: Final = 2.0
 """Time that processes get to write their stacks before one of them is ended."""
 
 
-class HangWatch:
+class Watchdog:
     """Looks after the processes of a run on this host."""
 
     def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
@@ -39,7 +39,7 @@ class HangWatch:
     def look(self) -> None:
         """End what takes longer than it may."""
         for process in process_status.read(self.run_dir):
-            late = next((doing for doing in process.doing if doing.overdue), None)
+            late = next((activity for activity in process.activity if activity.overdue), None)
             if process.alive and late is not None:
                 self._end(process, late)
 
@@ -52,7 +52,7 @@ class HangWatch:
         while not self._closing.wait(LOOK_EVERY):
             self.look()
 
-    def _end(self, process: process_status.Process, late: process_status.Doing) -> None:
+    def _end(self, process: process_status.Process, late: process_status.ThreadActivity) -> None:
         process_status.dump_stacks(self.run_dir)
         self._tell(
             f"{process.role} (process {process.pid}) hangs: {late.what!r} takes {late.seconds:.0f} s, "

@@ -28,7 +28,7 @@ from asyncrl.messaging.shared_memory import SHARED_FROM, RingMissing, Rings, sam
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.observability import metrics as m
-from asyncrl.observability.process_status import now_doing
+from asyncrl.observability.process_status import set_activity
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.join_settings import RunSettings
 from asyncrl.replay.peers import Attendance, Post, check_hello
@@ -133,7 +133,7 @@ class Service:
 
     def turn(self, wait_ms: int) -> None:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
-        now_doing("serving", HANGS_AFTER)
+        set_activity("serving", HANGS_AFTER)
         if self.socket.poll(wait_ms):
             self._receive()
         if time.monotonic() - self._turned > HELD_UP:
