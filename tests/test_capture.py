@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.devices.cuda_graph import Captured
+from asyncrl.devices.cuda_graph import CudaGraphed
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ def test_a_captured_function_follows_its_inputs_and_weights() -> None:
     def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return layer(x).relu(), x * y
 
-    captured = Captured(both)
+    captured = CudaGraphed(both)
     for scale in (1.0, 2.0):
         layer.weight.mul_(scale)
         for _ in range(2):
@@ -33,7 +33,7 @@ def test_a_captured_function_follows_its_inputs_and_weights() -> None:
 def test_the_device_need_not_be_the_current_one() -> None:
     with torch.cuda.device(0):
         layer, x = nn.Linear(16, 16).to("cuda:1"), torch.randn(4, 16, device="cuda:1")
-        captured = Captured(layer)
+        captured = CudaGraphed(layer)
         for scale in (1.0, 2.0):
             torch.testing.assert_close(captured(scale * x), layer(scale * x))
 
@@ -41,7 +41,7 @@ def test_the_device_need_not_be_the_current_one() -> None:
 @torch.no_grad()
 def test_weights_that_moved_are_found_again() -> None:
     layer = nn.Linear(16, 16).cuda()
-    captured, x = Captured(layer), torch.randn(4, 16, device="cuda")
+    captured, x = CudaGraphed(layer), torch.randn(4, 16, device="cuda")
     captured(x)
     layer.weight.data = torch.ones(16, 16, device="cuda")
     captured.forget()

@@ -22,7 +22,7 @@ from asyncrl.actors.telemetry import ActorReadings
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.devices import offload
-from asyncrl.devices.offload import NEVER, PARK_AFTER, Parked, Parking
+from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
 from asyncrl.launch.build import actor_parking, learner_parking
 from asyncrl.observability import metrics as m
 from asyncrl.records import EPISODE_ARRAYS, Episode
@@ -35,10 +35,12 @@ def nothing() -> list[Tensor]:
     return []
 
 
-def parked_module(model: nn.Module, device: torch.device = CPU, **more: Any) -> Parked:
+def parked_module(model: nn.Module, device: torch.device = CPU, **more: Any) -> OffloadedTensors:
     """Only the first layer's weight changes."""
     first = next(model.parameters())
-    return Parked(lambda: [*model.parameters(), *model.buffers()], lambda: [first], {device}, **more)
+    return OffloadedTensors(
+        lambda: [*model.parameters(), *model.buffers()], lambda: [first], {device}, **more
+    )
 
 
 def trainer(seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -75,7 +77,7 @@ def test_what_is_parked_takes_no_memory_and_comes_back_bit_for_bit() -> None:
     tensors = [*model.parameters(), *model.buffers()]
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     assert parked.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    parked.unpark()
+    parked.restore_all()
     assert parked.bytes == 0
     assert [id(p) for p in model.parameters()] == identities
     for name, tensor in model.state_dict().items():
@@ -87,20 +89,20 @@ def test_parking_and_coming_back_twice_is_the_same_as_once() -> None:
     before = copy.deepcopy(model.state_dict())
     parked = parked_module(model)
     for _ in range(2):
-        parked.unpark()
+        parked.restore_all()
         parked.park()
         parked.park()
-    parked.unpark()
+    parked.restore_all()
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_views_of_one_storage_are_moved_once_and_stay_views() -> None:
     whole = torch.arange(12.0)
     left, right = whole[:6].view(2, 3), whole[6:]
-    parked = Parked(nothing, lambda: [left, right, whole.detach()], {CPU})
+    parked = OffloadedTensors(nothing, lambda: [left, right, whole.detach()], {CPU})
     parked.park()
     assert parked.bytes == 48
-    parked.unpark()
+    parked.restore_all()
     right[0] = -1.0
     assert whole.tolist() == [0, 1, 2, 3, 4, 5, -1, 7, 8, 9, 10, 11]
     assert left.tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -108,12 +110,12 @@ def test_views_of_one_storage_are_moved_once_and_stay_views() -> None:
 
 def test_steps_of_adam_after_parking_equal_those_without_it() -> None:
     (plain, plain_optimizer), (model, optimizer) = trainer(), trainer()
-    parked = Parked(nothing, training_tensors(model, optimizer), {CPU})
+    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {CPU})
     for number in range(4):
         step(plain, plain_optimizer, number)
         parked.park()
         assert next(model.parameters()).untyped_storage().nbytes() == 0
-        parked.unpark()
+        parked.restore_all()
         step(model, optimizer, number)
         if number:
             assert parked.seconds > 0
@@ -126,50 +128,50 @@ def test_steps_of_adam_after_parking_equal_those_without_it() -> None:
 
 def test_a_frozen_tensor_is_copied_once_and_a_changing_one_each_time() -> None:
     frozen, changing = torch.ones(3), torch.ones(3)
-    parked = Parked(lambda: [frozen, changing], lambda: [changing], {CPU})
+    parked = OffloadedTensors(lambda: [frozen, changing], lambda: [changing], {CPU})
     parked.park()
-    parked.unpark()
+    parked.restore_all()
     frozen += 1  # which is against the agreement, and shows that nobody looked again
     changing += 1
     parked.park()
-    parked.unpark()
+    parked.restore_all()
     assert (frozen.tolist(), changing.tolist()) == ([1, 1, 1], [2, 2, 2])
 
 
 def test_a_frozen_tensor_that_begins_to_change_is_copied_again() -> None:
     tensor, changing = torch.ones(3), list[Tensor]()
-    parked = Parked(lambda: [tensor], lambda: changing, {CPU})
+    parked = OffloadedTensors(lambda: [tensor], lambda: changing, {CPU})
     parked.park()
-    parked.unpark()
+    parked.restore_all()
     changing.append(tensor)
     tensor += 1
     parked.park()
-    parked.unpark()
+    parked.restore_all()
     assert tensor.tolist() == [2, 2, 2]
 
 
 def test_a_gradient_that_was_let_go_is_not_kept() -> None:
     model, optimizer = trainer()
     step(model, optimizer, 0)
-    parked = Parked(nothing, training_tensors(model, optimizer), {CPU})
+    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {CPU})
     parked.park()
     whole = parked.bytes
-    parked.unpark()
+    parked.restore_all()
     weight = next(model.parameters())
     weight.grad = None
     assert parked._places == {}, "no reference to its memory"
     parked.park()
     assert parked.bytes == whole - weight.numel() * 4
-    parked.unpark()
+    parked.restore_all()
 
 
 def test_tensors_elsewhere_stay() -> None:
     here, there = torch.ones(2), torch.ones(2, device="meta")
-    parked = Parked(nothing, lambda: [here, there], {CPU})
+    parked = OffloadedTensors(nothing, lambda: [here, there], {CPU})
     parked.park()
     assert parked.bytes == 8
-    parked.unpark()
-    nowhere = Parked(nothing, lambda: [here], {torch.device("cuda", 0)})
+    parked.restore_all()
+    nowhere = OffloadedTensors(nothing, lambda: [here], {torch.device("cuda", 0)})
     assert nowhere._found() == {}
 
 
@@ -177,12 +179,12 @@ def test_what_is_written_to_a_stand_in_comes_back() -> None:
     model, _ = trainer()
     parked = parked_module(model)
     first = next(model.parameters())
-    assert parked.standing_in({"w": first.detach()})["w"].data_ptr() == first.data_ptr(), "not parked: itself"
+    assert parked.host_views({"w": first.detach()})["w"].data_ptr() == first.data_ptr(), "not parked: itself"
     parked.park()
-    stand_in = parked.standing_in({"w": first.detach()})["w"]
+    stand_in = parked.host_views({"w": first.detach()})["w"]
     assert (stand_in.shape, stand_in.dtype) == (first.shape, first.dtype)
     stand_in.fill_(7.0)
-    parked.unpark()
+    parked.restore_all()
     assert (first == 7.0).all()
 
 
@@ -193,7 +195,7 @@ def test_who_knows_addresses_is_told() -> None:
     parked = parked_module(model, leaving=lambda: told.append(weight.untyped_storage().nbytes()))
     parked.park()
     parked.park()
-    parked.unpark()
+    parked.restore_all()
     assert told == [0], "once, when all have left"
 
 
@@ -202,20 +204,20 @@ def test_who_knows_addresses_is_told() -> None:
 
 def test_only_a_wait_that_lasts_is_used_for_parking() -> None:
     parked, clock = parked_module(trainer()[0]), [100.0]
-    owner = Parking(parked, lambda: clock[0])
-    assert owner.due_in == PARK_AFTER
+    owner = IdleOffload(parked, lambda: clock[0])
+    assert owner.next_check_in == OFFLOAD_AFTER
     for _ in range(3):  # short waits, between which it works
         owner.waiting()
-        clock[0] += 0.9 * PARK_AFTER
+        clock[0] += 0.9 * OFFLOAD_AFTER
         owner.waiting()
         assert not parked.parked
-        assert owner.due_in == pytest.approx(0.1 * PARK_AFTER)
+        assert owner.next_check_in == pytest.approx(0.1 * OFFLOAD_AFTER)
         owner.back()
     owner.waiting()
-    clock[0] += PARK_AFTER + 0.01
+    clock[0] += OFFLOAD_AFTER + 0.01
     owner.waiting()
     assert parked.parked
-    assert owner.due_in == float("inf")
+    assert owner.next_check_in == float("inf")
     owner.back()
     assert not parked.parked
     seconds, most = owner.take()
@@ -224,11 +226,15 @@ def test_only_a_wait_that_lasts_is_used_for_parking() -> None:
 
 
 def test_who_never_parks_needs_no_turns() -> None:
-    NEVER.waiting()
-    NEVER.back()
-    assert (NEVER.enabled, NEVER.due_in, NEVER.take()) == (False, float("inf"), (0.0, 0))
+    NO_OFFLOAD.waiting()
+    NO_OFFLOAD.back()
+    assert (NO_OFFLOAD.enabled, NO_OFFLOAD.next_check_in, NO_OFFLOAD.take()) == (
+        False,
+        float("inf"),
+        (0.0, 0),
+    )
     tensors = {"w": torch.ones(1)}
-    assert NEVER.standing_in(tensors) is tensors
+    assert NO_OFFLOAD.host_views(tensors) is tensors
 
 
 def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +260,7 @@ def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.Mon
 # ---- an actor and a learner ----------------------------------------------------------------------
 
 
-def offloading(actor: Actor) -> Parked:
+def offloading(actor: Actor) -> OffloadedTensors:
     """Give an actor what --actor.offload does."""
     config = TrainConfig(actor=ActorSettings(offload=True))
     world: Any = actor.imagination.world
@@ -264,7 +270,7 @@ def offloading(actor: Actor) -> Parked:
     return actor.parking._parked
 
 
-def idle_until_parked(actor: Actor, parked: Parked) -> None:
+def idle_until_parked(actor: Actor, parked: OffloadedTensors) -> None:
     until = time.monotonic() + 10
     while not parked.parked:
         assert not actor.round(0.05)
@@ -349,7 +355,7 @@ def test_a_learner_parks_while_it_waits_and_learns_the_same(
     weights = sum(p.numel() * 4 for p in run.policy.parameters())
     row = run.log.rows[3]
     if offload:
-        assert run.replay.timeouts[:2] == [PARK_AFTER, 1.0]
+        assert run.replay.timeouts[:2] == [OFFLOAD_AFTER, 1.0]
         assert here[:3] == [weights, 0, 0], "not at once"
         assert row[m.LEARNER_PARKED] >= 4 * weights, "gradient and moments too"
         assert row[m.LEARNER_PARKING] > 0
@@ -386,7 +392,7 @@ def test_on_a_gpu_memory_falls_by_what_was_parked_and_comes_back() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    parked = Parked(nothing, training_tensors(model, optimizer), {device})
+    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {device})
     for _ in range(2):
         parked.park()
         weights = 8 * (1024 * 1024 + 1024) * 4
@@ -394,7 +400,7 @@ def test_on_a_gpu_memory_falls_by_what_was_parked_and_comes_back() -> None:
         assert allocated - torch.cuda.memory_allocated() == parked.bytes
         assert torch.cuda.mem_get_info()[0] - free > 0.9 * parked.bytes, "other processes can have it"
         assert all(place.host.is_pinned() for place in parked._places.values())
-        parked.unpark()
+        parked.restore_all()
         assert torch.cuda.memory_allocated() == allocated
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.cpu(), before[name]), name

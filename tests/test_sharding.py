@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from two_ranks import run_ranks
 
-from asyncrl.devices.offload import Parked, Parking
+from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.distributed_ranks import DistributedGroup, pack, unpack
 from asyncrl.learner.fsdp import shard
@@ -209,7 +209,7 @@ def two_steps_of_adam(*, parked: bool) -> tuple[dict[str, Tensor], int]:
         moments = [x for state in optimizer.state.values() for x in state.values()]
         return [*policy.parameters(), *(p.grad for p in policy.parameters() if p.grad is not None), *moments]
 
-    parking = Parking(Parked(policy.buffers, tensors, {CPU})) if parked else Parking(None)
+    parking = IdleOffload(OffloadedTensors(policy.buffers, tensors, {CPU})) if parked else IdleOffload(None)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
         (2 * loss_of(policy, slice(2 * group.rank, 2 * group.rank + 2))).backward()

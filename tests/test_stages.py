@@ -19,8 +19,8 @@ from asyncrl.actors.slots import Slot
 from asyncrl.actors.telemetry import ActorReadings
 from asyncrl.config.run import ActorSettings
 from asyncrl.devices import device_events
-from asyncrl.devices.device_events import Moment, wait_for
-from asyncrl.devices.offload import NEVER
+from asyncrl.devices.device_events import DeviceEvent, wait_for
+from asyncrl.devices.offload import NO_OFFLOAD
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import metrics as m
 from asyncrl.records import EPISODE_ARRAYS, Episode
@@ -96,7 +96,7 @@ def test_rows_follow_the_places_that_are_live() -> None:
 # ---- the order of launches -----------------------------------------------------------------------
 
 
-class Slow(Moment):
+class Slow(DeviceEvent):
     """Moments that pass only when somebody waits for them, as those of a device that is behind."""
 
     def __init__(self, device: torch.device) -> None:
@@ -262,7 +262,7 @@ def test_a_device_that_does_not_finish_ends_the_wait_at_its_deadline() -> None:
     timer.start()
     assert 0.01 < wait_for([soon], 60.0) < 5
     timer.join()
-    assert wait_for([Moment(CPU)], 60.0) == 0.0
+    assert wait_for([DeviceEvent(CPU)], 60.0) == 0.0
 
 
 def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = inline_run(tmp_path, Poisoned())
-    readings = ActorReadings(run.actor.imagination, NEVER)
+    readings = ActorReadings(run.actor.imagination, NO_OFFLOAD)
     assert readings.due() is None, "too soon"
     monkeypatch.setattr(
         run.actor.imagination, "take_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}

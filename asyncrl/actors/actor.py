@@ -23,7 +23,7 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage, cut
 from asyncrl.actors.slots import Slots, finished_episode
 from asyncrl.actors.telemetry import ActorReadings
-from asyncrl.devices.offload import NEVER, Parking
+from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import set_activity
@@ -66,7 +66,7 @@ class Actor:
         port: ActorPort,
         receiver: Receiver,
         settings: ActorSettings,
-        parking: Parking = NEVER,
+        parking: IdleOffload = NO_OFFLOAD,
     ) -> None:
         """Join the parts; `parking` moves the models to host memory while there is nothing to imagine."""
         self.imagination = imagination
@@ -112,7 +112,7 @@ class Actor:
         self._acquire(0.0)
         # Between two launches: those before read the old weights first, for copies keep the stream's order.
         self.version = self.receiver.swap_into(
-            lambda: self.parking.standing_in(self.imagination.policy.acting_tensors())
+            lambda: self.parking.host_views(self.imagination.policy.acting_tensors())
         )
         set_activity(f"imagining with version {self.version}", self.settings.hang_after)
         launched = any(self._launch(stage) for stage in list(self._landed))

@@ -24,7 +24,7 @@ from asyncrl.actors.failures import Poison, find_poison, one_by_one
 from asyncrl.actors.pipeline import Flight, Span, Stage
 from asyncrl.actors.seeds import sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Slots
-from asyncrl.devices.device_events import Moment, wait_for
+from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
@@ -68,13 +68,13 @@ class Imagination(Generic[State]):
         Returns:
             Places for whose start state the world raises; they have no state and must be cleared.
         """
-        began = Moment(self.world_device)
+        began = DeviceEvent(self.world_device)
         opened, failed = one_by_one(
             places, lambda some: self.world.start([slots.slot(i).member.start for i in some])
         )
         for some, fresh in opened:
             stage.open(some, fresh)
-        stage.spans.append((m.ACTOR_WORLD, began, Moment(self.world_device)))
+        stage.spans.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
         return failed
 
     @torch.inference_mode()
@@ -137,17 +137,17 @@ class Imagination(Generic[State]):
         seeds = [episode.next_noise_seed() for episode in episodes]
         frames_B = np.stack([episode.frame for episode in episodes])
         tasks_B = [episode.member.start.task for episode in episodes]
-        began = Moment(self.policy_device)
+        began = DeviceEvent(self.policy_device)
         acted = self.policy.act(
             self.policy.preprocess(frames_B, tasks_B), self.sampling, [sampling_seed(seed) for seed in seeds]
         )
-        decided = Moment(self.policy_device)
+        decided = DeviceEvent(self.policy_device)
         actions = acted.actions.to(self.world_device)
-        received = Moment(self.world_device)
+        received = DeviceEvent(self.world_device)
         new_frames, state = self.world.imagine(stage.state_of(places), actions, seeds)
-        drawn = Moment(self.world_device)
+        drawn = DeviceEvent(self.world_device)
         scores = self.reward.score(new_frames, tasks_B)
-        scored = Moment(self.world_device)
+        scored = DeviceEvent(self.world_device)
         spans: list[Span] = [
             (m.ACTOR_POLICY, began, decided),
             (m.ACTOR_WORLD, received, drawn),
@@ -167,7 +167,7 @@ class Imagination(Generic[State]):
             finite=_to_host(state.finite),
             scores=_to_host(scores),
             spans=spans,
-            landed=(Moment(self.policy_device), Moment(self.world_device)),
+            landed=(DeviceEvent(self.policy_device), DeviceEvent(self.world_device)),
         )
         return flight, state
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.actors.slots import Slot
-from asyncrl.devices.device_events import Moment
+from asyncrl.devices.device_events import DeviceEvent
 from asyncrl.observability.metrics import Metric
 from asyncrl.worlds.interface import State
 
-Span = tuple[Metric, Moment, Moment]
+Span = tuple[Metric, DeviceEvent, DeviceEvent]
 """What a device was busy with, from when to when."""
 
 
@@ -52,7 +52,7 @@ class Flight:
     scores: Tensor
     """``[B, 8]`` float32."""
     spans: list[Span]
-    landed: tuple[Moment, ...]
+    landed: tuple[DeviceEvent, ...]
 
 
 @dataclass(kw_only=True)

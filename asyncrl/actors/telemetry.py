@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from asyncrl.actors.imagination import Imagination
 from asyncrl.devices.memory import peak_memory
-from asyncrl.devices.offload import Parking
+from asyncrl.devices.offload import IdleOffload
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 
@@ -20,7 +20,7 @@ REPORT_EVERY: Final = 2.0
 class ActorReadings:
     """Adds up seconds between two reports."""
 
-    def __init__(self, imagination: Imagination[Any], parking: Parking) -> None:
+    def __init__(self, imagination: Imagination[Any], parking: IdleOffload) -> None:
         self._imagination, self._parking = imagination, parking
         self._seconds: dict[Metric, float] = {}
         self._since = time.monotonic()

@@ -16,7 +16,7 @@ WARM_UP: Final = 2
 """Calls before the capture: they compile, and let libraries choose their kernels."""
 
 
-class Captured:
+class CudaGraphed:
     """Replays what `function` did at its first call, with new numbers in the inputs.
 
     What it returns is overwritten by the next call, in stream order: use it up before. Weights may change in

@@ -18,7 +18,7 @@ LOOK_EVERY: Final = 0.0002
 """Seconds between two looks at a device; a call that blocks until it is done could not have a deadline."""
 
 
-class Moment:
+class DeviceEvent:
     """The point that the current stream of a device has been given work up to."""
 
     def __init__(self, device: torch.device) -> None:
@@ -33,14 +33,14 @@ class Moment:
         """Whether the device is there; raises what went wrong on the device before."""
         return self._event is None or self._event.query()
 
-    def since(self, earlier: Moment) -> float:
+    def since(self, earlier: DeviceEvent) -> float:
         """Seconds between two moments of one device that have passed."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-def wait_for(moments: Sequence[Moment], deadline: float) -> float:
+def wait_for(moments: Sequence[DeviceEvent], deadline: float) -> float:
     """Wait until all `moments` have passed; returns the seconds that took.
 
     Raises:

@@ -1,11 +1,11 @@
 """Tensors that nobody needs for a while: on a device in, in pinned host memory and back out.
 
-`Parked` moves whole storages and leaves every tensor, view and parameter object as it is, so optimizers,
-modules and shards notice nothing; only, a parked tensor must not be touched. `Parking` decides when: after a
+`OffloadedTensors` moves whole storages and leaves every tensor, view and parameter object as it is, so optimizers,
+modules and shards notice nothing; only, a parked tensor must not be touched. `IdleOffload` decides when: after a
 wait has lasted a moment, so that short ones cost nothing.
 
 Storages may come back at other addresses. What knows addresses, like a captured CUDA graph, must be told, and
-then gives its own memory back as well: `leaving` of `Parked`.
+then gives its own memory back as well: `leaving` of `OffloadedTensors`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.observability import waits
 
-PARK_AFTER: Final = 0.2
+OFFLOAD_AFTER: Final = 0.2
 """Seconds that a wait must have lasted."""
 ROOM_DEADLINE: Final = 60.0
 """Seconds that another process on the device has to park, when there is no room to return."""
@@ -44,7 +44,7 @@ class _Place:
     """Whether `host` holds what the storage held once; for a frozen one that is what it holds."""
 
 
-class Parked:
+class OffloadedTensors:
     """Tensors that are all on their devices, or all in host memory. Used by one thread."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Parked:
         self.parked, self.bytes = True, sum(place.host.nbytes for place in self._places.values())
         self.seconds += time.monotonic() - began
 
-    def unpark(self) -> None:
+    def restore_all(self) -> None:
         """Move all tensors back.
 
         Raises:
@@ -113,7 +113,7 @@ class Parked:
         self.parked, self.bytes = False, 0
         self.seconds += time.monotonic() - began
 
-    def standing_in(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def host_views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors by name; those that are parked as views of their copies in host memory.
 
         What is written there comes back with them, so it must be among the changing ones.
@@ -162,10 +162,10 @@ class Parked:
                 torch.cuda.synchronize(device)
 
 
-class Parking:
+class IdleOffload:
     """Parks while its owner waits. Used by one thread."""
 
-    def __init__(self, parked: Parked | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, parked: OffloadedTensors | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin at work; None never parks."""
         self._parked, self._clock = parked, clock
         self._since: float | None = None
@@ -177,12 +177,12 @@ class Parking:
         return self._parked is not None
 
     @property
-    def due_in(self) -> float:
+    def next_check_in(self) -> float:
         """Seconds that a wait may last uninterrupted so that `waiting` is called in time; inf: any."""
         if self._parked is None or self._parked.parked:
             return math.inf
         waited = 0.0 if self._since is None else self._clock() - self._since
-        return max(0.0, PARK_AFTER - waited)
+        return max(0.0, OFFLOAD_AFTER - waited)
 
     def waiting(self) -> None:
         """Say that the owner waits; parks when it has for long enough. Call it again and again."""
@@ -190,7 +190,7 @@ class Parking:
             return
         if self._since is None:
             self._since = self._clock()
-        elif self._clock() - self._since >= PARK_AFTER:
+        elif self._clock() - self._since >= OFFLOAD_AFTER:
             self._parked.park()
             self._most = max(self._most, self._parked.bytes)
 
@@ -198,11 +198,11 @@ class Parking:
         """Say that the owner goes on: everything is on its device when this returns."""
         self._since = None
         if self._parked is not None:
-            self._parked.unpark()
+            self._parked.restore_all()
 
-    def standing_in(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `Parked.standing_in`."""
-        return tensors if self._parked is None else self._parked.standing_in(tensors)
+    def host_views(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `OffloadedTensors.host_views`."""
+        return tensors if self._parked is None else self._parked.host_views(tensors)
 
     def take(self) -> tuple[float, int]:
         """Seconds spent moving, and the most bytes parked, since this was asked last."""
@@ -213,7 +213,7 @@ class Parking:
         return taken
 
 
-NEVER: Final = Parking(None)
+NO_OFFLOAD: Final = IdleOffload(None)
 """Parks nothing."""
 
 

@@ -41,7 +41,7 @@ def put(array: NDArray[Any], device: torch.device) -> Tensor:
     return locked.to(device, non_blocking=True)
 
 
-def put_constant(array: NDArray[Any], device: torch.device) -> Tensor:
+def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array that is kept: a tensor made in inference mode could not take part in a gradient later."""
     with torch.inference_mode(False):
         return put(array, device)

@@ -19,7 +19,7 @@ from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import cut
 from asyncrl.config.run import TrainConfig, to_json
-from asyncrl.devices.offload import NEVER, Parked, Parking
+from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
 from asyncrl.launch.environment import Dreams, DreamsOnDisk, check_dreams
 from asyncrl.launch.placement import Placement, only_learns, pick_device
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
@@ -50,7 +50,7 @@ class Movable(Protocol):
         ...
 
 
-def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world: WanWorld) -> Parking:
+def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world: WanWorld) -> IdleOffload:
     """Park an actor's models; what the receiver holds stays, and new weights reach the parked copy.
 
     Args:
@@ -59,13 +59,13 @@ def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world
         world: Its world model.
     """
     if not config.actor.offload:
-        return NEVER
+        return NO_OFFLOAD
     policy, reward = imagination.policy, imagination.reward
     parts = (policy, world.transformer, world.vae, world.decoder, reward.network)
     models = [part for part in parts if isinstance(part, nn.Module)]
     movable = [model for model in (policy, world, reward) if isinstance(model, Movable)]
-    return Parking(
-        Parked(
+    return IdleOffload(
+        OffloadedTensors(
             partial(_tensors_of, models),
             lambda: policy.acting_tensors().values(),
             imagination.devices,
@@ -74,15 +74,15 @@ def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world
     )
 
 
-def learner_parking(config: TrainConfig, update: Update) -> Parking:
+def learner_parking(config: TrainConfig, update: Update) -> IdleOffload:
     """Park this rank's part of weights, gradient and optimizer state."""
     if not config.learner.offload:
-        return NEVER
+        return NO_OFFLOAD
     reference = getattr(update.reference, "policy", None)
     models = [model for model in (update.policy, reference) if isinstance(model, nn.Module)]
     movable = [model for model in models if isinstance(model, Movable)]
-    return Parking(
-        Parked(
+    return IdleOffload(
+        OffloadedTensors(
             partial(_tensors_of, models),
             partial(_training_tensors, update),
             {update.device},

@@ -22,7 +22,7 @@ from typing import Final, Protocol
 from torch import Tensor, nn
 
 from asyncrl.devices.memory import host_peak, peak_memory
-from asyncrl.devices.offload import NEVER, Parking
+from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch, describe
 from asyncrl.learner.ranks import Alone, Groups, LearnerGroup, not_finite
@@ -89,7 +89,7 @@ class Learner:
         copy_policy: Callable[[], Callable[[Path], None]],
         acting_tensors: Callable[[], Source | Mapping[str, Tensor]],
         group: LearnerGroup | None = None,
-        parking: Parking = NEVER,
+        parking: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -204,7 +204,7 @@ class Learner:
                 groups = self.replay.sample(
                     groups=self.settings.groups_per_update,
                     version=self.version,
-                    timeout=min(SAMPLE_SLICE, self.parking.due_in, max(left, 0.0)),
+                    timeout=min(SAMPLE_SLICE, self.parking.next_check_in, max(left, 0.0)),
                 )
             except SampleTimeout as error:
                 if self.clock() - began >= self.settings.max_wait:

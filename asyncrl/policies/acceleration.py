@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.devices.cuda_graph import Captured
+from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.errors import ConfigError
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.parallel import Choice, OpenVLAOFT
@@ -88,18 +88,18 @@ class FixedShape:
 
 
 class CapturedChoice:
-    """`choose` as a CUDA graph, captured at the first call. See `Captured`."""
+    """`choose` as a CUDA graph, captured at the first call. See `CudaGraphed`."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
-        self._captured: Captured | None = None
+        self._captured: CudaGraphed | None = None
 
     def __call__(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
         """Choose; the numbers are overwritten by the next call."""
         given = _tensors(inputs)
         if self._captured is None:
             self._given, self._kind = tuple(given), (sampling, uniforms_BK is None)
-            self._captured = Captured(self._of_tensors(inputs, sampling))
+            self._captured = CudaGraphed(self._of_tensors(inputs, sampling))
         # Another sampling would be another graph, and so would be choosing without numbers.
         assert (tuple(given), (sampling, uniforms_BK is None)) == (self._given, self._kind)
         return self._captured(*given.values(), *([] if uniforms_BK is None else [uniforms_BK]))

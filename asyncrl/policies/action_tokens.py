@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.devices.tensors import put_constant
+from asyncrl.devices.tensors import constant_to_device
 
 BINS: Final = 256
 """Action tokens in the vocabulary."""
@@ -111,7 +111,7 @@ def decode(tokens: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _decoded_on(device: torch.device) -> Tensor:
-    return put_constant(_DECODED, device)
+    return constant_to_device(_DECODED, device)
 
 
 def unnormalise(actions: Tensor, stats: Bounds) -> Tensor:
@@ -134,7 +134,11 @@ def _bounds_on(
 ) -> tuple[Tensor, Tensor, Tensor]:
     low = np.array(q01, np.float32)
     width = np.array(q99, np.float32) - low + np.float32(_EPSILON)
-    return put_constant(low, device), put_constant(width, device), put_constant(np.array(mask), device)
+    return (
+        constant_to_device(low, device),
+        constant_to_device(width, device),
+        constant_to_device(np.array(mask), device),
+    )
 
 
 def normalise(values: NDArray[np.floating], stats: Bounds) -> NDArray[np.float32]:

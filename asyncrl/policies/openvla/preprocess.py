@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from asyncrl.devices.tensors import put, put_constant
+from asyncrl.devices.tensors import constant_to_device, put
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import normalise
 from asyncrl.policies.interface import PolicyInputs
@@ -86,7 +86,7 @@ def lanczos3_weights(source: int, target: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=32)
 def _weights_on(source: int, target: int, device: torch.device) -> Tensor:
-    return put_constant(lanczos3_weights(source, target), device)
+    return constant_to_device(lanczos3_weights(source, target), device)
 
 
 def resize_lanczos3(frames_BHW3: Tensor, size: int) -> Tensor:
@@ -113,7 +113,11 @@ def _crop_places(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     lower = np.floor(places).astype(np.int64)
     upper = np.minimum(lower + 1, size - 1)
     share = (places - lower).astype(np.float32)
-    return put_constant(lower, device), put_constant(upper, device), put_constant(share, device)
+    return (
+        constant_to_device(lower, device),
+        constant_to_device(upper, device),
+        constant_to_device(share, device),
+    )
 
 
 def crop_centre(frames_BSS3: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.devices.cuda_graph import Captured
+from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import put, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
@@ -163,14 +163,14 @@ class WanWorld:
         for block in self.transformer.blocks:
             block.compile(fullgraph=True, dynamic=False)
         if self.device.type == "cuda":
-            self._velocity = Captured(self.transformer)
+            self._velocity = CudaGraphed(self.transformer)
         self.decoder.speed_up()
         self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
 
     def weights_left(self) -> None:
         """Forget where the weights were; they return to other addresses."""
-        if isinstance(self._velocity, Captured):
+        if isinstance(self._velocity, CudaGraphed):
             self._velocity.forget()
 
     @torch.no_grad()
