@@ -30,7 +30,7 @@ import torch
 import tyro
 
 from asyncrl.observability import process_status
-from asyncrl.weights.publisher import StorePublisher, build_publisher
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.transports.transports import TransportName
 
 
@@ -99,7 +99,7 @@ class Fleet:
 class Learner:
     """Steps without a pause, so that whoever makes it wait is seen."""
 
-    def __init__(self, settings: Settings, publisher: StorePublisher) -> None:
+    def __init__(self, settings: Settings, publisher: BroadcastPublisher) -> None:
         self.publisher, self.version = publisher, -1
         self.tensors = tensors_of(settings, settings.devices[0])
         size = 4096 if settings.devices[0] != "cpu" else 512

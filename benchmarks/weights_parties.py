@@ -50,7 +50,7 @@ def shapes_of(kind: Kind, gigabytes: float) -> tuple[Shapes, torch.dtype]:
 
 
 class Masters:
-    """Float32 weights, whole or by rows over the learner ranks as FSDP2 spreads them. A `Source`."""
+    """Float32 weights, whole or by rows over the learner ranks as FSDP2 spreads them. A `WeightSource`."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -72,7 +72,7 @@ class Masters:
         self._gathering = Gathering(self.tensors, types)
 
     def write(self, places: Mapping[str, Tensor]) -> None:
-        """See `Source.write`."""
+        """See `WeightSource.write`."""
         self._gathering.write(self.tensors, places)
 
 

@@ -42,7 +42,7 @@ from weights_parties import (
     shapes_of,
 )
 
-from asyncrl.weights.publisher import StorePublisher, build_publisher
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.transports.transports import TransportName
 
 STAGES = ("packing", "summing", "announcing", "broadcasting", "receipts")
@@ -193,7 +193,7 @@ class Channel:
         for pipe in crew.learners:
             pipe.recv()
         transport = transport_of(settings.devices[0], settings.devices[settings.learner_ranks :])
-        self.publisher: StorePublisher = build_publisher(
+        self.publisher: BroadcastPublisher = build_publisher(
             transport, device=self.device, deadline=settings.deadline
         )
         crew.order("join", transport, self.publisher.endpoint, shapes, dtype)

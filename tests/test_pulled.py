@@ -22,9 +22,9 @@ from asyncrl.messaging.sockets import connect_dealer
 from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.weights import pull_client, pull_server
-from asyncrl.weights.double_buffer import Outbox
-from asyncrl.weights.interface import ChannelClosed, as_source
-from asyncrl.weights.publisher import StorePublisher, build_publisher
+from asyncrl.weights.double_buffer import DoubleBuffer
+from asyncrl.weights.interface import ChannelClosed, as_weight_source
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.pull_client import PulledReceiver, build_pulled_receiver
 from asyncrl.weights.pull_server import PullSettings
 
@@ -32,7 +32,7 @@ LOOPBACK = "tcp://127.0.0.1:0"
 
 
 @contextmanager
-def opened(security: Any = None, silence: float = 30.0) -> Iterator[tuple[StorePublisher, str]]:
+def opened(security: Any = None, silence: float = 30.0) -> Iterator[tuple[BroadcastPublisher, str]]:
     channel = build_publisher(
         "gloo", deadline=1.0, pulls=PullSettings(listen=LOOPBACK, security=security, silence=silence)
     )
@@ -44,7 +44,7 @@ def opened(security: Any = None, silence: float = 30.0) -> Iterator[tuple[StoreP
 
 
 @pytest.fixture
-def channel() -> Iterator[tuple[StorePublisher, str]]:
+def channel() -> Iterator[tuple[BroadcastPublisher, str]]:
     with opened() as made:
         yield made
 
@@ -62,7 +62,7 @@ def receiving(
 
 
 def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
-    channel: tuple[StorePublisher, str],
+    channel: tuple[BroadcastPublisher, str],
 ) -> None:
     publisher, endpoint = channel
     tensors = policy(0)
@@ -91,16 +91,16 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
     assert publisher.pulls._copies.versions == [], "without actors there is no copy of a version"
 
 
-def until_told(publisher: StorePublisher, lines: int) -> list[str]:
+def until_told(publisher: BroadcastPublisher, lines: int) -> list[str]:
     assert publisher.pulls is not None
     told, until = list[str](), time.monotonic() + PATIENCE
     while len(told) < lines and time.monotonic() < until:
-        told += publisher.pulls.take_news()
+        told += publisher.pulls.pop_events()
         time.sleep(0.02)
     return told
 
 
-def test_without_a_puller_nothing_is_copied(channel: tuple[StorePublisher, str]) -> None:
+def test_without_a_puller_nothing_is_copied(channel: tuple[BroadcastPublisher, str]) -> None:
     publisher, _ = channel
     publisher.publish(policy(0), 0)
     publisher.publish(policy(1), 1)
@@ -110,21 +110,21 @@ def test_without_a_puller_nothing_is_copied(channel: tuple[StorePublisher, str])
 
 
 def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
-    outbox = Outbox(torch.device("cpu"))
-    outbox.pack(as_source(policy(0)), 0)
+    outbox = DoubleBuffer(torch.device("cpu"))
+    outbox.pack(as_weight_source(policy(0)), 0)
     assert outbox.promote().version == outbox.sending == 0
     with outbox.holding() as held:
-        before = [buffer.clone() for buffer in outbox.slots[held.slot]]
+        before = [buffer.clone() for buffer in outbox.buffer_pair[held.buffer_index]]
         for version in (1, 2):
-            outbox.pack(as_source(policy(version)), version)
+            outbox.pack(as_weight_source(policy(version)), version)
             assert outbox.promote().version == 0
-        for kept, now in zip(before, outbox.slots[held.slot], strict=True):
+        for kept, now in zip(before, outbox.buffer_pair[held.buffer_index], strict=True):
             assert torch.equal(kept, now)
     assert outbox.promote().version == 2
 
 
 def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
-    channel: tuple[StorePublisher, str], monkeypatch: pytest.MonkeyPatch
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
     genuine, go_on, began = PulledReceiver._tell_piece, threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
 
 
 def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_follows(
-    channel: tuple[StorePublisher, str], monkeypatch: pytest.MonkeyPatch
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
     pieces, go_on, half = [0], threading.Event(), threading.Event()
@@ -181,7 +181,7 @@ def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_
 
 
 def test_a_version_that_is_gone_is_begun_again_with_the_newest(
-    channel: tuple[StorePublisher, str], monkeypatch: pytest.MonkeyPatch
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
     genuine, forgot = PulledReceiver._tell_piece, [0]
@@ -220,7 +220,7 @@ def damaging(monkeypatch: pytest.MonkeyPatch, times: int, place: str) -> list[in
 
 @pytest.mark.parametrize("place", ["network", "memory"])
 def test_damaged_pieces_are_noticed_and_fetched_again(
-    channel: tuple[StorePublisher, str], monkeypatch: pytest.MonkeyPatch, place: str
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     publisher, endpoint = channel
     damaged = damaging(monkeypatch, 1, place)
@@ -234,7 +234,7 @@ def test_damaged_pieces_are_noticed_and_fetched_again(
 
 @pytest.mark.parametrize("place", ["network", "memory"])
 def test_a_network_that_always_damages_ends_the_actor(
-    channel: tuple[StorePublisher, str], monkeypatch: pytest.MonkeyPatch, place: str
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     publisher, endpoint = channel
     damaging(monkeypatch, 10_000, place)
@@ -243,7 +243,9 @@ def test_a_network_that_always_damages_ends_the_actor(
         receiver.wait_for_first(PATIENCE)
 
 
-def test_another_policy_is_refused_by_the_tensor_that_differs(channel: tuple[StorePublisher, str]) -> None:
+def test_another_policy_is_refused_by_the_tensor_that_differs(
+    channel: tuple[BroadcastPublisher, str],
+) -> None:
     publisher, endpoint = channel
     publisher.publish(policy(0, elements=10), 0)
     differs = r"'body' is float32 \[10\] on the learner but float32 \[11\]"
@@ -253,7 +255,7 @@ def test_another_policy_is_refused_by_the_tensor_that_differs(channel: tuple[Sto
 
 
 def test_an_actor_that_leaves_with_a_full_queue_is_still_heard(
-    channel: tuple[StorePublisher, str], monkeypatch: pytest.MonkeyPatch
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
     publisher.publish(policy(0), 0)
@@ -350,7 +352,7 @@ def test_the_server_beyond_loopback_needs_keys() -> None:
             build_publisher("gloo", pulls=PullSettings(listen=listen, security=None, silence=1.0))
 
 
-def test_senseless_requests_are_refused_and_survived(channel: tuple[StorePublisher, str]) -> None:
+def test_senseless_requests_are_refused_and_survived(channel: tuple[BroadcastPublisher, str]) -> None:
     publisher, endpoint = channel
     publisher.publish(policy(0, elements=10), 0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -19,14 +19,14 @@ from asyncrl.observability import metrics as m
 from asyncrl.weights import membership, packing
 from asyncrl.weights.deadlines import run_bounded
 from asyncrl.weights.interface import ChannelClosed, Receiver
-from asyncrl.weights.membership import Bell
-from asyncrl.weights.publisher import StorePublisher, build_publisher
-from asyncrl.weights.receiver import StoreReceiver, build_receiver
+from asyncrl.weights.membership import WakeUpSocket
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.receiver import BroadcastReceiver, build_receiver
 from asyncrl.weights.rendezvous_store import connect, epoch_store
 from asyncrl.weights.transports.cuda_ipc import import_handle
 from asyncrl.weights.transports.in_process import build_inline
-from asyncrl.weights.transports.nccl_and_ipc import Groups, MixedTransport, divide
-from asyncrl.weights.transports.transports import GlooTransport, Link, Slots
+from asyncrl.weights.transports.nccl_and_ipc import Groups, NcclAndIpcTransport, divide
+from asyncrl.weights.transports.transports import BufferPair, GlooTransport, Link
 
 ELEMENTS = 1_000_000
 PATIENCE = 30.0
@@ -95,7 +95,7 @@ class Actor:
 
     def join(
         self,
-        publisher: StorePublisher,
+        publisher: BroadcastPublisher,
         name: str,
         transport: str = "gloo",
         device: str = "cpu",
@@ -137,7 +137,7 @@ def publisher():
     channel.close()
 
 
-def timed_publish(publisher: StorePublisher, version: int, device: str = "cpu") -> float:
+def timed_publish(publisher: BroadcastPublisher, version: int, device: str = "cpu") -> float:
     tensors = policy(version, device=device)
     begun = time.monotonic()
     publisher.publish(tensors, version)
@@ -270,7 +270,7 @@ def test_inline_hands_over_the_newest_version_once() -> None:
 
 
 def test_a_bell_wakes_who_waits_and_one_that_rang_before_is_not_lost() -> None:
-    mine, yours = Bell(), Bell()
+    mine, yours = WakeUpSocket(), WakeUpSocket()
     mine.ring_all([yours.port, yours.port, 0])
     mine.ring(yours.port)
     assert yours.wait(PATIENCE)
@@ -290,34 +290,34 @@ def test_a_bell_wakes_who_waits_and_one_that_rang_before_is_not_lost() -> None:
 class Fleet:
     """Members of one epoch over gloo links, each on a pretended GPU, within this process."""
 
-    def __init__(self, publisher: StorePublisher, devices: list[str]) -> None:
+    def __init__(self, publisher: BroadcastPublisher, devices: list[str]) -> None:
         self.endpoint, self.devices = publisher.endpoint, devices
         self.buffers = [[torch.full((4,), float(rank))] for rank in range(len(devices))]
         self.made: list[tuple[str, int]] = []
 
-    def transport(self, rank: int) -> MixedTransport:
+    def transport(self, rank: int) -> NcclAndIpcTransport:
         near, far = GlooTransport(2.0), GlooTransport(2.0)
         for name, transport in (("near", near), ("far", far)):
             self._note(name, transport)
-        return MixedTransport(near, far, self.devices[rank])
+        return NcclAndIpcTransport(near, far, self.devices[rank])
 
     def _note(self, name: str, transport: GlooTransport) -> None:
-        lead = transport.lead
+        connect_root = transport.connect_root
 
-        def noted(store: Store, size: int, slots: Slots) -> Link:
+        def noted(store: Store, size: int, buffer_pair: BufferPair) -> Link:
             self.made.append((name, size))
-            return lead(store, size, slots)
+            return connect_root(store, size, buffer_pair)
 
-        transport.lead = noted  # type: ignore[method-assign]
+        transport.connect_root = noted  # type: ignore[method-assign]
 
     def member(self, rank: int) -> None:
         store = epoch_store(self.endpoint, 77, PATIENCE)
         if rank:
-            link = self.transport(rank).follow(store, rank, len(self.devices))
+            link = self.transport(rank).connect_member(store, rank, len(self.devices))
             link.receive(0, self.buffers[rank])
         else:
-            slots = (self.buffers[0], self.buffers[0])
-            link = self.transport(rank).lead(store, len(self.devices), slots)
+            buffer_pair = (self.buffers[0], self.buffers[0])
+            link = self.transport(rank).connect_root(store, len(self.devices), buffer_pair)
             link.send(0)
         link.abort()
 
@@ -339,7 +339,7 @@ class Fleet:
     ],
 )
 def test_each_member_gets_its_weights_by_the_way_that_its_place_allows(
-    publisher: StorePublisher, devices: list[str], links: list[tuple[str, int]]
+    publisher: BroadcastPublisher, devices: list[str], links: list[tuple[str, int]]
 ) -> None:
     fleet = Fleet(publisher, devices)
     fleet.run()
@@ -374,12 +374,12 @@ def test_a_truncated_ipc_handle_is_refused() -> None:
 class DamagingTransport(GlooTransport):
     """Flips one bit of everything it receives."""
 
-    def follow(self, store: Store, rank: int, size: int) -> Link:
-        link = super().follow(store, rank, size)
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
+        link = super().connect_member(store, rank, size)
         receive = link.receive
 
-        def receive_damaged(slot: int, into: packing.Buffers) -> None:
-            receive(slot, into)
+        def receive_damaged(buffer_index: int, into: packing.Buffers) -> None:
+            receive(buffer_index, into)
             into[0].view(torch.uint8)[0] ^= 1
 
         link.receive = receive_damaged
@@ -389,10 +389,10 @@ class DamagingTransport(GlooTransport):
 # --- gloo, receivers in this process ---
 
 
-def test_damaged_weights_are_never_swapped_in(publisher: StorePublisher) -> None:
+def test_damaged_weights_are_never_swapped_in(publisher: BroadcastPublisher) -> None:
     manifest = packing.build_manifest(policy(0, elements=10))
     store = connect(publisher.endpoint, PATIENCE)
-    receiver = StoreReceiver(DamagingTransport(1.0), store, publisher.endpoint, "actor-0", manifest, 1.0)
+    receiver = BroadcastReceiver(DamagingTransport(1.0), store, publisher.endpoint, "actor-0", manifest, 1.0)
     publisher.publish(policy(0, elements=10), 0)
     with pytest.raises(WeightSyncError, match=r"actor-0 received version 0 with checksum .* expected"):
         receiver.wait_for_first(PATIENCE)
@@ -401,7 +401,7 @@ def test_damaged_weights_are_never_swapped_in(publisher: StorePublisher) -> None
     receiver.close()
 
 
-def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(publisher: StorePublisher) -> None:
+def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(publisher: BroadcastPublisher) -> None:
     publisher.publish(policy(0, elements=10), 0)
     publisher.publish(policy(1, elements=10), 1)  # replaces 0: nobody was there to take it
     late = build_receiver("gloo", publisher.endpoint, "late", policy(0, elements=10))
@@ -423,7 +423,7 @@ def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(publisher: 
     late.close()
 
 
-def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(publisher: StorePublisher) -> None:
+def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(publisher: BroadcastPublisher) -> None:
     publisher.publish(policy(0, elements=10), 0)
     receiver = build_receiver("gloo", publisher.endpoint, "odd", policy(0, elements=12))
     shapes = r"'body' is float32 \[10\] on the learner but float32 \[12\] on odd"
@@ -437,7 +437,7 @@ def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(publisher
 
 
 def test_a_first_version_that_does_not_arrive_names_who_has_it_and_who_is_absent(
-    publisher: StorePublisher,
+    publisher: BroadcastPublisher,
 ) -> None:
     publisher.publish(policy(0, elements=10), 0)
     receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
@@ -450,7 +450,7 @@ def test_a_first_version_that_does_not_arrive_names_who_has_it_and_who_is_absent
     receiver.close()
 
 
-def test_a_receiver_without_a_publish_says_what_it_waits_for(publisher: StorePublisher) -> None:
+def test_a_receiver_without_a_publish_says_what_it_waits_for(publisher: BroadcastPublisher) -> None:
     receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
     with pytest.raises(WeightSyncError, match=r"actor-0 waited .* 0\.1 s.*to publish its first version"):
         receiver.wait_for_first(0.1)
@@ -458,7 +458,7 @@ def test_a_receiver_without_a_publish_says_what_it_waits_for(publisher: StorePub
 
 
 def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
-    publisher: StorePublisher,
+    publisher: BroadcastPublisher,
 ) -> None:
     receiver = build_receiver("gloo", publisher.endpoint, "late", policy(0, elements=10))
     ended: list[Exception] = []
@@ -477,7 +477,7 @@ def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
     receiver.close()
 
 
-def test_two_actors_of_one_name_are_told_apart(publisher: StorePublisher) -> None:
+def test_two_actors_of_one_name_are_told_apart(publisher: BroadcastPublisher) -> None:
     publisher.publish(policy(0, elements=10), 0)
     first = build_receiver("gloo", publisher.endpoint, "twin", policy(0, elements=10))
     first.wait_for_first(PATIENCE)
@@ -492,7 +492,7 @@ def test_two_actors_of_one_name_are_told_apart(publisher: StorePublisher) -> Non
     second.close()
 
 
-def test_versions_must_grow_and_shapes_must_stay(publisher: StorePublisher) -> None:
+def test_versions_must_grow_and_shapes_must_stay(publisher: BroadcastPublisher) -> None:
     publisher.publish(policy(0, elements=10), 5)
     with pytest.raises(WeightSyncError, match="Version 5 was published after version 5"):
         publisher.publish(policy(0, elements=10), 5)
@@ -503,7 +503,7 @@ def test_versions_must_grow_and_shapes_must_stay(publisher: StorePublisher) -> N
         publisher.publish(policy(0, elements=10), 7)
 
 
-def test_every_listening_socket_of_the_channel_is_bound_to_loopback(publisher: StorePublisher) -> None:
+def test_every_listening_socket_of_the_channel_is_bound_to_loopback(publisher: BroadcastPublisher) -> None:
     publisher.publish(policy(0, elements=10), 0)
     receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
     receiver.wait_for_first(PATIENCE)
@@ -527,7 +527,7 @@ def test_a_store_that_others_could_reach_is_refused() -> None:
 
 
 def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
-    publisher: StorePublisher,
+    publisher: BroadcastPublisher,
 ) -> None:
     """Ten versions in a row, each waited for at both ends, then a pause; looks alone would take a second."""
     publisher.publish(policy(0, elements=10), 0)
@@ -555,7 +555,9 @@ def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
 # --- gloo, real actor processes ---
 
 
-def test_a_version_arrives_bit_exact_in_two_processes(publisher: StorePublisher, actors: list[Actor]) -> None:
+def test_a_version_arrives_bit_exact_in_two_processes(
+    publisher: BroadcastPublisher, actors: list[Actor]
+) -> None:
     for i, each in enumerate(actors):
         each.join(publisher, f"actor-{i}")
     publisher.publish(policy(10), 0)
@@ -571,7 +573,7 @@ def test_a_version_arrives_bit_exact_in_two_processes(publisher: StorePublisher,
 
 
 def test_a_killed_actor_stops_nobody_and_its_successor_joins(
-    publisher: StorePublisher, actors: list[Actor]
+    publisher: BroadcastPublisher, actors: list[Actor]
 ) -> None:
     for i, each in enumerate(actors):
         each.join(publisher, f"actor-{i}")
@@ -600,7 +602,7 @@ def test_a_killed_actor_stops_nobody_and_its_successor_joins(
 
 
 def test_a_stopped_actor_is_left_behind_and_comes_back(
-    publisher: StorePublisher, actors: list[Actor]
+    publisher: BroadcastPublisher, actors: list[Actor]
 ) -> None:
     for i, each in enumerate(actors):
         each.join(publisher, f"actor-{i}")
@@ -624,7 +626,7 @@ def test_a_stopped_actor_is_left_behind_and_comes_back(
         assert each.ask("leave") == "left"
 
 
-def test_an_actor_keeps_its_weights_after_the_learner_closed(publisher: StorePublisher) -> None:
+def test_an_actor_keeps_its_weights_after_the_learner_closed(publisher: BroadcastPublisher) -> None:
     receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10), deadline=0.1)
     publisher.publish(policy(0, elements=10), 0)
     receiver.wait_for_first(PATIENCE)
@@ -652,7 +654,7 @@ def test_an_actor_whose_learner_vanished_says_so_after_the_deadline(actors: list
         build_receiver("gloo", endpoint, "actor-1", policy(0), deadline=0.5)
 
 
-def test_a_closing_actor_is_not_waited_for(publisher: StorePublisher) -> None:
+def test_a_closing_actor_is_not_waited_for(publisher: BroadcastPublisher) -> None:
     receivers = [build_receiver("gloo", publisher.endpoint, name, policy(0)) for name in "ab"]
     publisher.publish(policy(0), 0)
     publisher.wait_for_first(0, PATIENCE, actors=2)

@@ -16,7 +16,7 @@ from asyncrl.learner import weight_export
 from asyncrl.learner.weight_export import Gathering
 from asyncrl.observability import metrics as m
 from asyncrl.weights import packing
-from asyncrl.weights.publisher import StorePublisher, build_publisher
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.swap_buffer import BufferedReceiver
 
 pytestmark = pytest.mark.gpu
@@ -154,7 +154,7 @@ def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
     assert run_ranks(gather_over_nccl, bucket, deadline=100.0) == [cast(), {}]
 
 
-def join_all(crew: list[Actor], publisher: StorePublisher, transport: str) -> None:
+def join_all(crew: list[Actor], publisher: BroadcastPublisher, transport: str) -> None:
     for i, (each, device) in enumerate(zip(crew, devices(transport), strict=True)):
         each.join(publisher, f"actor-{i}", transport, device, DEADLINE)
     timed_publish(publisher, 0, "cuda:0")
@@ -162,7 +162,7 @@ def join_all(crew: list[Actor], publisher: StorePublisher, transport: str) -> No
 
 
 def test_versions_arrive_bit_exact_on_every_gpu(
-    publisher: StorePublisher, crew: list[Actor], transport: str
+    publisher: BroadcastPublisher, crew: list[Actor], transport: str
 ) -> None:
     join_all(crew, publisher, transport)
     for version in range(1, 20):
@@ -175,7 +175,7 @@ def test_versions_arrive_bit_exact_on_every_gpu(
 
 
 def test_a_killed_gpu_actor_stops_nobody_and_its_successor_joins(
-    publisher: StorePublisher, crew: list[Actor], transport: str
+    publisher: BroadcastPublisher, crew: list[Actor], transport: str
 ) -> None:
     join_all(crew, publisher, transport)
     slowest = 0.0
@@ -195,7 +195,7 @@ def test_a_killed_gpu_actor_stops_nobody_and_its_successor_joins(
 
 
 def test_a_stopped_gpu_actor_is_left_behind_and_comes_back(
-    publisher: StorePublisher, crew: list[Actor], transport: str
+    publisher: BroadcastPublisher, crew: list[Actor], transport: str
 ) -> None:
     join_all(crew, publisher, transport)
     crew[-1].signal(signal.SIGSTOP)

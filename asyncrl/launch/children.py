@@ -24,7 +24,7 @@ from asyncrl.replay.interface import LearnerPort
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.weights.interface import Publisher, Source
+    from asyncrl.weights.interface import Publisher, WeightSource
 
 LOOK_EVERY: Final = 0.05
 """Seconds between two looks."""
@@ -225,7 +225,7 @@ class WatchedPublisher:
     def __init__(self, publisher: Publisher, crew: Crew) -> None:
         self._publisher, self._crew = publisher, crew
 
-    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """See `Publisher.publish`."""
         self._publisher.publish(weights, version)
 

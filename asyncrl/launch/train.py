@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.build import Start
     from asyncrl.learner.learner import Learner
     from asyncrl.weights.interface import Publisher
-    from asyncrl.weights.publisher import StorePublisher
+    from asyncrl.weights.publisher import BroadcastPublisher
 
 ACTOR_FAREWELL = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
@@ -172,7 +172,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     return 0
 
 
-def _facts(start: Start, replay_endpoint: str, sockets: Path, publisher: StorePublisher) -> RunFacts:
+def _facts(start: Start, replay_endpoint: str, sockets: Path, publisher: BroadcastPublisher) -> RunFacts:
     """What the other processes have to know."""
     return RunFacts(
         run_dir=str(start.run_dir),
@@ -184,9 +184,9 @@ def _facts(start: Start, replay_endpoint: str, sockets: Path, publisher: StorePu
     )
 
 
-def _news(config: TrainConfig, placement: Placement, publisher: StorePublisher) -> list[str]:
+def _news(config: TrainConfig, placement: Placement, publisher: BroadcastPublisher) -> list[str]:
     """Lines about actors that joined or went, and what the learner waits for when none is left."""
-    lines = publisher.take_news()
+    lines = publisher.pop_events()
     if lines and not (placement.actors or publisher.joined):
         lines.append(f"no actor is left: waits up to {config.max_wait:g} s (--max-wait) for one to join")
     return lines

@@ -36,7 +36,7 @@ from asyncrl.observability.signals import interrupts_deferred
 from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
-from asyncrl.weights.interface import Publisher, Source
+from asyncrl.weights.interface import Publisher, WeightSource
 
 
 class Log(Protocol):
@@ -87,7 +87,7 @@ class Learner:
         settings: LearnerSettings,
         *,
         copy_policy: Callable[[], Callable[[Path], None]],
-        acting_tensors: Callable[[], Source | Mapping[str, Tensor]],
+        acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
         group: LearnerGroup | None = None,
         parking: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,

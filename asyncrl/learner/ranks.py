@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.weights.interface import Source, as_source
+from asyncrl.weights.interface import WeightSource, as_weight_source
 
 
 def not_finite(tensors: Mapping[str, Tensor], group: LearnerGroup) -> list[str]:
@@ -58,9 +58,9 @@ class NullPort:
 class NullPublisher:
     """A `Publisher` without actors."""
 
-    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """Hand this rank's part of the weights to rank 0, which sends them."""
-        as_source(weights).write({})
+        as_weight_source(weights).write({})
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Do nothing."""

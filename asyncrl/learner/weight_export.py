@@ -50,7 +50,7 @@ def acting_types(policy: OpenVLAOFT) -> dict[str, torch.dtype]:
 
 
 class ActingWeights:
-    """What actors need of the learner's policy, in their types. See `weights.sources.Source`."""
+    """What actors need of the learner's policy, in their types. See `weights.sources.WeightSource`."""
 
     def __init__(self, policy: OpenVLAOFT, types: Mapping[str, torch.dtype]) -> None:
         """Begin with a policy that is spread over the ranks already, or lies whole on one.
@@ -63,10 +63,10 @@ class ActingWeights:
         tensors = self._tensors()
         self._gathering = Gathering(tensors, types)
         self.manifest = build_manifest(tensors, types)
-        """See `Source.manifest`."""
+        """See `WeightSource.manifest`."""
 
     def write(self, places: Mapping[str, Tensor]) -> None:
-        """Cast and gather into rank 0's places; collective. See `Source.write`."""
+        """Cast and gather into rank 0's places; collective. See `WeightSource.write`."""
         self._gathering.write(self._tensors(), places)
 
     def _tensors(self) -> dict[str, Tensor]:

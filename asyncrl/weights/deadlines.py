@@ -60,7 +60,7 @@ def run_bounded(action: Callable[[], T], *, seconds: float, what: str, given_up:
     return result[0]
 
 
-class EpochLink:
+class TransportSession:
     """The link of the epoch under way, when there is one. Used by one thread."""
 
     def __init__(self, seconds: float, given_up: Callable[[], str]) -> None:
@@ -71,12 +71,12 @@ class EpochLink:
             given_up: Why the epoch has no future; empty while it has one.
         """
         self._seconds, self._given_up = seconds, given_up
-        self._link: Link | None = None
+        self._session: Link | None = None
 
     @property
     def formed(self) -> bool:
         """Whether there is a link."""
-        return self._link is not None
+        return self._session is not None
 
     def form(self, what: str, make: Callable[[], Link]) -> None:
         """Make the link, all members at the same time.
@@ -84,7 +84,7 @@ class EpochLink:
         Raises:
             WeightSyncError: See `run_bounded`.
         """
-        self._link = run_bounded(make, seconds=self._seconds, what=what, given_up=self._given_up)
+        self._session = run_bounded(make, seconds=self._seconds, what=what, given_up=self._given_up)
 
     def use(self, what: str, action: Callable[[Link], None]) -> None:
         """Broadcast over the link.
@@ -92,13 +92,13 @@ class EpochLink:
         Raises:
             WeightSyncError: See `run_bounded`.
         """
-        link = self._link
+        link = self._session
         assert link is not None
         run_bounded(lambda: action(link), seconds=self._seconds, what=what, given_up=self._given_up)
 
     def drop(self) -> None:
         """Abort the link, if there is one, without ever blocking for long or failing."""
-        link, self._link = self._link, None
+        link, self._session = self._session, None
         if link is None:
             return
         try:

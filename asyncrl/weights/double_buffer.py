@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from asyncrl.weights import packing
-from asyncrl.weights.interface import Source
+from asyncrl.weights.interface import WeightSource
 from asyncrl.weights.transports.in_process import stale_version
-from asyncrl.weights.transports.transports import Slots
+from asyncrl.weights.transports.transports import BufferPair
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class PackedVersion:
     """One packed version."""
 
     version: int
-    slot: int
+    buffer_index: int
     packed: torch.cuda.Event | None
     """Reached once the copies into the buffers are done; absent on the CPU."""
     began: float
@@ -38,17 +38,17 @@ class Snapshot:
         return self.packed is None or self.packed.query()
 
 
-class Outbox:
+class DoubleBuffer:
     """Packed by the learner's thread, emptied by the publisher's, copied by the pull server's."""
 
     def __init__(self, device: torch.device) -> None:
         """Begin empty; the buffers are allocated on `device` when the first version is packed."""
         self._device = device
         self._lock = threading.Lock()
-        self._pending: Snapshot | None = None
-        self._current: Snapshot | None = None
+        self._pending: PackedVersion | None = None
+        self._current: PackedVersion | None = None
         self._held = False
-        self.slots: Slots = ([], [])
+        self.buffer_pair: BufferPair = ([], [])
         self._places: list[dict[str, Tensor]] = []
         """Where each tensor lies in the two sets."""
         self.manifest: packing.Manifest | None = None
@@ -59,9 +59,9 @@ class Outbox:
     @property
     def bytes(self) -> int:
         """Size of one version."""
-        return packing.total_bytes(self.slots[0])
+        return packing.total_bytes(self.buffer_pair[0])
 
-    def pack(self, source: Source, version: int) -> None:
+    def pack(self, source: WeightSource, version: int) -> None:
         """Let the source write into the set that is not being sent (in stream order on CUDA).
 
         What is queued on the current stream afterwards, such as the next update, runs after the copies; the
@@ -73,9 +73,11 @@ class Outbox:
         began = time.monotonic()
         slot = self._begin(source.manifest, version)
         # Without the lock: sharded weights are gathered here, and others must not wait for that.
-        source.write(self._places[slot])
+        source.write(self._places[buffer_index])
         with self._lock:
-            self._pending = Snapshot(version=version, slot=slot, packed=_record(self._device), began=began)
+            self._pending = PackedVersion(
+                version=version, slot=buffer_index, packed=_record(self._device), began=began
+            )
             self.newest = version
 
     def _begin(self, manifest: packing.Manifest, version: int) -> int:
@@ -84,19 +86,19 @@ class Outbox:
             if version <= self.newest:
                 raise stale_version(version, self.newest)
             if self.manifest is None:
-                self.slots = (
+                self.buffer_pair = (
                     packing.allocate(manifest, self._device),
                     packing.allocate(manifest, self._device),
                 )
-                self._places = [packing.places_in(manifest, buffers) for buffers in self.slots]
+                self._places = [packing.places_in(manifest, buffers) for buffers in self.buffer_pair]
                 self.manifest = manifest
             packing.require_same(manifest, self.manifest, "the first publish")
             self._pending = (
                 None  # Not valid while its buffers are overwritten, and so nothing can be promoted.
             )
-            return 0 if self._current is None else 1 - self._current.slot
+            return 0 if self._current is None else 1 - self._current.buffer_index
 
-    def promote(self) -> Snapshot | None:
+    def promote(self) -> PackedVersion | None:
         """Make the newest packed version the one to send; its predecessor's set may be packed from now on.
 
         While the predecessor is held it stays the one to send. None: the first one is still being packed.
@@ -113,7 +115,7 @@ class Outbox:
         return -1 if current is None else current.version
 
     @contextmanager
-    def holding(self) -> Iterator[Snapshot]:
+    def holding(self) -> Iterator[PackedVersion]:
         """Keep the version that is sent now in its buffers within the block; one thread at a time."""
         with self._lock:
             assert self._current is not None

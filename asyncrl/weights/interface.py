@@ -12,7 +12,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """The learner's weights, in its own types and perhaps spread over its ranks."""
 
     @property
@@ -35,14 +35,14 @@ class WholeTensors:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.manifest = packing.build_manifest(tensors)
-        """See `Source.manifest`."""
+        """See `WeightSource.manifest`."""
 
     def write(self, places: Mapping[str, Tensor]) -> None:
-        """Copy. See `Source.write`."""
+        """Copy. See `WeightSource.write`."""
         packing.fill(places, self._tensors)
 
 
-def as_source(weights: Source | Mapping[str, Tensor]) -> Source:
+def as_weight_source(weights: WeightSource | Mapping[str, Tensor]) -> WeightSource:
     """Return tensors as a source; a source as it is."""
     return WholeTensors(weights) if isinstance(weights, Mapping) else weights
 
@@ -58,10 +58,10 @@ class ChannelClosed(WeightSyncError):
 class Publisher(Protocol):
     """The learner's end. Used by one thread of learner rank 0."""
 
-    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """Copy the weights and return at once; a version that was not sent yet is replaced.
 
-        A collective of the learner ranks where the weights are a `Source` that is sharded.
+        A collective of the learner ranks where the weights are a `WeightSource` that is sharded.
 
         Raises:
             WeightSyncError: `version` is not newer than the last one, the tensors changed their shape, or the

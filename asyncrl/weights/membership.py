@@ -2,7 +2,7 @@
 
 Actors come and go; a group of a fixed set of members lives for one *epoch*. In order:
 
-    learner (`Roster`)                                    actor (`Seat`)
+    learner (`WeightGroup`)                                    actor (`Membership`)
                                                           1  append itself to `joins`, under a fresh ticket
     2  read `joins`; set `offer` = epoch, members
                                                           3  find itself in it; set `e<epoch>/ready/<ticket>`
@@ -41,7 +41,7 @@ from asyncrl.observability import process_status
 _HOST = "127.0.0.1"
 
 
-class Bell:
+class WakeUpSocket:
     """One process's bell. One thread waits; any thread may ring others or itself."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class EpochOffer:
     """One epoch as the learner announced it. The learner has rank 0, members[i] has rank i + 1."""
 
     epoch: int
@@ -118,7 +118,7 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class VersionHeader:
     """What precedes a broadcast."""
 
     version: int
@@ -127,11 +127,11 @@ class Header:
     checksum: int
 
 
-class Roster:
+class WeightGroup:
     """The learner's view: who registered, who is a member of the current epoch. Used by one thread."""
 
-    def __init__(self, store: Store, bell: Bell) -> None:
-        self._store, self._bell = store, bell
+    def __init__(self, store: Store, bell: WakeUpSocket) -> None:
+        self._store, self._wake_up = store, bell
         self._seen = 0
         self.epoch = 0
         self.members: tuple[Member, ...] = ()
@@ -164,7 +164,7 @@ class Roster:
             self.members = staying if member.leaving else (*staying, member)
             self.changed |= bool(gone) or not member.leaving
         if lost := [member for member in self.members if self._lost(member)]:
-            self.leave_behind(lost)
+            self.exclude(lost)
         return bool(fresh)
 
     def offer(self) -> int:
@@ -188,7 +188,7 @@ class Roster:
         keys = {member: f"e{self.epoch}/{what}/{member.ticket}" for member in self.offered}
         return [member for member, key in keys.items() if not self._store.check([key])]
 
-    def leave_behind(self, late: list[Member]) -> None:
+    def exclude(self, late: list[Member]) -> None:
         """Go on without `late`; they see it in the next offer and may register again."""
         self.members = tuple(member for member in self.members if member not in late)
         self.changed = True
@@ -208,7 +208,7 @@ class Roster:
         self._store.set(f"e{self.epoch}/form", "1")
         self._ring(self.offered)
 
-    def announce(self, k: int, header: Header) -> None:
+    def announce(self, k: int, header: VersionHeader) -> None:
         """Tell the members that broadcast number `k` of this epoch begins."""
         value = {"version": header.version, "slot": header.slot, "checksum": header.checksum}
         self._store.set(f"e{self.epoch}/send/{k}", json.dumps(value))
@@ -225,7 +225,7 @@ class Roster:
         key = f"e{self.epoch}/broken"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def say_goodbye(self, seconds: float) -> None:
+    def announce_close(self, seconds: float) -> None:
         """Tell the members that this was all, and give them `seconds` to read it."""
         self._store.set("closed", "1")
         self._ring(self.members)
@@ -234,23 +234,23 @@ class Roster:
             self.admit()
             if all(self._store.check([f"bye/{member.ticket}"]) for member in self.members):
                 return
-            self._bell.wait(POLL_SECONDS)
+            self._wake_up.wait(POLL_SECONDS)
 
     def _ring(self, members: Iterable[Member]) -> None:
-        self._bell.ring_all(member.bell for member in members)
+        self._wake_up.ring_all(member.bell for member in members)
 
 
-class Seat:
+class Membership:
     """One actor's view: its registration and the offers it finds itself in. Used by one thread."""
 
-    def __init__(self, store: Store, name: str, bell: Bell) -> None:
-        self._store, self._bell = store, bell
+    def __init__(self, store: Store, name: str, bell: WakeUpSocket) -> None:
+        self._store, self._wake_up = store, bell
         self._learners_bell = 0
         self.name = name
         self.ticket = ""
         self._index = -1
         self._raw = b""
-        self._offer = Offer(epoch=0, members=(), seen=0)
+        self._offer = EpochOffer(epoch=0, members=(), seen=0)
 
     def manifest(self) -> bytes:
         """Return the learner's manifest; empty while it has not published anything."""
@@ -269,21 +269,21 @@ class Seat:
         if self.ticket:
             self._append(leaving=True)
 
-    def offer(self) -> Offer:
+    def offer(self) -> EpochOffer:
         """Return the newest offer; epoch 0 before the first."""
         raw = self._store.get("offer") if self._store.check(["offer"]) else b""
         if raw != self._raw:
             row = json.loads(raw)
             members = tuple(Member(name=name, ticket=ticket) for name, ticket in row["members"])
-            self._raw, self._offer = raw, Offer(epoch=row["epoch"], members=members, seen=row["seen"])
+            self._raw, self._offer = raw, EpochOffer(epoch=row["epoch"], members=members, seen=row["seen"])
         return self._offer
 
-    def rank(self, offer: Offer) -> int:
+    def rank(self, offer: EpochOffer) -> int:
         """Return this actor's rank in `offer`; 0 when it is not in it."""
         tickets = [member.ticket for member in offer.members]
         return tickets.index(self.ticket) + 1 if self.ticket in tickets else 0
 
-    def left_behind(self, offer: Offer) -> bool:
+    def excluded(self, offer: EpochOffer) -> bool:
         """Tell whether the learner went on without this actor.
 
         Raises:
@@ -311,20 +311,20 @@ class Seat:
         """Tell whether all members of `epoch` were ready."""
         return self._store.check([f"e{epoch}/form"])
 
-    def header(self, epoch: int, k: int) -> Header | None:
+    def header(self, epoch: int, k: int) -> VersionHeader | None:
         """Return the header of broadcast `k`, when it began."""
         key = f"e{epoch}/send/{k}"
-        return Header(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+        return VersionHeader(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def took(self, epoch: int, k: int) -> None:
         """Tell the learner that broadcast `k` arrived complete."""
         self._tell(f"e{epoch}/took/{k}/{self.ticket}", "1")
 
-    def complain(self, epoch: int, problem: str) -> None:
+    def report_failure(self, epoch: int, problem: str) -> None:
         """Tell the learner that this epoch cannot go on."""
         self._tell(f"e{epoch}/broken", f"{self.name}: {problem}")
 
-    def dismissed(self) -> bool:
+    def is_closed(self) -> bool:
         """Tell whether the learner ended the channel, and let it know that this was read."""
         if not self._store.check(["closed"]):
             return False
@@ -333,13 +333,13 @@ class Seat:
 
     def _tell(self, key: str, value: str) -> None:
         self._store.set(key, value)
-        self._bell.ring(self._learners_bell)
+        self._wake_up.ring(self._learners_bell)
 
     def _append(self, **row: Any) -> str:
-        pid, bell = os.getpid(), self._bell.port
+        pid, bell = os.getpid(), self._wake_up.port
         process = {"pid": pid, "started": process_status.started(pid), "bell": bell}
         text = json.dumps({"name": self.name, "ticket": self.ticket, **process, **row})
         store: Any = self._store
         store.append("joins", text + "\n")  # atomic, unlike a counter and a key that belongs to it
-        self._bell.ring(self._learners_bell)
+        self._wake_up.ring(self._learners_bell)
         return text

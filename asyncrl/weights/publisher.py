@@ -25,10 +25,18 @@ from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
-from asyncrl.weights.deadlines import ABORT_SECONDS, EpochLink
-from asyncrl.weights.double_buffer import Outbox, Snapshot
-from asyncrl.weights.interface import Source, as_source
-from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, READY_SECONDS, Bell, Header, Member, Roster
+from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
+from asyncrl.weights.double_buffer import DoubleBuffer, PackedVersion
+from asyncrl.weights.interface import WeightSource, as_weight_source
+from asyncrl.weights.membership import (
+    LOOK_SECONDS,
+    POLL_SECONDS,
+    READY_SECONDS,
+    Member,
+    VersionHeader,
+    WakeUpSocket,
+    WeightGroup,
+)
 from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.rendezvous_store import epoch_store, open_store
 from asyncrl.weights.transports import transports
@@ -41,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
+class BroadcastTimings:
     """What is known of the last broadcast. Seconds of its stages, one after another."""
 
     version: int = -1
@@ -62,7 +70,7 @@ class Sent:
         return self.announcing + self.broadcasting + self.receipts
 
 
-class StorePublisher:
+class BroadcastPublisher:
     """Publishes over a store and a transport. See `interface.Publisher`; build it with `build_publisher`."""
 
     def __init__(
@@ -71,25 +79,25 @@ class StorePublisher:
         store: Store,
         endpoint: str,
         deadline: float,
-        serve_pulls: Callable[[Outbox], PullServer] | None = None,
+        serve_pulls: Callable[[DoubleBuffer], PullServer] | None = None,
     ) -> None:
         self.endpoint = endpoint
         """'host:port' that the actors' `build_receiver` needs."""
         self._transport, self._store, self._deadline = transport, store, deadline
-        self._outbox = Outbox(transport.device)
-        self.pulls = serve_pulls(self._outbox) if serve_pulls else None
+        self._buffers = DoubleBuffer(transport.device)
+        self.pulls = serve_pulls(self._buffers) if serve_pulls else None
         """Serves actors that join; absent when nobody can."""
-        self._bell = Bell()
-        self._roster = Roster(store, self._bell)
-        self._link = EpochLink(deadline, self._given_up)
+        self._wake_up = WakeUpSocket()
+        self._weight_group = WeightGroup(store, self._wake_up)
+        self._session = TransportSession(deadline, self._given_up)
         self._k = 0
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
-        self._packing: Snapshot | None = None
+        self._packing: PackedVersion | None = None
         """The version to send while it is not in its buffers yet."""
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
-        self.sent = Sent()
+        self.sent = BroadcastTimings()
         """The last broadcast that all members took."""
         self._took: dict[str, int] = {}
         self._waiting_for = "no actor has registered"
@@ -100,11 +108,11 @@ class StorePublisher:
 
     # --- the learner's thread ---
 
-    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """Copy the weights and return at once. See `interface.Publisher`."""
         self._require_alive()
-        self._outbox.pack(as_source(weights), version)
-        self._bell.ring(self._bell.port)
+        self._buffers.pack(as_weight_source(weights), version)
+        self._wake_up.ring(self._wake_up.port)
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Wait until `actors` actors hold `version`. See `interface.Publisher`."""
@@ -112,11 +120,11 @@ class StorePublisher:
         with self._changed:
             while True:
                 self._require_alive()
-                held = self._took | (self.pulls.took() if self.pulls else {})
+                held = self._took | (self.pulls.versions_held() if self.pulls else {})
                 took = sorted(name for name, newest in held.items() if newest >= version)
                 if len(took) >= actors:
                     return
-                refused, left = dict(self._roster.refused), until - time.monotonic()
+                refused, left = dict(self._weight_group.refused), until - time.monotonic()
                 if refused or left <= 0:
                     raise self._first_missing(version, deadline, actors, took, refused)
                 self._changed.wait(min(left, POLL_SECONDS))
@@ -126,8 +134,8 @@ class StorePublisher:
         joined = self.pulls.readings() if self.pulls else {}
         with self._changed:
             return joined | {
-                m.WEIGHTS_VERSION: self._outbox.newest,
-                m.WEIGHTS_BYTES: self._outbox.bytes,
+                m.WEIGHTS_VERSION: self._buffers.newest,
+                m.WEIGHTS_BYTES: self._buffers.bytes,
                 m.WEIGHTS_SECONDS: self.sent.seconds,
                 m.WEIGHTS_MEMBERS: self.sent.members + joined.get(m.WEIGHTS_JOINED, 0.0),
             }
@@ -140,25 +148,25 @@ class StorePublisher:
     @property
     def joined(self) -> int:
         """Actors that joined and are there, with or without a version."""
-        return len(self.pulls.took()) if self.pulls else 0
+        return len(self.pulls.versions_held()) if self.pulls else 0
 
-    def take_news(self) -> list[str]:
+    def pop_events(self) -> list[str]:
         """Return and forget one line for each actor that joined or went."""
-        return self.pulls.take_news() if self.pulls else []
+        return self.pulls.pop_events() if self.pulls else []
 
     def close(self) -> None:
         """Tell the actors that no version will follow, and stop. See `interface.Publisher`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._bell.ring(self._bell.port)
+        self._wake_up.ring(self._wake_up.port)
         if self.pulls is not None:
             self.pulls.close()
         self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
 
     def _require_alive(self) -> None:
         if self.pulls is not None:
-            self.pulls.took()  # Raises when its thread broke down.
+            self.pulls.versions_held()  # Raises when its thread broke down.
         if self._failure is not None:
             raise WeightSyncError(
                 f"The weight publisher broke down ({self._failure}): the actors get no new versions. "
@@ -170,16 +178,19 @@ class StorePublisher:
     def _first_missing(
         self, version: int, deadline: float, actors: int, took: list[str], refused: dict[str, str]
     ) -> WeightSyncError:
-        known = {member.name for member in self._roster.members} | set(self._took)
+        known = {member.name for member in self._weight_group.members} | set(self._took)
         late = sorted(known - set(took))
-        parts = [f"took it: {', '.join(took) or 'nobody'}", f"did not: {', '.join(late) or 'nobody'}"]
+        parts = [
+            f"took it: {', '.join(versions_held) or 'nobody'}",
+            f"did not: {', '.join(late) or 'nobody'}",
+        ]
         parts += [f"never registered: {n}"] if (n := actors - len(known) - len(refused)) > 0 else []
         parts += [f"{name} refused it: {why}" for name, why in sorted(refused.items())]
         joined = f", or {self.pull_endpoint} if they join" if self.pulls else ""
         when = "at once" if refused else f"within {deadline:g} s"
         return WeightSyncError(
             f"Policy version {version} must reach {actors} actors at {self.endpoint}{joined}, "
-            f"but {len(took)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
+            f"but {len(versions_held)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
             "See the logs of the actors that did not, or raise --weights.deadline."
         )
 
@@ -190,14 +201,14 @@ class StorePublisher:
             while not self._closing:
                 if not self._step():
                     self._pause()
-            self._roster.say_goodbye(CLOSE_SECONDS)
+            self._weight_group.announce_close(CLOSE_SECONDS)
         except Exception as error:  # the thread's boundary: the next publish raises it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
         finally:
-            self._link.drop()
-            self._bell.close()
+            self._session.drop()
+            self._wake_up.close()
 
     def _pause(self) -> None:
         """Wait until the next look, which bells hasten; not after a failure, of which every member tells."""
@@ -206,7 +217,7 @@ class StorePublisher:
                 if not self._closing:
                     self._changed.wait(min(1.0, POLL_SECONDS * 2**self._failed_in_a_row))
         elif self._packing is None:
-            self._bell.wait(LOOK_SECONDS)
+            self._wake_up.wait(LOOK_SECONDS)
         else:
             until = time.monotonic() + POLL_SECONDS
             while not self._packing.complete and time.monotonic() < until:
@@ -214,17 +225,17 @@ class StorePublisher:
 
     def _step(self) -> bool:
         """Look for new members and versions. Returns whether one was sent."""
-        if (manifest := self._outbox.manifest) is None:
+        if (manifest := self._buffers.manifest) is None:
             return False
-        if self._roster.epoch == 0:
+        if self._weight_group.epoch == 0:
             self._store.set("manifest", manifest.to_json())
-        self._roster.admit()
-        if self._roster.changed or self._roster.epoch == 0:
+        self._weight_group.admit()
+        if self._weight_group.changed or self._weight_group.epoch == 0:
             self._attempt("forming the weight group", self._form)
         # Only now: an offer must have ended the epoch of a failed broadcast before its buffers are reused.
-        current = self._outbox.promote()
+        current = self._buffers.promote()
         self._packing = current if current is not None and not current.complete else None
-        if current is None or self._packing or not self._link.formed or self._roster.changed:
+        if current is None or self._packing or not self._session.formed or self._weight_group.changed:
             return False
         if current.version == self._sent_in_epoch:
             return False
@@ -236,51 +247,57 @@ class StorePublisher:
         Returns:
             Whether it went well.
         """
-        names = _names(self._roster.members)
+        names = _names(self._weight_group.members)
         self._waiting_for = f"{what} (to: {names})"
         try:
             action()
         except WeightSyncError as error:
             level = logging.INFO if self._closing else logging.WARNING  # At the end of a run nobody waits.
-            _log.log(level, "Epoch %d of the weight group (%s) ended: %s", self._roster.epoch, names, error)
-            self._roster.changed = True
+            _log.log(
+                level, "Epoch %d of the weight group (%s) ended: %s", self._weight_group.epoch, names, error
+            )
+            self._weight_group.changed = True
             self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
-            self._link.drop()
+            self._session.drop()
             return False
         self._waiting_for = "waiting for more actors"
         return True
 
     def _form(self) -> None:
         """Form a new epoch of all members that are ready."""
-        self._link.drop()
-        roster, epoch = self._roster, self._roster.offer()
+        self._session.drop()
+        weight_group, epoch = self._weight_group, self._weight_group.offer()
         self._sent_in_epoch = -1
-        if not roster.members:
+        if not weight_group.members:
             return
         patience = min(READY_SECONDS, self._deadline)
         with waits.waiting(waits.READY, patience, f" of epoch {epoch}"):
             late = self._await_members("ready", patience)
         if late:
-            roster.leave_behind(late)
+            weight_group.exclude(late)
             raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
-        roster.confirm()
-        size, store = 1 + len(roster.offered), epoch_store(self.endpoint, epoch, self._deadline)
-        slots = self._outbox.slots
+        weight_group.confirm()
+        size, store = 1 + len(weight_group.offered), epoch_store(self.endpoint, epoch, self._deadline)
+        buffer_pair = self._buffers.buffer_pair
         with waits.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
-            self._link.form("forming the weight group", lambda: self._transport.lead(store, size, slots))
+            self._session.form(
+                "forming the weight group", lambda: self._transport.connect_root(store, size, buffer_pair)
+            )
         self._k = 0
 
-    def _send(self, snapshot: Snapshot) -> None:
+    def _send(self, snapshot: PackedVersion) -> None:
         """Send one version to all members and wait until they have it."""
-        roster, times = self._roster, [snapshot.began, time.monotonic()]
-        with self._transport.aside():
-            checksum = packing.checksum(self._outbox.slots[snapshot.slot])
+        weight_group, times = self._weight_group, [snapshot.began, time.monotonic()]
+        with self._transport.side_stream():
+            checksum = packing.checksum(self._buffers.buffer_pair[snapshot.buffer_index])
         times.append(time.monotonic())
-        roster.announce(self._k, Header(version=snapshot.version, slot=snapshot.slot, checksum=checksum))
+        weight_group.announce(
+            self._k, VersionHeader(version=snapshot.version, slot=snapshot.buffer_index, checksum=checksum)
+        )
         times.append(time.monotonic())
         about = f" version {snapshot.version}"
         with waits.waiting(waits.BROADCAST, self._deadline, about):
-            self._link.use("broadcasting" + about, lambda link: link.send(snapshot.slot))
+            self._session.use("broadcasting" + about, lambda link: link.send(snapshot.buffer_index))
         times.append(time.monotonic())
         with waits.waiting(waits.RECEIPTS, self._deadline, about):
             late = self._await_members(f"took/{self._k}", self._deadline)
@@ -289,10 +306,10 @@ class StorePublisher:
         times.append(time.monotonic())
         self._sent_in_epoch, self._failed_in_a_row = snapshot.version, 0
         with self._changed:
-            self.sent = _sent(snapshot.version, len(roster.offered), times)
-            self._took |= {member.name: snapshot.version for member in roster.offered}
+            self.sent = _sent(snapshot.version, len(weight_group.offered), times)
+            self._took |= {member.name: snapshot.version for member in weight_group.offered}
             self._changed.notify_all()
-        roster.clean_up(self._k)
+        weight_group.clean_up(self._k)
         self._k += 1
 
     def _await_members(self, what: str, seconds: float) -> list[Member]:
@@ -302,22 +319,22 @@ class StorePublisher:
             WeightSyncError: the epoch has no future.
         """
         until = time.monotonic() + seconds
-        while late := self._roster.missing(what):
+        while late := self._weight_group.missing(what):
             if reason := self._given_up():
                 raise WeightSyncError(f"the wait for {_names(late)} was given up: {reason}.")
             if time.monotonic() > until:
                 break
-            self._bell.wait(POLL_SECONDS)
+            self._wake_up.wait(POLL_SECONDS)
         return late
 
     def _given_up(self) -> str:
         """Return why the current epoch has no future; empty while it has one."""
         if self._closing:
             return "the publisher is closing"
-        self._roster.admit()
-        if gone := self._roster.gone:
+        self._weight_group.admit()
+        if gone := self._weight_group.gone:
             return f"{_names(gone)} died, left or registered again"
-        return self._roster.broken()
+        return self._weight_group.broken()
 
 
 def build_publisher(
@@ -326,7 +343,7 @@ def build_publisher(
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
     pulls: PullSettings | None = None,
-) -> StorePublisher:
+) -> BroadcastPublisher:
     """Open the weight channel on learner rank 0.
 
     Args:
@@ -342,16 +359,16 @@ def build_publisher(
     carrier = transports.build_transport(transport, torch.device(device), deadline)
     store, endpoint = open_store(store_listen)
 
-    def serve(outbox: Outbox) -> PullServer:
+    def serve(outbox: DoubleBuffer) -> PullServer:
         assert pulls is not None
         return PullServer(outbox, carrier.device, pulls)
 
-    return StorePublisher(carrier, store, endpoint, deadline, serve if pulls else None)
+    return BroadcastPublisher(carrier, store, endpoint, deadline, serve if pulls else None)
 
 
-def _sent(version: int, members: int, times: Sequence[float]) -> Sent:
+def _sent(version: int, members: int, times: Sequence[float]) -> BroadcastTimings:
     packing, summing, announcing, broadcasting, receipts = (b - a for a, b in pairwise(times))
-    return Sent(
+    return BroadcastTimings(
         version=version,
         members=members,
         packing=packing,

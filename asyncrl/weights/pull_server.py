@@ -1,6 +1,6 @@
 """Weights for actors that joined from anywhere: the outbox's newest version in, pieces of it out on request.
 
-the learner's thread      reads the books (`took`, `readings`, `take_news`) and closes; waits for nobody else
+the learner's thread      reads the books (`versions_held`, `readings`, `pop_events`) and closes; waits for nobody else
 the server's thread       consumes   requests (`messaging/weight_messages.py`), versions in the outbox
                           produces   offers, pieces of a version
                           waits for  requests, at most 50 ms            ended by: any actor, close
@@ -33,14 +33,14 @@ from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, Weight
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
-from asyncrl.weights.double_buffer import Outbox
+from asyncrl.weights.double_buffer import DoubleBuffer
 
 MOST_COPIES: Final = 4
 """Versions kept at most. Beyond it the oldest goes, and whoever reads it begins again with the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostCopy:
+class HostVersion:
     """One version."""
 
     version: int
@@ -50,23 +50,23 @@ class HostCopy:
     """The bytes of each buffer."""
 
 
-class HostCopies:
+class HostVersions:
     """The newest version that was asked for, and older ones that are still read."""
 
-    def __init__(self, outbox: Outbox, device: torch.device) -> None:
+    def __init__(self, outbox: DoubleBuffer, device: torch.device) -> None:
         """Begin without copies; `device` is where the outbox has its buffers."""
-        self._outbox = outbox
+        self._buffers = outbox
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copies: dict[int, HostCopy] = {}
+        self._copies: dict[int, HostVersion] = {}
 
     @property
     def versions(self) -> list[int]:
         """What is there, oldest first."""
         return sorted(self._copies)
 
-    def newest(self, wanted: set[int]) -> HostCopy:
+    def newest(self, wanted: set[int]) -> HostVersion:
         """Return the version that is sent now. When it is copied for that, only `wanted` ones stay too."""
-        with self._outbox.holding() as snapshot, self._aside():
+        with self._buffers.holding() as snapshot, self._aside():
             version = snapshot.version
             if version in self._copies:
                 return self._copies[version]
@@ -75,13 +75,13 @@ class HostCopies:
                 del self._copies[min(self._copies)]
             if snapshot.packed is not None:
                 snapshot.packed.synchronize()
-            buffers = [b.to("cpu", copy=True) for b in self._outbox.slots[snapshot.slot]]
+            buffers = [b.to("cpu", copy=True) for b in self._buffers.buffer_pair[snapshot.buffer_index]]
         views = [packing.as_bytes(buffer).numpy().data for buffer in buffers]
-        copy = HostCopy(version=version, checksum=packing.checksum(buffers), buffers=views)
+        copy = HostVersion(version=version, checksum=packing.checksum(buffers), buffers=views)
         self._copies[version] = copy
         return copy
 
-    def get(self, version: int) -> HostCopy | None:
+    def get(self, version: int) -> HostVersion | None:
         """Return a version that is there."""
         return self._copies.get(version)
 
@@ -136,7 +136,7 @@ class PullSettings:
 class PullServer:
     """Serves pieces of versions. Everything is guarded by one lock, which is never held while waiting."""
 
-    def __init__(self, outbox: Outbox, device: torch.device, settings: PullSettings) -> None:
+    def __init__(self, outbox: DoubleBuffer, device: torch.device, settings: PullSettings) -> None:
         """Open the socket and begin to serve.
 
         Args:
@@ -147,8 +147,8 @@ class PullServer:
         Raises:
             ConfigError: The endpoint is not allowed, or someone else has it.
         """
-        self._outbox, self._silence = outbox, settings.silence
-        self._copies = HostCopies(outbox, device)
+        self._buffers, self._silence = outbox, settings.silence
+        self._copies = HostVersions(outbox, device)
         self._lock = threading.Lock()
         self._pullers: dict[bytes, _Puller] = {}
         self._news: deque[str] = deque(maxlen=1000)
@@ -177,7 +177,7 @@ class PullServer:
 
     # --- the learner's thread ---
 
-    def took(self) -> dict[str, int]:
+    def versions_held(self) -> dict[str, int]:
         """Name of every actor that is there -> version it holds; -1 before the first.
 
         Raises:
@@ -201,7 +201,7 @@ class PullServer:
                 m.WEIGHTS_PULLED_BYTES: self._sent_bytes,
             }
 
-    def take_news(self) -> list[str]:
+    def pop_events(self) -> list[str]:
         """Return and forget one line for each actor that joined or went."""
         with self._lock:
             lines = list(self._news)
@@ -282,11 +282,11 @@ class PullServer:
             puller.held, puller.parked_at = message["held"], now
 
     def _offer_parked(self) -> None:
-        now, newest = time.monotonic(), self._outbox.sending
+        now, newest = time.monotonic(), self._buffers.sending
         for peer, puller in self._pullers.items():
             if puller.parked_at is None:
                 continue
-            if newest > puller.held and (manifest := self._outbox.manifest) is not None:
+            if newest > puller.held and (manifest := self._buffers.manifest) is not None:
                 copy = self._copies.newest({other.reading for other in self._pullers.values()})
                 crc = zlib.crc32(manifest.to_json().encode())
                 puller.reading, puller.offered_at, puller.parked_at = copy.version, now, None
@@ -296,7 +296,7 @@ class PullServer:
                 self._send(peer, "unchanged")
 
     def _manifest(self, peer: bytes, message: WeightMessage) -> None:
-        manifest = self._outbox.manifest
+        manifest = self._buffers.manifest
         if manifest is None:
             self._send(peer, "gone", version=-1)
         else:

@@ -22,8 +22,8 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability import waits
 from asyncrl.weights import packing
-from asyncrl.weights.deadlines import ABORT_SECONDS, EpochLink
-from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, Bell, Header, Seat
+from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
+from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, Membership, VersionHeader, WakeUpSocket
 from asyncrl.weights.rendezvous_store import LOST, connect, epoch_store, first_line
 from asyncrl.weights.swap_buffer import BufferedReceiver
 from asyncrl.weights.transports import transports
@@ -33,7 +33,7 @@ MAX_DAMAGED = 3
 _log = logging.getLogger(__name__)
 
 
-class StoreReceiver(BufferedReceiver):
+class BroadcastReceiver(BufferedReceiver):
     """Receives over a store and a transport. See `interface.Receiver`; build it with `build_receiver`."""
 
     def __init__(
@@ -47,9 +47,9 @@ class StoreReceiver(BufferedReceiver):
     ) -> None:
         super().__init__(name, endpoint, manifest, transport.device, deadline)
         self._transport = transport
-        self._bell = Bell()
-        self._seat = Seat(store, name, self._bell)
-        self._link = EpochLink(deadline, self._given_up)
+        self._wake_up = WakeUpSocket()
+        self._membership = Membership(store, name, self._wake_up)
+        self._session = TransportSession(deadline, self._given_up)
         self._epoch, self._k, self._damaged = 0, 0, 0
         self._epoch_failed = False
         self._closing = threading.Event()
@@ -59,7 +59,7 @@ class StoreReceiver(BufferedReceiver):
     def close(self) -> None:
         """Leave the group and stop. See `interface.Receiver`."""
         self._closing.set()
-        self._bell.ring(self._bell.port)
+        self._wake_up.ring(self._wake_up.port)
         self._thread.join(2 * ABORT_SECONDS)
 
     # --- the receiver's thread ---
@@ -76,50 +76,50 @@ class StoreReceiver(BufferedReceiver):
         except Exception as error:  # the thread's boundary: the next swap raises it
             self._fail(error)
         finally:
-            self._link.drop()
-            self._bell.close()
+            self._session.drop()
+            self._wake_up.close()
 
     def _take_part(self) -> None:
         """Serve until the learner ends the channel, or close."""
         if not self._await_manifest():
             return
-        self._seat.register()
-        while not self._seat.dismissed():
+        self._membership.register()
+        while not self._membership.is_closed():
             if self._closing.is_set():
-                self._seat.leave()
+                self._membership.leave()
                 return
             if not self._step():
-                self._bell.wait(LOOK_SECONDS)
+                self._wake_up.wait(LOOK_SECONDS)
 
     def _await_manifest(self) -> bool:
         """Wait for the learner's manifest and compare it with ours. Returns False when closed before."""
-        while not (theirs := self._seat.manifest()):
-            if self._closing.wait(POLL_SECONDS) or self._seat.dismissed():
+        while not (theirs := self._membership.manifest()):
+            if self._closing.wait(POLL_SECONDS) or self._membership.is_closed():
                 return False
         try:
             packing.require_same(packing.Manifest.from_json(theirs), self._manifest, self._name)
         except WeightSyncError as error:
-            self._seat.register(refused=str(error))
+            self._membership.register(refused=str(error))
             raise
         self._state = "registered, waiting for a place in the weight group"
         return True
 
     def _step(self) -> bool:
         """Look at the store once and do what it asks for. Returns whether it asked for anything."""
-        offer = self._seat.offer()
-        if self._seat.left_behind(offer):
+        offer = self._membership.offer()
+        if self._membership.excluded(offer):
             _log.warning("%s was left behind in epoch %d and registers again", self._name, offer.epoch)
-            self._link.drop()
-            self._seat.register()
-        elif offer.epoch != self._epoch and self._seat.rank(offer):
-            self._link.drop()
+            self._session.drop()
+            self._membership.register()
+        elif offer.epoch != self._epoch and self._membership.rank(offer):
+            self._session.drop()
             self._epoch, self._k, self._epoch_failed = offer.epoch, 0, False
-            self._seat.ready(offer.epoch)
-        elif self._seat.rank(offer) and not self._epoch_failed:
+            self._membership.ready(offer.epoch)
+        elif self._membership.rank(offer) and not self._epoch_failed:
             try:
                 return self._advance()
             except WeightSyncError as error:
-                self._link.drop()
+                self._session.drop()
                 if self._damaged >= MAX_DAMAGED:
                     raise
                 self._give_up_epoch(error)
@@ -129,13 +129,13 @@ class StoreReceiver(BufferedReceiver):
 
     def _advance(self) -> bool:
         """Form the link of this epoch, or take its next version. Returns False when neither is due."""
-        if not self._link.formed:
-            if not self._seat.confirmed(self._epoch):
+        if not self._session.formed:
+            if not self._membership.confirmed(self._epoch):
                 return False
             self._form()
-        elif header := self._seat.header(self._epoch, self._k):
+        elif header := self._membership.header(self._epoch, self._k):
             self._receive(header)
-            self._seat.took(self._epoch, self._k)
+            self._membership.took(self._epoch, self._k)
             self._k += 1
         else:
             return False
@@ -143,20 +143,20 @@ class StoreReceiver(BufferedReceiver):
 
     def _form(self) -> None:
         self._state = f"forming epoch {self._epoch} of the weight group"
-        offer = self._seat.offer()
-        rank, size = self._seat.rank(offer), 1 + len(offer.members)
+        offer = self._membership.offer()
+        rank, size = self._membership.rank(offer), 1 + len(offer.members)
         store = epoch_store(self._endpoint, self._epoch, self._deadline)
         with waits.waiting(waits.JOINING, self._deadline, f", epoch {self._epoch}"):
-            self._link.form(self._state, lambda: self._transport.follow(store, rank, size))
+            self._session.form(self._state, lambda: self._transport.connect_member(store, rank, size))
         self._state = f"member of epoch {self._epoch}, waiting for a version"
 
-    def _receive(self, header: Header) -> None:
+    def _receive(self, header: VersionHeader) -> None:
         """Take one version into the spare buffers and, when it is whole, make them the complete ones."""
-        with self._transport.aside():
+        with self._transport.side_stream():
             spare = self._room()
         try:
             with waits.waiting(waits.RECEIVING, self._deadline, f": version {header.version}"):
-                self._link.use(
+                self._session.use(
                     f"receiving version {header.version}", lambda link: link.receive(header.slot, spare)
                 )
         except WeightSyncError:
@@ -169,8 +169,8 @@ class StoreReceiver(BufferedReceiver):
         self._require_whole(header, spare)
         self._accept(header.version)
 
-    def _require_whole(self, header: Header, buffers: packing.Buffers) -> None:
-        with self._transport.aside():
+    def _require_whole(self, header: VersionHeader, buffers: packing.Buffers) -> None:
+        with self._transport.side_stream():
             found = packing.checksum(buffers)
         if found == header.checksum:
             self._damaged = 0
@@ -184,14 +184,14 @@ class StoreReceiver(BufferedReceiver):
     def _given_up(self) -> str:
         if self._closing.is_set():
             return f"{self._name} is closing"
-        return self._seat.superseded(self._epoch)
+        return self._membership.superseded(self._epoch)
 
     def _give_up_epoch(self, error: WeightSyncError) -> None:
         """Tell the learner, unless it knows, and sit still until its next offer."""
         self._epoch_failed = True
         if not self._given_up():
             _log.warning("%s gives up epoch %d of the weight group: %s", self._name, self._epoch, error)
-            self._seat.complain(self._epoch, str(error))
+            self._membership.report_failure(self._epoch, str(error))
 
 
 def build_receiver(
@@ -201,7 +201,7 @@ def build_receiver(
     manifest_tensors: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
-) -> StoreReceiver:
+) -> BroadcastReceiver:
     """Join the weight channel from an actor.
 
     Args:
@@ -218,4 +218,4 @@ def build_receiver(
     """
     carrier = transports.build_transport(transport, torch.device(device), deadline)
     manifest = packing.build_manifest(manifest_tensors)
-    return StoreReceiver(carrier, connect(endpoint, deadline), endpoint, name, manifest, deadline)
+    return BroadcastReceiver(carrier, connect(endpoint, deadline), endpoint, name, manifest, deadline)

@@ -24,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights.packing import Buffers, as_bytes
-from asyncrl.weights.transports.transports import Link, Slots
+from asyncrl.weights.transports.transports import BufferPair, Link
 
 _HEAD = struct.Struct("<QQQBHHH")
 """Storage bytes, storage offset, reference counter offset, event sync flag; lengths of the three handles."""
@@ -39,11 +39,11 @@ class CudaIpcTransport:
         self._stream = stream
         self._handles: list[list[bytes]] = []
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Return a context on the copies' stream."""
         return torch.cuda.stream(self._stream)
 
-    def lead(self, store: Store, size: int, slots: Slots) -> Link:
+    def connect_root(self, store: Store, size: int, slots: BufferPair) -> Link:
         """Hand out the handles of both buffer sets. See `transports.Transport`."""
         if not self._handles:  # each export wraps the storage once more, so there is only one per buffer
             self._handles = [[export_handle(buffer) for buffer in buffers] for buffers in slots]
@@ -53,7 +53,7 @@ class CudaIpcTransport:
         store.set("ipc/buffers", str(len(self._handles[0])))
         return _CudaIpcLink(self._stream, ([], []))
 
-    def follow(self, store: Store, rank: int, size: int) -> Link:
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
         """Map both buffer sets of the learner. See `transports.Transport`."""
         count = int(store.get("ipc/buffers"))
         mapped = [

@@ -12,10 +12,10 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
-from asyncrl.weights.interface import Named, Source, as_source
+from asyncrl.weights.interface import Named, WeightSource, as_weight_source
 
 
-class _Box:
+class _SharedVersion:
     """The newest version, copied once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -30,13 +30,13 @@ class _Box:
 class InlinePublisher:
     """The learner's end of the box."""
 
-    def __init__(self, box: _Box) -> None:
+    def __init__(self, box: _SharedVersion) -> None:
         self._box = box
 
-    def publish(self, weights: Source | Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """Copy the weights into the box. See `interface.Publisher`."""
         begun = time.monotonic()
-        box, source = self._box, as_source(weights)
+        box, source = self._box, as_weight_source(weights)
         if version <= box.version:
             raise stale_version(version, box.version)
         if box.manifest is None:
@@ -68,7 +68,7 @@ class InlinePublisher:
 class InlineReceiver:
     """The actor's end of the box."""
 
-    def __init__(self, box: _Box) -> None:
+    def __init__(self, box: _SharedVersion) -> None:
         self._box = box
         self._held = -1
 
@@ -97,7 +97,7 @@ class InlineReceiver:
 
 def build_inline(device: torch.device | str = "cpu") -> tuple[InlinePublisher, InlineReceiver]:
     """Return the two ends of one channel within this process; versions are kept on `device`."""
-    box = _Box(torch.device(device))
+    box = _SharedVersion(torch.device(device))
     return InlinePublisher(box), InlineReceiver(box)
 
 

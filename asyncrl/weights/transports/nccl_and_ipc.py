@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights.packing import Buffers
-from asyncrl.weights.transports.transports import Link, Slots, Transport
+from asyncrl.weights.transports.transports import BufferPair, Link, Transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def divide(devices: list[str]) -> Groups:
     return Groups(local=local, remote=remote)
 
 
-class MixedTransport:
+class NcclAndIpcTransport:
     """CUDA IPC within rank 0's GPU, NCCL to the others."""
 
     def __init__(self, near: Transport, far: Transport, name: str) -> None:
@@ -72,30 +72,30 @@ class MixedTransport:
         self.device: torch.device = far.device
         """See `Transport.device`."""
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Return a context on the stream of both."""
-        return self._far.aside()
+        return self._far.side_stream()
 
-    def lead(self, store: Store, size: int, slots: Slots) -> Link:
+    def connect_root(self, store: Store, size: int, slots: BufferPair) -> Link:
         """Form both links as rank 0. See `transports.Transport`."""
         devices = [self._name] + [store.get(f"device/{rank}").decode() for rank in range(1, size)]
         store.set("devices", json.dumps(devices))
         groups, links = divide(devices), list[Link]()
         if groups.remote:
-            links.append(self._far.lead(PrefixStore("far", store), 1 + len(groups.remote), slots))
+            links.append(self._far.connect_root(PrefixStore("far", store), 1 + len(groups.remote), slots))
         if groups.local:
-            links.append(self._near.lead(PrefixStore("near", store), 1 + len(groups.local), slots))
+            links.append(self._near.connect_root(PrefixStore("near", store), 1 + len(groups.local), slots))
         return _Links(links)
 
-    def follow(self, store: Store, rank: int, size: int) -> Link:
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
         """Form the link of this member's group. See `transports.Transport`."""
         store.set(f"device/{rank}", self._name)
         groups = divide(json.loads(store.get("devices")))
         if rank in groups.local:
             near = PrefixStore("near", store)
-            return self._near.follow(near, 1 + groups.local.index(rank), 1 + len(groups.local))
+            return self._near.connect_member(near, 1 + groups.local.index(rank), 1 + len(groups.local))
         far = PrefixStore("far", store)
-        return self._far.follow(far, 1 + groups.remote.index(rank), 1 + len(groups.remote))
+        return self._far.connect_member(far, 1 + groups.remote.index(rank), 1 + len(groups.remote))
 
 
 class _Links:

@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.weights.packing import Buffers, as_bytes
 
 TransportName = Literal["gloo", "nccl", "cuda_ipc", "nccl+ipc"]
-Slots = tuple[Buffers, Buffers]
+BufferPair = tuple[Buffers, Buffers]
 """The learner's two buffer sets: one is sent while the other is packed."""
 
 
@@ -51,15 +51,15 @@ class Transport(Protocol):
     device: torch.device
     """Where the buffers are."""
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Return a context whose work on the buffers does not queue behind the models'."""
         ...
 
-    def lead(self, store: Store, size: int, slots: Slots) -> Link:
+    def connect_root(self, store: Store, size: int, slots: BufferPair) -> Link:
         """Form a link as rank 0 of `size`; blocks until all are there."""
         ...
 
-    def follow(self, store: Store, rank: int, size: int) -> Link:
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
         """Form a link as rank `rank` of `size`; blocks until all are there."""
         ...
 
@@ -83,7 +83,7 @@ def build_transport(name: TransportName, device: torch.device, deadline: float) 
             "Use gloo, or a device such as cuda:0."
         )
     from asyncrl.weights.transports.cuda_ipc import CudaIpcTransport
-    from asyncrl.weights.transports.nccl_and_ipc import MixedTransport
+    from asyncrl.weights.transports.nccl_and_ipc import NcclAndIpcTransport
 
     # Of high priority: what the models have queued would otherwise hold a broadcast up for a whole kernel.
     stream = torch.cuda.Stream(device, priority=-1)
@@ -92,7 +92,7 @@ def build_transport(name: TransportName, device: torch.device, deadline: float) 
     if name == "cuda_ipc":
         return CudaIpcTransport(device, stream)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return MixedTransport(CudaIpcTransport(device, stream), NcclTransport(device, deadline, stream), gpu)
+    return NcclAndIpcTransport(CudaIpcTransport(device, stream), NcclTransport(device, deadline, stream), gpu)
 
 
 class GlooTransport:
@@ -104,15 +104,15 @@ class GlooTransport:
         # Bound to the loopback device: gloo would otherwise listen on the address of the host's name.
         self._gloo_device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Return a context that does nothing: the CPU has no streams."""
         return nullcontext()
 
-    def lead(self, store: Store, size: int, slots: Slots) -> Link:
+    def connect_root(self, store: Store, size: int, slots: BufferPair) -> Link:
         """Form a link as rank 0. See `Transport`."""
         return _GlooLink(self._group(store, 0, size), slots)
 
-    def follow(self, store: Store, rank: int, size: int) -> Link:
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
         """Form a link as another rank. See `Transport`."""
         return _GlooLink(self._group(store, rank, size), ([], []))
 
@@ -126,7 +126,7 @@ class GlooTransport:
 
 
 class _GlooLink:
-    def __init__(self, group: Any, slots: Slots) -> None:
+    def __init__(self, group: Any, slots: BufferPair) -> None:
         self._group: Any = group
         self._slots = slots
 
@@ -153,15 +153,15 @@ class NcclTransport:
         self._deadline = deadline
         self._stream = stream
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Return a context on the broadcasts' stream."""
         return torch.cuda.stream(self._stream)
 
-    def lead(self, store: Store, size: int, slots: Slots) -> Link:
+    def connect_root(self, store: Store, size: int, slots: BufferPair) -> Link:
         """Form a link as rank 0. See `Transport`."""
         return _NcclLink(self._group(store, 0, size), self._stream, slots)
 
-    def follow(self, store: Store, rank: int, size: int) -> Link:
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
         """Form a link as another rank. See `Transport`."""
         return _NcclLink(self._group(store, rank, size), self._stream, ([], []))
 
@@ -179,7 +179,7 @@ class NcclTransport:
 
 
 class _NcclLink:
-    def __init__(self, group: Any, stream: torch.cuda.Stream, slots: Slots) -> None:
+    def __init__(self, group: Any, stream: torch.cuda.Stream, slots: BufferPair) -> None:
         self._group, self._stream, self._slots = group, stream, slots
         self._aborted = threading.Event()
 
