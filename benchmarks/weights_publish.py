@@ -113,7 +113,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-class Crew:
+class ChildProcesses:
     """The other processes."""
 
     def __init__(self, settings: Settings) -> None:
@@ -165,7 +165,7 @@ class Crew:
             process.kill()
 
 
-def raw_seconds(crew: Crew, count: int) -> float:
+def raw_seconds(crew: ChildProcesses, count: int) -> float:
     """Median seconds in which `count` bytes reach every GPU but the learner's (or, if none is, a copy)."""
     devices, times = crew.settings.devices, crew.settings.rounds
     places = devices[crew.settings.learner_ranks :]
@@ -184,7 +184,7 @@ def raw_seconds(crew: Crew, count: int) -> float:
 class Channel:
     """A publisher with all actors as members."""
 
-    def __init__(self, crew: Crew, shapes: Shapes, dtype: torch.dtype) -> None:
+    def __init__(self, crew: ChildProcesses, shapes: Shapes, dtype: torch.dtype) -> None:
         settings = crew.settings
         self.crew, self.device = crew, torch.device(settings.devices[0])
         for pipe in crew.learners:
@@ -261,7 +261,7 @@ def per_version(calm: Paces, with_versions: Paces, versions: int) -> float:
     return (with_versions.seconds - with_versions.steps * calm.mean) / max(1, versions)
 
 
-def measure(crew: Crew, kind: Kind, shapes: Shapes, dtype: torch.dtype, raw: float) -> Figures:
+def measure(crew: ChildProcesses, kind: Kind, shapes: Shapes, dtype: torch.dtype, raw: float) -> Figures:
     """All figures of one kind of weights."""
     settings, channel = crew.settings, Channel(crew, shapes, dtype)
     totals, stages, swap = quiet_rounds(channel)
@@ -327,7 +327,7 @@ def main() -> None:
         torch.cuda.set_device(settings.devices[0])
     sizes: dict[Kind, float] = {"full": settings.gigabytes, "lora": settings.lora_gigabytes}
     layouts: dict[Kind, tuple[Shapes, torch.dtype]] = {k: shapes_of(k, size) for k, size in sizes.items()}
-    crew = Crew(settings)
+    crew = ChildProcesses(settings)
     raw = dict[Kind, float]()
     for kind, (shapes, dtype) in layouts.items():
         count = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize

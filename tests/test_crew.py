@@ -7,19 +7,19 @@ import time
 import pytest
 
 from asyncrl.errors import ReplayError, RunError
-from asyncrl.launch.children import Crew, StopFlag, WatchedReplay
-from asyncrl.launch.supervisor import State
+from asyncrl.launch.children import ChildProcesses, StopFlag, WatchedReplay
+from asyncrl.launch.supervisor import ChildState
 
 
 class Child:
     """A supervisor whose child's states are told beforehand; the last one stays."""
 
-    def __init__(self, name: str, *states: State) -> None:
+    def __init__(self, name: str, *states: ChildState) -> None:
         self.name, self.states, self.respawns = name, list(states), 0
         self.polls = 0
         self.ended_after: float | None = None
 
-    def poll(self) -> State:
+    def poll(self) -> ChildState:
         self.polls += 1
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
@@ -28,7 +28,7 @@ class Child:
         return False
 
     def stop(self, deadline: float) -> int:
-        self.states = [State.FINISHED]
+        self.states = [ChildState.FINISHED]
         return 0
 
 
@@ -53,78 +53,78 @@ def no_pauses(monkeypatch):
 
 @pytest.fixture
 def crew_of():
-    crews: list[Crew] = []
+    crews: list[ChildProcesses] = []
 
-    def make(*children: Child) -> Crew:
-        crews.append(Crew(StopFlag(), tell=lambda line: None))
+    def make(*children: Child) -> ChildProcesses:
+        crews.append(ChildProcesses(StopFlag(), tell=lambda line: None))
         for child in children:
-            crews[-1].hire(lambda child=child: child)
+            crews[-1].spawn(lambda child=child: child)
         return crews[-1]
 
     yield make
-    for crew in crews:
-        crew.end(0.0)
+    for children in crews:
+        children.end(0.0)
 
 
 def test_the_learner_does_not_wait_for_an_actor_that_backs_off(crew_of):
-    actor = Child("actor-0", State.BACKING_OFF)
-    crew = crew_of(Child("replay", State.RUNNING), actor)
-    assert WatchedReplay(Answering(0), crew).status() == {}
+    actor = Child("actor-0", ChildState.BACKING_OFF)
+    children = crew_of(Child("replay", ChildState.RUNNING), actor)
+    assert WatchedReplay(Answering(0), children).status() == {}
     assert actor.polls > 0, "but it is looked after"
 
 
 def test_the_learner_waits_for_a_replay_that_died(crew_of):
-    replay = Child("replay", *[State.BACKING_OFF] * 20, State.RUNNING)
+    replay = Child("replay", *[ChildState.BACKING_OFF] * 20, ChildState.RUNNING)
     assert WatchedReplay(Answering(1), crew_of(replay)).status() == {}
-    assert replay.states == [State.RUNNING]
+    assert replay.states == [ChildState.RUNNING]
 
 
-@pytest.mark.parametrize("state", [State.RUNNING, State.BACKING_OFF])
+@pytest.mark.parametrize("state", [ChildState.RUNNING, ChildState.BACKING_OFF])
 def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state, crew_of):
     actor = Child("actor-1", state)
     looks = iter([False, False, True])
-    crew = crew_of(actor)
-    crew.watch(over=lambda: next(looks))
-    crew.end(8.0)
+    children = crew_of(actor)
+    children.run_until_done(over=lambda: next(looks))
+    children.end(8.0)
     assert actor.ended_after == pytest.approx(8.0, abs=1.0)
-    assert actor.poll() is State.FINISHED
+    assert actor.poll() is ChildState.FINISHED
 
 
 def test_a_rank_that_only_lends_its_device_stays_until_the_run_is_over(crew_of):
     looks = []
-    crew_of().watch(over=lambda: len(looks) == 5 or looks.append(None) is not None)
+    crew_of().run_until_done(over=lambda: len(looks) == 5 or looks.append(None) is not None)
     assert len(looks) == 5
 
 
 def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody(crew_of):
     class Dying(Child):
-        def poll(self) -> State:
+        def poll(self) -> ChildState:
             raise RunError("died too often")
 
-    crew_of(Dying("actor-1", State.RUNNING)).watch(over=lambda: True)
+    crew_of(Dying("actor-1", ChildState.RUNNING)).run_until_done(over=lambda: True)
 
 
 def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks(crew_of):
     class DyingInTheEnd(Child):
-        def poll(self) -> State:
-            if super().poll() is State.FINISHED:
+        def poll(self) -> ChildState:
+            if super().poll() is ChildState.FINISHED:
                 raise RunError("died too often")
-            return State.RUNNING
+            return ChildState.RUNNING
 
-    child = DyingInTheEnd("actor-0", *[State.RUNNING] * 3, State.FINISHED)
-    crew = crew_of(child)
+    child = DyingInTheEnd("actor-0", *[ChildState.RUNNING] * 3, ChildState.FINISHED)
+    children = crew_of(child)
     until = time.monotonic() + 10
     while child.polls < 4:  # Nobody looks, as during a long update.
         assert time.monotonic() < until
         time.sleep(0.001)
     with pytest.raises(RunError, match="died too often"):
-        crew.watch(over=lambda: False)
+        children.run_until_done(over=lambda: False)
 
 
 def test_a_crew_is_watched_until_all_finished_or_a_stop_is_asked_for(crew_of):
-    finishing = Child("actor-1", *[State.RUNNING] * 5, State.FINISHED)
-    crew_of(finishing).watch(over=lambda: False)
-    assert finishing.states == [State.FINISHED]
-    crew = crew_of(Child("actor-1", State.RUNNING))
-    crew._stop.set = True
-    crew.watch(over=lambda: False)
+    finishing = Child("actor-1", *[ChildState.RUNNING] * 5, ChildState.FINISHED)
+    crew_of(finishing).run_until_done(over=lambda: False)
+    assert finishing.states == [ChildState.FINISHED]
+    children = crew_of(Child("actor-1", ChildState.RUNNING))
+    children._stop.set = True
+    children.run_until_done(over=lambda: False)

@@ -192,7 +192,7 @@ SIZES = Sizes(
     masters=4 * GIB,
     whole=0,
     version=2 * GIB,
-    dreams=8 * GIB,
+    environment=8 * GIB,
     frame=1,
 )
 
@@ -222,11 +222,11 @@ def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatc
     small = TrainConfig(device="cpu")
     subject = Subject(config=small)
     assert gpus.check_device_memory(subject) is None  # The sizes are not known.
-    subject.sizes = replace(SIZES, masters=0, whole=0, trained=0, dreams=0, policy=0, version=1)
+    subject.sizes = replace(SIZES, masters=0, whole=0, trained=0, environment=0, policy=0, version=1)
     fits = gpus.check_device_memory(subject)
     assert fits is not None
     assert fits.verdict is Verdict.OK
-    subject.sizes = replace(SIZES, dreams=2**60)
+    subject.sizes = replace(SIZES, environment=2**60)
     finding = gpus.check_device_memory(subject)
     assert finding is not None
     assert finding.verdict is Verdict.WARNING

@@ -15,7 +15,7 @@ from asyncrl.doctor.findings import Finding, Sizes, Subject, Verdict
 from asyncrl.messaging.curve_keys import create_keys
 
 SIZES = Sizes(
-    policy=10**7, parameters=1, trained=10**6, masters=1, whole=0, version=1, dreams=1, frame=3 * 64 * 64
+    policy=10**7, parameters=1, trained=10**6, masters=1, whole=0, version=1, environment=1, frame=3 * 64 * 64
 )
 
 
@@ -43,7 +43,7 @@ def test_a_replay_larger_than_the_disk_is_a_warning_with_numbers(tmp_path: Path)
 def test_checkpoints_larger_than_the_disk_are_broken(tmp_path: Path) -> None:
     looked_at = subject(tmp_path / "run")
     looked_at.sizes = Sizes(
-        policy=10**18, parameters=1, trained=1, masters=1, whole=0, version=1, dreams=1, frame=1
+        policy=10**18, parameters=1, trained=1, masters=1, whole=0, version=1, environment=1, frame=1
     )
     finding = storage.check_free_disk(looked_at)
     assert finding.verdict is Verdict.BROKEN

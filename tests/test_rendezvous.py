@@ -13,13 +13,13 @@ import pytest
 
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import rendezvous
-from asyncrl.launch.rendezvous import RunFacts
+from asyncrl.launch.rendezvous import RunInfo
 
 ROOT = Path(__file__).parents[1]
-FACTS = RunFacts(run_dir="/runs/ä", replay_endpoint="ipc:///tmp/r", weights_endpoint="tcp://127.0.0.1:5")
+FACTS = RunInfo(run_dir="/runs/ä", replay_endpoint="ipc:///tmp/r", weights_endpoint="tcp://127.0.0.1:5")
 
 
-def environ_of(rank, ranks, port, *, agent, **more):
+def environ_of(rank, ranks, port, *, torchrun_pid, **more):
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -27,7 +27,7 @@ def environ_of(rank, ranks, port, *, agent, **more):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "job",
-        "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+        "TORCHELASTIC_USE_AGENT_STORE": str(torchrun_pid),
         **more,
     }
 
@@ -69,16 +69,16 @@ def test_ranks_that_cannot_meet_are_told_what_is_missing():
 def test_facts_reach_every_rank_through_the_agents_store(agent_port):
     with ThreadPoolExecutor() as pool:
         waiting = [
-            pool.submit(rendezvous.receive, 20.0, environ_of(rank, 3, agent_port, agent=True))
+            pool.submit(rendezvous.receive, 20.0, environ_of(rank, 3, agent_port, torchrun_pid=True))
             for rank in (1, 2)
         ]
-        rendezvous.share(FACTS, 20.0, environ_of(0, 3, agent_port, agent=True))
+        rendezvous.share(FACTS, 20.0, environ_of(0, 3, agent_port, torchrun_pid=True))
         assert [future.result(20.0) for future in waiting] == [FACTS, FACTS]
 
 
 def test_a_restarted_job_does_not_read_the_facts_of_its_first_attempt(agent_port):
-    rendezvous.share(FACTS, 20.0, environ_of(0, 2, agent_port, agent=True))
-    again = environ_of(1, 2, agent_port, agent=True, TORCHELASTIC_RESTART_COUNT="1")
+    rendezvous.share(FACTS, 20.0, environ_of(0, 2, agent_port, torchrun_pid=True))
+    again = environ_of(1, 2, agent_port, torchrun_pid=True, TORCHELASTIC_RESTART_COUNT="1")
     with pytest.raises(RunError) as caught:
         rendezvous.receive(0.2, again)
     message = str(caught.value)
@@ -92,22 +92,23 @@ def test_without_an_agent_rank_0_hosts_the_store_until_all_have_read():
     port = free_port()
     with ThreadPoolExecutor() as pool:
         waiting = [
-            pool.submit(rendezvous.receive, 20.0, environ_of(rank, 3, port, agent=False)) for rank in (1, 2)
+            pool.submit(rendezvous.receive, 20.0, environ_of(rank, 3, port, torchrun_pid=False))
+            for rank in (1, 2)
         ]
-        rendezvous.share(FACTS, 20.0, environ_of(0, 3, port, agent=False))
+        rendezvous.share(FACTS, 20.0, environ_of(0, 3, port, torchrun_pid=False))
         assert [future.result(20.0) for future in waiting] == [FACTS, FACTS]
 
 
 def test_rank_0_names_the_rank_that_did_not_come():
     with pytest.raises(RunError, match="rank 1 did not come to read"):
-        rendezvous.share(FACTS, 0.2, environ_of(0, 2, free_port(), agent=False))
+        rendezvous.share(FACTS, 0.2, environ_of(0, 2, free_port(), torchrun_pid=False))
 
 
 def test_a_port_in_use_is_an_error_that_says_what_to_set():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(RunError, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use"):
-            rendezvous.share(FACTS, 0.2, environ_of(0, 2, port, agent=False))
+            rendezvous.share(FACTS, 0.2, environ_of(0, 2, port, torchrun_pid=False))
 
 
 PROBE = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import RunError
-from asyncrl.launch.supervisor import State, Supervisor, first_traceback
+from asyncrl.launch.supervisor import ChildState, Supervisor, first_traceback
 
 DEADLINE = 20.0
 
@@ -84,7 +84,7 @@ def test_a_child_gets_its_arguments_and_its_output_goes_to_the_log(tmp_path):
         "actor-1", target(write_greeting), (str(tmp_path / "out"), "päckchen"), log, max_respawns=0
     )
     assert child.wait(DEADLINE)
-    assert child.poll() is State.FINISHED
+    assert child.poll() is ChildState.FINISHED
     assert (tmp_path / "out").read_text() == "päckchen"
     first, *rest = log.read_text().splitlines()
     assert first.startswith(f"--- actor-1 starts, process {child.pid}, ")
@@ -98,15 +98,15 @@ def test_a_dead_child_comes_back_after_a_back_off_that_doubles(tmp_path):
     child = Supervisor("actor", target(die_until_third_life), (lives,), tmp_path / "log", 5, 4.0, clock)
     for pause, respawns in ((4.0, 1), (8.0, 2)):
         assert child.wait(DEADLINE)
-        assert child.poll() is State.BACKING_OFF
+        assert child.poll() is ChildState.BACKING_OFF
         clock.now += pause - 0.01
-        assert child.poll() is State.BACKING_OFF
+        assert child.poll() is ChildState.BACKING_OFF
         clock.now += 0.02
-        assert child.poll() is State.RUNNING
+        assert child.poll() is ChildState.RUNNING
         assert child.respawns == respawns
     assert child.wait(DEADLINE)
-    assert child.poll() is State.FINISHED
-    assert child.poll() is State.FINISHED
+    assert child.poll() is ChildState.FINISHED
+    assert child.poll() is ChildState.FINISHED
 
 
 def test_a_child_that_lived_long_begins_a_new_row(tmp_path):
@@ -115,9 +115,9 @@ def test_a_child_that_lived_long_begins_a_new_row(tmp_path):
     for life, pause in ((1.0, 4.0), (700.0, 4.0), (20.0, 4.0)):  # A new row; then one death more is allowed.
         assert child.wait(DEADLINE)
         clock.now += life
-        assert child.poll() is State.BACKING_OFF
+        assert child.poll() is ChildState.BACKING_OFF
         clock.now += pause + 0.01
-        assert child.poll() is State.RUNNING
+        assert child.poll() is ChildState.RUNNING
     assert child.wait(DEADLINE)
     with pytest.raises(RunError, match="died 3 times in a row"):
         child.poll()
@@ -128,7 +128,7 @@ def test_dying_too_often_ends_with_the_first_traceback_and_the_log_once(tmp_path
     log.write_text("Traceback (most recent call last):\n  of an earlier run\nOldError\n")
     child = Supervisor("actor-1", target(die_until_third_life), (str(tmp_path / "lives"),), log, 1, 0.0)
     assert child.wait(DEADLINE)
-    assert [child.poll(), child.poll()] == [State.BACKING_OFF, State.RUNNING]
+    assert [child.poll(), child.poll()] == [ChildState.BACKING_OFF, ChildState.RUNNING]
     assert child.wait(DEADLINE)
     with pytest.raises(RunError) as caught:
         child.poll()
@@ -159,9 +159,9 @@ def test_stop_asks_and_the_child_ignored_ctrl_c(tmp_path):
     ready = tmp_path / "ready"
     child = Supervisor("actor", target(ignore_interrupts_and_wait), (str(ready),), tmp_path / "log", 5)
     wait_until(ready.exists, "the start of the child")
-    assert child.poll() is State.RUNNING
+    assert child.poll() is ChildState.RUNNING
     assert child.stop(DEADLINE) == -signal.SIGTERM
-    assert child.poll() is State.FINISHED
+    assert child.poll() is ChildState.FINISHED
     assert child.respawns == 0
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import asyncrl.storage.tensor_files as tensor_files
 from asyncrl.config.run import TrainConfig, parse
 from asyncrl.errors import AsyncRLError, CheckpointError
-from asyncrl.launch.environment import build_dreams, check_dreams
+from asyncrl.launch.environment import build_environment, check_environment
 from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
@@ -245,7 +245,7 @@ def test_published_files_have_the_published_names_and_types(published: Path) -> 
 
 
 def test_a_published_world_imagines(published: Path) -> None:
-    dreams = build_dreams(TrainConfig(world=str(published)), torch.device("cpu"))
+    dreams = build_environment(TrainConfig(world=str(published)), torch.device("cpu"))
     actions = torch.zeros(3, 8, 7)
     frames, state = dreams.world.imagine(dreams.world.start(dreams.starts), actions, [1, 2, 3])
     assert frames.shape == (3, 8, 256, 256, 3)
@@ -384,7 +384,7 @@ def test_loaded_weights_do_not_hang_on_the_file(published: Path, copy: Path) -> 
 
 
 def test_one_path_gives_world_reward_and_start_states(published: Path) -> None:
-    found = check_dreams(parse(["--world", str(published)]))
+    found = check_environment(parse(["--world", str(published)]))
     assert (found.folder, found.image_size) == (published, 256)
     assert [start.name for start in found.starts] == ["traj0", "traj0_kir", "traj1"]
     assert [len(start.context_frames) for start in found.starts] == [0, 4, 0]
@@ -394,14 +394,14 @@ def test_one_path_gives_world_reward_and_start_states(published: Path) -> None:
     weights = sum(2 * p.numel() for module in modules for p in module.parameters())
     rewards = sum(tensor.nbytes for tensor in small_reward().network.state_dict().values())
     assert found.nbytes == weights + rewards
-    plain = check_dreams(parse(["--world", str(published), "--no-keyframes"]))
+    plain = check_environment(parse(["--world", str(published), "--no-keyframes"]))
     assert [start.name for start in plain.starts] == ["traj0", "traj1"]
 
 
 def test_the_suite_of_a_reward_model_follows_from_the_start_states(copy: Path, tmp_path: Path) -> None:
     (copy / "resnet_rm.pth").unlink()
     export_reward(copy, small_reward(SPATIAL))
-    dreams = build_dreams(TrainConfig(world=str(copy)), torch.device("cpu"))
+    dreams = build_environment(TrainConfig(world=str(copy)), torch.device("cpu"))
     assert dreams.reward.config.tasks == SPATIAL
     assert dreams.reward.task_ids([SPATIAL[3]]).tolist() == [3]
     others = tmp_path / "others"
@@ -409,10 +409,10 @@ def test_the_suite_of_a_reward_model_follows_from_the_start_states(copy: Path, t
     write_trajectory(others / "traj1.npy", GOAL[0])
     config = TrainConfig(world=str(copy), start_states=str(others))
     with pytest.raises(CheckpointError, match="the start states are of libero_goal and libero_spatial"):
-        check_dreams(config)
+        check_environment(config)
     write_trajectory(others / "traj1.npy", "Open the fridge")
     with pytest.raises(CheckpointError, match="'open the fridge' is an instruction of none"):
-        check_dreams(config)
+        check_environment(config)
 
 
 def test_every_suite_has_its_ten_instructions() -> None:
@@ -438,7 +438,7 @@ def test_every_suite_has_its_ten_instructions() -> None:
 def test_what_is_missing_is_named_with_where_it_was_looked_for(copy: Path, missing: str, words: str) -> None:
     (copy / missing).unlink()
     with pytest.raises(CheckpointError, match=words):
-        check_dreams(TrainConfig(world=str(copy)))
+        check_environment(TrainConfig(world=str(copy)))
 
 
 def broken_index(folder: Path) -> None:
@@ -490,7 +490,7 @@ def larger_reward(folder: Path) -> None:
 def test_files_that_are_something_else_are_refused(copy: Path, breaks, words: str) -> None:
     breaks(copy)
     with pytest.raises(CheckpointError, match=words):
-        check_dreams(TrainConfig(world=str(copy)))
+        check_environment(TrainConfig(world=str(copy)))
 
 
 def test_weights_of_pytorch_before_1_6_are_read_too(copy: Path) -> None:
@@ -506,7 +506,7 @@ def test_a_fitted_world_without_start_states_begins_at_the_shipped_ones(tmp_path
     save_world(tmp_path, WanWorld(ActionWanTransformer(size), WanVae(vae), image_size=64))
     reward = RewardConfig.tiny(())
     save_reward(tmp_path, RewardModel(build_network(reward), reward))
-    assert len(check_dreams(TrainConfig(world=str(tmp_path))).starts) > 0
+    assert len(check_environment(TrainConfig(world=str(tmp_path))).starts) > 0
     assert open_world(tmp_path).dtype == torch.float32
 
 
@@ -514,4 +514,4 @@ def test_an_index_cannot_lead_out_of_its_folder(published: Path, tmp_path: Path)
     outside = {"weight_map": {"patch_embedding.weight": str(published / MODEL)}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(outside))
     with pytest.raises(AsyncRLError, match="is neither a shipped world"):
-        check_dreams(TrainConfig(world=str(tmp_path)))
+        check_environment(TrainConfig(world=str(tmp_path)))

@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from asyncrl.launch.join import JoinSettings
+from asyncrl.launch.join import JoinOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     paths = {"policy": config.policy, "world": config.world, "start_states": config.start_states}
     return run(
-        JoinSettings(
+        JoinOptions(
             endpoint=config.join,
             keys=config.keys,
             key=config.key,

@@ -1,8 +1,8 @@
 """Tensors that nobody needs for a while: on a device in, in pinned host memory and back out.
 
-`OffloadedTensors` moves whole storages and leaves every tensor, view and parameter object as it is, so optimizers,
-modules and shards notice nothing; only, a parked tensor must not be touched. `IdleOffload` decides when: after a
-wait has lasted a moment, so that short ones cost nothing.
+`OffloadedTensors` moves whole storages and leaves every tensor, view and parameter object as it is, so
+optimizers, modules and shards notice nothing; only, an offloaded tensor must not be touched. `IdleOffload`
+decides when: after a wait has lasted a moment, so that short ones cost nothing.
 
 Storages may come back at other addresses. What knows addresses, like a captured CUDA graph, must be told, and
 then gives its own memory back as well: `leaving` of `OffloadedTensors`.

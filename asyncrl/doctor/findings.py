@@ -28,7 +28,7 @@ class Sizes:
     """Part of `masters` that is not spread over learner ranks: frozen weights beside adapters."""
     version: int
     """What actors get after an update."""
-    dreams: int
+    environment: int
     """World and reward model."""
     frame: int
     """One picture."""

@@ -130,7 +130,7 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
     if "actor" in roles or "policy" in roles:
         needed += sizes.policy + sizes.version  # A version arrives beside the policy.
     if "actor" in roles or "world" in roles:
-        needed += sizes.dreams
+        needed += sizes.environment
     return needed
 
 

@@ -109,9 +109,9 @@ def exchange(task: Task, device: str) -> list[float]:
         if on.type == "cuda":
             torch.cuda.synchronize(on)  # The link works on a stream of its own.
         if sends:
-            link = transport.lead(store, task.size, (buffers, buffers))
+            link = transport.connect_root(store, task.size, (buffers, buffers))
         else:
-            link = transport.follow(store, 1, task.size)
+            link = transport.connect_member(store, 1, task.size)
         found.append(_median_seconds(lambda: link.send(0) if sends else link.receive(0, buffers)))  # noqa: B023
         if not bool((buffer == 1 + way).all()):
             raise WeightSyncError("what arrived is not what was sent.")

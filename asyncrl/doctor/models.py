@@ -13,7 +13,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Finding, Sizes, Subject, broken, ok, one_line
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
-from asyncrl.launch.environment import DreamsOnDisk
+from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.policies.openvla.parallel import OpenVLAOFT, count_parameters
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 
@@ -47,22 +47,22 @@ def check_models(subject: Subject) -> Finding:
     """Load the policy on the CPU, check the others, note the sizes; with --resume verify the checkpoint."""
     config = subject.config
     try:
-        policy, dreams = build.load_models(config, torch.device("cpu"))
+        policy, environment = build.load_models(config, torch.device("cpu"))
         resumed = _verify_checkpoint(config)
     except AsyncRLError as error:
         return broken("models", one_line(error))
-    sizes = subject.sizes = measure(config, policy, dreams)
-    tasks = {state.task for state in dreams.starts}
-    pixels = dreams.image_size
+    sizes = subject.sizes = measure(config, policy, environment)
+    tasks = {state.task for state in environment.starts}
+    pixels = environment.image_size
     return ok(
         "models",
         f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "
-        f"{sizes.policy / MIB:.1f} MiB; world and reward {sizes.dreams / MIB:.1f} MiB; "
-        f"{len(dreams.starts)} start states with {len(tasks)} tasks, {pixels} x {pixels} pixels{resumed}",
+        f"{sizes.policy / MIB:.1f} MiB; world and reward {sizes.environment / MIB:.1f} MiB; "
+        f"{len(environment.starts)} start states with {len(tasks)} tasks, {pixels} x {pixels} pixels{resumed}",
     )
 
 
-def measure(config: TrainConfig, policy: OpenVLAOFT, dreams: DreamsOnDisk) -> Sizes:
+def measure(config: TrainConfig, policy: OpenVLAOFT, environment: EnvironmentFiles) -> Sizes:
     """Add up the bytes of the models of a run.
 
     Args:
@@ -81,8 +81,8 @@ def measure(config: TrainConfig, policy: OpenVLAOFT, dreams: DreamsOnDisk) -> Si
         masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
         whole=sum(p.numel() * 4 if wide else p.nbytes for p in frozen) if ready else 0,
         version=_bytes(policy.acting_tensors().values()),
-        dreams=dreams.nbytes,
-        frame=3 * dreams.image_size**2,
+        environment=environment.nbytes,
+        frame=3 * environment.image_size**2,
     )
 
 

@@ -20,7 +20,7 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import cut
 from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
-from asyncrl.launch.environment import Dreams, DreamsOnDisk, check_dreams
+from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.placement import Placement, only_learns, pick_device
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
 from asyncrl.learner.ranks import LearnerGroup
@@ -42,10 +42,10 @@ from asyncrl.worlds.wan.world import WanState, WanWorld
 
 
 @runtime_checkable
-class Movable(Protocol):
+class HoldsAddresses(Protocol):
     """A model that knows addresses of its weights, as captured CUDA graphs do."""
 
-    def weights_left(self) -> None:
+    def weights_moved(self) -> None:
         """Forget the addresses: the weights will be elsewhere when they return."""
         ...
 
@@ -63,13 +63,13 @@ def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world
     policy, reward = imagination.policy, imagination.reward
     parts = (policy, world.transformer, world.vae, world.decoder, reward.network)
     models = [part for part in parts if isinstance(part, nn.Module)]
-    movable = [model for model in (policy, world, reward) if isinstance(model, Movable)]
+    movable = [model for model in (policy, world, reward) if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
             partial(_tensors_of, models),
             lambda: policy.acting_tensors().values(),
             imagination.devices,
-            leaving=lambda: [model.weights_left() for model in movable],
+            leaving=lambda: [model.weights_moved() for model in movable],
         )
     )
 
@@ -80,13 +80,13 @@ def learner_parking(config: TrainConfig, update: Update) -> IdleOffload:
         return NO_OFFLOAD
     reference = getattr(update.reference, "policy", None)
     models = [model for model in (update.policy, reference) if isinstance(model, nn.Module)]
-    movable = [model for model in models if isinstance(model, Movable)]
+    movable = [model for model in models if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
             partial(_tensors_of, models),
             partial(_training_tensors, update),
             {update.device},
-            leaving=lambda: [model.weights_left() for model in movable],
+            leaving=lambda: [model.weights_moved() for model in movable],
         )
     )
 
@@ -109,7 +109,7 @@ def _training_tensors(update: Update) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class LearnerStart:
     """What the learner begins with."""
 
     policy: OpenVLAOFT
@@ -190,20 +190,22 @@ def check_tasks(policy: OpenVLAOFT, starts: Sequence[StartState]) -> None:
         policy.preprocess(state.frame[None], [task])
 
 
-def build_imagination(config: TrainConfig, policy: OpenVLAOFT, dreams: Dreams) -> Imagination[WanState]:
+def build_imagination(
+    config: TrainConfig, policy: OpenVLAOFT, environment: Environment
+) -> Imagination[WanState]:
     """Join the models of an actor, compiled if that is wanted."""
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     if config.imagination.compile:
         rows = max(map(len, cut(config.actor.slots, config.actor.stages)))
-        speed_up(policy, rows, sorted({state.task for state in dreams.starts}))
-        dreams.world.compile(rows)
+        speed_up(policy, rows, sorted({state.task for state in environment.starts}))
+        environment.world.compile(rows)
     return Imagination(
         policy,
-        dreams.world,
-        dreams.reward,
+        environment.world,
+        environment.reward,
         sampling,
         policy_device=policy.device,
-        world_device=dreams.world.device,
+        world_device=environment.world.device,
     )
 
 
@@ -246,20 +248,20 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]
 
 
-def load_models(config: TrainConfig, device: torch.device) -> tuple[OpenVLAOFT, DreamsOnDisk]:
+def load_models(config: TrainConfig, device: torch.device) -> tuple[OpenVLAOFT, EnvironmentFiles]:
     """Load the policy of a run to `device`, and check that all its models are there and fit each other.
 
     Raises:
         ConfigError: Something is missing or does not fit.
     """
-    dreams = check_dreams(config)
+    environment = check_environment(config)
     policy = build_learning_policy(config, device)
     require_trainable(policy.config)
-    check_tasks(policy, dreams.starts)
-    return policy, dreams
+    check_tasks(policy, environment.starts)
+    return policy, environment
 
 
-def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> Start:
+def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> LearnerStart:
     """Check that all models load and fit, then make or find the run's folder.
 
     Args:
@@ -274,18 +276,20 @@ def prepare(config: TrainConfig, device: torch.device, again: Path | None = None
         config = replace(config, run_dir=str(again), resume=run_folder.has_checkpoint(again))
     policy, _ = load_models(config, device)
     if not config.resume:
-        return Start(policy=policy, run_dir=again or run_folder.create(config), version=0, checkpoint=None)
+        return LearnerStart(
+            policy=policy, run_dir=again or run_folder.create(config), version=0, checkpoint=None
+        )
     run_dir = run_folder.create(config)
     folder = checkpoint.latest(run_dir)
     assert folder is not None  # The run folder was found by its checkpoints.
     checkpoint.verify(folder)
     version = int(folder.name.rpartition("_")[2])
-    return Start(policy=policy, run_dir=run_dir, version=version, checkpoint=folder)
+    return LearnerStart(policy=policy, run_dir=run_dir, version=version, checkpoint=folder)
 
 
 def build_learner(
     config: TrainConfig,
-    start: Start,
+    start: LearnerStart,
     port: LearnerPort,
     publisher: Publisher,
     log: Log,

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.errors import AsyncRLError, ReplayError, RunError
-from asyncrl.launch.supervisor import State, Supervisor
+from asyncrl.launch.supervisor import ChildState, Supervisor
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
@@ -30,18 +30,18 @@ LOOK_EVERY: Final = 0.05
 """Seconds between two looks."""
 
 
-class Caretaker:
+class ChildThread:
     """Supervisors and what their children are doing."""
 
     def __init__(self) -> None:
         """Begin without children."""
         self.members: list[Supervisor] = []
-        self.states: dict[str, State] = {}
+        self.states: dict[str, ChildState] = {}
         """Name of a child -> what it is doing."""
         self.failure: RunError | None = None
         """A child died too often."""
-        self._applicants: list[Callable[[], Supervisor]] = []
-        self._refusal: Exception | None = None
+        self._pending: list[Callable[[], Supervisor]] = []
+        self._spawn_error: Exception | None = None
         self._ending = False
         # Around everything above; held while children are spawned and polled, not while anybody waits.
         self._changed = threading.Condition()
@@ -49,13 +49,13 @@ class Caretaker:
         self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
         self._thread.start()
 
-    def hire(self, make: Callable[[], Supervisor]) -> None:
+    def spawn(self, make: Callable[[], Supervisor]) -> None:
         """Spawn a child; raises what `make` raises."""
         with self._changed:
-            self._applicants.append(make)
-            while self._applicants:  # Ended by the thread, which spawns in milliseconds or fails.
+            self._pending.append(make)
+            while self._pending:  # Ended by the thread, which spawns in milliseconds or fails.
                 self._changed.wait(LOOK_EVERY)
-            refusal, self._refusal = self._refusal, None
+            refusal, self._spawn_error = self._spawn_error, None
         if refusal is not None:
             raise refusal
 
@@ -78,13 +78,13 @@ class Caretaker:
                     self._poll()
 
     def _spawn(self) -> None:
-        for make in self._applicants:
+        for make in self._pending:
             try:
                 self.members.append(make())
-                self.states[self.members[-1].name] = State.RUNNING
+                self.states[self.members[-1].name] = ChildState.RUNNING
             except Exception as error:  # The thread's boundary: raised where it was asked for.
-                self._refusal = error
-        self._applicants.clear()
+                self._spawn_error = error
+        self._pending.clear()
         self._changed.notify_all()
 
     def _poll(self) -> None:
@@ -122,7 +122,7 @@ class StopFlag:
                 signal.signal(number, handler)
 
 
-class Crew:
+class ChildProcesses:
     """The supervised children of one rank."""
 
     def __init__(
@@ -132,15 +132,15 @@ class Crew:
         news: Callable[[], list[str]] = list,
     ) -> None:
         """Begin without children; `tell` receives a line when one came back, and what else is new."""
-        self._caretaker = Caretaker()
+        self._caretaker = ChildThread()
         self._stop, self._tell, self._news = stop, tell, news
         self._told: dict[str, int] = {}
 
-    def hire(self, make: Callable[[], Supervisor]) -> None:
+    def spawn(self, make: Callable[[], Supervisor]) -> None:
         """Spawn a child, which is respawned when it dies; raises what `make` raises."""
-        self._caretaker.hire(make)
+        self._caretaker.spawn(make)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Tell who came back; returns whether the run shall stop. The learner's `stop_requested`.
 
         Raises:
@@ -156,23 +156,23 @@ class Crew:
             self._tell(line)
         return self._stop.set
 
-    def settle(self, name: str) -> None:
+    def wait_until_running(self, name: str) -> None:
         """Look until the child `name` does not wait for its respawn; nobody waits for the others."""
-        self.look()
+        self.poll()
         with waits.waiting(waits.RESPAWN):
-            while self._caretaker.states.get(name) is State.BACKING_OFF:
+            while self._caretaker.states.get(name) is ChildState.BACKING_OFF:
                 time.sleep(LOOK_EVERY)
-                self.look()
+                self.poll()
 
-    def watch(self, over: Callable[[], bool]) -> None:
+    def run_until_done(self, over: Callable[[], bool]) -> None:
         """Look until all children have finished, a stop is asked for, or the run is `over` without them.
 
         A rank without children, whose device another one uses, stays until the run is over.
         A child that came too late to hear of the run's end would go on for ever, or die again and again.
         """
-        while not (over() or self.look()):
+        while not (over() or self.poll()):
             states = list(self._caretaker.states.values())
-            if states and all(state is State.FINISHED for state in states):
+            if states and all(state is ChildState.FINISHED for state in states):
                 return
             time.sleep(LOOK_EVERY)
 
@@ -184,8 +184,8 @@ class Crew:
 class WatchedReplay:
     """`LearnerPort` that survives a replay that died while its answer is awaited."""
 
-    def __init__(self, port: LearnerPort, crew: Crew) -> None:
-        self._port, self._crew = port, crew
+    def __init__(self, port: LearnerPort, children: ChildProcesses) -> None:
+        self._port, self._crew = port, children
         self.stopped = False
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
@@ -201,7 +201,7 @@ class WatchedReplay:
         until = time.monotonic() + ANSWER_DEADLINE
         with waits.waiting(waits.REPLAY_STATUS, 2 * ANSWER_DEADLINE):
             while True:
-                self._crew.settle(REPLAY)
+                self._crew.wait_until_running(REPLAY)
                 try:
                     return self._port.status()
                 except ReplayError:
@@ -222,8 +222,8 @@ class WatchedReplay:
 class WatchedPublisher:
     """`Publisher` that looks after the children while the first actor loads its models."""
 
-    def __init__(self, publisher: Publisher, crew: Crew) -> None:
-        self._publisher, self._crew = publisher, crew
+    def __init__(self, publisher: Publisher, children: ChildProcesses) -> None:
+        self._publisher, self._crew = publisher, children
 
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """See `Publisher.publish`."""
@@ -238,7 +238,7 @@ class WatchedPublisher:
         until = time.monotonic() + deadline
         with waits.waiting(waits.FIRST_ACTOR, deadline):
             while self._publisher.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
-                if self._crew.look():
+                if self._crew.poll():
                     raise KeyboardInterrupt
                 time.sleep(LOOK_EVERY)
             self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()), actors)
@@ -252,7 +252,7 @@ class WatchedPublisher:
         self._publisher.close()
 
 
-def quietly(action: Callable[[], object], tell: Callable[[str], None]) -> None:
+def log_errors(action: Callable[[], object], tell: Callable[[str], None]) -> None:
     """Carry out one step of the ending; its failure is told, but the other steps follow all the same."""
     try:
         action()

@@ -37,7 +37,7 @@ def banner(config: TrainConfig, run_dir: Path, processes: str, device: str) -> s
     return "  ".join(parts)
 
 
-def invitation(config: TrainConfig, endpoint: str, *, waits: bool) -> str:
+def join_hint(config: TrainConfig, endpoint: str, *, waits: bool) -> str:
     """One line: how an actor joins, and (`waits`) that nothing happens before one does."""
     keys = " --keys DIR" if config.replay.keys else ""
     command = f"asyncrl actor --join {endpoint}{keys}"
@@ -46,7 +46,7 @@ def invitation(config: TrainConfig, endpoint: str, *, waits: bool) -> str:
     return f"waits up to {config.max_wait:g} s (--max-wait) for actors to join: {command}"
 
 
-def closing(config: TrainConfig, run_dir: Path) -> str:
+def final_summary(config: TrainConfig, run_dir: Path) -> str:
     """What was reached, where the newest checkpoint is, and the command that comes next."""
     rates = successes(run_dir / "metrics.jsonl")
     newest = checkpoint.latest(run_dir)

@@ -23,7 +23,7 @@ from asyncrl.worlds.wan.world import WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dreams:
+class Environment:
     """What an actor imagines with, besides the policy."""
 
     world: WanWorld
@@ -32,7 +32,7 @@ class Dreams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DreamsOnDisk:
+class EnvironmentFiles:
     """What an actor would imagine with: checked, not loaded."""
 
     folder: Path
@@ -44,7 +44,7 @@ class DreamsOnDisk:
     """Bytes of world and reward model once they are loaded."""
 
 
-def check_dreams(config: TrainConfig) -> DreamsOnDisk:
+def check_environment(config: TrainConfig) -> EnvironmentFiles:
     """Check that world, reward model and start states are there and fit each other, without loading weights.
 
     Raises:
@@ -52,17 +52,17 @@ def check_dreams(config: TrainConfig) -> DreamsOnDisk:
     """
     folder, world, reward, starts = _open(config)
     nbytes = world.check(config.imagination) + reward.check()
-    return DreamsOnDisk(folder=folder, starts=starts, image_size=world.image_size, nbytes=nbytes)
+    return EnvironmentFiles(folder=folder, starts=starts, image_size=world.image_size, nbytes=nbytes)
 
 
-def build_dreams(config: TrainConfig, device: torch.device) -> Dreams:
+def build_environment(config: TrainConfig, device: torch.device) -> Environment:
     """Load world, reward and start states and check that they fit each other.
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
     """
     _, world, reward, starts = _open(config)
-    return Dreams(
+    return Environment(
         world=world.load(device=device, settings=config.imagination),
         reward=reward.load(device=device),
         starts=starts,

@@ -12,7 +12,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, learner_ranks, rendezvous
 from asyncrl.launch.children import StopFlag
-from asyncrl.launch.environment import build_dreams
+from asyncrl.launch.environment import build_environment
 from asyncrl.launch.placement import pick_device
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import MetricsLogger
@@ -37,14 +37,14 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     run_dir = start.run_dir
     process_status.join(run_dir, "inline")
     publisher, receiver = build_inline(device)
-    dreams = build_dreams(config, device)
-    imagination = build.build_imagination(config, build.build_policy(config, device), dreams)
+    environment = build_environment(config, device)
+    imagination = build.build_imagination(config, build.build_policy(config, device), environment)
     core = open_core(run_dir / "replay", config)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InlineLearnerPort(core, version=start.version, imagine=lambda: actor.round(0.0))
     actor = Actor(
         imagination,
-        StartStateStream(dreams.starts, config.seed),
+        StartStateStream(environment.starts, config.seed),
         InlineActorPort(core),
         receiver,
         build.actor_settings(config, "inline"),
@@ -61,5 +61,5 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
                 ).run()
         finally:
             port.close()
-        log.banner(console.closing(config, run_dir))
+        log.banner(console.final_summary(config, run_dir))
     return 0

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import ConfigError
-from asyncrl.launch.children import StopFlag, quietly
+from asyncrl.launch.children import StopFlag, log_errors
 from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _RESERVED: Final = re.compile(r"actor-\d+|learner|replay|inline")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinSettings:
+class JoinOptions:
     """What an actor that joins decides for itself; all else is the run's."""
 
     endpoint: str
@@ -60,7 +60,7 @@ class JoinSettings:
     """Settings of the run (policy, world, start_states) that are another path on this host."""
 
 
-def run(settings: JoinSettings) -> int:
+def run(settings: JoinOptions) -> int:
     """Join, imagine, leave.
 
     Raises:
@@ -81,13 +81,13 @@ def run(settings: JoinSettings) -> int:
             actor.run(leaving=lambda: stop.set or receiver.ended)
             over = port.stopped or receiver.ended
         finally:
-            quietly(partial(port.leave, FAREWELL), print)
+            log_errors(partial(port.leave, FAREWELL), print)
             receiver.close()
     print(f"{name}: {'the run is over' if over else 'left the run'}", flush=True)
     return 0
 
 
-def pick_key(settings: JoinSettings) -> ClientKeys | None:
+def pick_key(settings: JoinOptions) -> ClientKeys | None:
     """Choose the key of an actor: the named one, one called like it, or the only one that can be meant.
 
     Raises:
@@ -108,7 +108,7 @@ def pick_key(settings: JoinSettings) -> ClientKeys | None:
 
 
 def _join(
-    settings: JoinSettings, name: str, keys: ClientKeys | None
+    settings: JoinOptions, name: str, keys: ClientKeys | None
 ) -> tuple[Actor, ZmqActorPort, PulledReceiver]:
     """Do all until the first weights are there."""
     import torch
@@ -116,7 +116,7 @@ def _join(
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
     from asyncrl.launch.build import actor_parking
-    from asyncrl.launch.environment import build_dreams
+    from asyncrl.launch.environment import build_environment
     from asyncrl.launch.placement import pick_device, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
@@ -131,8 +131,8 @@ def _join(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     policy = build.build_policy(config, device)
-    dreams = build_dreams(config, device)
-    build.check_tasks(policy, dreams.starts)
+    environment = build_environment(config, device)
+    build.check_tasks(policy, environment.starts)
     receiver = build_pulled_receiver(
         told.weights, name, policy.acting_tensors(), keys, config.weights.deadline
     )
@@ -140,14 +140,14 @@ def _join(
         version = receiver.wait_for_first(config.start_deadline)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         port = ZmqActorPort(settings.endpoint, name, security=keys)
-        imagination = build.build_imagination(config, policy, dreams)
+        imagination = build.build_imagination(config, policy, environment)
         actor = Actor(
             imagination,
-            StartStateStream(dreams.starts, config.seed),
+            StartStateStream(environment.starts, config.seed),
             port,
             receiver,
             build.actor_settings(config, name),
-            actor_parking(config, imagination, dreams.world),
+            actor_parking(config, imagination, environment.world),
         )
     except BaseException:
         receiver.close()

@@ -31,7 +31,7 @@ from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from asyncrl.launch.children import Crew
+    from asyncrl.launch.children import ChildProcesses
     from asyncrl.learner.learner import Learner, Log
     from asyncrl.replay.interface import LearnerPort
     from asyncrl.weights.interface import Publisher
@@ -52,7 +52,7 @@ def check(config: TrainConfig, placement: Placement) -> None:
 
 
 @contextmanager
-def joined(
+def learner_group(
     config: TrainConfig,
     ranks: int,
     device: torch.device,
@@ -95,7 +95,7 @@ def joined(
 
 def build_joined_learner(
     config: TrainConfig,
-    start: build.Start,
+    start: build.LearnerStart,
     port: LearnerPort,
     publisher: Publisher,
     log: Log,
@@ -135,7 +135,7 @@ def _checkpoints(config: TrainConfig, run_dir: Path, group: LearnerGroup) -> Che
     return Checkpoints(run_dir, keep=config.keep_checkpoints, link=link)
 
 
-def follow(facts: rendezvous.RunFacts, placement: Placement, crew: Crew) -> None:
+def run_follower_rank(info: rendezvous.RunInfo, placement: Placement, children: ChildProcesses) -> None:
     """Learn on a rank other than 0 until rank 0 ends the run.
 
     Args:
@@ -146,13 +146,15 @@ def follow(facts: rendezvous.RunFacts, placement: Placement, crew: Crew) -> None
     Raises:
         AsyncRLError: The run failed, or another rank is gone.
     """
-    config = load_file(Path(facts.run_dir) / "config.json")
+    config = load_file(Path(info.run_dir) / "config.json")
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
-    checkpoint = Path(facts.checkpoint) if facts.checkpoint else None
+    checkpoint = Path(info.checkpoint) if info.checkpoint else None
     policy = build.build_learning_policy(config, device)
     version = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
-    start = build.Start(policy=policy, run_dir=Path(facts.run_dir), version=version, checkpoint=checkpoint)
-    with joined(config, len(placement.learners), device, while_waiting=crew.look) as group:
+    start = build.LearnerStart(
+        policy=policy, run_dir=Path(info.run_dir), version=version, checkpoint=checkpoint
+    )
+    with learner_group(config, len(placement.learners), device, while_waiting=children.poll) as group:
         build_joined_learner(config, start, NullPort(), NullPublisher(), NullLog(), group).run()

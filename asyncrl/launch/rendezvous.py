@@ -33,7 +33,7 @@ _KEY, _RUN_KEY = "run_facts", "run_dir"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
+class RunInfo:
     """What every rank of a run must know and only rank 0 can decide."""
 
     run_dir: str
@@ -65,7 +65,7 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return _number("LOCAL_RANK", 0, environ)
 
 
-def share(facts: RunFacts, deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> None:
+def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> None:
     """Tell the other ranks. Called by rank 0; does nothing when it is alone.
 
     Args:
@@ -85,7 +85,7 @@ def share(facts: RunFacts, deadline: float = DEADLINE, environ: Mapping[str, str
     reader = 0
     try:
         store = _store(deadline, environ)
-        store.set(_KEY, json.dumps(dataclasses.asdict(facts)))
+        store.set(_KEY, json.dumps(dataclasses.asdict(info)))
         if not _agent_has_store(environ):
             for reader in range(1, ranks):
                 store.wait([f"{_KEY}/read/{reader}"], _left(until))
@@ -98,7 +98,7 @@ def share(facts: RunFacts, deadline: float = DEADLINE, environ: Mapping[str, str
         ) from None
 
 
-def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> RunFacts:
+def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> RunInfo:
     """Wait for what rank 0 decided. Called by every other rank.
 
     Raises:
@@ -121,15 +121,15 @@ def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ)
             f"vain ({_first_line(error)}). Rank 0 has failed or cannot be reached: see its output, and on "
             "several hosts check that this address is open between them."
         ) from None
-    return RunFacts(**json.loads(text))
+    return RunInfo(**json.loads(text))
 
 
-def agent(environ: Mapping[str, str] = os.environ) -> int | None:
+def torchrun_pid(environ: Mapping[str, str] = os.environ) -> int | None:
     """Process id of torchrun, which started this process; None when something else did."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None
 
 
-def attempt(environ: Mapping[str, str] = os.environ) -> int:
+def restart_count(environ: Mapping[str, str] = os.environ) -> int:
     """How often torchrun started the ranks again (`--max-restarts`)."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0, environ)
 
@@ -142,7 +142,7 @@ def remember_run(run_dir: Path, environ: Mapping[str, str] = os.environ) -> None
 
 def run_of_earlier_attempt(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder of the run that torchrun started again; None in the first attempt, or when it had none."""
-    if not (attempt(environ) and _agent_has_store(environ)):
+    if not (restart_count(environ) and _agent_has_store(environ)):
         return None
     store = _store(DEADLINE, environ, every_attempt=True)
     return Path(store.get(_RUN_KEY).decode()) if store.check([_RUN_KEY]) else None
@@ -187,7 +187,7 @@ def _store(deadline: float, environ: Mapping[str, str], *, every_attempt: bool =
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-    part = "job" if every_attempt else attempt(environ)
+    part = "job" if every_attempt else restart_count(environ)
     return PrefixStore(f"asyncrl/{environ.get('TORCHELASTIC_RUN_ID', '')}/{part}", store)
 
 

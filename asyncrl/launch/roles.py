@@ -12,28 +12,28 @@ import os
 from pathlib import Path
 
 from asyncrl.config.run import TrainConfig, overlay
-from asyncrl.launch.rendezvous import RunFacts, local_rank, rank, world_size
+from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, world_size
 from asyncrl.observability import process_status, waits
 
 FAREWELL = 5.0
 """Seconds an actor has to hand over its last episodes."""
 
 
-def actor_main(config_json: str, facts_json: str, name: str) -> None:
+def actor_main(config_json: str, info_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
     import torch
 
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build, endpoints
     from asyncrl.launch.build import actor_parking
-    from asyncrl.launch.environment import build_dreams
+    from asyncrl.launch.environment import build_environment
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
     from asyncrl.worlds.start_states import StartStateStream
 
-    config, facts = _read(config_json, facts_json)
-    process_status.join(Path(facts.run_dir), name)
+    config, info = _read(config_json, info_json)
+    process_status.join(Path(info.run_dir), name)
     process_status.set_activity("loading models", config.start_deadline)
     placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
@@ -44,11 +44,11 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
     policy = build.build_policy(config, device)
-    dreams = build_dreams(config, world_device)
-    imagination = build.build_imagination(config, policy, dreams)
+    environment = build_environment(config, world_device)
+    imagination = build.build_imagination(config, policy, environment)
     receiver = build_receiver(
         build.transport_of(config, placement),
-        facts.weights_endpoint,
+        info.weights_endpoint,
         name,
         policy.acting_tensors(),
         device,
@@ -56,18 +56,18 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
     )
     try:
         port = ZmqActorPort(
-            facts.replay_endpoint,
+            info.replay_endpoint,
             name,
             shared_bytes=config.replay.shared_megabytes * 2**20,
             security=endpoints.client_keys(config, name),
         )
         actor = Actor(
             imagination,
-            StartStateStream(dreams.starts, config.seed),
+            StartStateStream(environment.starts, config.seed),
             port,
             receiver,
             build.actor_settings(config, name),
-            actor_parking(config, imagination, dreams.world),
+            actor_parking(config, imagination, environment.world),
         )
         actor.run()
         with waits.waiting(waits.FAREWELL, FAREWELL):
@@ -76,7 +76,7 @@ def actor_main(config_json: str, facts_json: str, name: str) -> None:
         receiver.close()
 
 
-def replay_main(config_json: str, facts_json: str) -> None:
+def replay_main(config_json: str, info_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.launch import endpoints
     from asyncrl.launch.placement import parse_placement
@@ -84,21 +84,21 @@ def replay_main(config_json: str, facts_json: str) -> None:
     from asyncrl.replay.replay import open_core
     from asyncrl.replay.server import serve_replay
 
-    config, facts = _read(config_json, facts_json)
-    process_status.join(Path(facts.run_dir), "replay")
+    config, info = _read(config_json, info_json)
+    process_status.join(Path(info.run_dir), "replay")
     process_status.set_activity("opening the files", config.start_deadline)
-    core = open_core(Path(facts.run_dir) / "replay", config)
+    core = open_core(Path(info.run_dir) / "replay", config)
     actors = len(parse_placement(config.placement, world_size(), 0, joined=True).actors)
     serve_replay(
         core,
-        facts.replay_endpoint,
+        info.replay_endpoint,
         security=endpoints.server_keys(config),
         shared_bytes=actors * config.replay.shared_megabytes * 2**20,
-        settings=RunSettings(config=config_json, weights=facts.pull_endpoint),
+        settings=RunSettings(config=config_json, weights=info.pull_endpoint),
     )
 
 
-def _read(config_json: str, facts_json: str) -> tuple[TrainConfig, RunFacts]:
+def _read(config_json: str, info_json: str) -> tuple[TrainConfig, RunInfo]:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = overlay(TrainConfig(), json.loads(config_json), "the run's settings")
-    return config, RunFacts(**json.loads(facts_json))
+    return config, RunInfo(**json.loads(info_json))

@@ -1,4 +1,4 @@
-"""Keeps one child process alive: a function's name and text arguments in, its `State` out.
+"""Keeps one child process alive: a function's name and text arguments in, its `ChildState` out.
 
 States of a child, as `Supervisor.poll` sees them:
 
@@ -41,7 +41,7 @@ _TRACEBACK = re.compile(
 )
 
 
-class State(Enum):
+class ChildState(Enum):
     """What a supervised child is doing."""
 
     RUNNING = "running"
@@ -102,33 +102,33 @@ class Supervisor:
         assert self._child.pid is not None
         return self._child.pid
 
-    def poll(self) -> State:
+    def poll(self) -> ChildState:
         """Look after the child, without waiting: respawn it when its back-off is over.
 
         Raises:
             RunError: it died more than `max_respawns` times in a row.
         """
         if self._stopped:
-            return State.FINISHED
+            return ChildState.FINISHED
         if self._due is not None:
             if self._clock() < self._due:
-                return State.BACKING_OFF
+                return ChildState.BACKING_OFF
             self._due = None
             self.respawns += 1
             waits.note_respawn()
             self._child = self._spawn()
-            return State.RUNNING
+            return ChildState.RUNNING
         if self._child.exitcode is None:
-            return State.RUNNING
+            return ChildState.RUNNING
         if self._child.exitcode == 0:
-            return State.FINISHED
+            return ChildState.FINISHED
         lived = self._clock() - self._born
         self._deaths = 1 if lived >= HEALTHY_SECONDS else self._deaths + 1
         self._quick_deaths = 0 if lived >= QUICK_SECONDS else self._quick_deaths + 1
         if self._deaths > self._max_respawns:
-            raise RunError(self._obituary(self._child.exitcode))
+            raise RunError(self._death_report(self._child.exitcode))
         self._due = self._clock() + min(self._back_off * 2 ** max(0, self._quick_deaths - 1), MAX_BACK_OFF)
-        return State.BACKING_OFF
+        return ChildState.BACKING_OFF
 
     def wait(self, deadline: float) -> bool:
         """Wait until the child has ended; False when it still runs after `deadline` seconds."""
@@ -165,7 +165,7 @@ class Supervisor:
         self._born = self._clock()
         return child
 
-    def _obituary(self, exit_code: int) -> str:
+    def _death_report(self, exit_code: int) -> str:
         text = ""
         if self._log_path.exists():
             with self._log_path.open("rb") as log:

@@ -21,15 +21,22 @@ from asyncrl.config.run import TrainConfig, load_file, to_json
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import endpoints, rendezvous
 from asyncrl.launch.child import die_with_parent
-from asyncrl.launch.children import REPLAY, Crew, StopFlag, WatchedPublisher, WatchedReplay, quietly
+from asyncrl.launch.children import (
+    REPLAY,
+    ChildProcesses,
+    StopFlag,
+    WatchedPublisher,
+    WatchedReplay,
+    log_errors,
+)
 from asyncrl.launch.placement import Placement, check_groups, parse_placement, pick_device
-from asyncrl.launch.rendezvous import RunFacts
+from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status
 from asyncrl.observability.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from asyncrl.launch.build import Start
+    from asyncrl.launch.build import LearnerStart
     from asyncrl.learner.learner import Learner
     from asyncrl.weights.interface import Publisher
     from asyncrl.weights.publisher import BroadcastPublisher
@@ -47,7 +54,7 @@ def run(config: TrainConfig) -> int:
         ConfigError: Something that cannot work; nothing was started.
         AsyncRLError: The run failed.
     """
-    if (torchrun := rendezvous.agent()) is not None:
+    if (torchrun := rendezvous.torchrun_pid()) is not None:
         die_with_parent(torchrun)
     with StopFlag().listening() as stop:
         if config.inline:
@@ -75,41 +82,41 @@ def _placement(config: TrainConfig) -> Placement:
 
 def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
-    facts, rank = rendezvous.receive(config.start_deadline), rendezvous.rank()
-    config = load_file(Path(facts.run_dir) / "config.json")
-    process_status.join(Path(facts.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
-    crew = Crew(stop)
+    info, rank = rendezvous.receive(config.start_deadline), rendezvous.rank()
+    config = load_file(Path(info.run_dir) / "config.json")
+    process_status.join(Path(info.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
+    children = ChildProcesses(stop)
     if placement.imagines(rank):
-        crew.hire(partial(_actor, config, facts, rank))
+        children.spawn(partial(_actor, config, info, rank))
     try:
         if placement.learns(rank):
             from asyncrl.launch import learner_ranks
 
-            learner_ranks.follow(facts, placement, crew)
+            learner_ranks.run_follower_rank(info, placement, children)
         else:
-            crew.watch(over=lambda: not (Path(facts.sockets).exists() and _learner_lives(facts)))
-        crew.end(ACTOR_FAREWELL if _learner_lives(facts) else 0.0)
+            children.run_until_done(over=lambda: not (Path(info.sockets).exists() and _learner_lives(info)))
+        children.end(ACTOR_FAREWELL if _learner_lives(info) else 0.0)
     finally:
-        crew.end(0.0)
+        children.end(0.0)
     return 0
 
 
-def _learner_lives(facts: RunFacts) -> bool:
+def _learner_lives(info: RunInfo) -> bool:
     """Whether rank 0 is there to end the run in order. It is not when something killed it."""
-    return any(p.alive for p in process_status.read(Path(facts.run_dir)) if p.role == "learner-0")
+    return any(p.alive for p in process_status.read(Path(info.run_dir)) if p.role == "learner-0")
 
 
-def _actor(config: TrainConfig, facts: RunFacts, rank: int) -> Supervisor:
+def _actor(config: TrainConfig, info: RunInfo, rank: int) -> Supervisor:
     name = f"actor-{rank}"
-    return _child(name, "actor_main", config, facts, name)
+    return _child(name, "actor_main", config, info, name)
 
 
-def _child(name: str, function: str, config: TrainConfig, facts: RunFacts, *more: str) -> Supervisor:
+def _child(name: str, function: str, config: TrainConfig, info: RunInfo, *more: str) -> Supervisor:
     return Supervisor(
         name,
         f"asyncrl.launch.roles:{function}",
-        (to_json(config), json.dumps(dataclasses.asdict(facts)), *more),
-        Path(facts.run_dir) / "logs" / f"{name}.log",
+        (to_json(config), json.dumps(dataclasses.asdict(info)), *more),
+        Path(info.run_dir) / "logs" / f"{name}.log",
         config.actor.max_respawns,
     )
 
@@ -145,36 +152,38 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             pulls=endpoints.pull_settings(config, sockets),
         )
         log.banner(console.banner(config, run_dir, placement.summary, str(device)))
-        if attempt := rendezvous.attempt():
-            log.banner(f"torchrun started the ranks again ({attempt}); on from version {start.version}")
-        log.banner(console.invitation(config, endpoint, waits=not placement.actors))
-        facts = _facts(start, endpoint, sockets, publisher)
-        crew = Crew(stop, log.banner, news=partial(_news, config, placement, publisher))
-        watch = Watchdog(run_dir, log.banner)
+        if restart_count := rendezvous.restart_count():
+            log.banner(f"torchrun started the ranks again ({restart_count}); on from version {start.version}")
+        log.banner(console.join_hint(config, endpoint, waits=not placement.actors))
+        info = _run_info(start, endpoint, sockets, publisher)
+        children = ChildProcesses(stop, log.banner, news=partial(_news, config, placement, publisher))
+        run_until_done = Watchdog(run_dir, log.banner)
         try:
-            port = _start(config, placement, facts, start.version, crew)
+            port = _start(config, placement, info, start.version, children)
             with learner_ranks.joined(config, len(placement.learners), device) as group:
                 learner = learner_ranks.build_joined_learner(
                     config,
                     start,
                     port,
-                    WatchedPublisher(publisher, crew),
+                    WatchedPublisher(publisher, children),
                     log,
                     group,
-                    stop_requested=crew.look,
+                    stop_requested=children.poll,
                 )
-                _train(learner, port, publisher, crew, run_dir)
+                _train(learner, port, publisher, children, run_dir)
         finally:
-            watch.close()
-            crew.end(0.0)
+            run_until_done.close()
+            children.end(0.0)
             publisher.close()
-        log.banner(console.closing(config, run_dir))
+        log.banner(console.final_summary(config, run_dir))
     return 0
 
 
-def _facts(start: Start, replay_endpoint: str, sockets: Path, publisher: BroadcastPublisher) -> RunFacts:
+def _run_info(
+    start: LearnerStart, replay_endpoint: str, sockets: Path, publisher: BroadcastPublisher
+) -> RunInfo:
     """What the other processes have to know."""
-    return RunFacts(
+    return RunInfo(
         run_dir=str(start.run_dir),
         replay_endpoint=replay_endpoint,
         weights_endpoint=publisher.endpoint,
@@ -193,26 +202,26 @@ def _news(config: TrainConfig, placement: Placement, publisher: BroadcastPublish
 
 
 def _start(
-    config: TrainConfig, placement: Placement, facts: RunFacts, version: int, crew: Crew
+    config: TrainConfig, placement: Placement, info: RunInfo, version: int, children: ChildProcesses
 ) -> WatchedReplay:
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     from asyncrl.replay.client import ZmqLearnerPort
 
-    crew.hire(partial(_child, REPLAY, "replay_main", config, facts))
+    children.spawn(partial(_child, REPLAY, "replay_main", config, info))
     rank = rendezvous.rank()
     if placement.imagines(rank):
-        crew.hire(partial(_actor, config, facts, rank))
-    rendezvous.share(facts, config.start_deadline)
+        children.spawn(partial(_actor, config, info, rank))
+    rendezvous.share(info, config.start_deadline)
     security = endpoints.client_keys(config, "learner")
-    port = ZmqLearnerPort(facts.replay_endpoint, version=version, security=security)
-    return WatchedReplay(port, crew)
+    port = ZmqLearnerPort(info.replay_endpoint, version=version, security=security)
+    return WatchedReplay(port, children)
 
 
 def _train(
     learner: Learner,
     port: WatchedReplay,
     publisher: Publisher,
-    crew: Crew,
+    children: ChildProcesses,
     run_dir: Path,
 ) -> None:
     """Run the learner; at the end, good or bad, everybody is told."""
@@ -223,7 +232,7 @@ def _train(
         raise
     finally:
         complain = partial(print, file=sys.stderr)
-        quietly(port.stop, complain)
-        quietly(publisher.close, complain)
-        quietly(partial(crew.end, FAREWELL), complain)
-        quietly(port.close, complain)
+        log_errors(port.stop, complain)
+        log_errors(publisher.close, complain)
+        log_errors(partial(children.end, FAREWELL), complain)
+        log_errors(port.close, complain)

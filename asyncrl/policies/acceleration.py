@@ -53,7 +53,7 @@ def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
     choose: Choose = policy.choose
     if policy.device.type == "cuda":
         choose = CapturedChoice(policy.choose)
-        policy.weights_left = choose.forget  # type: ignore[assignment]  # asked for when weights are parked
+        policy.weights_moved = choose.forget  # type: ignore[assignment]  # asked for when weights are parked
     policy.choose = FixedShape(choose, rows, masked=len(lengths) > 1)  # type: ignore[method-assign]
 
 

@@ -71,12 +71,12 @@ class DoubleBuffer:
             WeightSyncError: `version` is not newer than the last one, or the tensors changed their shape.
         """
         began = time.monotonic()
-        slot = self._begin(source.manifest, version)
+        buffer_index = self._begin(source.manifest, version)
         # Without the lock: sharded weights are gathered here, and others must not wait for that.
         source.write(self._places[buffer_index])
         with self._lock:
             self._pending = PackedVersion(
-                version=version, slot=buffer_index, packed=_record(self._device), began=began
+                version=version, buffer_index=buffer_index, packed=_record(self._device), began=began
             )
             self.newest = version
 
@@ -93,9 +93,8 @@ class DoubleBuffer:
                 self._places = [packing.places_in(manifest, buffers) for buffers in self.buffer_pair]
                 self.manifest = manifest
             packing.require_same(manifest, self.manifest, "the first publish")
-            self._pending = (
-                None  # Not valid while its buffers are overwritten, and so nothing can be promoted.
-            )
+            # Not valid while its buffers are overwritten, and so nothing can be promoted.
+            self._pending = None
             return 0 if self._current is None else 1 - self._current.buffer_index
 
     def promote(self) -> PackedVersion | None:

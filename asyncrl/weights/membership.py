@@ -122,7 +122,7 @@ class VersionHeader:
     """What precedes a broadcast."""
 
     version: int
-    slot: int
+    buffer_index: int
     """Which of the learner's two buffer sets holds the version."""
     checksum: int
 
@@ -210,7 +210,7 @@ class WeightGroup:
 
     def announce(self, k: int, header: VersionHeader) -> None:
         """Tell the members that broadcast number `k` of this epoch begins."""
-        value = {"version": header.version, "slot": header.slot, "checksum": header.checksum}
+        value = {"version": header.version, "slot": header.buffer_index, "checksum": header.checksum}
         self._store.set(f"e{self.epoch}/send/{k}", json.dumps(value))
         self._ring(self.offered)
 
@@ -314,7 +314,10 @@ class Membership:
     def header(self, epoch: int, k: int) -> VersionHeader | None:
         """Return the header of broadcast `k`, when it began."""
         key = f"e{epoch}/send/{k}"
-        return VersionHeader(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        told = json.loads(self._store.get(key))
+        return VersionHeader(version=told["version"], buffer_index=told["slot"], checksum=told["checksum"])
 
     def took(self, epoch: int, k: int) -> None:
         """Tell the learner that broadcast `k` arrived complete."""

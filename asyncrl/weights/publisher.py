@@ -181,7 +181,7 @@ class BroadcastPublisher:
         known = {member.name for member in self._weight_group.members} | set(self._took)
         late = sorted(known - set(took))
         parts = [
-            f"took it: {', '.join(versions_held) or 'nobody'}",
+            f"took it: {', '.join(took) or 'nobody'}",
             f"did not: {', '.join(late) or 'nobody'}",
         ]
         parts += [f"never registered: {n}"] if (n := actors - len(known) - len(refused)) > 0 else []
@@ -190,7 +190,7 @@ class BroadcastPublisher:
         when = "at once" if refused else f"within {deadline:g} s"
         return WeightSyncError(
             f"Policy version {version} must reach {actors} actors at {self.endpoint}{joined}, "
-            f"but {len(versions_held)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
+            f"but {len(took)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
             "See the logs of the actors that did not, or raise --weights.deadline."
         )
 
@@ -292,7 +292,8 @@ class BroadcastPublisher:
             checksum = packing.checksum(self._buffers.buffer_pair[snapshot.buffer_index])
         times.append(time.monotonic())
         weight_group.announce(
-            self._k, VersionHeader(version=snapshot.version, slot=snapshot.buffer_index, checksum=checksum)
+            self._k,
+            VersionHeader(version=snapshot.version, buffer_index=snapshot.buffer_index, checksum=checksum),
         )
         times.append(time.monotonic())
         about = f" version {snapshot.version}"

@@ -1,6 +1,6 @@
 """Weights for actors that joined from anywhere: the outbox's newest version in, pieces of it out on request.
 
-the learner's thread      reads the books (`versions_held`, `readings`, `pop_events`) and closes; waits for nobody else
+the learner's thread      asks for `versions_held`, `readings`, `pop_events`, and closes; never waits
 the server's thread       consumes   requests (`messaging/weight_messages.py`), versions in the outbox
                           produces   offers, pieces of a version
                           waits for  requests, at most 50 ms            ended by: any actor, close

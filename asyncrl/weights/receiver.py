@@ -157,7 +157,8 @@ class BroadcastReceiver(BufferedReceiver):
         try:
             with waits.waiting(waits.RECEIVING, self._deadline, f": version {header.version}"):
                 self._session.use(
-                    f"receiving version {header.version}", lambda link: link.receive(header.slot, spare)
+                    f"receiving version {header.version}",
+                    lambda link: link.receive(header.buffer_index, spare),
                 )
         except WeightSyncError:
             # An abandoned broadcast may still write into these buffers.

@@ -168,7 +168,7 @@ class WanWorld:
         self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
 
-    def weights_left(self) -> None:
+    def weights_moved(self) -> None:
         """Forget where the weights were; they return to other addresses."""
         if isinstance(self._velocity, CudaGraphed):
             self._velocity.forget()
