@@ -20,7 +20,7 @@ from asyncrl.commands import doctor as command
 from asyncrl.config.run import TrainConfig, WeightSettings, parse
 from asyncrl.doctor import checks, gpus, host, models, packages
 from asyncrl.doctor.checks import Check
-from asyncrl.doctor.findings import Finding, Sizes, Subject, Verdict, look, render
+from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict, render, run_check
 from asyncrl.doctor.packages import check_package
 from asyncrl.worlds.start_states import save_start_states
 
@@ -28,11 +28,11 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 GIB = 2**30
 
 
-def crash(_: Subject) -> Finding:
+def crash(_: Examination) -> Finding:
     raise RuntimeError("the driver said no")
 
 
-def leave(_: Subject) -> Finding:
+def leave(_: Examination) -> Finding:
     sys.exit(3)
 
 
@@ -64,7 +64,7 @@ def test_the_names_fit_the_column() -> None:
     ("check", "words"), [(crash, "RuntimeError: the driver said no"), (leave, "SystemExit: 3")]
 )
 def test_a_check_that_crashes_is_a_finding_of_its_own(check, words) -> None:
-    finding = look("links", lambda: check(Subject(config=TrainConfig())), 5.0)
+    finding = run_check("links", lambda: check(Examination(config=TrainConfig())), 5.0)
     assert finding is not None
     assert (finding.name, finding.verdict) == ("links", Verdict.BROKEN)
     assert finding.seen == f"cannot be checked: {words}"
@@ -76,7 +76,7 @@ def test_a_check_that_hangs_is_left_behind(capsys) -> None:
     def hang() -> None:
         release.wait(60)
 
-    finding = look("disk", hang, 0.2)
+    finding = run_check("disk", hang, 0.2)
     release.set()
     assert finding is not None
     assert (finding.verdict, finding.seen) == (Verdict.BROKEN, "the check did not end within 0.2 s.")
@@ -136,7 +136,7 @@ def test_a_broken_torchvision_is_a_warning_that_says_how_to_remove_it(tmp_path, 
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    finding = packages.check_torchvision(Subject(config=TrainConfig()))
+    finding = packages.check_torchvision(Examination(config=TrainConfig()))
     assert finding is not None
     assert finding.verdict is Verdict.WARNING
     assert finding.seen.startswith("is installed but does not fit torch (operator torchvision::nms")
@@ -146,26 +146,26 @@ def test_a_broken_torchvision_is_a_warning_that_says_how_to_remove_it(tmp_path, 
 def test_missing_shipped_files_are_rebuilt(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("asyncrl.storage.asset_paths.ASSETS", tmp_path)
     monkeypatch.chdir(tmp_path)
-    subject = Subject(config=TrainConfig())
-    finding = models.check_shipped_files(subject)
+    examination = Examination(config=TrainConfig())
+    finding = models.check_shipped_files(examination)
     assert finding is not None
     assert finding.verdict is Verdict.BROKEN
     assert "rebuild them with torchrun_scripts/rebuild_assets.sh" in finding.advice
-    assert models.check_models(subject).verdict is Verdict.BROKEN
+    assert models.check_models(examination).verdict is Verdict.BROKEN
     others = TrainConfig(policy="p", world="w", start_states="s.h5")
-    assert models.check_shipped_files(Subject(config=others)) is None
+    assert models.check_shipped_files(Examination(config=others)) is None
 
 
 def test_models_that_do_not_fit_are_named(tmp_path) -> None:
     write_models(tmp_path)
     folders = TrainConfig(policy=str(tmp_path / "policy"), world=str(tmp_path / "world"))
-    fitting = Subject(config=replace(folders, start_states=str(tmp_path / "starts.h5")))
+    fitting = Examination(config=replace(folders, start_states=str(tmp_path / "starts.h5")))
     finding = models.check_models(fitting)
     assert finding.verdict is Verdict.OK, finding
     assert "8 start states" in finding.seen
     assert "64 x 64 pixels" in finding.seen
     save_start_states(tmp_path / "small.h5", [start_state(0, 32)])
-    wrong = Subject(config=replace(folders, start_states=str(tmp_path / "small.h5")))
+    wrong = Examination(config=replace(folders, start_states=str(tmp_path / "small.h5")))
     finding = models.check_models(wrong)
     assert finding.verdict is Verdict.BROKEN
     assert "(32, 32, 3)" in finding.seen
@@ -176,21 +176,21 @@ def test_models_that_do_not_fit_are_named(tmp_path) -> None:
 
 def test_the_size_of_a_checkpoint_is_the_one_that_a_run_writes(tmp_path, capsys) -> None:
     flags = [*write_models(tmp_path), "--inline", "--updates", "1", "--run-dir", str(tmp_path / "run")]
-    subject = Subject(config=parse(flags))
-    assert models.check_models(subject).verdict is Verdict.OK
-    assert subject.sizes is not None
+    examination = Examination(config=parse(flags))
+    assert models.check_models(examination).verdict is Verdict.OK
+    assert examination.sizes is not None
     assert cli.run("train", flags) == 0
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert subject.sizes.checkpoint == pytest.approx(written, rel=0.05)
+    assert examination.sizes.checkpoint == pytest.approx(written, rel=0.05)
 
 
 SIZES = Sizes(
     policy=GIB,
     parameters=GIB,
     trained=GIB,
-    masters=4 * GIB,
-    whole=0,
+    float32_masters=4 * GIB,
+    unsharded=0,
     version=2 * GIB,
     environment=8 * GIB,
     frame=1,
@@ -203,7 +203,7 @@ def test_memory_is_counted_for_each_role() -> None:
     needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
     # Weights, gradient and moments are shared by two learners; rank 0 packs two versions.
     assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2, 1 + 8 + 2]
-    frozen = replace(SIZES, whole=2 * GIB)  # Both learners have these.
+    frozen = replace(SIZES, unsharded=2 * GIB)  # Both learners have these.
     assert gpus.rank_needs(config, frozen, placement, 0) // GIB == 2 + (2 + 12) // 2 + 2 * 2
 
 
@@ -212,7 +212,7 @@ def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
     placement = gpus.placement_of(TrainConfig(placement=apart))
     needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
     assert needs == [4 + 12 + 2 * 2, 1 + 2, 8]
-    finding = gpus.check_placement(Subject(config=TrainConfig(device="cpu", placement=apart)))
+    finding = gpus.check_placement(Examination(config=TrainConfig(device="cpu", placement=apart)))
     assert finding.seen == (
         "rank 0 (learner) on cpu, rank 1 (policy) on cpu, rank 2 (world) on cpu; weights by gloo"
     )
@@ -220,21 +220,25 @@ def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
 
 def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatch) -> None:
     small = TrainConfig(device="cpu")
-    subject = Subject(config=small)
-    assert gpus.check_device_memory(subject) is None  # The sizes are not known.
-    subject.sizes = replace(SIZES, masters=0, whole=0, trained=0, environment=0, policy=0, version=1)
-    fits = gpus.check_device_memory(subject)
+    examination = Examination(config=small)
+    assert gpus.check_device_memory(examination) is None  # The sizes are not known.
+    examination.sizes = replace(
+        SIZES, float32_masters=0, unsharded=0, trained=0, environment=0, policy=0, version=1
+    )
+    fits = gpus.check_device_memory(examination)
     assert fits is not None
     assert fits.verdict is Verdict.OK
-    subject.sizes = replace(SIZES, environment=2**60)
-    finding = gpus.check_device_memory(subject)
+    examination.sizes = replace(SIZES, environment=2**60)
+    finding = gpus.check_device_memory(examination)
     assert finding is not None
     assert finding.verdict is Verdict.WARNING
     assert f"{(2**60 + 23 * GIB) / GIB:.2f} of" in finding.seen
 
 
 def test_a_placement_is_judged_as_training_would() -> None:
-    fine = gpus.check_placement(Subject(config=TrainConfig(device="cpu", placement="learner=0,actor=1-2")))
+    fine = gpus.check_placement(
+        Examination(config=TrainConfig(device="cpu", placement="learner=0,actor=1-2"))
+    )
     assert fine.verdict is Verdict.OK
     assert (
         fine.seen == "rank 0 (learner) on cpu, rank 1 (actor) on cpu, rank 2 (actor) on cpu; weights by gloo"
@@ -245,26 +249,26 @@ def test_a_placement_is_judged_as_training_would() -> None:
         TrainConfig(placement="learner=0-16,actor=17", device="cpu"): "--algorithm.groups-per-update",
         TrainConfig(device="cpu", weights=WeightSettings(transport="nccl")): "--weights.transport is nccl",
     }.items():
-        finding = gpus.check_placement(Subject(config=config))
+        finding = gpus.check_placement(Examination(config=config))
         assert finding.verdict is Verdict.BROKEN
         assert words in finding.seen
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
 def test_a_gpu_that_is_asked_for_and_not_there_is_broken() -> None:
-    finding = gpus.check_placement(Subject(config=TrainConfig(device="cuda")))
+    finding = gpus.check_placement(Examination(config=TrainConfig(device="cuda")))
     assert finding.verdict is Verdict.BROKEN
     assert "--device is cuda" in finding.seen
 
 
 def test_too_few_open_files_are_a_warning_with_the_command() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    subject = Subject(config=TrainConfig(placement="learner=0,actor=1-3"))
+    examination = Examination(config=TrainConfig(placement="learner=0,actor=1-3"))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        finding = host.check_open_files(subject)
+        finding = host.check_open_files(examination)
         resource.setrlimit(resource.RLIMIT_NOFILE, (384, hard))
-        enough = host.check_open_files(subject)
+        enough = host.check_open_files(examination)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert finding.verdict is Verdict.WARNING
@@ -273,10 +277,10 @@ def test_too_few_open_files_are_a_warning_with_the_command() -> None:
 
 
 def test_missing_shared_memory_is_a_warning(tmp_path) -> None:
-    subject = Subject(config=TrainConfig())
-    assert host.check_shared_memory(subject, tmp_path, gpus=2).verdict is Verdict.OK
+    examination = Examination(config=TrainConfig())
+    assert host.check_shared_memory(examination, tmp_path, gpus=2).verdict is Verdict.OK
     for without_space in (tmp_path / "none", Path("/dev/pts")):
-        finding = host.check_shared_memory(subject, without_space, gpus=2)
+        finding = host.check_shared_memory(examination, without_space, gpus=2)
         assert finding.verdict is Verdict.WARNING
         assert "--shm-size" in finding.advice
-        assert host.check_shared_memory(subject, without_space, gpus=1).verdict is Verdict.OK
+        assert host.check_shared_memory(examination, without_space, gpus=1).verdict is Verdict.OK

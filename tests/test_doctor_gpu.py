@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import gpus, links, models
-from asyncrl.doctor.findings import Subject, Verdict
+from asyncrl.doctor.findings import Examination, Verdict
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -27,7 +27,7 @@ def test_every_pair_is_measured_both_ways() -> None:
     results = links.measure([f"cuda:{i}" for i in range(GPUS)], links.GPU_BYTES, links.GPU_TIMES)
     assert [result.problem for result in results] == [""] * (GPUS * (GPUS - 1) // 2)
     assert all(len(result.rates) == 2 and min(result.rates) > 0.5 for result in results)
-    finding = links.check_links(Subject(config=TrainConfig()))
+    finding = links.check_links(Examination(config=TrainConfig()))
     assert (finding.name, finding.verdict) == ("GPU links", Verdict.OK), finding
 
 
@@ -39,12 +39,12 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 def test_memory_is_compared_with_what_the_gpu_has() -> None:
-    subject = Subject(config=TrainConfig())
-    assert models.check_models(subject).verdict is Verdict.OK
-    finding = gpus.check_device_memory(subject)
+    examination = Examination(config=TrainConfig())
+    assert models.check_models(examination).verdict is Verdict.OK
+    finding = gpus.check_device_memory(examination)
     assert finding is not None
     assert finding.verdict is Verdict.OK
     assert "cuda:0: " in finding.seen
-    placed = gpus.check_placement(subject)
+    placed = gpus.check_placement(examination)
     assert placed.verdict is Verdict.OK
     assert "rank 0 (learner + actor) on cuda:0; weights by cuda_ipc" in placed.seen

@@ -11,16 +11,23 @@ import zmq
 
 from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.doctor import network, storage
-from asyncrl.doctor.findings import Finding, Sizes, Subject, Verdict
+from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict
 from asyncrl.messaging.curve_keys import create_keys
 
 SIZES = Sizes(
-    policy=10**7, parameters=1, trained=10**6, masters=1, whole=0, version=1, environment=1, frame=3 * 64 * 64
+    policy=10**7,
+    parameters=1,
+    trained=10**6,
+    float32_masters=1,
+    unsharded=0,
+    version=1,
+    environment=1,
+    frame=3 * 64 * 64,
 )
 
 
-def subject(run: Path, **replay) -> Subject:
-    return Subject(config=TrainConfig(run_dir=str(run), replay=ReplaySettings(**replay)), sizes=SIZES)
+def examination(run: Path, **replay) -> Examination:
+    return Examination(config=TrainConfig(run_dir=str(run), replay=ReplaySettings(**replay)), sizes=SIZES)
 
 
 def certain(finding: Finding | None) -> Finding:
@@ -32,18 +39,25 @@ def certain(finding: Finding | None) -> Finding:
 
 
 def test_a_replay_larger_than_the_disk_is_a_warning_with_numbers(tmp_path: Path) -> None:
-    fits = storage.check_free_disk(subject(tmp_path / "run", max_gigabytes=0.01))
+    fits = storage.check_free_disk(examination(tmp_path / "run", max_gigabytes=0.01))
     assert fits.verdict is Verdict.OK
-    finding = storage.check_free_disk(subject(tmp_path / "run", max_gigabytes=1e9))
+    finding = storage.check_free_disk(examination(tmp_path / "run", max_gigabytes=1e9))
     assert finding.verdict is Verdict.WARNING
     assert "the replay may take 931322574.6, 4 checkpoints 0.08: actors would wait" in finding.seen
     assert "--replay.max-gigabytes" in finding.advice
 
 
 def test_checkpoints_larger_than_the_disk_are_broken(tmp_path: Path) -> None:
-    looked_at = subject(tmp_path / "run")
+    looked_at = examination(tmp_path / "run")
     looked_at.sizes = Sizes(
-        policy=10**18, parameters=1, trained=1, masters=1, whole=0, version=1, environment=1, frame=1
+        policy=10**18,
+        parameters=1,
+        trained=1,
+        float32_masters=1,
+        unsharded=0,
+        version=1,
+        environment=1,
+        frame=1,
     )
     finding = storage.check_free_disk(looked_at)
     assert finding.verdict is Verdict.BROKEN
@@ -51,28 +65,28 @@ def test_checkpoints_larger_than_the_disk_are_broken(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_that_cannot_be_made_is_broken(tmp_path: Path) -> None:
-    assert storage.check_run_folder(subject(tmp_path / "new" / "run")).verdict is Verdict.OK
+    assert storage.check_run_folder(examination(tmp_path / "new" / "run")).verdict is Verdict.OK
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").touch()
-    taken = storage.check_run_folder(subject(tmp_path / "old"))
+    taken = storage.check_run_folder(examination(tmp_path / "old"))
     assert taken.verdict is Verdict.BROKEN
     assert "add --resume" in taken.seen
-    no_disk = storage.check_run_folder(subject(Path("/proc/asyncrl-run")))
+    no_disk = storage.check_run_folder(examination(Path("/proc/asyncrl-run")))
     assert no_disk.verdict is Verdict.BROKEN
 
 
 def test_the_template_of_run_folders_lies_beside_them(tmp_path: Path) -> None:
-    fine = storage.check_run_folder(subject(tmp_path / "{time}" / "deeper"))
+    fine = storage.check_run_folder(examination(tmp_path / "{time}" / "deeper"))
     assert fine.verdict is Verdict.OK
     assert storage.existing_parent(tmp_path / "a" / "b") == tmp_path
 
 
 def test_the_speed_of_the_disk_is_measured_and_judged(tmp_path: Path, monkeypatch) -> None:
-    assert storage.check_disk_speed(subject(tmp_path / "run")).verdict is Verdict.OK
+    assert storage.check_disk_speed(examination(tmp_path / "run")).verdict is Verdict.OK
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(storage, "SLOW", 1e-6)  # No disk is as fast.
-    slow = storage.check_disk_speed(subject(tmp_path / "run"))
+    slow = storage.check_disk_speed(examination(tmp_path / "run"))
     assert slow.verdict is Verdict.WARNING
     assert "the replay could not keep up" in slow.seen
 
@@ -114,19 +128,19 @@ def test_the_file_system_is_that_of_the_nearest_mount(place: str, kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs"])
 def test_a_network_file_system_is_a_warning(tmp_path: Path, monkeypatch, kind: str) -> None:
-    assert certain(storage.check_file_system(subject(tmp_path))).verdict is Verdict.OK
+    assert certain(storage.check_file_system(examination(tmp_path))).verdict is Verdict.OK
     monkeypatch.setattr(storage, "kind_of", lambda place, mounts: kind)
-    finding = certain(storage.check_file_system(subject(tmp_path)))
+    finding = certain(storage.check_file_system(examination(tmp_path)))
     assert finding.verdict is Verdict.WARNING
     assert finding.seen.startswith(f"{kind} in {tmp_path}")
 
 
 def test_a_lock_that_keeps_nobody_out_is_broken(tmp_path: Path, monkeypatch) -> None:
-    assert storage.check_locks(subject(tmp_path)).verdict is Verdict.OK
+    assert storage.check_locks(examination(tmp_path)).verdict is Verdict.OK
     (tmp_path / "free").touch()
     assert not storage.is_held(tmp_path / "free")
     monkeypatch.setattr(storage, "is_held", lambda path: False)
-    assert storage.check_locks(subject(tmp_path)).verdict is Verdict.BROKEN
+    assert storage.check_locks(examination(tmp_path)).verdict is Verdict.BROKEN
 
 
 # --- sockets and ports ---
@@ -141,7 +155,7 @@ def test_a_socket_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
 def test_a_taken_port_is_broken_and_its_holder_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        taken = subject(tmp_path, listen=f"tcp://127.0.0.1:{port}")
+        taken = examination(tmp_path, listen=f"tcp://127.0.0.1:{port}")
         finding = certain(network.check_listen(taken))
         assert finding.verdict is Verdict.BROKEN
         assert f"port {port} is taken by process {os.getpid()} (" in finding.seen
@@ -159,29 +173,31 @@ def test_a_connection_does_not_hold_its_port(tmp_path: Path) -> None:
 def test_an_address_of_another_host_is_broken(tmp_path: Path) -> None:
     create_keys(tmp_path / "keys", ["learner", "actor-0"])
     finding = certain(
-        network.check_listen(subject(tmp_path, listen="tcp://192.0.2.7:5555", keys=str(tmp_path / "keys")))
+        network.check_listen(
+            examination(tmp_path, listen="tcp://192.0.2.7:5555", keys=str(tmp_path / "keys"))
+        )
     )
     assert finding.verdict is Verdict.BROKEN
     assert "192.0.2.7 is no address of this host" in finding.seen
 
 
 def test_an_address_without_keys_is_refused_as_training_would(tmp_path: Path) -> None:
-    finding = certain(network.check_listen(subject(tmp_path, listen="tcp://192.0.2.7:5555")))
+    finding = certain(network.check_listen(examination(tmp_path, listen="tcp://192.0.2.7:5555")))
     assert finding.verdict is Verdict.BROKEN
     assert "--replay.keys" in finding.seen
-    assert network.check_listen(subject(tmp_path)) is None
+    assert network.check_listen(examination(tmp_path)) is None
 
 
 def test_a_temporary_folder_with_a_long_path_is_broken(tmp_path: Path, monkeypatch) -> None:
-    assert network.check_temporary_folder(subject(tmp_path)).verdict is Verdict.OK
+    assert network.check_temporary_folder(examination(tmp_path)).verdict is Verdict.OK
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    finding = network.check_temporary_folder(subject(tmp_path))
+    finding = network.check_temporary_folder(examination(tmp_path))
     assert finding.verdict is Verdict.BROKEN
     assert "Set TMPDIR to a shorter folder" in finding.seen
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    assert network.check_temporary_folder(subject(tmp_path)).verdict is Verdict.BROKEN
+    assert network.check_temporary_folder(examination(tmp_path)).verdict is Verdict.BROKEN
 
 
 # --- keys ---
@@ -194,14 +210,16 @@ def keys(tmp_path: Path) -> Path:
 
 
 def about_keys(keys: Path) -> Finding:
-    return certain(network.check_keys(subject(keys.parent, listen="tcp://127.0.0.1:5555", keys=str(keys))))
+    return certain(
+        network.check_keys(examination(keys.parent, listen="tcp://127.0.0.1:5555", keys=str(keys)))
+    )
 
 
 def test_the_admitted_clients_are_named(keys: Path) -> None:
     finding = about_keys(keys)
     assert finding.verdict is Verdict.OK
     assert finding.seen == f"{keys}: 3 clients are admitted: actor-0, learner, someone"
-    assert network.check_keys(subject(keys.parent)) is None
+    assert network.check_keys(examination(keys.parent)) is None
 
 
 def test_a_secret_with_mode_0644_is_broken(keys: Path) -> None:

@@ -9,7 +9,7 @@ from link_stand_ins import PIDS, die, fail, hang
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import links
-from asyncrl.doctor.findings import Subject, Verdict
+from asyncrl.doctor.findings import Examination, Verdict
 from asyncrl.doctor.links import Result, judge, measure
 
 
@@ -75,6 +75,6 @@ def test_the_slowest_pair_is_named() -> None:
 
 
 def test_without_gpus_two_processes_of_this_host_are_looked_at() -> None:
-    finding = links.check_links(Subject(config=TrainConfig(device="cpu")))
+    finding = links.check_links(Examination(config=TrainConfig(device="cpu")))
     assert (finding.name, finding.verdict) == ("CPU link", Verdict.OK)
     assert finding.seen.startswith("gloo, 8 MiB each way: lowest ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import doctor
-from asyncrl.doctor.findings import Subject
+from asyncrl.doctor.findings import Examination
 
 JSON = "--json"
 ABOUT = (
@@ -18,13 +18,13 @@ def main(arguments: list[str]) -> int:
     """Print what works and what is missing; exit code 1 when training cannot run."""
     as_json = JSON in arguments
     arguments = [argument for argument in arguments if argument != JSON]
-    subject = _read(arguments) if arguments else Subject(config=TrainConfig())
-    return doctor(subject, as_json=as_json)
+    examination = _read(arguments) if arguments else Examination(config=TrainConfig())
+    return doctor(examination, as_json=as_json)
 
 
-def _read(arguments: list[str]) -> Subject:
+def _read(arguments: list[str]) -> Examination:
     """Read the settings as `train` does. Only now: without arguments an incomplete installation will do."""
     from asyncrl.commands.train import read_settings
 
     config = read_settings(arguments, f"asyncrl doctor [{JSON}]", ABOUT)
-    return Subject(config=config, where=" ".join(arguments))
+    return Examination(config=config, where=" ".join(arguments))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final
 
-from asyncrl.doctor.findings import Finding, Subject, Verdict, look, ok, render
+from asyncrl.doctor.findings import Examination, Finding, Verdict, ok, render, run_check
 from asyncrl.doctor.packages import NEEDED, check_package
 
 DEADLINE: Final = 60.0
@@ -54,10 +54,10 @@ CHECKS: Final = (
 """In the order of the report; what the models need comes after them."""
 
 
-def doctor(subject: Subject, *, as_json: bool) -> int:
+def doctor(examination: Examination, *, as_json: bool) -> int:
     """Print the report, as lines or as a JSON list. Returns 0 when training can run here, else 1."""
     findings = []
-    for finding in examine(subject):
+    for finding in examine(examination):
         findings.append(finding)
         if not as_json:
             print(render(finding), flush=True)
@@ -71,22 +71,22 @@ def doctor(subject: Subject, *, as_json: bool) -> int:
     return int(bool(broken))
 
 
-def examine(subject: Subject) -> Iterator[Finding]:
+def examine(examination: Examination) -> Iterator[Finding]:
     """Make all checks, one after the other."""
-    yield ok("settings", f"{subject.where}: {_summary(subject)}")
-    checks = [("Python", partial(_call, "packages:check_python", subject), DEADLINE)]
+    yield ok("settings", f"{examination.where}: {_summary(examination)}")
+    checks = [("Python", partial(_call, "packages:check_python", examination), DEADLINE)]
     checks += [(name, partial(check_package, name, lowest), DEADLINE) for name, lowest in NEEDED.items()]
-    checks += [(check.name, partial(_call, check.where, subject), check.deadline) for check in CHECKS]
+    checks += [(check.name, partial(_call, check.where, examination), check.deadline) for check in CHECKS]
     for name, action, deadline in checks:
-        if finding := look(name, action, deadline):
+        if finding := run_check(name, action, deadline):
             yield finding
 
 
-def _call(where: str, subject: Subject) -> Finding | None:
+def _call(where: str, examination: Examination) -> Finding | None:
     module, _, function = where.partition(":")
-    return getattr(importlib.import_module(f"asyncrl.doctor.{module}"), function)(subject)
+    return getattr(importlib.import_module(f"asyncrl.doctor.{module}"), function)(examination)
 
 
-def _summary(subject: Subject) -> str:
-    config = subject.config
+def _summary(examination: Examination) -> str:
+    config = examination.config
     return f"{config.algorithm.kind}, {config.updates} updates, policy {config.policy}, world {config.world}"

@@ -22,10 +22,10 @@ class Sizes:
     """Numbers in the policy, also those that are not trained."""
     trained: int
     """Numbers that an update changes."""
-    masters: int
+    float32_masters: int
     """Policy as the learner holds it: float32 where --learner.precision wants it."""
-    whole: int
-    """Part of `masters` that is not spread over learner ranks: frozen weights beside adapters."""
+    unsharded: int
+    """Part of `float32_masters` that is not spread over learner ranks: frozen weights beside adapters."""
     version: int
     """What actors get after an update."""
     environment: int
@@ -45,7 +45,7 @@ class Sizes:
 
 
 @dataclass(kw_only=True)
-class Subject:
+class Examination:
     """One examination."""
 
     config: TrainConfig
@@ -105,7 +105,7 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:400]
 
 
-def look(name: str, check: Callable[[], Finding | None], deadline: float) -> Finding | None:
+def run_check(name: str, check: Callable[[], Finding | None], deadline: float) -> Finding | None:
     """Run a check. This is the boundary: whatever goes wrong in one check, the others are still made.
 
     The check runs on a thread, because a file system or a driver that hangs cannot be interrupted; such a

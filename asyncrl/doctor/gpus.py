@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.findings import Finding, Sizes, Subject, broken, ok, one_line, warning
+from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import WORDS, Placement, check_groups, parse_placement, pick_device, ranks_named
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HOST: Final = "memory of the host"
 
 
-def check_devices(_: Subject) -> Finding:
+def check_devices(_: Examination) -> Finding:
     """Name the GPUs, or say why torch sees none."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -45,14 +45,14 @@ def placement_of(config: TrainConfig) -> Placement:
     return parse_placement(config.placement, ranks_named(config.placement), 0)
 
 
-def check_placement(subject: Subject) -> Finding:
+def check_placement(examination: Examination) -> Finding:
     """Whether the ranks, the devices and the carrier of the weights go together."""
     import torch
 
     from asyncrl.launch import build, learner_ranks
     from asyncrl.weights.transports.transports import build_transport
 
-    config = subject.config
+    config = examination.config
     try:
         placement = placement_of(config)
         check_groups(placement, config.algorithm.groups_per_update)
@@ -89,19 +89,19 @@ def devices_of(config: TrainConfig, placement: Placement) -> dict[int, torch.dev
     return {rank: pick_device(config.device, rank) for rank in placement.ranks}
 
 
-def check_device_memory(subject: Subject) -> Finding | None:
+def check_device_memory(examination: Examination) -> Finding | None:
     """Compare what weights and training state need with what is free; None while either is unknown."""
-    if subject.sizes is None:
+    if examination.sizes is None:
         return None
     try:
-        placement = placement_of(subject.config)
-        by_rank = devices_of(subject.config, placement)
+        placement = placement_of(examination.config)
+        by_rank = devices_of(examination.config, placement)
     except ConfigError:  # The line about the placement says so.
         return None
     needed: Counter[str] = Counter()
     for rank, device in by_rank.items():
         place = str(device) if device.type == "cuda" else HOST
-        needed[place] += rank_needs(subject.config, subject.sizes, placement, rank)
+        needed[place] += rank_needs(examination.config, examination.sizes, placement, rank)
     free = {place: free_on(place) for place in needed}
     seen = "; ".join(
         f"{place}: {needed[place] / GIB:.2f} of {free[place] / GIB:.1f} GiB that are free" for place in needed
@@ -121,8 +121,8 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
     """Bytes of weights and training state on a rank's device; activations are not counted."""
     needed, roles = 0, placement.roles(rank)
     if "learner" in roles:
-        spread = sizes.masters - sizes.whole + sizes.training
-        needed += sizes.whole + spread // len(placement.learners)
+        spread = sizes.float32_masters - sizes.unsharded + sizes.training
+        needed += sizes.unsharded + spread // len(placement.learners)
         if config.algorithm.kl_coef and not config.lora.rank:
             needed += sizes.policy  # The frozen reference.
         if rank == 0:

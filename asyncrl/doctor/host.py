@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from asyncrl.doctor.findings import Finding, Subject, ok, one_line, warning
+from asyncrl.doctor.findings import Examination, Finding, ok, one_line, warning
 from asyncrl.errors import AssetError
 from asyncrl.launch.placement import ranks_named
 
@@ -23,7 +23,7 @@ OPEN_FILES_PER_RANK: Final = 32
 """Connections and pipes that rank 0 opens for each further rank, likewise."""
 
 
-def check_opengl(_: Subject) -> Finding:
+def check_opengl(_: Examination) -> Finding:
     """Whether MuJoCo can draw."""
     from asyncrl.simulators.rendering import require_backend
 
@@ -33,7 +33,7 @@ def check_opengl(_: Subject) -> Finding:
         return warning("OpenGL", one_line(error), "Training works without it; evaluate and collect do not.")
 
 
-def check_cores(_: Subject) -> Finding:
+def check_cores(_: Examination) -> Finding:
     """How many cores there are for this process."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup("cpu.max").split()
@@ -41,7 +41,7 @@ def check_cores(_: Subject) -> Finding:
     return ok("CPU cores", f"{count}{limit}")
 
 
-def check_memory(_: Subject) -> Finding:
+def check_memory(_: Examination) -> Finding:
     """How much memory there is for this process, in all."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _cgroup("memory.max")
@@ -74,7 +74,7 @@ def gpus_of_host() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def check_shared_memory(_: Subject, folder: Path = SHARED, gpus: int | None = None) -> Finding:
+def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None = None) -> Finding:
     """Whether several GPUs have the shared memory that NCCL may use between them.
 
     Args:
@@ -94,10 +94,10 @@ def check_shared_memory(_: Subject, folder: Path = SHARED, gpus: int | None = No
     return ok("shared memory", seen)
 
 
-def check_open_files(subject: Subject) -> Finding:
+def check_open_files(examination: Examination) -> Finding:
     """Whether a process may open as many files as it needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks_named(subject.config.placement)
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks_named(examination.config.placement)
     most = "any number" if hard == resource.RLIM_INFINITY else f"{hard}"
     seen = f"{soft} of {most} per process"
     if soft != resource.RLIM_INFINITY and soft < needed:

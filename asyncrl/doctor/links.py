@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.doctor.findings import Finding, Subject, broken, ok, warning
+from asyncrl.doctor.findings import Examination, Finding, broken, ok, warning
 from asyncrl.doctor.link_member import Task, serve
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.placement import pick_device
@@ -55,12 +55,12 @@ class Result:
     """False: there was no time left for it."""
 
 
-def check_links(subject: Subject) -> Finding:
+def check_links(examination: Examination) -> Finding:
     """Measure all pairs of GPUs; on a CPU, two processes of this host."""
     import torch
 
     try:
-        on_gpu = pick_device(subject.config.device).type == "cuda"
+        on_gpu = pick_device(examination.config.device).type == "cuda"
     except ConfigError:  # The line about the placement says so.
         on_gpu = False
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if on_gpu else ["cpu", "cpu"]
@@ -115,7 +115,7 @@ def measure(
     pairs = sorted(combinations(range(len(devices)), 2), key=lambda pair: pair[1] - pair[0]) or [(0,)]
     results = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
-        crew = _Crew(devices, Path(folder), serve)
+        crew = _LinkProcesses(devices, Path(folder), serve)
         try:
             crew.start(range(len(devices)))
             for number, pair in enumerate(pairs):
@@ -145,7 +145,7 @@ def _names(devices: Sequence[str]) -> list[str]:
     return [name if devices.count(name) == 1 else f"{name} process {i}" for i, name in enumerate(devices)]
 
 
-def _measure_pair(crew: _Crew, name: str, pair: Sequence[int], tasks: Sequence[Task]) -> Result:
+def _measure_pair(crew: _LinkProcesses, name: str, pair: Sequence[int], tasks: Sequence[Task]) -> Result:
     try:
         crew.start(pair)
         crew.wait_until_ready(pair)
@@ -163,7 +163,7 @@ def _measure_pair(crew: _Crew, name: str, pair: Sequence[int], tasks: Sequence[T
     return Result(pair=name, rates=tuple(moved / seconds / 1e9 for seconds in slower))
 
 
-class _Crew:
+class _LinkProcesses:
     """The children, by the number of their device."""
 
     def __init__(self, devices: Sequence[str], folder: Path, serve: Serve) -> None:

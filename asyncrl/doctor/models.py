@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.findings import Finding, Sizes, Subject, broken, ok, one_line
+from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
 from asyncrl.launch.environment import EnvironmentFiles
@@ -21,9 +21,9 @@ MIB: Final = 2**20
 SHIPPED: Final = "tabletop"
 
 
-def check_shipped_files(subject: Subject) -> Finding | None:
+def check_shipped_files(examination: Examination) -> Finding | None:
     """Whether the shipped models are complete; None when the settings name others only."""
-    config = subject.config
+    config = examination.config
     if SHIPPED not in (config.policy, config.world, config.start_states):
         return None
     try:
@@ -43,15 +43,15 @@ def check_shipped_files(subject: Subject) -> Finding | None:
     return ok("shipped files", f"{SHIPPED} policy, world and start states, {size / MIB:.1f} MiB")
 
 
-def check_models(subject: Subject) -> Finding:
+def check_models(examination: Examination) -> Finding:
     """Load the policy on the CPU, check the others, note the sizes; with --resume verify the checkpoint."""
-    config = subject.config
+    config = examination.config
     try:
         policy, environment = build.load_models(config, torch.device("cpu"))
         resumed = _verify_checkpoint(config)
     except AsyncRLError as error:
         return broken("models", one_line(error))
-    sizes = subject.sizes = measure(config, policy, environment)
+    sizes = examination.sizes = measure(config, policy, environment)
     tasks = {state.task for state in environment.starts}
     pixels = environment.image_size
     return ok(
@@ -78,8 +78,8 @@ def measure(config: TrainConfig, policy: OpenVLAOFT, environment: EnvironmentFil
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=count_parameters(policy),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
-        masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
-        whole=sum(p.numel() * 4 if wide else p.nbytes for p in frozen) if ready else 0,
+        float32_masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
+        unsharded=sum(p.numel() * 4 if wide else p.nbytes for p in frozen) if ready else 0,
         version=_bytes(policy.acting_tensors().values()),
         environment=environment.nbytes,
         frame=3 * environment.image_size**2,

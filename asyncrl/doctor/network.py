@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from asyncrl.doctor.findings import Finding, Subject, broken, ok, one_line
+from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line
 from asyncrl.doctor.gpus import placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints
@@ -21,7 +21,7 @@ SOCKET_DEADLINE: Final = 2000
 """Milliseconds that one message may take between two sockets of this process."""
 
 
-def check_sockets(_: Subject) -> Finding | None:
+def check_sockets(_: Examination) -> Finding | None:
     """Whether messages get through loopback and unix sockets."""
     try:
         import zmq
@@ -58,7 +58,7 @@ def exchange(endpoint: str) -> None:
         receiver.recv()
 
 
-def check_temporary_folder(_: Subject) -> Finding:
+def check_temporary_folder(_: Examination) -> Finding:
     """Whether the private folder of a run's sockets can be made, with a path that is short enough."""
     try:
         folder = private_folder()
@@ -74,9 +74,9 @@ def check_temporary_folder(_: Subject) -> Finding:
     return ok("TMPDIR", f"{folder.parent}, socket paths of {length} bytes")
 
 
-def check_listen(subject: Subject) -> Finding | None:
+def check_listen(examination: Examination) -> Finding | None:
     """Whether the replay can listen at --replay.listen now; None without one."""
-    config = subject.config
+    config = examination.config
     if not config.replay.listen:
         return None
     name = "replay.listen"
@@ -123,9 +123,9 @@ def holder(port: int) -> str:
     return ""
 
 
-def check_keys(subject: Subject) -> Finding | None:
+def check_keys(examination: Examination) -> Finding | None:
     """Whether --replay.keys has what this run's processes need; None without keys."""
-    config = subject.config
+    config = examination.config
     if not config.replay.keys:
         return None
     try:

@@ -10,7 +10,7 @@ import re
 import sys
 from typing import Final
 
-from asyncrl.doctor.findings import Finding, Subject, broken, ok, one_line, warning
+from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line, warning
 
 NEEDED: Final = {
     "torch": "2.11",
@@ -30,7 +30,7 @@ NEEDED: Final = {
 """Lowest version of every dependency, as in pyproject.toml."""
 
 
-def check_python(_: Subject) -> Finding:
+def check_python(_: Examination) -> Finding:
     """Whether this Python is new enough."""
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     return ok("Python", text) if sys.version_info >= (3, 11) else broken("Python", f"{text}; 3.11 is needed.")
@@ -68,7 +68,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def check_torchvision(_: Subject) -> Finding | None:
+def check_torchvision(_: Examination) -> Finding | None:
     """A torchvision built for another torch breaks transformers, which imports it when it is there."""
     if importlib.util.find_spec("torchvision") is None:
         return None

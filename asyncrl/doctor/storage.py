@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.findings import Finding, Subject, broken, ok, one_line, warning
+from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB
 from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK
@@ -51,9 +51,9 @@ def _scratch(config: TrainConfig) -> Iterator[Path]:
         yield Path(folder)
 
 
-def check_run_folder(subject: Subject) -> Finding:
+def check_run_folder(examination: Examination) -> Finding:
     """Whether the run's folder could be made, or found with --resume."""
-    config = subject.config
+    config = examination.config
     try:
         folder = run_folder.locate(config)
         with _scratch(config):
@@ -65,14 +65,14 @@ def check_run_folder(subject: Subject) -> Finding:
     return ok("run folder", f"{folder} can be {'used' if config.resume else 'made'}")
 
 
-def check_free_disk(subject: Subject) -> Finding:
+def check_free_disk(examination: Examination) -> Finding:
     """Compare what replay and checkpoints may come to with what is free."""
-    config, place = subject.config, _place(subject.config)
+    config, place = examination.config, _place(examination.config)
     free = shutil.disk_usage(place).free + _held(config)
     # While a checkpoint is written, all that are kept still lie there.
-    checkpoints = (config.keep_checkpoints + 1) * subject.sizes.checkpoint if subject.sizes else 0
+    checkpoints = (config.keep_checkpoints + 1) * examination.sizes.checkpoint if examination.sizes else 0
     replay = int(config.replay.max_gigabytes * 1e9)
-    size = f"{checkpoints / GIB:.2f}" if subject.sizes else "an unknown size"
+    size = f"{checkpoints / GIB:.2f}" if examination.sizes else "an unknown size"
     seen = (
         f"{free / GIB:.1f} GiB in {place}{', with what the run has already' * config.resume}; "
         f"the replay may take {replay / GIB:.1f}, {config.keep_checkpoints + 1} checkpoints {size}"
@@ -97,20 +97,20 @@ def _held(config: TrainConfig) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def check_disk_speed(subject: Subject) -> Finding:
+def check_disk_speed(examination: Examination) -> Finding:
     """Measure writing and syncing, and judge them by the time that one update's groups take.
 
     Rule: groups per update x (bytes of a group / speed + 4 syncs) is at most `SLOW` seconds.
     """
-    config = subject.config
+    config = examination.config
     with _scratch(config) as folder:
         speed = BULK / _seconds_to_write(folder / "bulk", os.urandom(1 << 20) * (BULK >> 20))
         syncs = [_seconds_to_write(folder / f"small-{n}", bytes(SMALL)) for n in range(SMALL_FILES)]
     sync = statistics.median(syncs)
     seen = f"writes {speed / 1e6:.0f} MB/s, a sync of a small file takes {1000 * sync:.1f} ms"
-    if subject.sizes is None:
+    if examination.sizes is None:
         return ok("disk speed", seen)
-    seconds = seconds_per_update(config, subject.sizes.frame, speed, sync)
+    seconds = seconds_per_update(config, examination.sizes.frame, speed, sync)
     seen += f"; one update's groups are stored in {seconds:.2g} s"
     if seconds > SLOW:
         return warning(
@@ -148,12 +148,12 @@ def _seconds_to_write(path: Path, content: bytes) -> float:
     return time.perf_counter() - begin
 
 
-def check_file_system(subject: Subject) -> Finding | None:
+def check_file_system(examination: Examination) -> Finding | None:
     """Warn of a network file system; None where the mounts are not known."""
     mounts = Path("/proc/mounts")
     if not mounts.is_file():
         return None
-    place = _place(subject.config)
+    place = _place(examination.config)
     kind = kind_of(place.resolve(), mounts.read_text())
     if kind in NETWORK or kind.startswith("fuse"):
         return warning(
@@ -179,10 +179,10 @@ def kind_of(place: Path, mounts: str) -> str:
     return kind
 
 
-def check_locks(subject: Subject) -> Finding:
+def check_locks(examination: Examination) -> Finding:
     """Whether a lock of one holder keeps another one out: it guards the replay against two writers."""
     advice = "Choose a local disk with --run-dir."
-    with _scratch(subject.config) as folder, (folder / "lock").open("w") as first:
+    with _scratch(examination.config) as folder, (folder / "lock").open("w") as first:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
