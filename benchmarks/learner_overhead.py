@@ -37,7 +37,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_learning_policy
 from asyncrl.launch.placement import pick_device
 from asyncrl.learner.batches import build_batch, describe
-from asyncrl.learner.fsdp import keep_masters
+from asyncrl.learner.fsdp import make_float32_masters
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.policies.interface import SamplingParams
@@ -176,7 +176,7 @@ def measure(algorithm: Literal["grpo", "ppo"], settings: Settings) -> tuple[int,
     torch.manual_seed(settings.seed)
     device = pick_device(settings.device)
     policy = build_learning_policy(config, device)
-    keep_masters(policy, config.learner.precision)
+    make_float32_masters(policy, config.learner.precision)
     groups = make_groups(policy, config, settings)
     update, watch = Update(policy, config), Stopwatch(device)
     for name in PASSES:

@@ -47,7 +47,7 @@ class Table:
 
 def units_of(level: str) -> list[list[tuple[int, int]]]:
     if level == "token":
-        return [[place] for place in PLACES]
+        return [[decision_index] for decision_index in PLACES]
     return [[(c, a) for a in range(7)] for c in range(8)] if level == "action" else [PLACES]
 
 
@@ -83,7 +83,7 @@ def deviation(values: list[float]) -> float:
     return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
-def critic_teaching(
+def critic_targets(
     config: TrainConfig, batch: Batch, table: Table, start: Tensor
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float], dict[tuple[int, int], float]]:
     """Advantages, value targets and old values per ``(decision, value)``."""
@@ -118,7 +118,7 @@ def critic_teaching(
     if critic.normalize_advantages:
         mean = sum(advantages.values()) / len(advantages)
         spread = deviation(list(advantages.values())) + 1e-5
-        advantages = {place: (a - mean) / spread for place, a in advantages.items()}
+        advantages = {decision_index: (a - mean) / spread for decision_index, a in advantages.items()}
     return advantages, targets, old
 
 
@@ -159,16 +159,18 @@ def weights_of(config: TrainConfig, batch: Batch, gaps: list, d: int, unit: list
         return 1.0
     own = decisions_of(batch, int(batch.episode[d]))
 
-    def ratio(of: int, place: tuple[int, int]) -> float:
-        return gaps[of][place[0]][place[1]]
+    def ratio(of: int, decision_index: tuple[int, int]) -> float:
+        return gaps[of][decision_index[0]][decision_index[1]]
 
     level = config.algorithm.level if chosen.level == "auto" else chosen.level
     first = unit[0]
     members = {
         "token": [(d, first)],
-        "action": [(d, place) for place in valid(batch, d, [(first[0], a) for a in range(7)])],
-        "chunk": [(d, place) for place in valid(batch, d, PLACES)],
-        "episode": [(of, place) for of in own for place in valid(batch, of, PLACES)],
+        "action": [
+            (d, decision_index) for decision_index in valid(batch, d, [(first[0], a) for a in range(7)])
+        ],
+        "chunk": [(d, decision_index) for decision_index in valid(batch, d, PLACES)],
+        "episode": [(of, decision_index) for of in own for decision_index in valid(batch, of, PLACES)],
     }[level]
     total = sum(ratio(*member) for member in members)
     raw = math.exp(total / len(members) if chosen.geometric else total)
@@ -240,7 +242,7 @@ def slow_loss(
         alpha = (batch.lag / (batch.lag + 1)).double()[:, None, None]
         proximal = behaviour + alpha * (now.detach() - behaviour)
     if chosen.kind == "ppo":
-        teaching, targets, old = critic_teaching(config, batch, before, start)
+        teaching, targets, old = critic_targets(config, batch, before, start)
     else:
         teaching, targets, old = group_advantages(config, batch), {}, {}
     wide = before.values is not None and before.values.shape[1] > 1
@@ -254,13 +256,17 @@ def slow_loss(
         term = unit_loss(config, now[d][at], proximal[d][at], advantage)
         loss = loss + count * weights_of(config, batch, gaps, d, tokens) * term
     for d, tokens, count in counted(config, batch, "token", episodes):
-        place = tokens[0]
-        loss = loss - chosen.entropy_coef * count * entropy[d][place]
+        decision_index = tokens[0]
+        loss = loss - chosen.entropy_coef * count * entropy[d][decision_index]
         if reference is not None:
-            gap = now[d][place] - anchor[d][place]
+            gap = now[d][decision_index] - anchor[d][decision_index]
             penalty = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[chosen.kl_estimator]
             loss = loss + chosen.kl_coef * count * penalty
-    mine = {place: t for place, t in targets.items() if int(batch.episode[place[0]]) in episodes}
+    mine = {
+        decision_index: t
+        for decision_index, t in targets.items()
+        if int(batch.episode[decision_index[0]]) in episodes
+    }
     for (d, k), target in mine.items():
         assert table.values is not None
         value = table.values[int(batch.frames[d, 0, 0, 0]), k]

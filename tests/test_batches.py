@@ -33,7 +33,7 @@ def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
     assert batch.mask.sum(dim=(1, 2)).tolist() == [56, 3 * 7, 56, 56, 56]
     assert batch.rewards.sum(dim=1).tolist() == [0, 1, 0, 0, 0]
     assert batch.rewards[1, 2] == 1
-    assert batch.place.tolist() == [0, 1, 0, 0, 0]
+    assert batch.decision_index.tolist() == [0, 1, 0, 0, 0]
     assert batch.final_frames[:, 0, 0, 0].tolist() == [5, 2, 3, 3]
     assert batch.successes.tolist() == [True, False, False, False]
     assert batch.lag.tolist() == [2, 1, 3, 0, 0]

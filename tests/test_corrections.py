@@ -21,7 +21,7 @@ from asyncrl.learner.corrections import (
     vetoed,
     whole_episodes,
 )
-from asyncrl.learner.levels import summed_at
+from asyncrl.learner.levels import reduce_to_level
 
 PROXIMAL = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 BEHAVIOUR = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
@@ -88,7 +88,7 @@ def by_loop(level: str, mean: bool) -> Tensor:
 @pytest.mark.parametrize("level", ["token", "action", "chunk", "episode"])
 def test_sums_of_every_level_match_a_loop_over_tokens(level: str, mean: bool) -> None:
     ratios, mask, episode = tokens()
-    actual = summed_at(ratios, mask, level, episode, mean=mean)  # pyright: ignore
+    actual = reduce_to_level(ratios, mask, level, episode, mean=mean)  # pyright: ignore
     expected = torch.where(mask, by_loop(level, mean), 0.0) if level == "token" else by_loop(level, mean)
     torch.testing.assert_close(actual.expand(3, 8, 7), expected, atol=1e-5, rtol=0)
 

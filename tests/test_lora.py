@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.learner.ranks import Alone
+from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.weight_export import copy_policy
 from asyncrl.policies.checkpoints.adapters import load_adapter, save_adapter
 from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
@@ -411,7 +411,7 @@ def test_a_checkpoint_of_adapters_holds_the_merged_policy_and_the_adapters_alone
     with torch.no_grad():
         for parameter in policy.trainable_parameters().values():
             parameter.normal_()
-    copy_policy(policy, Alone())(tmp_path)
+    copy_policy(policy, SingleRank())(tmp_path)
     again = load_policy(tmp_path / "start")
     load_adapter(again, tmp_path / "adapter")
     merged, adapted = dict(merged_tensors(load_policy(tmp_path))), dict(merged_tensors(again))

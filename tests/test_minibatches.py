@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.config.algorithm import OptimizerSettings
-from asyncrl.learner.minibatches import Share, deal_episodes, micro_batches
+from asyncrl.learner.minibatches import Share, micro_batches, split_minibatches
 from asyncrl.learner.optimizer import learning_rate_share
-from asyncrl.learner.ranks import Alone
+from asyncrl.learner.ranks import SingleRank
 
 
-class OtherRankNeeds(Alone):
+class OtherRankNeeds(SingleRank):
     """A group in which another rank makes `passes` passes."""
 
     size = 2
@@ -30,15 +30,17 @@ class OtherRankNeeds(Alone):
 def test_every_episode_is_dealt_once_and_sizes_differ_by_one(
     episodes: int, minibatches: int, epoch: int
 ) -> None:
-    dealt = deal_episodes(episodes, minibatches, (7, 3, epoch))
+    dealt = split_minibatches(episodes, minibatches, (7, 3, epoch))
     assert sorted(torch.cat(dealt).tolist()) == list(range(episodes))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-    again = deal_episodes(episodes, minibatches, (7, 3, epoch))
+    again = split_minibatches(episodes, minibatches, (7, 3, epoch))
     assert all(torch.equal(a, b) for a, b in zip(dealt, again, strict=True))
 
 
 def test_another_epoch_or_version_is_dealt_differently() -> None:
-    orders = [torch.cat(deal_episodes(32, 4, seed)).tolist() for seed in ((0, 0, 0), (0, 0, 1), (0, 1, 0))]
+    orders = [
+        torch.cat(split_minibatches(32, 4, seed)).tolist() for seed in ((0, 0, 0), (0, 0, 1), (0, 1, 0))
+    ]
     assert len({tuple(order) for order in orders}) == 3
 
 

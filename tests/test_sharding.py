@@ -15,7 +15,7 @@ from two_ranks import run_ranks
 
 from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.distributed_ranks import DistributedGroup, pack, unpack
+from asyncrl.learner.distributed_ranks import DistributedRanks, pack, unpack
 from asyncrl.learner.fsdp import shard
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
@@ -55,7 +55,7 @@ def gradients(policy: OpenVLAOFT) -> dict[str, Tensor]:
 
 
 def assert_same_gradients() -> None:
-    group = DistributedGroup(20.0)
+    group = DistributedRanks(20.0)
     alone = policy_of()
     for row in range(ROWS):
         loss_of(alone, slice(row, row + 1)).backward()
@@ -66,7 +66,7 @@ def assert_same_gradients() -> None:
     torch.testing.assert_close(before, alone.evaluate(*_inputs(alone), SAMPLING).logprob, atol=1e-5, rtol=0)
     for row in range(2):  # Two micro-batches of one row per rank.
         (group.size * loss_of(policy, slice(group.rank * 2 + row, group.rank * 2 + row + 1))).backward()
-    actual = group.whole(gradients(policy))
+    actual = group.gather_full(gradients(policy))
     assert set(actual) == (set(expected) if group.rank == 0 else set())
     for name, gradient in actual.items():
         scale = float(expected[name].abs().max())
@@ -81,7 +81,7 @@ def _inputs(policy: OpenVLAOFT) -> tuple:
 def bf16_on_one_rank() -> dict[str, float]:
     policy = shard(policy_of(), CPU, "bf16")
     whole = policy_of()
-    group = DistributedGroup(20.0)
+    group = DistributedRanks(20.0)
     seen: dict[str, torch.dtype] = {}
     policy.llm.layers[0].mlp.register_forward_hook(lambda _m, i, o: seen.update(layer=o.dtype))
     policy.lm_head.register_forward_hook(lambda _m, i, o: seen.update(input=i[0].dtype, logits=o.dtype))
@@ -93,7 +93,7 @@ def bf16_on_one_rank() -> dict[str, float]:
     assert all(g.dtype is torch.float32 for g in gradients(policy).values())
     optimizer = torch.optim.AdamW(policy.param_groups(1e-3, 1e-3))
     optimizer.step()
-    assert set(group.whole(policy.acting_tensors())) == set(whole.acting_tensors())
+    assert set(group.gather_full(policy.acting_tensors())) == set(whole.acting_tensors())
     expected = whole.evaluate(*_inputs(whole), SAMPLING).logprob
     return {"gap": float((result.logprob - expected).abs().mean())}
 
@@ -118,22 +118,22 @@ def adapters_and_patched_forwards() -> None:
     policy = build()
     enable_gradient_checkpointing(policy)
     shard(policy, CPU, "fp32")
-    group = DistributedGroup(20.0)
+    group = DistributedRanks(20.0)
     assert {p.requires_grad for p in policy.parameters() if isinstance(p, DTensor)} == {True}
     assert {p.requires_grad for p in policy.parameters() if not isinstance(p, DTensor)} == {False}
     for _ in range(2):  # Gradients are added up.
         (group.size * loss_of(policy, slice(group.rank * 2, group.rank * 2 + 2)) / 2).backward()
-    actual = group.whole(gradients(policy))
+    actual = group.gather_full(gradients(policy))
     for name, gradient in actual.items():
         expected = gradients(alone)[name]
         torch.testing.assert_close(gradient, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
     assert_merged(alone, policy, group)
 
 
-def assert_merged(alone: OpenVLAOFT, policy: OpenVLAOFT, group: DistributedGroup) -> None:
+def assert_merged(alone: OpenVLAOFT, policy: OpenVLAOFT, group: DistributedRanks) -> None:
     expected = dict(merged_tensors(alone))
     for name, tensor in merged_tensors(policy):
-        for full in group.whole({name: tensor}).values():
+        for full in group.gather_full({name: tensor}).values():
             torch.testing.assert_close(full, expected[name], atol=1e-6, rtol=0)
 
 
@@ -147,12 +147,12 @@ def test_two_ranks_have_the_gradient_of_one_also_with_adapters_and_activation_ch
     run_ranks(same_gradients_also_with_adapters)
 
 
-def peer_dies(group: DistributedGroup) -> str:
+def peer_dies(group: DistributedRanks) -> str:
     if group.rank == 0:
         return ""  # Leaves: its process ends.
     began = time.monotonic()
     with pytest.raises(RunError) as caught:
-        group.share(None)
+        group.scatter_groups(None)
     assert time.monotonic() - began < 15
     return str(caught.value)
 
@@ -164,16 +164,16 @@ def exchange_until_a_peer_dies() -> tuple[list[str], float, float, int, str]:
         nonlocal looks
         looks += 1
 
-    group = DistributedGroup(20.0, while_waiting=look)
+    group = DistributedRanks(20.0, while_waiting=look)
     rank = float(group.rank)
     sum_, max_ = float(group.sum(torch.tensor(rank + 1))), float(group.max(torch.tensor(-rank)))
     batch = groups_of([[3, -1], [-1, 12], [1, 1]])
     time.sleep(0.0 if group.rank else 0.3)
-    part = group.share(batch if group.rank == 0 else None)
+    part = group.scatter_groups(batch if group.rank == 0 else None)
     assert part is not None
-    assert group.share(None) is None
+    assert group.scatter_groups(None) is None
     with pytest.raises(ConfigError, match=r"2 learner ranks.*--algorithm\.groups-per-update 2"):
-        group.share(batch[:1] if group.rank == 0 else None)
+        group.scatter_groups(batch[:1] if group.rank == 0 else None)
     assert sum(len(members) for members in part) == 2 * len(part)
     ids = [episode.episode_id for members in part for episode in members]
     return ids, sum_, max_, looks, peer_dies(group)
@@ -202,7 +202,7 @@ def test_episodes_come_through_bit_for_bit() -> None:
 
 def two_steps_of_adam(*, parked: bool) -> tuple[dict[str, Tensor], int]:
     """Parameters of this rank after two steps, and the most bytes parked while it waited between them."""
-    group, policy, most = DistributedGroup(20.0), shard(policy_of(), CPU, "fp32"), 0
+    group, policy, most = DistributedRanks(20.0), shard(policy_of(), CPU, "fp32"), 0
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
 
     def tensors() -> list[Tensor]:
@@ -219,7 +219,7 @@ def two_steps_of_adam(*, parked: bool) -> tuple[dict[str, Tensor], int]:
             parking.waiting()
             time.sleep(0.25)
             parking.waiting()
-        group.share(groups_of([[3, -1], [-1, 12]]) if group.rank == 0 else None, parking.waiting)
+        group.scatter_groups(groups_of([[3, -1], [-1, 12]]) if group.rank == 0 else None, parking.waiting)
         parking.back()
         most = max(most, parking.take()[1])
     return {n: p.to_local().clone() for n, p in policy.named_parameters()}, most  # type: ignore[attr-defined]

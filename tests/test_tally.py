@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.learner.accumulator import Tally, effective_sample_size, variance
-from asyncrl.learner.ranks import Alone
+from asyncrl.learner.ranks import SingleRank
 from asyncrl.observability import metrics as m
 
 CPU = torch.device("cpu")
 
 
-class Twice(Alone):
+class Twice(SingleRank):
     """Two ranks that hold the same."""
 
     size = 2
@@ -50,18 +50,18 @@ def test_totals_are_per_optimizer_step() -> None:
     for part in (1.0, 2.0, 3.0):
         tally.total(m.LOSS, torch.tensor(part))
     tally.steps = 2
-    assert tally.readings(Alone())[m.LOSS] == 3.0
+    assert tally.readings(SingleRank())[m.LOSS] == 3.0
     assert tally.readings(Twice())[m.LOSS] == 6.0  # Each rank holds its part of the loss.
 
 
 def test_the_effective_sample_size_by_hand() -> None:
     tally = Tally(CPU)
     tally.moments("w", torch.tensor([1.0, 1.0, 4.0]), torch.tensor(True))
-    assert effective_sample_size(tally.readings(Alone()), "w") == pytest.approx(36 / (3 * 18))
+    assert effective_sample_size(tally.readings(SingleRank()), "w") == pytest.approx(36 / (3 * 18))
 
 
 def test_what_has_no_valid_value_is_left_out() -> None:
     tally = Tally(CPU)
     tally.mean(m.RATIO, torch.ones(3), torch.tensor(False))
-    assert m.RATIO not in tally.readings(Alone())
-    assert math.isnan(variance(tally.readings(Alone()), "x"))
+    assert m.RATIO not in tally.readings(SingleRank())
+    assert math.isnan(variance(tally.readings(SingleRank()), "x"))

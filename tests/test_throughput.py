@@ -15,7 +15,7 @@ from asyncrl.config.algorithm import AlgorithmSettings, CriticSettings, LoraSett
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.objective import Objective
-from asyncrl.learner.ranks import Alone
+from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.throughput import Throughput, forward_flops, peak_flops, trained_decisions
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
@@ -62,7 +62,7 @@ def a_config(**changes: Any) -> TrainConfig:
 
 
 def on_known_device(config: TrainConfig, group: Any = None) -> Throughput:
-    throughput = Throughput(LinearPolicy(), config, group or Alone())  # type: ignore[arg-type]
+    throughput = Throughput(LinearPolicy(), config, group or SingleRank())  # type: ignore[arg-type]
     throughput.own_peak = PEAK
     return throughput
 
@@ -121,7 +121,7 @@ def test_counting_leaves_compiled_layers_compiled() -> None:
 
 def test_on_a_device_without_known_peak_there_is_no_mfu_and_no_extra_pass() -> None:
     policy = TablePolicy()
-    throughput = Throughput(policy, a_config(), Alone())  # type: ignore[arg-type]
+    throughput = Throughput(policy, a_config(), SingleRank())  # type: ignore[arg-type]
     assert throughput.read(a_batch(), 2.0).keys() == {m.DECISIONS_PER_SECOND}
     assert policy.evaluated == []
     assert peak_flops(CPU, "fp32") == 0
@@ -157,12 +157,12 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
     """Both ranks have half of the decisions; only rank 1's device is known at first."""
     import torch.distributed as dist
 
-    from asyncrl.learner.distributed_ranks import DistributedGroup
+    from asyncrl.learner.distributed_ranks import DistributedRanks
     from asyncrl.learner.fsdp import shard
     from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.storage.asset_paths import policy_folder
 
-    group = DistributedGroup(30.0)
+    group = DistributedRanks(30.0)
     alone = on_known_device(a_config(), group)
     alone.own_peak = PEAK * dist.get_rank()
     unknown = alone.read(a_batch(), 1.0).get(m.MFU, 0.0)

@@ -20,7 +20,7 @@ from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, Crit
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.minibatches import deal_episodes
+from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
@@ -162,7 +162,7 @@ def test_several_steps_match_a_slow_loop(changes: dict[str, Any]) -> None:
         groups.append({"params": [slow.values], "lr": 0.01})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for epoch in range(config.algorithm.epochs):
-        for episodes in deal_episodes(9, config.algorithm.minibatches, (0, 2, epoch)):
+        for episodes in split_minibatches(9, config.algorithm.minibatches, (0, 2, epoch)):
             optimizer.zero_grad()
             slow_loss(config, batch, slow, start, None, episodes.tolist()).backward()
             optimizer.step()

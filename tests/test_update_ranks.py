@@ -12,9 +12,9 @@ from torch import Tensor
 from two_ranks import run_ranks
 
 from asyncrl.learner.batches import build_batch
-from asyncrl.learner.distributed_ranks import DistributedGroup
+from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.fsdp import shard
-from asyncrl.learner.ranks import Alone, LearnerGroup
+from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
@@ -35,7 +35,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def updated(
-    name: str, group: LearnerGroup, ranks_share: slice
+    name: str, group: LearnerRanks, ranks_share: slice
 ) -> tuple[dict[str, Tensor], dict[Metric, float]]:
     """Gradients of the last step and readings; the policy is sharded when there is a group to shard over."""
     config = recipe(algorithm__group_size=2, algorithm__micro_batch=3, **RECIPES[name])
@@ -47,18 +47,18 @@ def updated(
     groups = groups_of(OUTCOMES, image=64)[ranks_share]
     values = Update(policy, config, group=group)(build_batch(groups, version=0))
     gradients = {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}
-    return group.whole(gradients), values
+    return group.gather_full(gradients), values
 
 
 def on_ranks(name: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    group = DistributedGroup(20.0)
+    group = DistributedRanks(20.0)
     gradients, values = updated(name, group, slice(group.rank, None, group.size))
     return {n: g.clone() for n, g in gradients.items()}, {metric.name: v for metric, v in values.items()}
 
 
 @pytest.mark.parametrize("name", ["grpo", "episode"])
 def test_two_ranks_make_the_update_of_one(name: str) -> None:
-    expected, alone = updated(name, Alone(), slice(None))
+    expected, alone = updated(name, SingleRank(), slice(None))
     (actual, values), (_, others) = run_ranks(on_ranks, name)
     assert actual.keys() == expected.keys()
     for parameter, gradient in actual.items():
@@ -72,7 +72,7 @@ def test_two_ranks_make_the_update_of_one(name: str) -> None:
 
 def test_minibatches_of_two_ranks_train_the_critic_in_step() -> None:
     # Minibatches are dealt per rank, so only what no dealing changes is compared with one rank.
-    _, alone = updated("ppo", Alone(), slice(None))
+    _, alone = updated("ppo", SingleRank(), slice(None))
     (gradients, values), (_, others) = run_ranks(on_ranks, "ppo")
     assert values == others
     assert max(float(g.abs().max()) for g in gradients.values()) > 0

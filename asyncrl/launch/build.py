@@ -23,7 +23,7 @@ from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.placement import Placement, only_learns, pick_device
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
-from asyncrl.learner.ranks import LearnerGroup
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
@@ -293,7 +293,7 @@ def build_learner(
     port: LearnerPort,
     publisher: Publisher,
     log: Log,
-    group: LearnerGroup,
+    group: LearnerRanks,
     *,
     types: Mapping[str, torch.dtype],
     checkpoints: checkpoint.Checkpoints,

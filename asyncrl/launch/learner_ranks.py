@@ -22,9 +22,9 @@ from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
 from asyncrl.launch.placement import Placement, pick_device
-from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedGroup, naming
-from asyncrl.learner.fsdp import keep_masters, shard
-from asyncrl.learner.ranks import Alone, LearnerGroup, NullLog, NullPort, NullPublisher
+from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedRanks, explain_lost_peer
+from asyncrl.learner.fsdp import make_float32_masters, shard
+from asyncrl.learner.ranks import LearnerRanks, NullLearnerPort, NullLog, NullPublisher, SingleRank
 from asyncrl.learner.weight_export import acting_types
 from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
 
@@ -58,7 +58,7 @@ def learner_group(
     device: torch.device,
     *,
     while_waiting: Callable[[], object] = lambda: None,
-) -> Iterator[LearnerGroup]:
+) -> Iterator[LearnerRanks]:
     """Meet the other learner ranks for the time of the block; all call it at about the same time.
 
     Args:
@@ -73,11 +73,11 @@ def learner_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if ranks == 1 and config.learner.precision == "fp32":
-        yield Alone()
+        yield SingleRank()
         return
     rank = rendezvous.rank() if ranks > 1 else 0
     store = rendezvous.learners_store() if ranks > 1 else HashStore()
-    with naming(f"learner rank {rank} of {ranks} to meet the other learners"):
+    with explain_lost_peer(f"learner rank {rank} of {ranks} to meet the other learners"):
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,
@@ -86,9 +86,11 @@ def learner_group(
             timeout=timedelta(seconds=COLLECTIVE_DEADLINE),
         )
     try:
-        with naming(f"learner rank {rank} of {ranks} to make its part of an update or a checkpoint"):
+        with explain_lost_peer(
+            f"learner rank {rank} of {ranks} to make its part of an update or a checkpoint"
+        ):
             patience = config.max_wait + build.first_weights_deadline(config)
-            yield DistributedGroup(patience, while_waiting=while_waiting)
+            yield DistributedRanks(patience, while_waiting=while_waiting)
     finally:
         dist.destroy_process_group()
 
@@ -99,7 +101,7 @@ def build_joined_learner(
     port: LearnerPort,
     publisher: Publisher,
     log: Log,
-    group: LearnerGroup,
+    group: LearnerRanks,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Learner:
@@ -109,8 +111,8 @@ def build_joined_learner(
         CheckpointError: The checkpoint does not fit the policy.
     """
     types = acting_types(start.policy)
-    if isinstance(group, Alone):
-        keep_masters(start.policy, "fp32")
+    if isinstance(group, SingleRank):
+        make_float32_masters(start.policy, "fp32")
     else:
         shard(start.policy, start.policy.device, config.learner.precision)
     return build.build_learner(
@@ -126,7 +128,7 @@ def build_joined_learner(
     )
 
 
-def _checkpoints(config: TrainConfig, run_dir: Path, group: LearnerGroup) -> Checkpoints:
+def _checkpoints(config: TrainConfig, run_dir: Path, group: LearnerRanks) -> Checkpoints:
     """Give the ranks' writers a link of their own."""
     link: ProcessGroup | None = None
     if group.size > 1:
@@ -157,4 +159,4 @@ def run_follower_rank(info: rendezvous.RunInfo, placement: Placement, children: 
         policy=policy, run_dir=Path(info.run_dir), version=version, checkpoint=checkpoint
     )
     with learner_group(config, len(placement.learners), device, while_waiting=children.poll) as group:
-        build_joined_learner(config, start, NullPort(), NullPublisher(), NullLog(), group).run()
+        build_joined_learner(config, start, NullLearnerPort(), NullPublisher(), NullLog(), group).run()

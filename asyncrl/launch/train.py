@@ -211,7 +211,7 @@ def _start(
     rank = rendezvous.rank()
     if placement.imagines(rank):
         children.spawn(partial(_actor, config, info, rank))
-    rendezvous.share(info, config.start_deadline)
+    rendezvous.scatter_groups(info, config.start_deadline)
     security = endpoints.client_keys(config, "learner")
     port = ZmqLearnerPort(info.replay_endpoint, version=version, security=security)
     return WatchedReplay(port, children)

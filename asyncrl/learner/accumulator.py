@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.learner.ranks import LearnerGroup
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability.metrics import Metric
 
 
-class Tally:
+class MetricAccumulator:
     """Collects the readings of one update on one rank."""
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Tally:
         self.mean(name, values, mask)
         self.mean(f"{name}^2", values.square(), mask)
 
-    def readings(self, group: LearnerGroup) -> dict[Metric | str, float]:
+    def readings(self, group: LearnerRanks) -> dict[Metric | str, float]:
         """Fold the ranks: means by name (also of squares), totals per step, maxima.
 
         All ranks hold the same names.
@@ -83,7 +83,7 @@ def effective_sample_size(readings: dict[Metric | str, float], name: str) -> flo
 
 
 def variance(readings: dict[Metric | str, float], name: str) -> float:
-    """Variance of what `Tally.moments` collected under `name`; NaN when there was nothing."""
+    """Variance of what `MetricAccumulator.moments` collected under `name`; NaN when there was nothing."""
     if name not in readings:
         return math.nan
     return max(0.0, readings[f"{name}^2"] - readings[name] ** 2)

@@ -83,7 +83,7 @@ class Batch:
     """``[D]`` int64, learner's version minus the version that sampled the decision."""
     episode: Tensor
     """``[D]`` int64, index of the decision's episode, ascending."""
-    place: Tensor
+    decision_index: Tensor
     """``[D]`` int64, number of the decision within its episode."""
     returns: Tensor
     """``[B]`` float32, sum of rewards of each episode."""
@@ -126,7 +126,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         rewards=torch.from_numpy(np.concatenate([e.rewards for e in episodes]) * valid),
         lag=version - torch.from_numpy(np.concatenate([e.policy_versions for e in episodes])),
         episode=episode_D,
-        place=torch.from_numpy(np.concatenate([np.arange(n) for n in decisions])),
+        decision_index=torch.from_numpy(np.concatenate([np.arange(n) for n in decisions])),
         returns=torch.tensor([float(episode.rewards.sum()) for episode in episodes]),
         lengths=torch.tensor([int(step.sum()) for step in steps]),
         successes=torch.tensor([episode.success for episode in episodes]),
@@ -137,7 +137,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
     )
 
 
-def describe(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[Metric, float]:
+def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[Metric, float]:
     """Describe the groups of an update: episodes, and lags over decisions."""
     episodes = [episode for group in groups for episode in group]
     returns = [np.array([float(episode.rewards.sum()) for episode in group]) for group in groups]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import CorrectionLevel, CorrectionSettings, Level
 from asyncrl.errors import ConfigError
-from asyncrl.learner.levels import of_episodes, summed_at
+from asyncrl.learner.levels import reduce_to_level, sum_per_episode
 from asyncrl.learner.losses import MAX_LOG_RATIO
 
 WEIGHTED: Final = ("tis", "mis", "decoupled")
@@ -83,7 +83,7 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
 def vetoed(log_ratios_DCA: Tensor, mask_DCA: Tensor, episode: Tensor, threshold: float) -> Tensor:
     """``[D]`` bool: decisions of an episode with a valid token whose ratio is below `threshold`."""
     below = (log_ratios_DCA.exp() < threshold) & mask_DCA
-    return of_episodes(below.flatten(1).any(dim=1).float(), episode) > 0
+    return sum_per_episode(below.flatten(1).any(dim=1).float(), episode) > 0
 
 
 def log_linear_proximal(logprob: Tensor, logprob_behaviour: Tensor, lag: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def importance_weights(
     if settings.kind not in WEIGHTED:
         return torch.ones_like(log_ratios_DCA[:, :1, :1])
     own = correction_level(settings, level)
-    log_ratios = summed_at(log_ratios_DCA, mask_DCA, own, episode, mean=settings.geometric)
+    log_ratios = reduce_to_level(log_ratios_DCA, mask_DCA, own, episode, mean=settings.geometric)
     if settings.kind == "tis":
         weights = truncated_weights(log_ratios, low=settings.low, cap=settings.cap)
     else:

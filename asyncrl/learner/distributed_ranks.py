@@ -5,7 +5,7 @@
 
 Episodes travel as our own messages (`messaging.wire`) through gloo, as raw bytes with a header of lengths:
 
-    header   [1 + ranks] int64, to all: what follows (`_Word`), then the number of lengths for each rank
+    header   [1 + ranks] int64, to all: what follows (`_Announcement`), then the number of lengths for each rank
     lengths  [n] int64, to one rank: groups, then per group: episodes, then per episode: frames, bytes of each
     bytes    [sum] uint8, to one rank: the frames one after another
 
@@ -38,7 +38,7 @@ LOOK_EVERY: Final = 0.02
 """Seconds between two looks at a word that is awaited."""
 
 
-class _Word(IntEnum):
+class _Announcement(IntEnum):
     """What rank 0 says when it shares."""
 
     END = 0
@@ -46,15 +46,15 @@ class _Word(IntEnum):
     TOO_FEW = 2
 
 
-class DistributedGroup:
-    """A `LearnerGroup` over the default process group. Used by one thread per rank."""
+class DistributedRanks:
+    """A `LearnerRanks` over the default process group. Used by one thread per rank."""
 
     def __init__(self, patience: float, *, while_waiting: Callable[[], object] = lambda: None) -> None:
         """Make the link for episodes; collective, like every method.
 
         Args:
-            patience: Seconds that rank 0 may need for the next batch: the wait of the others in `share`.
-            while_waiting: Called often while this rank waits in `share`.
+            patience: Seconds that rank 0 may need for the next batch: the wait of the others in `scatter_groups`.
+            while_waiting: Called often while this rank waits in `scatter_groups`.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.patience, self.while_waiting = patience, while_waiting
@@ -63,24 +63,24 @@ class DistributedGroup:
         )
 
     def sum(self, values: Tensor) -> Tensor:
-        """See `LearnerGroup.sum`."""
+        """See `LearnerRanks.sum`."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """See `LearnerGroup.max`."""
+        """See `LearnerRanks.max`."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def share(
+    def scatter_groups(
         self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
     ) -> Groups | None:
-        """See `LearnerGroup.share`; group n goes to rank ``n % size``."""
-        with naming(f"learner rank {self.rank} of {self.size} to share a batch"):
+        """See `LearnerRanks.scatter_groups`; group n goes to rank ``n % size``."""
+        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to share a batch"):
             return self._deal(groups) if self.rank == 0 else self._take(while_waiting)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `LearnerGroup.whole`; one tensor at a time, in the order of their names."""
+    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `LearnerRanks.gather_full`; one tensor at a time, in the order of their names."""
         found: dict[str, Tensor] = {}
-        with naming(f"learner rank {self.rank} of {self.size} to gather the weights"):
+        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to gather the weights"):
             for name in sorted(tensors):
                 tensor = tensors[name].detach()
                 full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -90,25 +90,25 @@ class DistributedGroup:
 
     def _reduce(self, values: Tensor, operation: Any) -> Tensor:
         result = values.detach().clone()
-        with naming(f"learner rank {self.rank} of {self.size} to add up readings"):
+        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to add up readings"):
             dist.all_reduce(result, operation)
         return result
 
     def _deal(self, groups: Groups | None) -> Groups | None:
         if groups is None:
-            self._tell(_Word.END, [])
+            self._tell(_Announcement.END, [])
             return None
         if len(groups) < self.size:
-            self._tell(_Word.TOO_FEW, [])
+            self._tell(_Announcement.TOO_FEW, [])
             raise too_few(self.size)
         packed = [pack(groups[rank :: self.size]) for rank in range(1, self.size)]
-        self._tell(_Word.PARTS, [len(lengths) for lengths, _ in packed])
+        self._tell(_Announcement.PARTS, [len(lengths) for lengths, _ in packed])
         for rank, (lengths, frames) in enumerate(packed, start=1):
             dist.send(lengths, rank, group=self._link)
             dist.send(frames, rank, group=self._link)
         return groups[:: self.size]
 
-    def _tell(self, word: _Word, counts: list[int]) -> None:
+    def _tell(self, word: _Announcement, counts: list[int]) -> None:
         header = torch.tensor([word, 0, *(counts or [0] * (self.size - 1))])
         dist.broadcast(header, 0, group=self._link)
 
@@ -128,10 +128,10 @@ class DistributedGroup:
                 "see its output and the actors' logs."
             )
         awaited.wait()
-        word, count = _Word(int(header[0])), int(header[1 + self.rank])
-        if word is _Word.TOO_FEW:
+        word, count = _Announcement(int(header[0])), int(header[1 + self.rank])
+        if word is _Announcement.TOO_FEW:
             raise too_few(self.size)
-        if word is _Word.END:
+        if word is _Announcement.END:
             return None
         lengths = torch.zeros(count, dtype=torch.int64)
         dist.recv(lengths, 0, group=self._link)
@@ -194,7 +194,7 @@ def _frame_sizes(lengths: list[int]) -> Iterator[int]:
 
 
 @contextmanager
-def naming(awaited: str) -> Iterator[None]:
+def explain_lost_peer(awaited: str) -> Iterator[None]:
     """Turn the failure of a collective into an error that says what was waited for.
 
     Args:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.minibatches import micro_batches
-from asyncrl.learner.ranks import LearnerGroup
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import Reference
 from asyncrl.policies.interface import EvaluateResult, Policy, PolicyInputs, SamplingParams
 
 
-class Passes:
+class PolicyForward:
     """Forward passes of the policy, in micro-batches and in step with the other ranks."""
 
     def __init__(
-        self, policy: Policy, group: LearnerGroup, device: torch.device, *, micro_batch: int
+        self, policy: Policy, group: LearnerRanks, device: torch.device, *, micro_batch: int
     ) -> None:
         self.policy, self.group, self.device, self.micro_batch = policy, group, device, micro_batch
 

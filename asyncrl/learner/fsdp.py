@@ -42,7 +42,7 @@ def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> Ope
         device: This rank's; the process group must serve its type.
         precision: bf16: passes in bfloat16, gradients added up in float32, weights kept in float32.
     """
-    keep_masters(policy, precision)
+    make_float32_masters(policy, precision)
     ranks = torch.distributed.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("learner",))
     passes = MixedPrecisionPolicy()
@@ -62,7 +62,7 @@ def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> Ope
     return policy
 
 
-def keep_masters(policy: nn.Module, precision: Precision) -> None:
+def make_float32_masters(policy: nn.Module, precision: Precision) -> None:
     """Make what is trained float32, and in fp32 all the rest too; in bf16 frozen weights stay as they are."""
     for parameter in policy.parameters():
         if precision == "fp32" or parameter.requires_grad:
@@ -77,7 +77,7 @@ def _frozen_and_ready(policy: nn.Module, precision: Precision) -> set[nn.Paramet
 
 
 def _hook_passes(policy: OpenVLAOFT) -> None:
-    """Let FSDP gather the root's parameters around `evaluate` and `values`, as it does around `forward`.
+    """Let FSDP gather the root's parameters around `evaluate` and `values`, as it does around `passes`.
 
     FSDP looks for tensors in what a forward method returns, and not into our records: it is given tuples, of
     tensors that are no views, because its hook on a view is lost when somebody writes into the view.

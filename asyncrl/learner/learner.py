@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from asyncrl.devices.memory import host_peak, peak_memory
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
-from asyncrl.learner.batches import build_batch, describe
-from asyncrl.learner.ranks import Alone, Groups, LearnerGroup, not_finite
+from asyncrl.learner.batches import batch_metrics, build_batch
+from asyncrl.learner.ranks import Groups, LearnerRanks, SingleRank, not_finite
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics as m
@@ -88,7 +88,7 @@ class Learner:
         *,
         copy_policy: Callable[[], Callable[[Path], None]],
         acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
-        group: LearnerGroup | None = None,
+        group: LearnerRanks | None = None,
         parking: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
@@ -107,7 +107,7 @@ class Learner:
         self.settings = settings
         self.copy_policy = copy_policy
         self.acting_tensors = acting_tensors
-        self.group = group or Alone()
+        self.group = group or SingleRank()
         self.parking = parking
         self.throughput = Throughput(update.policy, update.config, self.group)
         self.stop_requested = stop_requested
@@ -163,20 +163,20 @@ class Learner:
             if part is None:
                 return
             with activity(f"updating version {self.version}", self.settings.hang_after):
-                values = self._learn(part) | describe(batch or part, version=self.version - 1)
+                values = self._learn(part) | batch_metrics(batch or part, version=self.version - 1)
                 self._publish()
             self.log.write(self.version, values | self._status())
             if self.version % self.settings.checkpoint_every == 0:
                 self._save()
-            if lost := self.update.steps.lost:
+            if failure_reason := self.update.steps.failure_reason:
                 self._save()
-                raise RunError(f"{lost} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
+                raise RunError(f"{failure_reason} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
 
     def _next_part(self) -> tuple[Groups | None, Groups | None]:
         """Wait for the batch (rank 0 only) and for this rank's part of it, which is None at the end."""
         try:
             batch = self._next_batch()
-            return batch, self.group.share(batch, self.parking.waiting)
+            return batch, self.group.scatter_groups(batch, self.parking.waiting)
         finally:
             self.parking.back()
 

@@ -50,13 +50,13 @@ def valid_units(mask_DCA: Tensor, level: Level) -> Tensor:
     return actions_DC1 if level == "action" else actions_DC1.any(dim=1, keepdim=True)
 
 
-def of_episodes(values_D: Tensor, episode: Tensor) -> Tensor:
+def sum_per_episode(values_D: Tensor, episode: Tensor) -> Tensor:
     """Add up over the decisions of each episode and hand every decision its episode's sum: ``[D]``."""
     total = values_D.new_zeros(int(episode.max()) + 1 if len(episode) else 0)
     return total.index_add_(0, episode, values_D)[episode]
 
 
-def summed_at(
+def reduce_to_level(
     values_DCA: Tensor, mask_DCA: Tensor, level: CorrectionLevel, episode: Tensor, *, mean: bool = False
 ) -> Tensor:
     """Same as `summed`, with a fourth level: ``episode`` adds up all tokens of an episode, ``[D, 1, 1]``.
@@ -70,7 +70,7 @@ def summed_at(
     """
     if level != "episode":
         return summed(values_DCA, mask_DCA, level, mean=mean)
-    total = of_episodes(torch.where(mask_DCA, values_DCA, 0.0).flatten(1).sum(dim=1), episode)
+    total = sum_per_episode(torch.where(mask_DCA, values_DCA, 0.0).flatten(1).sum(dim=1), episode)
     if mean:
-        total = total / of_episodes(mask_DCA.flatten(1).sum(dim=1).to(total.dtype), episode).clamp(min=1)
+        total = total / sum_per_episode(mask_DCA.flatten(1).sum(dim=1).to(total.dtype), episode).clamp(min=1)
     return total[:, None, None]

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.learner.ranks import LearnerGroup
+from asyncrl.learner.ranks import LearnerRanks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class Minibatch:
     """Decisions of one minibatch, or micro-batch, that can have a gradient, and what they count."""
 
     rows: Tensor
@@ -32,17 +32,17 @@ class Share:
     real: bool = True
     """False: a decision that only keeps this rank in step."""
 
-    def part(self, place: slice | None) -> Share:
+    def part(self, place: slice | None) -> Minibatch:
         """Cut out a micro-batch; None gives the decision that counts nothing."""
         if place is not None:
-            return Share(
+            return Minibatch(
                 rows=self.rows[place],
                 counts=self.counts[place],
                 token_counts=self.token_counts[place],
                 value_counts=self.value_counts[place],
             )
         nothing = [x.new_zeros(1, *x.shape[1:]) for x in (self.counts, self.token_counts, self.value_counts)]
-        return Share(
+        return Minibatch(
             rows=torch.zeros(1, dtype=torch.int64),
             counts=nothing[0],
             token_counts=nothing[1],
@@ -51,7 +51,7 @@ class Share:
         )
 
 
-def deal_episodes(episodes: int, minibatches: int, seed: tuple[int, ...]) -> list[Tensor]:
+def split_minibatches(episodes: int, minibatches: int, seed: tuple[int, ...]) -> list[Tensor]:
     """Deal episodes out to minibatches whose sizes differ by at most one; one alone keeps their order.
 
     Returns:
@@ -63,7 +63,7 @@ def deal_episodes(episodes: int, minibatches: int, seed: tuple[int, ...]) -> lis
     return [order[start::minibatches] for start in range(minibatches)]
 
 
-def micro_batches(rows: int, size: int, group: LearnerGroup) -> Iterator[slice | None]:
+def micro_batches(rows: int, size: int, group: LearnerRanks) -> Iterator[slice | None]:
     """Cut `rows` decisions into places of at most `size`; None for every pass that only other ranks need."""
     own = -(-rows // size)
     needed = int(group.max(torch.tensor([float(own)]))[0])

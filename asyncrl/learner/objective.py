@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.learner.accumulator import Tally
+from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.corrections import (
     WEIGHTED,
     correction_level,
@@ -26,7 +26,7 @@ from asyncrl.learner.corrections import (
     log_ratio,
     vetoed,
 )
-from asyncrl.learner.levels import summed, summed_at, valid_units
+from asyncrl.learner.levels import reduce_to_level, summed, valid_units
 from asyncrl.learner.losses import MAX_LOG_RATIO, UnitLoss, cispo_loss, clipped_loss, kl_penalty, value_loss
 from asyncrl.observability import metrics as m
 from asyncrl.policies.interface import EvaluateResult
@@ -40,7 +40,7 @@ class MicroBatch:
     """``[M, C, A]`` bool."""
     behaviour: Tensor
     """``[M, C, A]`` float32 log-probs of the policy that sampled."""
-    start: Tensor | None
+    old_logprob: Tensor | None
     """``[M, C, A]`` float32 log-probs before the update; None: this pass finds them."""
     weights: Tensor | None
     """``[M, U, V]`` importance weights; None: computed from `start` and `behaviour`."""
@@ -71,7 +71,7 @@ class Objective:
         self.algorithm, self.correction, self.critic = config.algorithm, config.correction, config.critic
 
     def __call__(
-        self, now: EvaluateResult, micro: MicroBatch, tally: Tally, *, policy: bool = True
+        self, now: EvaluateResult, micro: MicroBatch, accumulator: MetricAccumulator, *, policy: bool = True
     ) -> Tensor:
         """Return the loss ``[]``.
 
@@ -82,46 +82,51 @@ class Objective:
             policy: False while only the critic learns.
         """
         # A token that top-k removed from one of the policies cannot be drawn any more: it teaches nothing.
-        start = now.logprob.detach() if micro.start is None else micro.start
-        mask = micro.mask & ~torch.isneginf(now.logprob) & ~torch.isneginf(start)
-        logprob, start = (torch.where(mask, x, 0.0) for x in (now.logprob, start))
+        old_logprob = now.logprob.detach() if micro.old_logprob is None else micro.old_logprob
+        mask = micro.mask & ~torch.isneginf(now.logprob) & ~torch.isneginf(old_logprob)
+        logprob, old_logprob = (torch.where(mask, x, 0.0) for x in (now.logprob, old_logprob))
         parts = []
         if policy:
-            parts.append(self._policy_loss(logprob, start, mask, micro, tally))
-            parts.append(self._regularisers(now, logprob, mask, micro, tally))
+            parts.append(self._policy_loss(logprob, old_logprob, mask, micro, accumulator))
+            parts.append(self._regularisers(now, logprob, mask, micro, accumulator))
         if micro.targets is not None:
-            parts.append(self._value_loss(now, micro, tally))
+            parts.append(self._value_loss(now, micro, accumulator))
         loss = torch.stack(parts).sum()
-        tally.total(m.LOSS, loss)
+        accumulator.total(m.LOSS, loss)
         return loss
 
     def _policy_loss(
-        self, logprob: Tensor, start: Tensor, mask: Tensor, micro: MicroBatch, tally: Tally
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        mask: Tensor,
+        micro: MicroBatch,
+        accumulator: MetricAccumulator,
     ) -> Tensor:
         behaviour = torch.where(mask, micro.behaviour, 0.0)
-        proximal = self.proximal(logprob, start, behaviour, micro.lag)
+        proximal = self.proximal(logprob, old_logprob, behaviour, micro.lag)
         weights = micro.weights
         if weights is None:
             weights = self.weights(proximal, behaviour, mask, micro.episode)
-        if micro.start is None:
-            self.read_staleness(start, behaviour, mask, weights, micro.episode, tally)
+        if micro.old_logprob is None:
+            self.read_staleness(old_logprob, behaviour, mask, weights, micro.episode, accumulator)
         terms = self.unit_loss(logprob, proximal, mask, micro.advantages)
         units = valid_units(mask, self.algorithm.level)
         loss = torch.where(units, micro.counts * weights * terms.loss, 0.0).sum()
-        tally.total(m.POLICY_LOSS, loss)
-        tally.mean(m.CLIP_FRACTION, terms.clipped.float(), units)
-        tally.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), units)
-        tally.mean(m.CLIPPED_RATIO, terms.clipped_ratio, units)
-        tally.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask)
+        accumulator.total(m.POLICY_LOSS, loss)
+        accumulator.mean(m.CLIP_FRACTION, terms.clipped.float(), units)
+        accumulator.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), units)
+        accumulator.mean(m.CLIPPED_RATIO, terms.clipped_ratio, units)
+        accumulator.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask)
         return loss
 
-    def proximal(self, logprob: Tensor, start: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
+    def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
         """Log-probs of the policy that the clipped ratio is taken against."""
         if self.correction.kind == "naive":
             return behaviour
         if self.correction.kind in WEIGHTED and self.correction.proximal == "log_linear":
             return log_linear_proximal(logprob, behaviour, lag)
-        return start
+        return old_logprob
 
     def weights(self, proximal: Tensor, behaviour: Tensor, mask: Tensor, episode: Tensor) -> Tensor:
         """Importance weights ``[M, U, V]``; see `corrections.importance_weights`."""
@@ -149,9 +154,14 @@ class Objective:
         )
 
     def _regularisers(
-        self, now: EvaluateResult, logprob: Tensor, mask: Tensor, micro: MicroBatch, tally: Tally
+        self,
+        now: EvaluateResult,
+        logprob: Tensor,
+        mask: Tensor,
+        micro: MicroBatch,
+        accumulator: MetricAccumulator,
     ) -> Tensor:
-        tally.mean(m.ENTROPY_LOSS, now.entropy, micro.mask)
+        accumulator.mean(m.ENTROPY_LOSS, now.entropy, micro.mask)
         loss = torch.zeros((), device=logprob.device)
         if self.algorithm.entropy_coef:
             entropy = torch.where(mask, micro.token_counts * now.entropy, 0.0).sum()
@@ -161,11 +171,11 @@ class Objective:
             reference = torch.where(reachable, micro.reference, logprob.detach())
             penalty = kl_penalty(logprob, reference, self.algorithm.kl_estimator)
             penalty = torch.where(reachable, penalty, 0.0)
-            tally.mean(m.KL_REFERENCE, penalty, reachable)
+            accumulator.mean(m.KL_REFERENCE, penalty, reachable)
             loss = loss + self.algorithm.kl_coef * (micro.token_counts * penalty).sum()
         return loss
 
-    def _value_loss(self, now: EvaluateResult, micro: MicroBatch, tally: Tally) -> Tensor:
+    def _value_loss(self, now: EvaluateResult, micro: MicroBatch, accumulator: MetricAccumulator) -> Tensor:
         assert now.value is not None
         assert micro.values is not None
         assert micro.targets is not None
@@ -175,26 +185,32 @@ class Objective:
         )
         valid = micro.value_counts > 0
         loss = (micro.value_counts * losses).sum()
-        tally.total(m.VALUE_LOSS, loss)
-        tally.mean(m.VALUE_CLIP_RATIO, clipped.float(), valid)
+        accumulator.total(m.VALUE_LOSS, loss)
+        accumulator.mean(m.VALUE_CLIP_RATIO, clipped.float(), valid)
         return self.critic.coef * loss
 
     def read_staleness(
-        self, start: Tensor, behaviour: Tensor, mask: Tensor, weights: Tensor, episode: Tensor, tally: Tally
+        self,
+        old_logprob: Tensor,
+        behaviour: Tensor,
+        mask: Tensor,
+        weights: Tensor,
+        episode: Tensor,
+        accumulator: MetricAccumulator,
     ) -> None:
         """Compare the policy before the update with the one that sampled, once per decision and update."""
-        ratios = torch.where(mask, log_ratio(start, behaviour), 0.0)
-        tally.mean(m.MISMATCH_KL, k3(ratios), mask)
+        ratios = torch.where(mask, log_ratio(old_logprob, behaviour), 0.0)
+        accumulator.mean(m.MISMATCH_KL, k3(ratios), mask)
         level = correction_level(self.correction, self.algorithm.level)
         units = valid_units(mask, "chunk" if level == "episode" else level)
-        raw = summed_at(ratios, mask, level, episode, mean=self.correction.geometric)
+        raw = reduce_to_level(ratios, mask, level, episode, mean=self.correction.geometric)
         raw = raw.clamp(max=MAX_LOG_RATIO).exp()
-        tally.moments("ratio", raw, units)
-        tally.largest(m.IMPORTANCE_MAX, raw, units)
+        accumulator.moments("ratio", raw, units)
+        accumulator.largest(m.IMPORTANCE_MAX, raw, units)
         if self.correction.kind in WEIGHTED:
-            tally.mean(m.IMPORTANCE_CAPPED, (weights != raw).float(), units)
-            tally.mean(m.IMPORTANCE_MEAN, weights, units)
-            tally.moments("weight", weights, units)
+            accumulator.mean(m.IMPORTANCE_CAPPED, (weights != raw).float(), units)
+            accumulator.mean(m.IMPORTANCE_MEAN, weights, units)
+            accumulator.moments("weight", weights, units)
         if self.correction.veto:
             dropped = vetoed(ratios, mask, episode, self.correction.veto)[:, None, None]
-            tally.mean(m.VETOED, dropped.float(), units)
+            accumulator.mean(m.VETOED, dropped.float(), units)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import OptimizerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.learner.accumulator import Tally
+from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
@@ -45,7 +45,7 @@ def learning_rate_share(settings: OptimizerSettings, version: int, updates: int)
 _log = logging.getLogger(__name__)
 
 
-class Steps:
+class ClippedOptimizer:
     """AdamW over the policy and, at its own learning rate, the critic; their gradients are clipped apart."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
@@ -86,14 +86,14 @@ class Steps:
                 else:
                     parameter.grad.zero_()
 
-    def step(self, tally: Tally) -> None:
+    def step(self, accumulator: MetricAccumulator) -> None:
         """Clip the gradient and step, or skip and count one that is not finite: then nothing changes."""
         if not self.policy_learns:  # What reached the policy on the way to the critic is not its gradient.
             for group in self.optimizer.param_groups:
                 for parameter in [] if _is_critic(group) else group["params"]:
                     parameter.grad = None
         norms = [self._clip(group) for group in self._learning]
-        tally.steps += 1
+        accumulator.steps += 1
         if all(math.isfinite(norm) for norm in norms):
             self.optimizer.step()
             self.bad_in_a_row = 0
@@ -106,7 +106,7 @@ class Steps:
         _log.warning("step skipped: the gradient is not finite (%d in a row)", self.bad_in_a_row)
 
     @property
-    def lost(self) -> str:
+    def failure_reason(self) -> str:
         """Why the run cannot go on: too many bad steps in a row; empty while it can."""
         if self.bad_in_a_row < self.settings.max_bad_updates:
             return ""

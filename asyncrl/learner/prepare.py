@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.learner.accumulator import Tally
+from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.advantages import (
     Estimates,
     generalized_advantages,
@@ -24,13 +24,13 @@ from asyncrl.learner.advantages import (
 )
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import WEIGHTED, log_ratio, whole_episodes
-from asyncrl.learner.forward import Passes
+from asyncrl.learner.forward import PolicyForward
 from asyncrl.learner.levels import summed
 from asyncrl.learner.objective import Objective
-from asyncrl.learner.ranks import LearnerGroup
+from asyncrl.learner.ranks import LearnerRanks
 
 
-class Teaching(NamedTuple):
+class AdvantagesAndTargets(NamedTuple):
     """What every decision teaches."""
 
     advantages: Tensor
@@ -39,7 +39,7 @@ class Teaching(NamedTuple):
     """``[D, V]`` float32 for the critic; None without one."""
 
 
-class Opinion(NamedTuple):
+class CriticValues(NamedTuple):
     """The critic's values before the update."""
 
     values: Tensor
@@ -48,7 +48,7 @@ class Opinion(NamedTuple):
     """``[B]`` float32, value of the final observation; anything where the task ended."""
 
 
-def relative_teaching(batch: Batch, config: TrainConfig, group: LearnerGroup) -> Teaching:
+def group_relative_targets(batch: Batch, config: TrainConfig, group: LearnerRanks) -> AdvantagesAndTargets:
     """Advantages of grpo; the batch's standard deviation is that of all ranks."""
     batch_std = None
     if config.algorithm.spread == "batch_std":
@@ -60,12 +60,12 @@ def relative_teaching(batch: Batch, config: TrainConfig, group: LearnerGroup) ->
         spread=config.algorithm.spread,
         batch_std=batch_std,
     )
-    return Teaching(advantages_B[batch.episode][:, None, None], None)
+    return AdvantagesAndTargets(advantages_B[batch.episode][:, None, None], None)
 
 
-def critic_teaching(
-    batch: Batch, opinion: Opinion, logprob_DCA: Tensor, config: TrainConfig, group: LearnerGroup
-) -> Teaching:
+def critic_targets(
+    batch: Batch, critic_values: CriticValues, logprob_DCA: Tensor, config: TrainConfig, group: LearnerRanks
+) -> AdvantagesAndTargets:
     """Advantages and targets of ppo.
 
     Args:
@@ -76,13 +76,13 @@ def critic_teaching(
         group: For the mean and deviation of all ranks' advantages.
     """
     critic, correction = config.critic, config.correction
-    width = opinion.values.shape[1]
+    width = critic_values.values.shape[1]
     mask = batch.mask.any(dim=2)
     mask_DV = mask if width > 1 else mask.any(dim=1, keepdim=True)
     rewards_DV = batch.rewards if width > 1 else batch.rewards.sum(dim=1, keepdim=True)
-    rows = [_rows(x, batch) for x in (rewards_DV, opinion.values, mask_DV)]
+    rows = [_rows(x, batch) for x in (rewards_DV, critic_values.values, mask_DV)]
     terminated = batch.successes | (critic.truncation == "failure")
-    common = (rows[0], rows[1], opinion.final_values, rows[2], terminated)
+    common = (rows[0], rows[1], critic_values.final_values, rows[2], terminated)
     if correction.kind == "vtrace":
         level = "action" if width > 1 else "chunk"
         ratios_DUV = summed(log_ratio(logprob_DCA, batch.logprob_behaviour), batch.mask, level)
@@ -100,10 +100,10 @@ def critic_teaching(
     if critic.normalize_advantages:
         mean, std = moments_of_all(advantages_DV, mask_DV, group)
         advantages_DV = whitened(advantages_DV, mask_DV, mean=mean, std=std)
-    return Teaching(advantages_DV[:, :, None], targets_DV)
+    return AdvantagesAndTargets(advantages_DV[:, :, None], targets_DV)
 
 
-def moments_of_all(values: Tensor, mask: Tensor, group: LearnerGroup) -> tuple[Tensor, Tensor]:
+def moments_of_all(values: Tensor, mask: Tensor, group: LearnerRanks) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation over the valid values of all ranks, each ``[]`` float32."""
     valid = values[mask].double()
     number, total = group.sum(torch.stack([torch.tensor(float(valid.numel())).double(), valid.sum()]))
@@ -114,47 +114,47 @@ def moments_of_all(values: Tensor, mask: Tensor, group: LearnerGroup) -> tuple[T
 
 def _rows(values_DV: Tensor, batch: Batch) -> Tensor:
     """``[D, V]`` to ``[B, T]``: one row per episode, padded with zeros."""
-    longest = int(batch.place.max()) + 1
+    longest = int(batch.decision_index.max()) + 1
     rows = values_DV.new_zeros(len(batch.returns), longest, values_DV.shape[1])
-    rows[batch.episode, batch.place] = values_DV
+    rows[batch.episode, batch.decision_index] = values_DV
     return rows.flatten(1)
 
 
 def _decisions(values_BT: Tensor, batch: Batch, width: int) -> Tensor:
     """``[B, T]`` back to ``[D, V]``."""
-    return values_BT.unflatten(1, (-1, width))[batch.episode, batch.place]
+    return values_BT.unflatten(1, (-1, width))[batch.episode, batch.decision_index]
 
 
 @dataclass(kw_only=True)
-class Before:
+class PreparedBatch:
     """What was known before the first step."""
 
-    teaching: Teaching
-    start: Tensor | None = None
+    estimates: AdvantagesAndTargets
+    old_logprob: Tensor | None = None
     """``[D, C, A]`` float32 log-probs on the policy's device; None: the first epoch finds them."""
     weights: Tensor | None = None
     """``[D, U, V]`` importance weights; None: computed per micro-batch."""
     values: Tensor | None = None
     """``[D, K]`` float32, on the CPU; None without a critic."""
-    first: Tensor
+    first_logprob: Tensor
     """``[D, C, A]`` float32 log-probs when a decision was first evaluated in this update."""
-    seen: Tensor
+    evaluated: Tensor
     """``[D]`` bool, on the CPU: which decisions were evaluated."""
 
-    def note(self, rows: Tensor, logprob: Tensor) -> None:
+    def record_old_logprob(self, rows: Tensor, logprob: Tensor) -> None:
         """Remember the log-probs ``[M, C, A]`` of decisions that are evaluated for the first time."""
-        if not self.seen[rows].all():
-            self.first[rows.to(self.first.device)] = logprob.detach()
-            self.seen[rows] = True
+        if not self.evaluated[rows].all():
+            self.first_logprob[rows.to(self.first_logprob.device)] = logprob.detach()
+            self.evaluated[rows] = True
 
     def value_mask(self, batch: Batch) -> Tensor:
-        """``[D, K]`` bool: which values are of a valid place; ``[D, 1]`` without a critic."""
+        """``[D, K]`` bool: which values are of a valid decision_index; ``[D, 1]`` without a critic."""
         steps_DC = batch.mask.any(dim=2)
         wide = self.values is not None and self.values.shape[1] > 1
         return steps_DC if wide else steps_DC.any(dim=1, keepdim=True)
 
 
-def needs_a_look(config: TrainConfig) -> bool:
+def needs_old_policy_pass(config: TrainConfig) -> bool:
     """Whether the whole batch must be evaluated before the first step.
 
     In the first pass over a whole minibatch the policy is still the one before that step. With one minibatch
@@ -168,40 +168,55 @@ def needs_a_look(config: TrainConfig) -> bool:
     return chosen.kind == "ppo" or whole_episodes(correction) or (several and anchored)
 
 
-def look(batch: Batch, config: TrainConfig, passes: Passes, objective: Objective, tally: Tally) -> Before:
+def prepare_batch(
+    batch: Batch,
+    config: TrainConfig,
+    forward: PolicyForward,
+    objective: Objective,
+    accumulator: MetricAccumulator,
+) -> PreparedBatch:
     """Evaluate the batch where later stages need it as it was, and decide what it teaches."""
     decisions = len(batch.tasks)
-    if not needs_a_look(config):
-        return Before(
-            teaching=relative_teaching(batch, config, passes.group),
-            first=torch.zeros(batch.mask.shape, device=passes.device),
-            seen=torch.zeros(decisions, dtype=torch.bool),
+    if not needs_old_policy_pass(config):
+        return PreparedBatch(
+            estimates=group_relative_targets(batch, config, forward.group),
+            first_logprob=torch.zeros(batch.mask.shape, device=forward.device),
+            evaluated=torch.zeros(decisions, dtype=torch.bool),
         )
-    start, values = passes.evaluate_all(batch)
+    old_logprob, values = forward.evaluate_all(batch)
     if config.algorithm.kind == "ppo":
         assert values is not None, "ppo needs a policy with a value head"
         values, ends = values.cpu(), torch.zeros(len(batch.returns))
         if config.critic.truncation == "bootstrap":
-            ends = passes.final_values(batch).cpu()
-        teaching = critic_teaching(batch, Opinion(values, ends), start.cpu(), config, passes.group)
+            ends = forward.final_values(batch).cpu()
+        estimates = critic_targets(
+            batch, CriticValues(values, ends), old_logprob.cpu(), config, forward.group
+        )
     else:
-        teaching, values = relative_teaching(batch, config, passes.group), None
-    seen = torch.ones(decisions, dtype=torch.bool)
-    weights = _weights(batch, start, objective, tally)
+        estimates, values = group_relative_targets(batch, config, forward.group), None
+    evaluated = torch.ones(decisions, dtype=torch.bool)
+    weights = _weights(batch, old_logprob, objective, accumulator)
     if config.correction.proximal == "log_linear":
         weights = None  # The proximal policy moves with the current one.
-    return Before(
-        teaching=teaching, start=start, weights=weights, values=values, first=start.clone(), seen=seen
+    return PreparedBatch(
+        estimates=estimates,
+        old_logprob=old_logprob,
+        weights=weights,
+        values=values,
+        first_logprob=old_logprob.clone(),
+        evaluated=evaluated,
     )
 
 
-def _weights(batch: Batch, start: Tensor, objective: Objective, tally: Tally) -> Tensor:
+def _weights(
+    batch: Batch, old_logprob: Tensor, objective: Objective, accumulator: MetricAccumulator
+) -> Tensor:
     """Importance weights ``[D, U, V]`` of the whole batch; also reads how stale it is."""
-    device = start.device
+    device = old_logprob.device
     behaviour, episode = batch.logprob_behaviour.to(device), batch.episode.to(device)
-    mask = batch.mask.to(device) & ~torch.isneginf(start)
-    start, behaviour = (torch.where(mask, x, 0.0) for x in (start, behaviour))
-    proximal = objective.proximal(start, start, behaviour, batch.lag.to(device))
+    mask = batch.mask.to(device) & ~torch.isneginf(old_logprob)
+    old_logprob, behaviour = (torch.where(mask, x, 0.0) for x in (old_logprob, behaviour))
+    proximal = objective.proximal(old_logprob, old_logprob, behaviour, batch.lag.to(device))
     weights = objective.weights(proximal, behaviour, mask, episode)
-    objective.read_staleness(start, behaviour, mask, weights, episode, tally)
+    objective.read_staleness(old_logprob, behaviour, mask, weights, episode, accumulator)
     return weights

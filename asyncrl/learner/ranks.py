@@ -1,6 +1,6 @@
 """The learner ranks as one: what must be the same on all of them, and how work is shared out.
 
-Every method is a collective: all ranks call the same ones in the same order. `Alone` is a group of one.
+Every method is a collective: all ranks call the same ones in the same order. `SingleRank` is a group of one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.records import Episode
 from asyncrl.weights.interface import WeightSource, as_weight_source
 
 
-def not_finite(tensors: Mapping[str, Tensor], group: LearnerGroup) -> list[str]:
+def not_finite(tensors: Mapping[str, Tensor], group: LearnerRanks) -> list[str]:
     """Names of the tensors that hold a number which is not finite, on any rank; the same on all ranks.
 
     Args:
@@ -34,7 +34,7 @@ def _own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class NullPort:
+class NullLearnerPort:
     """A `LearnerPort` without a replay."""
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
@@ -83,7 +83,7 @@ class NullLog:
 Groups = Sequence[Sequence[Episode]]
 
 
-class LearnerGroup(Protocol):
+class LearnerRanks(Protocol):
     """The learner ranks of a run. Used by one thread per rank."""
 
     rank: int
@@ -98,7 +98,7 @@ class LearnerGroup(Protocol):
         """Take the elementwise largest over the ranks."""
         ...
 
-    def share(
+    def scatter_groups(
         self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
     ) -> Groups | None:
         """Deal groups of episodes out: rank 0 gives a batch, or None to end the run; each gets its part.
@@ -110,12 +110,12 @@ class LearnerGroup(Protocol):
         """
         ...
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather sharded tensors: on rank 0 the full ones (others: empty), ready to be copied."""
         ...
 
 
-class Alone:
+class SingleRank:
     """A group of one rank: nothing to exchange."""
 
     rank = 0
@@ -129,12 +129,12 @@ class Alone:
         """Return the values."""
         return values
 
-    def share(
+    def scatter_groups(
         self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
     ) -> Groups | None:
         """Return the groups."""
         return groups
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors."""
         return dict(tensors)

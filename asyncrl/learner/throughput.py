@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.ranks import LearnerGroup
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
@@ -80,7 +80,7 @@ def trained_decisions(batch: Batch, config: TrainConfig) -> int:
 class Throughput:
     """How fast updates are. Every learner rank has one and asks it after each update."""
 
-    def __init__(self, policy: Policy, config: TrainConfig, group: LearnerGroup) -> None:
+    def __init__(self, policy: Policy, config: TrainConfig, group: LearnerRanks) -> None:
         """Look up the device's peak; nothing is counted or exchanged before the first `read`."""
         self.policy, self.config, self.group = policy, config, group
         parameters = policy.trainable_parameters().values()

@@ -1,6 +1,6 @@
 """A batch in, optimizer steps on the policy's parameters out.
 
-    before the steps   log-probs and values of the whole batch, where the recipe needs them    `before`
+    before the steps   log-probs and values of the whole batch, where the recipe needs them    `prepared`
                        advantages and targets                                                  `estimation`
     per epoch          episodes dealt out to minibatches; per minibatch the gradient in
                        micro-batches, then one clipped AdamW step, or none if it is not finite
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.learner.accumulator import Tally
+from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import check_needs
-from asyncrl.learner.forward import Passes
+from asyncrl.learner.forward import PolicyForward
 from asyncrl.learner.levels import valid_units
 from asyncrl.learner.losses import aggregation_weights
-from asyncrl.learner.minibatches import Share, deal_episodes, micro_batches
+from asyncrl.learner.minibatches import Minibatch, micro_batches, split_minibatches
 from asyncrl.learner.objective import MicroBatch, Objective
-from asyncrl.learner.optimizer import Steps
-from asyncrl.learner.prepare import Before, look
-from asyncrl.learner.ranks import Alone, LearnerGroup
+from asyncrl.learner.optimizer import ClippedOptimizer
+from asyncrl.learner.prepare import PreparedBatch, prepare_batch
+from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.reference import Reference
-from asyncrl.learner.update_metrics import read_move, read_teaching, readings
+from asyncrl.learner.update_metrics import advantage_metrics, approx_kl_metric, readings
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 from asyncrl.records import ACTION_DIM, CHUNK
@@ -46,7 +46,7 @@ class Update:
         policy: Policy,
         config: TrainConfig,
         *,
-        group: LearnerGroup | None = None,
+        group: LearnerRanks | None = None,
         reference: Reference | None = None,
     ) -> None:
         """Build the optimizer over the policy's (already sharded) parameters.
@@ -60,16 +60,18 @@ class Update:
         Raises:
             ConfigError: The correction needs a critic that the policy does not have.
         """
-        self.policy, self.config, self.group = policy, config, group or Alone()
+        self.policy, self.config, self.group = policy, config, group or SingleRank()
         self.reference = reference if config.algorithm.kl_coef else None
         assert self.reference is not None or not config.algorithm.kl_coef, "a KL penalty needs a reference"
         self.critic = config.algorithm.kind == "ppo"
         check_needs(config.correction, critic=self.critic, behaviour=True)
         self.objective = Objective(config)
-        self.steps = Steps(policy, config)
+        self.steps = ClippedOptimizer(policy, config)
         self.optimizer = self.steps.optimizer
         self.device = self.steps.device
-        self.passes = Passes(policy, self.group, self.device, micro_batch=config.algorithm.micro_batch)
+        self.forward = PolicyForward(
+            policy, self.group, self.device, micro_batch=config.algorithm.micro_batch
+        )
 
     def __call__(self, batch: Batch, version: int = 0) -> dict[Metric, float]:
         """Make ``epochs * minibatches`` optimizer steps on the batch.
@@ -89,24 +91,26 @@ class Update:
         known = bool(batch.logprob_behaviour.isfinite().all())
         check_needs(self.config.correction, critic=self.critic, behaviour=known)
         self.steps.set_version(version)
-        tally, chosen = Tally(self.device), self.config.algorithm
-        before = look(batch, self.config, self.passes, self.objective, tally)
+        accumulator, chosen = MetricAccumulator(self.device), self.config.algorithm
+        prepared = prepare_batch(batch, self.config, self.forward, self.objective, accumulator)
         for epoch in range(chosen.epochs):
             seed = (self.config.seed, version, epoch)
-            for episodes in deal_episodes(len(batch.returns), chosen.minibatches, seed):
-                self._accumulate(batch, before, self._share(batch, before, episodes), tally)
-                self.steps.step(tally)
-            before.start = before.first if before.start is None else before.start
-        read_teaching(batch, before, tally, self.device)
-        read_move(batch, before, self.passes, tally)
-        return readings(tally.readings(self.group)) | self.steps.readings()
+            for episodes in split_minibatches(len(batch.returns), chosen.minibatches, seed):
+                self._accumulate(batch, prepared, self._share(batch, prepared, episodes), accumulator)
+                self.steps.step(accumulator)
+            prepared.old_logprob = (
+                prepared.first_logprob if prepared.old_logprob is None else prepared.old_logprob
+            )
+        advantage_metrics(batch, prepared, accumulator, self.device)
+        approx_kl_metric(batch, prepared, self.forward, accumulator)
+        return readings(accumulator.readings(self.group)) | self.steps.readings()
 
-    def _share(self, batch: Batch, before: Before, episodes: Tensor) -> Share:
+    def _share(self, batch: Batch, prepared: PreparedBatch, episodes: Tensor) -> Minibatch:
         """Rows and counts of a minibatch; the counts' denominators are those of all ranks."""
         chosen = self.config.algorithm
         rows_K = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
         mask, episode = batch.mask[rows_K], batch.episode[rows_K]
-        units, values = valid_units(mask, chosen.level), before.value_mask(batch)[rows_K]
+        units, values = valid_units(mask, chosen.level), prepared.value_mask(batch)[rows_K]
         sums = torch.tensor([units.sum(), mask.sum(), len(episodes), values.sum()], dtype=torch.float64)
         n_units, n_tokens, n_episodes, n_values = self.group.sum(sums).tolist()
         longest = self.config.actor.max_decisions
@@ -118,28 +122,30 @@ class Update:
 
         teaches = mask.flatten(1).any(dim=1)
         if not (self.critic or chosen.entropy_coef or chosen.kl_coef):
-            teaches &= (before.teaching.advantages[rows_K] != 0).flatten(1).any(dim=1)
-        return Share(
+            teaches &= (prepared.estimates.advantages[rows_K] != 0).flatten(1).any(dim=1)
+        return Minibatch(
             rows=rows_K[teaches],
             counts=counts(units, n_units, UNITS[chosen.level])[teaches],
             token_counts=counts(mask, n_tokens, UNITS["token"])[teaches],
             value_counts=(values.float() / max(n_values, 1.0))[teaches],
         )
 
-    def _accumulate(self, batch: Batch, before: Before, share: Share, tally: Tally) -> None:
+    def _accumulate(
+        self, batch: Batch, prepared: PreparedBatch, share: Minibatch, accumulator: MetricAccumulator
+    ) -> None:
         """Leave the gradient of a minibatch in ``.grad``."""
         self.steps.clear_gradient()
         through = self.critic and self.config.critic.through_policy and self.steps.policy_learns
-        for place in micro_batches(len(share.rows), self.config.algorithm.micro_batch, self.group):
-            part = share.part(place)
-            result = self.passes.evaluate(batch, part.rows, through=through)
-            micro = self._micro_batch(batch, before, part)
-            loss = self.objective(result, micro, tally, policy=self.steps.policy_learns)
+        for decision_index in micro_batches(len(share.rows), self.config.algorithm.micro_batch, self.group):
+            part = share.part(decision_index)
+            result = self.forward.evaluate(batch, part.rows, through=through)
+            micro = self._micro_batch(batch, prepared, part)
+            loss = self.objective(result, micro, accumulator, policy=self.steps.policy_learns)
             (loss * self.group.size).backward()  # Sharded gradients are averaged over the ranks.
             if part.real:
-                before.note(part.rows, result.logprob)
+                prepared.record_old_logprob(part.rows, result.logprob)
 
-    def _micro_batch(self, batch: Batch, before: Before, part: Share) -> MicroBatch:
+    def _micro_batch(self, batch: Batch, prepared: PreparedBatch, part: Minibatch) -> MicroBatch:
         def of(values: Tensor) -> Tensor:
             return values[part.rows.to(values.device)].to(self.device)
 
@@ -150,15 +156,15 @@ class Update:
         return MicroBatch(
             mask=of(batch.mask) & part.real,
             behaviour=of(batch.logprob_behaviour),
-            start=if_any(before.start),
-            weights=if_any(before.weights),
+            old_logprob=if_any(prepared.old_logprob),
+            weights=if_any(prepared.weights),
             lag=of(batch.lag),
             episode=of(batch.episode),
-            advantages=of(before.teaching.advantages),
+            advantages=of(prepared.estimates.advantages),
             counts=part.counts.to(self.device),
             token_counts=part.token_counts.to(self.device),
-            reference=self.passes.reference(reference, batch, part.rows) if reference else None,
-            values=if_any(before.values),
-            targets=if_any(before.teaching.targets),
+            reference=self.forward.reference(reference, batch, part.rows) if reference else None,
+            values=if_any(prepared.values),
+            targets=if_any(prepared.estimates.targets),
             value_counts=part.value_counts.to(self.device),
         )

@@ -6,47 +6,51 @@ import math
 
 import torch
 
-from asyncrl.learner.accumulator import Tally, effective_sample_size, variance
+from asyncrl.learner.accumulator import MetricAccumulator, effective_sample_size, variance
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import k3, log_ratio
-from asyncrl.learner.forward import Passes, rows_of
-from asyncrl.learner.prepare import Before
+from asyncrl.learner.forward import PolicyForward, rows_of
+from asyncrl.learner.prepare import PreparedBatch
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 
 
-def read_teaching(batch: Batch, before: Before, tally: Tally, device: torch.device) -> None:
+def advantage_metrics(
+    batch: Batch, prepared: PreparedBatch, accumulator: MetricAccumulator, device: torch.device
+) -> None:
     """Advantages over valid tokens; values and targets over valid places."""
-    advantages, mask = before.teaching.advantages.to(device), batch.mask.to(device)
-    tally.mean(m.ADVANTAGES_MEAN, advantages, mask)
-    tally.largest(m.ADVANTAGES_MAX, advantages, mask)
-    tally.largest(m.ADVANTAGES_MIN, -advantages, mask)
-    if before.values is None or before.teaching.targets is None:
+    advantages, mask = prepared.estimates.advantages.to(device), batch.mask.to(device)
+    accumulator.mean(m.ADVANTAGES_MEAN, advantages, mask)
+    accumulator.largest(m.ADVANTAGES_MAX, advantages, mask)
+    accumulator.largest(m.ADVANTAGES_MIN, -advantages, mask)
+    if prepared.values is None or prepared.estimates.targets is None:
         return
-    valid = before.value_mask(batch).to(device)
-    values, targets = before.values.to(device), before.teaching.targets.to(device)
-    tally.moments("target", targets, valid)
-    tally.moments("error", targets - values, valid)
-    tally.mean(m.VALUES_MEAN, values, valid)
+    valid = prepared.value_mask(batch).to(device)
+    values, targets = prepared.values.to(device), prepared.estimates.targets.to(device)
+    accumulator.moments("target", targets, valid)
+    accumulator.moments("error", targets - values, valid)
+    accumulator.mean(m.VALUES_MEAN, values, valid)
 
 
-def read_move(batch: Batch, before: Before, passes: Passes, tally: Tally) -> None:
+def approx_kl_metric(
+    batch: Batch, prepared: PreparedBatch, forward: PolicyForward, accumulator: MetricAccumulator
+) -> None:
     """KL(before || after) per valid token, from at most one micro-batch of decisions.
 
     Measured afterwards because before the first step it is zero by definition. The decisions are spread
     evenly over the batch. They were sampled by the behaviour policy, so the estimate has its lag's bias.
     """
-    seen_K = torch.nonzero(before.seen).flatten()
-    if not float(passes.group.sum(torch.tensor([float(len(seen_K))]))):
+    seen_K = torch.nonzero(prepared.evaluated).flatten()
+    if not float(forward.group.sum(torch.tensor([float(len(seen_K))]))):
         return
-    stride = max(1, -(-len(seen_K) // passes.micro_batch))
+    stride = max(1, -(-len(seen_K) // forward.micro_batch))
     rows_M = seen_K[::stride] if len(seen_K) else rows_of(None)
     with torch.no_grad():
-        after = passes.evaluate(batch, rows_M).logprob
-    first = before.first[rows_M.to(after.device)]
-    drawable = batch.mask[rows_M].to(after.device) & torch.isfinite(first) & torch.isfinite(after)
-    moved = log_ratio(torch.where(drawable, after, 0.0), torch.where(drawable, first, 0.0))
-    tally.mean(m.APPROX_KL, k3(moved), drawable & bool(len(seen_K)))
+        after = forward.evaluate(batch, rows_M).logprob
+    first_logprob = prepared.first_logprob[rows_M.to(after.device)]
+    drawable = batch.mask[rows_M].to(after.device) & torch.isfinite(first_logprob) & torch.isfinite(after)
+    moved = log_ratio(torch.where(drawable, after, 0.0), torch.where(drawable, first_logprob, 0.0))
+    accumulator.mean(m.APPROX_KL, k3(moved), drawable & bool(len(seen_K)))
 
 
 def readings(found: dict[Metric | str, float]) -> dict[Metric, float]:

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.distributed_ranks import naming
-from asyncrl.learner.ranks import LearnerGroup
+from asyncrl.learner.distributed_ranks import explain_lost_peer
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.policies.checkpoints.adapters import adapter_tensors, save_adapter
 from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.lora import merged_tensors
@@ -74,7 +74,7 @@ class ActingWeights:
         return {name: p for name, p in self._policy.trainable_parameters().items() if name in self._types}
 
 
-def copy_policy(policy: OpenVLAOFT, group: LearnerGroup) -> Callable[[Path], None]:
+def copy_policy(policy: OpenVLAOFT, group: LearnerRanks) -> Callable[[Path], None]:
     """Gather the policy in host memory, adapters merged, one tensor at a time, with all ranks.
 
     Returns:
@@ -92,10 +92,10 @@ def copy_policy(policy: OpenVLAOFT, group: LearnerGroup) -> Callable[[Path], Non
     return write
 
 
-def _gathered(group: LearnerGroup, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _gathered(group: LearnerRanks, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in tensors:  # Merging shards is itself a computation of all ranks together.
-        found |= {n: full.to("cpu", copy=True) for n, full in group.whole({name: tensor}).items()}
+        found |= {n: full.to("cpu", copy=True) for n, full in group.gather_full({name: tensor}).items()}
     return found
 
 
@@ -145,7 +145,7 @@ class Gathering:
         if places:
             packing.copy([places[name] for name in self._whole], [tensors[name] for name in self._whole])
         under_way: deque[Callable[[], None]] = deque()
-        with torch.no_grad(), naming("the learner ranks to gather the weights"):
+        with torch.no_grad(), explain_lost_peer("the learner ranks to gather the weights"):
             for bucket, views in zip(self._buckets, self._views_of(places), strict=True):
                 under_way.append(bucket.start(tensors, views))
                 if len(under_way) == IN_FLIGHT:
