@@ -36,7 +36,7 @@ from pace import commit
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_learning_policy
 from asyncrl.launch.placement import pick_device
-from asyncrl.learner.batches import build_batch, describe
+from asyncrl.learner.batches import batch_metrics, build_batch
 from asyncrl.learner.fsdp import make_float32_masters
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_logger import MetricsLogger
@@ -160,7 +160,7 @@ def time_updates(
             watch.seconds.clear()
             began = watch.now()
             values = update(build_batch(groups, version=version), version)
-            log.write(version + 1, values | describe(groups, version=version))
+            log.write(version + 1, values | batch_metrics(groups, version=version))
             whole = watch.now() - began
             spent = watch.seconds
             passes = sum(spent.get(name, 0.0) for name in (*PASSES, "backward"))

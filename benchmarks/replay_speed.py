@@ -44,8 +44,8 @@ SMALL = tuple(name for name in EPISODE_ARRAYS if name not in ("frames", "final_f
 def by_memmap(path: Path, layout: Written) -> Callable[[], Any]:
     """Return what copies every array out of a mapping of the file. Where they lie is known before."""
     mapped = np.memmap(path, np.uint8, "r")
-    spans = [(p.offset, p.offset + p.nbytes) for p in layout.places.values()]
-    return lambda: [np.array(mapped[begin:end]) for begin, end in spans]
+    timed_work = [(p.offset, p.offset + p.nbytes) for p in layout.places.values()]
+    return lambda: [np.array(mapped[begin:end]) for begin, end in timed_work]
 
 
 def by_h5py(path: Path) -> None:

@@ -107,14 +107,14 @@ def stages(world: WanWorld, rows: int) -> dict[str, Callable[[int], object]]:
     side = world.image_size
     frames = torch.rand(rows, 3, 4, side, side, device=world.device) * 2 - 1
 
-    def cut(tensors: list[torch.Tensor], n: int) -> list[torch.Tensor]:
+    def split_slots(tensors: list[torch.Tensor], n: int) -> list[torch.Tensor]:
         return [tensor[:n] for tensor in tensors]
 
     layers = {"layers": world._encoder_layers}
     return {
-        "encode": lambda n: encode_step(world.vae, frames[:n], cut(state.encoder_cache, n), **layers),
+        "encode": lambda n: encode_step(world.vae, frames[:n], split_slots(state.encoder_cache, n), **layers),
         "denoise": lambda n: world.denoise(state if n == rows else state.select([0]), actions[:n], seeds[:n]),
-        "decode": lambda n: world.decoder.decode(window[:n], cut(state.cache, n)),
+        "decode": lambda n: world.decoder.decode(window[:n], split_slots(state.cache, n)),
     }
 
 

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from asyncrl.messaging.wire import Message
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqLearnerPort
-from asyncrl.replay.outbox import DoubleBuffer
+from asyncrl.replay.outbox import Outbox
 
 GATE_DEADLINE = 60.0
 
@@ -33,7 +33,7 @@ def note(**entry: Any) -> None:
 
 
 def note_receipts(settle: Any) -> Any:
-    def noting(outbox: DoubleBuffer, message: Message) -> None:
+    def noting(outbox: Outbox, message: Message) -> None:
         waiting = outbox._items.get(message["episode_id"])  # pyright: ignore[reportPrivateUsage]
         if waiting is not None and message["status"] != "held":
             note(receipt=message["episode_id"], status=message["status"], group=int(waiting.group_id))
@@ -67,7 +67,7 @@ def note_batches(sample: Any) -> Any:
 
 
 if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
-    DoubleBuffer._settle = note_receipts(DoubleBuffer._settle)  # pyright: ignore[reportPrivateUsage]
+    Outbox._settle = note_receipts(Outbox._settle)  # pyright: ignore[reportPrivateUsage]
     ZmqLearnerPort.sample = note_batches(ZmqLearnerPort.sample)
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
-from asyncrl.actors.slots import DecisionRecord, Member, Slot, Slots, finished_episode
+from asyncrl.actors.slots import DecisionRecord, PendingEpisode, Slot, Slots, finished_episode
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.policies.interface import SamplingParams
@@ -158,7 +158,7 @@ def test_an_episode_begins_at_the_last_context_frame() -> None:
 def slot_with(scores: list[list[float]], *, keep_video: bool = False) -> Slot:
     """A slot whose decision n saw a frame of value 8 n, and whose step i drew one of value i + 1."""
     slot = Slot(
-        member=Member(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
+        member=PendingEpisode(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
         seed=9,
         frame=start(3).frame,
     )
@@ -249,7 +249,7 @@ def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[Decision
     """One decision of the given (group, member) pairs, in this order of places."""
     stage = Stage(places=range(len(wanted)))
     slots = Slots(len(wanted), run_seed=0)
-    slots.pending.extend(Member(grant=grant(g), member=i, start=start(g)) for g, i in wanted)
+    slots.pending.extend(PendingEpisode(grant=grant(g), member=i, start=start(g)) for g, i in wanted)
     models.begin(slots, stage, fill(slots, 0))
     models.launch(slots, stage, slots.live, 7)
     models.collect(slots, stage, 60.0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from learner_fixtures import episode, groups_of
 
 from asyncrl.errors import ReplayError
-from asyncrl.learner.batches import build_batch, describe
+from asyncrl.learner.batches import batch_metrics, build_batch
 from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
 
@@ -47,7 +47,7 @@ def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
 
 
 def test_metrics_of_a_batch_by_hand() -> None:
-    values = describe(small_groups(), version=7)
+    values = batch_metrics(small_groups(), version=7)
     assert values[m.SUCCESS_ONCE] == 0.25
     assert values[m.RETURN] == values[m.REWARDS] == 0.25
     assert values[m.REWARD] == pytest.approx((1 / 11) / 4)

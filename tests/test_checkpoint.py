@@ -203,7 +203,7 @@ def test_a_truncated_or_missing_file_is_named_with_the_remedy(tmp_path: Path, na
     checkpoint.verify(folder)
     whole = (folder / name).read_bytes()
     (folder / name).write_bytes(whole[:-5])
-    message = rf"{name} cannot be read: it has {len(gather_full) - 5} bytes, {len(gather_full)} were written.*--resume"
+    message = rf"{name} cannot be read: it has {len(whole) - 5} bytes, {len(whole)} were written.*--resume"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.verify(folder)
     (folder / name).unlink()

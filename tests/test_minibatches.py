@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.config.algorithm import OptimizerSettings
-from asyncrl.learner.minibatches import Share, micro_batches, split_minibatches
+from asyncrl.learner.minibatches import Minibatch, micro_batches, split_minibatches
 from asyncrl.learner.optimizer import learning_rate_share
 from asyncrl.learner.ranks import SingleRank
 
@@ -57,7 +57,9 @@ def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(
 
 def test_a_pass_for_the_others_counts_nothing() -> None:
     ones = torch.ones(3, 8, 7)
-    share = Share(rows=torch.tensor([4, 5, 6]), counts=ones, token_counts=ones, value_counts=torch.ones(3, 1))
+    share = Minibatch(
+        rows=torch.tensor([4, 5, 6]), counts=ones, token_counts=ones, value_counts=torch.ones(3, 1)
+    )
     part = share.part(None)
     assert not part.real
     assert part.rows.tolist() == [0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import Imagination
-from asyncrl.actors.telemetry import ActorReadings
+from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.devices import offload
@@ -265,7 +265,7 @@ def offloading(actor: Actor) -> OffloadedTensors:
     config = TrainConfig(actor=ActorSettings(offload=True))
     world: Any = actor.imagination.world
     actor.parking = actor_parking(config, actor.imagination, world)
-    actor.readings = ActorReadings(actor.imagination, actor.parking)
+    actor.readings = ActorTelemetry(actor.imagination, actor.parking)
     assert actor.parking._parked is not None
     return actor.parking._parked
 

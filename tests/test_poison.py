@@ -21,7 +21,7 @@ from training_fixtures import start_state, write_models
 from asyncrl import cli
 from asyncrl.actors import failures
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.failures import one_by_one
+from asyncrl.actors.failures import retry_rows_singly
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics as m
 from asyncrl.policies.interface import SamplingParams
@@ -175,12 +175,12 @@ def test_rows_are_tried_alone_only_after_all_together_failed() -> None:
             raise ValueError("five\nlines")
         return sum(places)
 
-    assert one_by_one([1, 2], attempt) == ([([1, 2], 3)], [])
+    assert retry_rows_singly([1, 2], attempt) == ([([1, 2], 3)], [])
     assert tried == [[1, 2]]
-    done, (failed,) = one_by_one([1, 5, 2], attempt)
+    done, (failed,) = retry_rows_singly([1, 5, 2], attempt)
     assert done == [([1], 1), ([2], 2)]
     assert (failed.place, failed.cause, failed.reason) == (5, "raised", "ValueError: five")
-    assert one_by_one([5], attempt)[0] == []
+    assert retry_rows_singly([5], attempt)[0] == []
 
 
 def test_what_breaks_the_device_is_not_caught_and_too_little_memory_is() -> None:
@@ -188,14 +188,14 @@ def test_what_breaks_the_device_is_not_caught_and_too_little_memory_is() -> None
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
     with pytest.raises(torch.AcceleratorError):
-        one_by_one([1, 2], broken)
+        retry_rows_singly([1, 2], broken)
 
     def large(places: list[int]) -> int:
         if len(places) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return places[0]
 
-    assert one_by_one([1, 2], large) == ([([1], 1), ([2], 2)], [])
+    assert retry_rows_singly([1, 2], large) == ([([1], 1), ([2], 2)], [])
 
 
 def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: p
     monkeypatch.setattr(failures.torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(failures.torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError):
-        one_by_one([1, 2], attempt)
+        retry_rows_singly([1, 2], attempt)
 
 
 def test_an_error_is_in_the_log_once_per_start_state_with_its_traceback(

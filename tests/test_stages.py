@@ -14,9 +14,9 @@ from poison_fixtures import GROUP, Poisoned, RowModels, RowState, inline_run, st
 from test_poison import counts, episodes_of, named
 
 from asyncrl.actors import imagination
-from asyncrl.actors.pipeline import Stage, cut
+from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import Slot
-from asyncrl.actors.telemetry import ActorReadings
+from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.run import ActorSettings
 from asyncrl.devices import device_events
 from asyncrl.devices.device_events import DeviceEvent, wait_for
@@ -42,9 +42,9 @@ def held(stage: Stage[Any], places: list[int]) -> list[int]:
 
 
 def test_places_are_cut_into_parts_that_differ_by_one_at_most() -> None:
-    assert cut(4, 1) == [range(4)]
-    assert cut(4, 2) == [range(2), range(2, 4)]
-    assert cut(3, 2) == [range(1), range(1, 3)]
+    assert split_slots(4, 1) == [range(4)]
+    assert split_slots(4, 2) == [range(2), range(2, 4)]
+    assert split_slots(3, 2) == [range(1), range(1, 3)]
     with pytest.raises(ConfigError, match=r"actor.slots is 1.*each of --actor.stages needs one"):
         ActorSettings(slots=1, stages=2)
 
@@ -245,7 +245,7 @@ def test_an_actor_can_leave_while_a_half_is_in_flight(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned(), slots=4, stages=2)
     answers = iter([False, False, False, True])
     run.actor.run(leaving=lambda: next(answers))
-    assert len(run.actor._flying) == 1
+    assert len(run.actor._busy_stages) == 1
     run.core.close()
 
 
@@ -281,9 +281,9 @@ def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatc
     run = inline_run(tmp_path, Poisoned())
     for _ in range(2):
         run.actor.round(0.0)
-    seconds = run.actor.imagination.take_seconds()
+    seconds = run.actor.imagination.pop_device_seconds()
     assert seconds == {m.ACTOR_WORLD: 1 + 2 * 4.0, m.ACTOR_POLICY: 4.0, m.ACTOR_REWARD: 16.0}
-    assert run.actor.imagination.take_seconds() == {}
+    assert run.actor.imagination.pop_device_seconds() == {}
     run.core.close()
 
 
@@ -291,7 +291,7 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = inline_run(tmp_path, Poisoned())
-    readings = ActorReadings(run.actor.imagination, NO_OFFLOAD)
+    readings = ActorTelemetry(run.actor.imagination, NO_OFFLOAD)
     assert readings.due() is None, "too soon"
     monkeypatch.setattr(
         run.actor.imagination, "take_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}

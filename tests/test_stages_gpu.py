@@ -123,7 +123,7 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
         assert (one.group_id, one.member) == (other.group_id, other.member)
         for name in EPISODE_ARRAYS:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
-    seconds = actor.imagination.take_seconds()
+    seconds = actor.imagination.pop_device_seconds()
     assert all(seconds[metric] > 0 for metric in (m.ACTOR_POLICY, m.ACTOR_WORLD, m.ACTOR_REWARD))
     core.close()
 
@@ -133,7 +133,7 @@ def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
     actor, learner, core = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
     learner.sample(groups=4, version=0, timeout=60.0)  # Memory and kernels are there from now on.
     learner.report_version(0)
-    drawing = actor.imagination.take_seconds()[m.ACTOR_WORLD] / (2 * 3)
+    drawing = actor.imagination.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
     assert drawing > 0.01
     core.close()
 
@@ -141,8 +141,8 @@ def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
     began = time.monotonic()
     actor.round(0.0)
     assert time.monotonic() - began < drawing / 2, "the first half is on its way, and nobody waits for it"
-    (flight,) = actor._flying[0].flights
-    assert not all(moment.passed for moment in flight.landed)
+    (decision,) = actor._busy_stages[0].in_flight
+    assert not all(moment.passed for moment in decision.done_events)
     began = time.monotonic()
     actor.round(0.0)
     assert time.monotonic() - began > drawing / 4, "the second is launched, then the first is collected"

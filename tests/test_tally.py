@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learner.accumulator import Tally, effective_sample_size, variance
+from asyncrl.learner.accumulator import MetricAccumulator, effective_sample_size, variance
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.observability import metrics as m
 
@@ -32,7 +32,7 @@ def test_a_mean_is_the_same_whatever_the_micro_batches_were(cuts: list[int]) -> 
     g = torch.Generator().manual_seed(0)
     values, mask = torch.randn(12, 8, 7, generator=g), torch.rand(12, 8, 7, generator=g) < 0.5
     values[~mask] = math.nan
-    tally, edges = Tally(CPU), [0, *sorted(cuts), 12]
+    tally, edges = MetricAccumulator(CPU), [0, *sorted(cuts), 12]
     for start, stop in itertools.pairwise(edges):
         if stop > start:
             tally.mean(m.ENTROPY_LOSS, values[start:stop], mask[start:stop])
@@ -46,7 +46,7 @@ def test_a_mean_is_the_same_whatever_the_micro_batches_were(cuts: list[int]) -> 
 
 
 def test_totals_are_per_optimizer_step() -> None:
-    tally = Tally(CPU)
+    tally = MetricAccumulator(CPU)
     for part in (1.0, 2.0, 3.0):
         tally.total(m.LOSS, torch.tensor(part))
     tally.steps = 2
@@ -55,13 +55,13 @@ def test_totals_are_per_optimizer_step() -> None:
 
 
 def test_the_effective_sample_size_by_hand() -> None:
-    tally = Tally(CPU)
+    tally = MetricAccumulator(CPU)
     tally.moments("w", torch.tensor([1.0, 1.0, 4.0]), torch.tensor(True))
     assert effective_sample_size(tally.readings(SingleRank()), "w") == pytest.approx(36 / (3 * 18))
 
 
 def test_what_has_no_valid_value_is_left_out() -> None:
-    tally = Tally(CPU)
+    tally = MetricAccumulator(CPU)
     tally.mean(m.RATIO, torch.ones(3), torch.tensor(False))
     assert m.RATIO not in tally.readings(SingleRank())
     assert math.isnan(variance(tally.readings(SingleRank()), "x"))

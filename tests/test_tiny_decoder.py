@@ -64,7 +64,7 @@ def some_latents(batch: int, frames: int, seed: int = 1, size: int = 2) -> Tenso
     return torch.randn(batch, 32, frames, size, size, generator=generator, dtype=torch.float64)
 
 
-def one_by_one(decoder: Decoder, latents: Tensor) -> Tensor:
+def retry_rows_singly(decoder: Decoder, latents: Tensor) -> Tensor:
     parts, cache = [], None
     for place in range(latents.shape[2]):
         frames, cache = decoder.decode(latents[:, :, place : place + 1], cache)
@@ -94,7 +94,7 @@ def test_two_latents_at_once_are_the_same_two_latents_one_after_the_other() -> N
 
 def test_a_stream_equals_the_whole_video() -> None:
     decoder, latents = nano(), some_latents(2, 4)
-    streamed = one_by_one(decoder, latents)
+    streamed = retry_rows_singly(decoder, latents)
     assert streamed.shape == (2, 3, 13, 32, 32)
     torch.testing.assert_close(streamed, decoder(latents).clamp(-1, 1), atol=1e-13, rtol=0)
 
@@ -255,7 +255,7 @@ def test_a_decoder_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert not loaded.training
     assert not any(p.requires_grad for p in loaded.parameters())
     latents = some_latents(1, 3).float()
-    assert torch.equal(one_by_one(saved, latents), one_by_one(loaded, latents))
+    assert torch.equal(retry_rows_singly(saved, latents), retry_rows_singly(loaded, latents))
 
 
 def test_a_folder_without_a_tiny_decoder_says_how_to_make_one(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.actors.failures import Poison
+from asyncrl.actors.failures import RowFailure
 from asyncrl.actors.imagination import Imagination
-from asyncrl.actors.pipeline import Stage, cut
+from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import Slots, finished_episode
-from asyncrl.actors.telemetry import ActorReadings
+from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.observability import metrics as m
 from asyncrl.observability import waits
@@ -76,24 +76,26 @@ class Actor:
         self.settings = settings
         self.parking = parking
         self.slots = Slots(settings.slots, run_seed=settings.run_seed)
-        self._landed = deque(Stage[Any](places=places) for places in cut(settings.slots, settings.stages))
-        self._flying: deque[Stage[Any]] = deque()
+        self._idle_stages = deque(
+            Stage[Any](places=places) for places in split_slots(settings.slots, settings.stages)
+        )
+        self._busy_stages: deque[Stage[Any]] = deque()
         """Stages by what they do; those that do it longest come first."""
         self.version = -1
         self._logged: set[str] = set()
         """Start states whose poison is in the log."""
-        self.readings = ActorReadings(imagination, parking)
+        self.readings = ActorTelemetry(imagination, parking)
 
-    def run(self, leaving: Callable[[], bool] = lambda: False) -> None:
+    def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
         """Imagine until the replay (or, before there are weights, the learner) says that the run is over.
 
         Args:
-            leaving: Asked between two decisions; True ends this actor only.
+            should_leave: Asked between two decisions; True ends this actor only.
         """
         try:
             with waits.waiting(waits.FIRST_WEIGHTS, self.settings.start_deadline):
                 self.version = self.receiver.wait_for_first(self.settings.start_deadline)
-            while not (self.port.stopped or leaving()):
+            while not (self.port.stopped or should_leave()):
                 self.round()
         except (ChannelClosed, RunStopped):
             return
@@ -107,7 +109,7 @@ class Actor:
         began = time.monotonic()
         set_activity("talking to the replay", self.settings.hang_after)
         self.port.serve()
-        if (readings := self.readings.due()) is not None:
+        if (readings := self.readings.report_if_due()) is not None:
             self.port.report(readings)
         self._acquire(0.0)
         # Between two launches: those before read the old weights first, for copies keep the stream's order.
@@ -115,13 +117,13 @@ class Actor:
             lambda: self.parking.host_views(self.imagination.policy.acting_tensors())
         )
         set_activity(f"imagining with version {self.version}", self.settings.hang_after)
-        launched = any(self._launch(stage) for stage in list(self._landed))
-        if self._flying and not (launched and self._landed):
-            self._collect(self._flying.popleft())
+        launched = any(self._launch(stage) for stage in list(self._idle_stages))
+        if self._busy_stages and not (launched and self._idle_stages):
+            self._collect(self._busy_stages.popleft())
         elif not launched:
             self._idle(wait)
             return bool(self.slots.pending)
-        self.readings.worked(time.monotonic() - began)
+        self.readings.add_busy(time.monotonic() - began)
         return True
 
     def _launch(self, stage: Stage[Any]) -> bool:
@@ -137,16 +139,16 @@ class Actor:
             live = [place for place in live if self.slots.places[place] is not None]
         if live:
             self._give_up(self.imagination.launch(self.slots, stage, live, self.version))
-        if stage.flights:
-            self._landed.remove(stage)
-            self._flying.append(stage)
+        if stage.in_flight:
+            self._idle_stages.remove(stage)
+            self._busy_stages.append(stage)
         return True
 
     def _collect(self, stage: Stage[Any]) -> None:
         """Take a decision from the devices and hand over the episodes that it ends."""
         failed, waited = self.imagination.collect(self.slots, stage, self.settings.hang_after)
-        self.readings.waited_for_device(waited)
-        self._landed.append(stage)
+        self.readings.add_device_wait(waited)
+        self._idle_stages.append(stage)
         self._give_up(failed)
         set_activity("handing over episodes", self.settings.hang_after)
         self._hand_over(stage)
@@ -158,7 +160,7 @@ class Actor:
                 return
             start = self.starts[grant.number]
             if start.name in self.port.quarantined:
-                self._report_failure(grant, start, Poison(place=-1, cause="quarantined", reason=""))
+                self._report_failure(grant, start, RowFailure(place=-1, cause="quarantined", reason=""))
             else:
                 self.slots.add_group(grant, start, self.settings.group_size)
 
@@ -174,38 +176,40 @@ class Actor:
                 self._acquire(wait)
         self.readings.add(m.ACTORS_WAITING, time.monotonic() - began)
 
-    def _give_up(self, failed: Sequence[Poison]) -> None:
+    def _give_up(self, failed: Sequence[RowFailure]) -> None:
         """Stop the groups of poisoned episodes: without all its members a group is of no use."""
-        for poison in failed:
-            slot = self.slots.places[poison.place]
+        for failure in failed:
+            slot = self.slots.places[failure.place]
             if slot is None:  # A sibling was poisoned in the same round.
                 continue
             member = slot.member
             self.slots.remove_group(member.grant.number)
-            self._log_poison(member.grant, member.start, poison)
-            self._report_failure(member.grant, member.start, poison, member.member)
+            self._log_failure(member.grant, member.start, failure)
+            self._report_failure(member.grant, member.start, failure, member.member)
 
-    def _report_failure(self, grant: GroupGrant, start: StartState, poison: Poison, member: int = -1) -> None:
+    def _report_failure(
+        self, grant: GroupGrant, start: StartState, failure: RowFailure, member: int = -1
+    ) -> None:
         quarantined = self.port.quarantined
         failure = GroupFailure(
             number=grant.number,
             member=member,
-            cause=poison.cause,
+            cause=failure.cause,
             start_state=start.name,
-            reason=poison.reason,
+            reason=failure.reason,
             left=sum(state.name not in quarantined for state in self.starts.states),
         )
         self.port.fail(failure)
 
-    def _log_poison(self, grant: GroupGrant, start: StartState, poison: Poison) -> None:
+    def _log_failure(self, grant: GroupGrant, start: StartState, failure: RowFailure) -> None:
         if start.name not in self._logged:
             self._logged.add(start.name)
             _log.warning(
                 "group %d is given up, start state %r: %s",
                 grant.number,
                 start.name,
-                poison.reason,
-                exc_info=poison.error,
+                failure.reason,
+                exc_info=failure.error,
             )
 
     def _hand_over(self, stage: Stage[Any]) -> None:

@@ -25,7 +25,7 @@ _REASON: Final = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Poison:
+class RowFailure:
     """Why the episode in one place cannot go on."""
 
     place: int
@@ -36,7 +36,9 @@ class Poison:
     """What was raised, when something was."""
 
 
-def find_poison(rows: Sequence[tuple[Cause, str, NDArray[np.generic]]], row: int) -> tuple[Cause, str] | None:
+def first_failure(
+    rows: Sequence[tuple[Cause, str, NDArray[np.generic]]], row: int
+) -> tuple[Cause, str] | None:
     """Return cause and reason of the first reading whose `row` is not finite, in the order given, or None.
 
     Args:
@@ -50,9 +52,9 @@ def find_poison(rows: Sequence[tuple[Cause, str, NDArray[np.generic]]], row: int
     return None
 
 
-def one_by_one(
+def retry_rows_singly(
     places: Sequence[int], attempt: Callable[[list[int]], Result]
-) -> tuple[list[tuple[list[int], Result]], list[Poison]]:
+) -> tuple[list[tuple[list[int], Result]], list[RowFailure]]:
     """Attempt all places together; if that raises, each alone, so that only the culprits fail.
 
     Args:
@@ -63,18 +65,18 @@ def one_by_one(
         What was done, each part with its places; and the places that raise alone.
     """
     outcome = _caught(list(places), attempt)
-    if not isinstance(outcome, Poison):
+    if not isinstance(outcome, RowFailure):
         return [(list(places), outcome)], []
     if len(places) == 1:
         return [], [outcome]
     alone = [(place, _caught([place], attempt)) for place in places]
-    failed = [outcome for _, outcome in alone if isinstance(outcome, Poison)]
+    failed = [outcome for _, outcome in alone if isinstance(outcome, RowFailure)]
     if not failed:
         _log.warning("%d rows raised together, but none alone: %s", len(places), outcome.reason)
-    return [([place], one) for place, one in alone if not isinstance(one, Poison)], failed
+    return [([place], one) for place, one in alone if not isinstance(one, RowFailure)], failed
 
 
-def _caught(places: list[int], attempt: Callable[[list[int]], Result]) -> Result | Poison:
+def _caught(places: list[int], attempt: Callable[[list[int]], Result]) -> Result | RowFailure:
     try:
         return attempt(places)
     except Exception as error:
@@ -82,7 +84,7 @@ def _caught(places: list[int], attempt: Callable[[list[int]], Result]) -> Result
             raise
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # Raises again when the error was the device's and shows only now.
-        return Poison(place=places[0], cause="raised", reason=one_line(error), error=error)
+        return RowFailure(place=places[0], cause="raised", reason=one_line(error), error=error)
 
 
 def breaks_device(error: Exception) -> bool:

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.failures import Poison, find_poison, one_by_one
-from asyncrl.actors.pipeline import Flight, Span, Stage
+from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
+from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
 from asyncrl.actors.seeds import sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Slots
 from asyncrl.devices.device_events import DeviceEvent, wait_for
@@ -62,38 +62,38 @@ class Imagination(Generic[State]):
         return {self.policy_device, self.world_device}
 
     @torch.inference_mode()
-    def begin(self, slots: Slots, stage: Stage[State], places: list[int]) -> list[Poison]:
+    def begin(self, slots: Slots, stage: Stage[State], places: list[int]) -> list[RowFailure]:
         """Open the world for the episodes that were just put into `places` of a stage that is not in flight.
 
         Returns:
             Places for whose start state the world raises; they have no state and must be cleared.
         """
         began = DeviceEvent(self.world_device)
-        opened, failed = one_by_one(
+        opened, failed = retry_rows_singly(
             places, lambda some: self.world.start([slots.slot(i).member.start for i in some])
         )
         for some, fresh in opened:
             stage.open(some, fresh)
-        stage.spans.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
+        stage.timed_work.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
         return failed
 
     @torch.inference_mode()
     def launch(
         self, slots: Slots, stage: Stage[State], places: list[int], policy_version: int
-    ) -> list[Poison]:
+    ) -> list[RowFailure]:
         """Let the devices begin one decision in `places`: all those of the stage that have an episode.
 
         Returns:
             Places for which something raises at once: they make no decision and must be cleared.
         """
         stage.keep(places)
-        parts, failed = one_by_one(places, partial(self._decide, slots, stage, policy_version))
-        for some, (flight, after) in parts:
+        parts, failed = retry_rows_singly(places, partial(self._decide, slots, stage, policy_version))
+        for some, (decision, after) in parts:
             stage.replace(some, after)
-            stage.flights.append(flight)
+            stage.in_flight.append(decision)
         return failed
 
-    def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[Poison], float]:
+    def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
         """Wait for the stage's decision and put it into the slots.
 
         Returns:
@@ -103,35 +103,35 @@ class Imagination(Generic[State]):
         Raises:
             RunError: The devices did not finish within `deadline` seconds.
         """
-        flights, stage.flights = stage.flights, []
-        waited = wait_for([moment for flight in flights for moment in flight.landed], deadline)
+        in_flight, stage.in_flight = stage.in_flight, []
+        waited = wait_for([moment for decision in in_flight for moment in decision.done_events], deadline)
         failed = []
-        for flight in flights:
-            stage.spans += flight.spans
-            checks = _checks(flight)
-            for row, (place, episode) in enumerate(zip(flight.places, flight.episodes, strict=True)):
+        for decision in in_flight:
+            stage.timed_work += decision.timed_work
+            checks = _checks(decision)
+            for row, (place, episode) in enumerate(zip(decision.places, decision.episodes, strict=True)):
                 if slots.places[place] is not episode:
                     continue  # Its group was given up meanwhile.
-                if (poison := find_poison(checks, row)) is None:
-                    episode.add(_record(flight, row))
+                if (failure := first_failure(checks, row)) is None:
+                    episode.add(_record(decision, row))
                 else:
-                    failed.append(Poison(place=place, cause=poison[0], reason=poison[1]))
+                    failed.append(RowFailure(place=place, cause=failure[0], reason=failure[1]))
         self._count(stage)
         return failed, waited
 
-    def take_seconds(self) -> dict[Metric, float]:
+    def pop_device_seconds(self) -> dict[Metric, float]:
         """Seconds the devices were busy with the policy, the world and the reward since this was asked."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def _count(self, stage: Stage[State]) -> None:
-        for metric, began, ended in stage.spans:
+        for metric, began, ended in stage.timed_work:
             self._seconds[metric] = self._seconds.get(metric, 0.0) + ended.since(began)
-        stage.spans = []
+        stage.timed_work = []
 
     def _decide(
         self, slots: Slots, stage: Stage[State], policy_version: int, places: list[int]
-    ) -> tuple[Flight, State]:
+    ) -> tuple[InFlightDecision, State]:
         """Launch one decision in `places`, without any effect on them; the world's state after it is new."""
         episodes = [slots.slot(i) for i in places]
         seeds = [episode.next_noise_seed() for episode in episodes]
@@ -148,12 +148,12 @@ class Imagination(Generic[State]):
         drawn = DeviceEvent(self.world_device)
         scores = self.reward.score(new_frames, tasks_B)
         scored = DeviceEvent(self.world_device)
-        spans: list[Span] = [
+        timed_work: list[TimedWork] = [
             (m.ACTOR_POLICY, began, decided),
             (m.ACTOR_WORLD, received, drawn),
             (m.ACTOR_REWARD, drawn, scored),
         ]
-        flight = Flight(
+        decision = InFlightDecision(
             places=places,
             episodes=episodes,
             policy_version=policy_version,
@@ -166,10 +166,10 @@ class Imagination(Generic[State]):
             new_frames=_to_host(new_frames),
             finite=_to_host(state.finite),
             scores=_to_host(scores),
-            spans=spans,
-            landed=(DeviceEvent(self.policy_device), DeviceEvent(self.world_device)),
+            timed_work=timed_work,
+            done_events=(DeviceEvent(self.policy_device), DeviceEvent(self.world_device)),
         )
-        return flight, state
+        return decision, state
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -177,33 +177,33 @@ def _to_host(tensor: Tensor) -> Tensor:
     return tensor.to(CPU, non_blocking=True)
 
 
-def _checks(flight: Flight) -> Sequence[tuple[Cause, str, NDArray[np.generic]]]:
+def _checks(decision: InFlightDecision) -> Sequence[tuple[Cause, str, NDArray[np.generic]]]:
     """What must be finite, by whose fault it is not."""
     checks: list[tuple[Cause, str, NDArray[np.generic]]] = [
-        ("policy", "policy's log-probs are", flight.logprobs.numpy()),
-        ("policy", "policy's actions are", flight.actions.numpy()),
-        ("world", "world model's frames or latents are", flight.finite.numpy()),
-        ("reward", "reward model's scores are", flight.scores.numpy()),
+        ("policy", "policy's log-probs are", decision.logprobs.numpy()),
+        ("policy", "policy's actions are", decision.actions.numpy()),
+        ("world", "world model's frames or latents are", decision.finite.numpy()),
+        ("reward", "reward model's scores are", decision.scores.numpy()),
     ]
-    if flight.values is not None:
-        checks.insert(0, ("policy", "policy's value is", flight.values.numpy()))
+    if decision.values is not None:
+        checks.insert(0, ("policy", "policy's value is", decision.values.numpy()))
     return checks
 
 
-def _record(flight: Flight, row: int) -> DecisionRecord:
+def _record(decision: InFlightDecision, row: int) -> DecisionRecord:
     """Copy one row: a view would keep the rows of all slots in (pinned) memory until its episode ends."""
 
     def copied(tensor: Tensor) -> NDArray:
         return tensor[row].numpy().copy()
 
     return DecisionRecord(
-        frame=flight.frames[row],
-        tokens=copied(flight.tokens),
-        logprobs=copied(flight.logprobs),
-        value=float("nan") if flight.values is None else float(flight.values[row]),
-        actions=copied(flight.actions),
-        scores=copied(flight.scores),
-        new_frames=copied(flight.new_frames),
-        policy_version=flight.policy_version,
-        noise_seed=flight.noise_seeds[row],
+        frame=decision.frames[row],
+        tokens=copied(decision.tokens),
+        logprobs=copied(decision.logprobs),
+        value=float("nan") if decision.values is None else float(decision.values[row]),
+        actions=copied(decision.actions),
+        scores=copied(decision.scores),
+        new_frames=copied(decision.new_frames),
+        policy_version=decision.policy_version,
+        noise_seed=decision.noise_seeds[row],
     )

@@ -19,15 +19,15 @@ from asyncrl.devices.device_events import DeviceEvent
 from asyncrl.observability.metrics import Metric
 from asyncrl.worlds.interface import State
 
-Span = tuple[Metric, DeviceEvent, DeviceEvent]
+TimedWork = tuple[Metric, DeviceEvent, DeviceEvent]
 """What a device was busy with, from when to when."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flight:
+class InFlightDecision:
     """One decision of B places that the devices may still be working on; nothing of it is in the slots yet.
 
-    The tensors are in host memory, and whole once all of `landed` have passed.
+    The tensors are in host memory, and whole once all of `done_events` have passed.
     """
 
     places: list[int]
@@ -51,8 +51,8 @@ class Flight:
     """``[B]`` bool: `WorldState.finite` after the decision."""
     scores: Tensor
     """``[B, 8]`` float32."""
-    spans: list[Span]
-    landed: tuple[DeviceEvent, ...]
+    timed_work: list[TimedWork]
+    done_events: tuple[DeviceEvent, ...]
 
 
 @dataclass(kw_only=True)
@@ -60,10 +60,10 @@ class Stage(Generic[State]):
     """Places that decide together, and what the world remembers about each."""
 
     places: range
-    flights: list[Flight] = field(default_factory=list)
+    in_flight: list[InFlightDecision] = field(default_factory=list)
     """The decision under way; several parts only where all places together raised an error."""
-    spans: list[Span] = field(default_factory=list)
-    """Work besides `flights` that has not been counted."""
+    timed_work: list[TimedWork] = field(default_factory=list)
+    """Work besides `in_flight` that has not been counted."""
     _rows: list[int] = field(default_factory=list, init=False)
     """The place that each row of the state belongs to, ascending."""
     _state: State | None = field(default=None, init=False)
@@ -110,7 +110,7 @@ class Stage(Generic[State]):
             self._rows = rows
 
 
-def cut(slots: int, stages: int) -> list[range]:
+def split_slots(slots: int, stages: int) -> list[range]:
     """Cut the places of a batch into parts that differ by one at most.
 
     >>> cut(5, 2)

@@ -19,7 +19,7 @@ from asyncrl.replay.interface import GroupGrant
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class PendingEpisode:
     """One episode that has not begun."""
 
     grant: GroupGrant
@@ -52,7 +52,7 @@ class DecisionRecord:
 class Slot:
     """One episode under way."""
 
-    member: Member
+    member: PendingEpisode
     seed: int
     frame: NDArray[np.uint8]
     """``[H, W, 3]`` what is seen now."""
@@ -73,7 +73,7 @@ class Slots:
 
     def __init__(self, size: int, *, run_seed: int) -> None:
         self.places: list[Slot | None] = [None] * size
-        self.pending: deque[Member] = deque()
+        self.pending: deque[PendingEpisode] = deque()
         self._run_seed = run_seed
 
     @property
@@ -88,7 +88,7 @@ class Slots:
 
     def add_group(self, grant: GroupGrant, start: StartState, group_size: int) -> None:
         """Queue all members of a granted group."""
-        self.pending.extend(Member(grant=grant, member=i, start=start) for i in range(group_size))
+        self.pending.extend(PendingEpisode(grant=grant, member=i, start=start) for i in range(group_size))
 
     def fill(self, policy_version: int, among: range) -> list[int]:
         """Begin pending episodes in free places, oldest grant first; return the places that were filled.

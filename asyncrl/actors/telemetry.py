@@ -17,7 +17,7 @@ REPORT_EVERY: Final = 2.0
 """Seconds between two reports."""
 
 
-class ActorReadings:
+class ActorTelemetry:
     """Adds up seconds between two reports."""
 
     def __init__(self, imagination: Imagination[Any], parking: IdleOffload) -> None:
@@ -30,22 +30,22 @@ class ActorReadings:
         """Count seconds for a metric that is a share of the time."""
         self._seconds[metric] = self._seconds.get(metric, 0.0) + seconds
 
-    def worked(self, seconds: float) -> None:
+    def add_busy(self, seconds: float) -> None:
         """Count a round of the actor's thread, waits for devices included."""
         self.add(m.ACTOR_HOST, seconds)
 
-    def waited_for_device(self, seconds: float) -> None:
+    def add_device_wait(self, seconds: float) -> None:
         """Count what a round waited for devices."""
         self.add(m.ACTOR_HOST, -seconds)
 
-    def due(self) -> dict[Metric, float] | None:
+    def report_if_due(self) -> dict[Metric, float] | None:
         """The report, when it is time for one."""
         now = time.monotonic()
         elapsed = now - self._since
         if elapsed < self._every or (self._every == FIRST_REPORT and not self._seconds):
             return None
         self._every = REPORT_EVERY
-        devices = self._imagination.take_seconds()
+        devices = self._imagination.pop_device_seconds()
         for metric, seconds in devices.items():
             self.add(metric, seconds)
         if all(device.type == "cpu" for device in self._imagination.devices):

@@ -68,7 +68,7 @@ def measure(config: TrainConfig, policy: OpenVLAOFT, environment: EnvironmentFil
     Args:
         config: Of the run.
         policy: As `build.build_learning_policy` returns it.
-        dreams: World and reward model.
+        environment: World and reward model.
     """
     parameters = list(policy.parameters())
     wide = config.learner.precision == "fp32"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagination import Imagination
-from asyncrl.actors.pipeline import cut
+from asyncrl.actors.pipeline import split_slots
 from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
@@ -196,7 +196,7 @@ def build_imagination(
     """Join the models of an actor, compiled if that is wanted."""
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     if config.imagination.compile:
-        rows = max(map(len, cut(config.actor.slots, config.actor.stages)))
+        rows = max(map(len, split_slots(config.actor.slots, config.actor.stages)))
         speed_up(policy, rows, sorted({state.task for state in environment.starts}))
         environment.world.compile(rows)
     return Imagination(

@@ -55,7 +55,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     ) as log:
         log.banner(console.banner(config, run_dir, "1 process (inline)", str(device)))
         try:
-            with learner_ranks.joined(config, 1, device) as group:
+            with learner_ranks.learner_group(config, 1, device) as group:
                 learner_ranks.build_joined_learner(
                     config, start, port, publisher, log, group, stop_requested=lambda: stop.set
                 ).run()

@@ -78,7 +78,7 @@ def run(settings: JoinOptions) -> int:
         return 0  # Nobody has given it anything yet.
     with StopFlag().listening() as stop:
         try:
-            actor.run(leaving=lambda: stop.set or receiver.ended)
+            actor.run(should_leave=lambda: stop.set or receiver.ended)
             over = port.stopped or receiver.ended
         finally:
             log_errors(partial(port.leave, FAREWELL), print)

@@ -141,9 +141,9 @@ def run_follower_rank(info: rendezvous.RunInfo, placement: Placement, children: 
     """Learn on a rank other than 0 until rank 0 ends the run.
 
     Args:
-        facts: From rank 0.
+        info: From rank 0.
         placement: Of the run.
-        crew: This rank's children; looked after while it waits.
+        children: This rank's children; looked after while it waits.
 
     Raises:
         AsyncRLError: The run failed, or another rank is gone.

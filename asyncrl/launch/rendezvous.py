@@ -1,6 +1,6 @@
 """How the ranks of one torchrun job agree on a run: what rank 0 decided in, the same facts on every rank out.
 
-    rank 0        decides the run folder and opens the endpoints, then `scatter_groups`s them
+    rank 0        decides the run folder and opens the endpoints, then `share`s them
     other ranks   `receive` them         waits for: rank 0's share     ended by: rank 0, or the deadline
 
 The facts travel as JSON through the store that torchrun's agent keeps anyway. Where there is none (something
@@ -65,13 +65,11 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return _number("LOCAL_RANK", 0, environ)
 
 
-def scatter_groups(
-    info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ
-) -> None:
+def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> None:
     """Tell the other ranks. Called by rank 0; does nothing when it is alone.
 
     Args:
-        facts: What to tell.
+        info: What to tell.
         deadline: Seconds to reach the store, and where this rank hosts it, for all others to read.
         environ: Where torchrun's variables are.
 

@@ -160,7 +160,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         run_until_done = Watchdog(run_dir, log.banner)
         try:
             port = _start(config, placement, info, start.version, children)
-            with learner_ranks.joined(config, len(placement.learners), device) as group:
+            with learner_ranks.learner_group(config, len(placement.learners), device) as group:
                 learner = learner_ranks.build_joined_learner(
                     config,
                     start,
@@ -211,7 +211,7 @@ def _start(
     rank = rendezvous.rank()
     if placement.imagines(rank):
         children.spawn(partial(_actor, config, info, rank))
-    rendezvous.scatter_groups(info, config.start_deadline)
+    rendezvous.share(info, config.start_deadline)
     security = endpoints.client_keys(config, "learner")
     port = ZmqLearnerPort(info.replay_endpoint, version=version, security=security)
     return WatchedReplay(port, children)

@@ -5,7 +5,7 @@
 
 Episodes travel as our own messages (`messaging.wire`) through gloo, as raw bytes with a header of lengths:
 
-    header   [1 + ranks] int64, to all: what follows (`_Announcement`), then the number of lengths for each rank
+    header   [1 + ranks] int64, to all: what follows (`_Announcement`), then the number of lengths per rank
     lengths  [n] int64, to one rank: groups, then per group: episodes, then per episode: frames, bytes of each
     bytes    [sum] uint8, to one rank: the frames one after another
 
@@ -53,7 +53,7 @@ class DistributedRanks:
         """Make the link for episodes; collective, like every method.
 
         Args:
-            patience: Seconds that rank 0 may need for the next batch: the wait of the others in `scatter_groups`.
+            patience: Seconds that rank 0 may need for the next batch: how long the others wait.
             while_waiting: Called often while this rank waits in `scatter_groups`.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

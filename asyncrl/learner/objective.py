@@ -78,7 +78,7 @@ class Objective:
         Args:
             now: What the current weights say.
             micro: The decisions.
-            tally: Takes the readings.
+            accumulator: Takes the readings.
             policy: False while only the critic learns.
         """
         # A token that top-k removed from one of the policies cannot be drawn any more: it teaches nothing.

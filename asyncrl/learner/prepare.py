@@ -70,7 +70,7 @@ def critic_targets(
 
     Args:
         batch: On the CPU; everything here is small.
-        opinion: On the CPU.
+        critic_values: On the CPU.
         logprob_DCA: ``[D, C, A]`` float32 of the learner's policy before the update; V-trace needs it.
         config: Discounts, correction.
         group: For the mean and deviation of all ranks' advantages.
