@@ -39,7 +39,7 @@ DEFAULT = (
     *("frames-full-3", "frames-full-2", "frames-full-1"),
     *("latents-tiny-3", "latents-tiny-2", "latents-tiny-1"),
 )
-Row = dict[str, Any]
+StoredEpisode = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def run_grid(config: Run) -> None:
             raise
 
 
-def _kept(future: Future[Row], results: Path) -> str:
+def _kept(future: Future[StoredEpisode], results: Path) -> str:
     """Append a result to the file; returns what it says."""
     try:
         row = future.result()
@@ -199,7 +199,7 @@ def _kept(future: Future[Row], results: Path) -> str:
     return str(SuccessRate.of(row["successes"], row["episodes"]))
 
 
-def missing_cells(config: Run, rows: list[Row]) -> list[Cell]:
+def missing_cells(config: Run, rows: list[StoredEpisode]) -> list[Cell]:
     """Cells without a result.
 
     Raises:
@@ -225,7 +225,7 @@ def _what(config: Run, cell: Cell) -> str:
     return shlex.join([*flags, "evaluated", str(config.episodes), str(config.evaluation_seed)])
 
 
-def run_cell(config: Run, cell: Cell, cores: Cores, until: float) -> Row:
+def run_cell(config: Run, cell: Cell, cores: Cores, until: float) -> StoredEpisode:
     """Train and evaluate.
 
     Raises:
@@ -270,7 +270,7 @@ def _imagined(folder: Path) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def rows_of(out: Path) -> Iterator[Row]:
+def rows_of(out: Path) -> Iterator[StoredEpisode]:
     """Results of a folder or of a file of JSON lines.
 
     Raises:
@@ -283,9 +283,9 @@ def rows_of(out: Path) -> Iterator[Row]:
         yield json.loads(line)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[StoredEpisode]) -> str:
     """True success of every setting over all seeds, with a Wilson interval, and of every seed."""
-    grouped: dict[str, list[Row]] = defaultdict(list)
+    grouped: dict[str, list[StoredEpisode]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["seed"]):
         grouped[row["setting"]].append(row)
     known = [name for name in DEFAULT if name in grouped]

@@ -49,7 +49,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.messaging.shared_memory import RingWriter
 from asyncrl.messaging.wire import decode
 from asyncrl.replay.files import format, reader
-from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.files.reader import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import read_meta
@@ -129,7 +129,7 @@ def read_files(unguarded: bool) -> None:
 
 def _content(path: Path) -> str:
     if path.suffix == ".h5":
-        read_shard(path)
+        read_group_file(path)
         read_layout(path)
         return str(checksum_of_group(read_group(path)))
     if path.suffix == ".json":

@@ -69,17 +69,17 @@ def write_checkpoint(folder: Path, config: OpenVLAOFTConfig, *, sizes_in_config:
     specs |= {name: Spec(torch.bfloat16, shape) for name, shape in dropped_tensors(config).items()}
     specs = {name: Spec(torch.bfloat16, spec.shape) for name, spec in sorted(specs.items())}
     total = sum(spec.nbytes for spec in specs.values())
-    shards = _even(specs, total)
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    group_files = _even(specs, total)
+    files = [f"model-{i + 1:05d}-of-{len(group_files):05d}.safetensors" for i in range(len(group_files))]
     draw = random_source()
-    with ThreadPoolExecutor(len(shards)) as writers:
+    with ThreadPoolExecutor(len(group_files)) as writers:
         jobs = [
             writers.submit(write_file, folder / file, shard, _values(shard, draw))
-            for file, shard in zip(files, shards, strict=True)
+            for file, shard in zip(files, group_files, strict=True)
         ]
         for job in jobs:
             job.result()
-    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    weight_map = {name: file for file, shard in zip(files, group_files, strict=True) for name in shard}
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     statistics = {KEY: {"action": ACTION, "proprio": PROPRIO}}
     fields = published_config(config) | {"torch_dtype": "bfloat16", "norm_stats": statistics}
@@ -125,12 +125,12 @@ def _values(specs: Mapping[str, Spec], draw: Callable[[int], Tensor]) -> Iterato
 
 
 def _even(specs: Mapping[str, Spec], total: int) -> list[dict[str, Spec]]:
-    shards: list[dict[str, Spec]] = [{} for _ in range(SHARDS)]
+    group_files: list[dict[str, Spec]] = [{} for _ in range(SHARDS)]
     place = 0
     for name, spec in specs.items():
-        shards[min(SHARDS - 1, place * SHARDS // total)][name] = spec
+        group_files[min(SHARDS - 1, place * SHARDS // total)][name] = spec
         place += spec.nbytes
-    return [shard for shard in shards if shard]
+    return [shard for shard in group_files if shard]
 
 
 # --- reading, each in a process of its own ------------------------------------

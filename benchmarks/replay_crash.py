@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.records import Episode
-from asyncrl.replay.replay import ReplayCore, open_core
+from asyncrl.replay.replay import Replay, open_replay
 
 SETTINGS = {"algorithm": {"group_size": 2, "groups_per_update": 2}, "replay": {"max_lag": 1000}}
 TRACED = (
@@ -83,9 +83,9 @@ def content(of: Episode) -> int:
     )
 
 
-def open_replay(folder: Path) -> ReplayCore:
+def open_replay(folder: Path) -> Replay:
     """Open a folder as a run does."""
-    return open_core(folder, overlay(TrainConfig(), SETTINGS, "crash"), warn=lambda line: None)
+    return open_replay(folder, overlay(TrainConfig(), SETTINGS, "crash"), warn=lambda line: None)
 
 
 def write(folder: str, groups: str, thread: str = "") -> None:
@@ -95,7 +95,7 @@ def write(folder: str, groups: str, thread: str = "") -> None:
     """
     core = open_replay(Path(folder))
     if thread:
-        core.seal_beside()
+        core.write_in_background()
     core.begin(os.urandom(4).hex(), core.limiter.version)
     core.hello("writer", os.urandom(4).hex())
     for _ in range(int(groups)):
@@ -106,7 +106,7 @@ def write(folder: str, groups: str, thread: str = "") -> None:
             receipts = [receipt, *(other for _, other in core.take_receipts())]
             said = "".join(f"{r.episode_id}\n" for r in receipts if r.status == "stored")
             os.write(1, said.encode())
-        core.tend()
+        core.maintain()
         core.sample(2, core.limiter.version + 1, request=f"{grant.number}-{os.getpid()}")
     core.close()
 
@@ -122,7 +122,7 @@ def check(folder: Path, acknowledged: set[str], verdict: Verdict) -> None:
         verdict.reasons.append(repr(error))
         return
     served: set[str] = set()
-    for number in list(core.store.shards):
+    for number in list(core.store.group_files):
         for found in core.store.load(number) or []:
             served.add(found.episode_id)
             verdict.torn += content(found) != content(episode(number, found.member))

@@ -35,8 +35,8 @@ from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupGrant, Receipt
 from asyncrl.replay.quarantine import Quarantine
-from asyncrl.replay.replay import open_core
-from asyncrl.replay.server import Service, serve_replay
+from asyncrl.replay.replay import open_replay
+from asyncrl.replay.server import ReplayServer, serve_replay
 
 GROUP_SIZE, ACTORS = 8, 2
 SIZES = {"tabletop": (6, 64, False, 60), "large": (32, 224, False, 5), "video": (10, 224, True, 3)}
@@ -48,32 +48,32 @@ SETTINGS = {
 
 
 class RawCore:
-    """In the place of `ReplayCore`: grants without end, receipts when a group's plain file is durable."""
+    """In the place of `Replay`: grants without end, receipts when a group's plain file is durable."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self.folder, self.limiter, self.quarantine = folder, self, Quarantine(2)
         self.actors: dict[str, str] = {}
-        self.hopeless = ""
-        self.stopped = self.sealing = False
+        self.exhausted_reason = ""
+        self.stopped = self.writing = False
         self._granted = 0
         self._members: dict[str, list[Episode]] = defaultdict(list)
         self._receipts: list[tuple[str, Receipt]] = []
 
-    def hear(self, actor: str) -> None:
+    def note_heartbeat(self, actor: str) -> None:
         """Nobody falls silent here."""
 
-    def silent(self, actor: str) -> bool:
+    def timed_out(self, actor: str) -> bool:
         """Nobody falls silent here."""
         return False
 
-    def listen_again(self) -> None:
+    def forgive_silence(self) -> None:
         """Nobody falls silent here."""
 
     def leave(self, actor: str) -> None:
         """Whoever leaves has pushed all."""
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Nothing becomes too old here."""
 
     def begin(self, session: str, version: int) -> None:
@@ -114,12 +114,12 @@ def serve(pipeline: str, folder: Path, endpoint: str, keys: Path | None) -> None
     """Be the server process."""
     security = load_server_keys(keys) if keys else None
     if pipeline == "replay":
-        core = open_core(folder, overlay(TrainConfig(), SETTINGS, "ingest"))
+        core = open_replay(folder, overlay(TrainConfig(), SETTINGS, "ingest"))
         return serve_replay(core, endpoint, security=security)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with admitting(context, security):
         socket = bind_router(context, endpoint, security)
-        Service(RawCore(folder), socket, Rings(0)).run(multiprocessing.get_context("spawn").Event())  # type: ignore[arg-type]
+        ReplayServer(RawCore(folder), socket, Rings(0)).run(multiprocessing.get_context("spawn").Event())  # type: ignore[arg-type]
     context.destroy(linger=1000)
     return None
 

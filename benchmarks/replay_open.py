@@ -26,8 +26,10 @@ def open_seconds(folder: Path, groups: int) -> float:
     began = time.perf_counter()
     store = EpisodeStore(folder, group_size=GROUP_SIZE, max_bytes=1 << 60)
     seconds = time.perf_counter() - began
-    assert len(store.shards) == groups
-    assert sum(len(shard.episode_ids) for shard in store.shards.values()) == groups * GROUP_SIZE
+    assert len(store.group_files) == groups
+    assert (
+        sum(len(group_file.episode_ids) for group_file in store.group_files.values()) == groups * GROUP_SIZE
+    )
     store.close()
     return seconds
 

@@ -32,7 +32,7 @@ import numpy as np
 from replay_episodes import make_group, write_raw
 
 from asyncrl.records import EPISODE_ARRAYS, Episode
-from asyncrl.replay.files.format import Written
+from asyncrl.replay.files.format import GroupFileParts
 from asyncrl.replay.files.reader import Buffers, GroupReader, read_layout
 from asyncrl.replay.store import EpisodeStore, sync
 
@@ -41,7 +41,7 @@ SIZES = {"tabletop": (6, 64), "large": (32, 224)}
 SMALL = tuple(name for name in EPISODE_ARRAYS if name not in ("frames", "final_frame", "video"))
 
 
-def by_memmap(path: Path, layout: Written) -> Callable[[], Any]:
+def by_memmap(path: Path, layout: GroupFileParts) -> Callable[[], Any]:
     """Return what copies every array out of a mapping of the file. Where they lie is known before."""
     mapped = np.memmap(path, np.uint8, "r")
     timed_work = [(p.offset, p.offset + p.nbytes) for p in layout.places.values()]
@@ -118,7 +118,7 @@ def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) 
         for number, group in enumerate(episodes):
             ways = {
                 "raw write": lambda: write_raw(folder / f"raw-{number}", raw[number]),  # noqa: B023
-                "seal": lambda: store.seal(number, group),  # noqa: B023
+                "seal": lambda: store.store_group(number, group),  # noqa: B023
             }
             if peer is not None:
                 ways["torchrl write"] = lambda: peer.write(number, group)  # noqa: B023

@@ -126,7 +126,7 @@ def send(endpoint: str, episodes: list[Episode], groups: int, shared_bytes: int)
             assert time.monotonic() < deadline, "no answer"
             outbox.send_due()
             for message in link.exchange(0.05):
-                outbox.hear(message)
+                outbox.note_heartbeat(message)
                 awaited.discard(message.kind)
         outbox.send_due()
 

@@ -298,7 +298,7 @@ def play(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class StoredEpisode:
     """The figures of one line."""
 
     name: str
@@ -323,15 +323,15 @@ def compare(
     exact: list[Tensor],
     reward: RewardModel | None,
     tasks: list[str],
-) -> Row:
+) -> StoredEpisode:
     """Compare a line's frames with the exact ones."""
     decibels = torch.cat([psnr(a, b) for a, b in zip(frames, exact, strict=True)])
     bands = [decibels[:, CHUNK * (first - 1) : CHUNK * last] for first, last in bands_of(settings.decisions)]
     means = [float(band.mean()) for band in bands]
     if reward is None:
-        return Row(name=name, psnr=means, same_verdict=None, same_outcome=None, success=None)
+        return StoredEpisode(name=name, psnr=means, same_verdict=None, same_outcome=None, success=None)
     mine, theirs = (verdicts(settings, reward, video, tasks) for video in (frames, exact))
-    return Row(
+    return StoredEpisode(
         name=name,
         psnr=means,
         same_verdict=float((mine == theirs).mean()),
@@ -392,7 +392,7 @@ def race(settings: Settings, worlds: list[WanWorld], script: Script) -> list[tup
     ]
 
 
-def table(rows: list[Row], bands: list[tuple[int, int]]) -> str:
+def table(rows: list[StoredEpisode], bands: list[tuple[int, int]]) -> str:
     """A Markdown table."""
     heads = [f"decision {first}" if first == last else f"decisions {first}-{last}" for first, last in bands]
     text = [

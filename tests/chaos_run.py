@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.observability import process_status
-from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import PATTERN
 
@@ -231,7 +231,7 @@ class Chaos:
     def _missing(self, stored: dict[str, int]) -> set[str]:
         """Acknowledged episodes that are in no file, and whose group the ledger does not say was given up."""
         files = (self.run / "replay").glob(PATTERN)
-        found = {episode for path in files for episode in read_shard(path).episode_ids}
+        found = {episode for path in files for episode in read_group_file(path).episode_ids}
         entries = read_entries(self.run / "replay" / "ledger.log", print)
         given_up = {entry["dropped"] for entry in entries if entry.get("dropped") is not None}
         return {episode for episode, group in stored.items() if group not in given_up} - found

@@ -22,7 +22,7 @@ from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import ActorPort
-from asyncrl.replay.replay import ReplayCore, open_core
+from asyncrl.replay.replay import Replay, open_replay
 from asyncrl.weights.transports.in_process import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 
@@ -184,14 +184,14 @@ class InlineRun(SimpleNamespace):
     """An actor and a learner's port on one core."""
 
     actor: Actor
-    core: ReplayCore
+    core: Replay
     learner: InlineLearnerPort
 
 
 def inline_run(
     folder: Path, poisoned: Poisoned, *, starts: int = 4, slots: int = 4, stages: int = 1, **settings: int
 ) -> InlineRun:
-    core = open_core(folder, config(**settings))
+    core = open_replay(folder, config(**settings))
     run = InlineRun(core=core)
     run.learner = InlineLearnerPort(core, imagine=lambda: run.actor.round(0.0))
     run.actor = actor_of(poisoned, InlineActorPort(core), starts=starts, slots=slots, stages=stages)

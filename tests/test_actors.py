@@ -24,7 +24,7 @@ from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import EPISODE_ARRAYS, Episode, StartState, problem_with
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import GroupGrant
-from asyncrl.replay.replay import ReplayCore, open_core
+from asyncrl.replay.replay import Replay, open_replay
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
 from asyncrl.weights.interface import ChannelClosed
 from asyncrl.weights.transports.in_process import build_inline
@@ -291,12 +291,12 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
 
 def actor_with(
     models: Imagination, folder: Path, *, slots: int, stages: int = 1, decisions: int = 1, groups: int = 1
-) -> tuple[Actor, ReplayCore, InlineLearnerPort]:
+) -> tuple[Actor, Replay, InlineLearnerPort]:
     config = TrainConfig(
         algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=groups),
         replay=ReplaySettings(max_lag=0, keep_video_every=1),
     )
-    core = open_core(folder, config)
+    core = open_replay(folder, config)
     learner = InlineLearnerPort(core)
     publisher, receiver = build_inline()
     publisher.publish(models.policy.trainable_tensors(), 0)

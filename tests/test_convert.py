@@ -314,14 +314,14 @@ def test_shards_and_their_index_must_agree(tmp_path: Path) -> None:
 def test_our_own_folder_may_be_in_shards_and_in_one_piece_again(tmp_path: Path) -> None:
     policy, folder = some_policy(), tmp_path / "p"
     save_policy(policy, folder, shard_bytes=200_000)
-    shards = sorted(path.name for path in folder.glob("*.safetensors"))
-    count = len(shards)
+    group_files = sorted(path.name for path in folder.glob("*.safetensors"))
+    count = len(group_files)
     assert count > 3
-    assert shards == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    assert all((folder / name).stat().st_size < 300_000 for name in shards)
+    assert group_files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert all((folder / name).stat().st_size < 300_000 for name in group_files)
     assert policy_folder(str(folder)) == folder
     assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
-    fewer = shards[-1]
+    fewer = group_files[-1]
     save_policy(policy, folder, shard_bytes=400_000)
     assert not (folder / fewer).exists()
     assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))

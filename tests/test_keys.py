@@ -23,7 +23,7 @@ from asyncrl.messaging.curve_keys import ClientKeys, create_keys, load_client_ke
 from asyncrl.messaging.sockets import bind_router, check_endpoint, connect_dealer
 from asyncrl.messaging.wire import encode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.replay import open_core
+from asyncrl.replay.replay import open_replay
 from asyncrl.replay.server import serve_replay
 
 
@@ -157,7 +157,7 @@ def served(folder: Path, keys: Path | None) -> Iterator[str]:
     security = load_server_keys(keys) if keys else None
     thread = threading.Thread(
         target=serve_replay,
-        args=(open_core(folder / "replay", CONFIG), endpoint),
+        args=(open_replay(folder / "replay", CONFIG), endpoint),
         kwargs={"security": security, "stop_event": stop, "ready": ready.set},
     )
     thread.start()

@@ -12,7 +12,7 @@ from test_wire import make_episode
 from asyncrl.observability import metrics as m
 from asyncrl.replay.groups import ReadyGroup, number_of
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.replay import ReplayCore
+from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 
 
@@ -39,11 +39,11 @@ def make_limiter(
     )
 
 
-def make_core(folder: Path, limiter: Limiter) -> ReplayCore:
-    return ReplayCore(EpisodeStore(folder, group_size=limiter.group_size, max_bytes=10**9), limiter)
+def make_core(folder: Path, limiter: Limiter) -> Replay:
+    return Replay(EpisodeStore(folder, group_size=limiter.group_size, max_bytes=10**9), limiter)
 
 
-def fill(core: ReplayCore, number: int, versions: tuple[int, ...]) -> list[str]:
+def fill(core: Replay, number: int, versions: tuple[int, ...]) -> list[str]:
     """Push all members of a group; return what became of them."""
     size = core.limiter.group_size
     return [
@@ -125,11 +125,11 @@ def test_an_incomplete_group_is_dropped_at_its_deadline_and_counted(tmp_path: Pa
     clock.now += 29.0
     assert core.admit(make_episode(0, 0, versions=(0,))).status == "held"
     clock.now += 29.0
-    core.tend()
+    core.maintain()
     assert core.status()[m.DROPPED_DEADLINE] == 0
     assert core.grant("actor-0") is None
     clock.now += 2.0
-    core.tend()
+    core.maintain()
     assert core.status()[m.DROPPED_DEADLINE] == 1
     assert core.status()[m.GROUPS_IN_FLIGHT] == 0
     assert [receipt.status for _, receipt in core.take_receipts()] == ["dropped_deadline"]
@@ -147,12 +147,12 @@ def test_a_grant_without_episodes_outlives_its_deadline_while_the_actor_lives(tm
     core.hello("actor-0", "first life")
     assert core.grant("actor-0") is not None
     clock.now += 29.0
-    core.limiter.hear("actor-0")
+    core.limiter.note_heartbeat("actor-0")
     clock.now += 29.0
-    core.tend()
+    core.maintain()
     assert len(core.limiter.open) == 1
     clock.now += 2.0
-    core.tend()
+    core.maintain()
     assert not core.limiter.open
     core.close()
 
@@ -224,13 +224,13 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
     """Random orders of actors with any policy version, the learner, time, and restarts of the replay."""
     folder, clock = tmp_path_factory.mktemp("replay"), Clock()
 
-    def reopened() -> ReplayCore:
+    def reopened() -> Replay:
         return make_core(folder, make_limiter(max_lag=max_lag, per_update=per_update, clock=clock))
 
-    def books(core: ReplayCore) -> list[object]:
+    def books(core: Replay) -> list[object]:
         limiter = core.limiter
         numbers = [limiter.used, limiter.next_number, sorted(limiter.ready), sorted(limiter.open)]
-        return [*numbers, limiter.closed.recent, +core.tally.episodes]
+        return [*numbers, limiter.closed.recent, +core.counters.episodes]
 
     held = list[tuple[int, int]]()
     core, learner, acknowledged, used, pending = (
@@ -272,7 +272,7 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
                     core.set_version(learner)
             case "wait":
                 clock.now += data.draw(st.sampled_from([1.0, 31.0]))
-                core.tend()
+                core.maintain()
             case "kill":
                 before = books(core)
                 core.close()

@@ -15,7 +15,7 @@ from test_wire import assert_same
 
 from asyncrl.errors import CodecMissing, ReplayError
 from asyncrl.replay.files import compression
-from asyncrl.replay.files.format import Written, get_dataset
+from asyncrl.replay.files.format import GroupFileParts, get_dataset
 from asyncrl.replay.files.reader import Buffers, GroupReader, read_group, read_layout
 from asyncrl.replay_tools import cleanup
 from asyncrl.replay_tools.commands import run_inspection
@@ -98,7 +98,7 @@ def test_every_reader_works_on_a_compacted_run(
     assert run_inspection(["export", str(run_dir), "--format", "robomimic", "--out", str(out / "x.h5")]) == 0
     for _ in range(2):  # First by the files, then by the index that was written anew.
         store = open_store(run_dir)
-        assert sorted(store.shards) == [0, 1, 2, 3]
+        assert sorted(store.group_files) == [0, 1, 2, 3]
         buffers = Buffers()
         for number in (3, 0, 2, 0):
             members = store.load(number, buffers=buffers)
@@ -122,7 +122,7 @@ def test_the_places_of_small_arrays_need_no_decoder(run_dir: Path, monkeypatch: 
     assert found[0].rewards.tobytes() == episode_of(0, 0).rewards.tobytes()
 
 
-def knowing(path: Path, layout: Written) -> GroupReader:
+def knowing(path: Path, layout: GroupFileParts) -> GroupReader:
     """A reader that found the file sound before."""
     reader = GroupReader()
     reader.remember(path, layout)

@@ -16,7 +16,7 @@ from asyncrl.errors import DiskFull
 from asyncrl.observability import metrics as m
 from asyncrl.replay.disk_full import DiskWait
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.replay import ReplayCore
+from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 
 
@@ -46,7 +46,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk) -> None:
     clock, lines = Clock(), list[str]()
     limiter = make_limiter(max_lag=1, per_update=2, clock=clock)
-    core = ReplayCore(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9), limiter, warn=lines.append)
+    core = Replay(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9), limiter, warn=lines.append)
     core.begin("learner", 0)
     assert [core.grant("actor-0", turn).number for turn in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
     assert fill(core, 0, (0,)) == ["held", "stored"]
@@ -60,7 +60,7 @@ def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk
     core.take_receipts()
     for _ in range(30):  # Far beyond the deadline of groups.
         clock.now += 10.0
-        core.tend()
+        core.maintain()
     assert len(lines) == 1
     assert "waiting for disk space" in lines[0]
     assert core.status()[m.DISK_WAITING] == pytest.approx(300.0)
@@ -68,19 +68,19 @@ def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk
     assert core.take_receipts() == []
     disk.full = False
     clock.now += 31.0
-    core.tend()
+    core.maintain()
     assert {receipt.status for _, receipt in core.take_receipts()} == {"stored"}
     assert sorted(core.limiter.ready) == [0, 1, 2]
     assert core.grant("actor-0", 3) is not None
     assert core.status()[m.DISK_WAITING] == pytest.approx(331.0)
     assert len(lines) == 2
     core.close()
-    assert sorted(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9).shards) == [0, 1, 2]
+    assert sorted(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9).group_files) == [0, 1, 2]
 
 
 def test_attempts_become_rarer_and_a_group_too_old_stops_waiting(tmp_path: Path, disk: Disk) -> None:
     clock, attempts = Clock(), list[float]()
-    core = ReplayCore(
+    core = Replay(
         EpisodeStore(tmp_path, group_size=2, max_bytes=10**9),
         make_limiter(max_lag=0, per_update=1, clock=clock),
         warn=lambda _: None,
@@ -93,7 +93,7 @@ def test_attempts_become_rarer_and_a_group_too_old_stops_waiting(tmp_path: Path,
     core.disk.failed = lambda *about: (attempts.append(clock.now), failed(*about))[0]  # type: ignore[method-assign]
     for _ in range(1000):
         clock.now += 0.1
-        core.tend()
+        core.maintain()
     gaps = [later - sooner for sooner, later in itertools.pairwise(attempts)]
     assert gaps == pytest.approx([1, 2, 4, 8, 16, 30, 30][: len(gaps)], abs=0.15)
     core.set_version(1)
@@ -158,6 +158,6 @@ def test_a_disk_that_fills_up_while_a_group_is_written_counts_as_full(
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(DiskFull, match="max-gigabytes"):
-        store.seal(0, [make_episode(0, member) for member in range(2)])
+        store.store_group(0, [make_episode(0, member) for member in range(2)])
     assert not list(tmp_path.glob("group-*"))
     store.close()

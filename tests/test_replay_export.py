@@ -11,7 +11,7 @@ from inspection_fixtures import IDS, IMAGE, episode_of, make_run, open_store
 
 from asyncrl.replay_tools.commands import run_inspection
 from asyncrl.replay_tools.export import samples_of
-from asyncrl.replay_tools.lerobot import Running
+from asyncrl.replay_tools.lerobot import RunningStatistics
 
 CAMERA = "observation.images.agentview"
 
@@ -173,7 +173,7 @@ def test_lerobot_folder_is_read_back(run_dir: Path) -> None:
 
 def test_running_statistics_are_those_of_all_values() -> None:
     parts = [np.random.default_rng(n).normal(size=(n + 2, 3)) for n in range(3)]
-    running = Running()
+    running = RunningStatistics()
     for part in parts:
         running.add(part)
     said, whole = running.as_dict(), np.concatenate(parts)

@@ -19,11 +19,11 @@ from asyncrl.config.run import AlgorithmSettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
-from asyncrl.replay.counters import constant
+from asyncrl.replay.counters import has_no_signal
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.replay import ReplayCore
+from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import problem_with_file, read_rows
 
@@ -36,7 +36,7 @@ def open_filter(
     max_bytes: int = 10**9,
     filtering: bool = True,
     horizon: int = 20,
-) -> ReplayCore:
+) -> Replay:
     limiter = Limiter(
         group_size=2,
         groups_per_update=per_update,
@@ -46,10 +46,10 @@ def open_filter(
         horizon=horizon,
         clock=Clock(),
     )
-    return ReplayCore(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
 
 
-def push(core: ReplayCore, number: int, outcomes: tuple[bool, bool], version: int = 0) -> list[str]:
+def push(core: Replay, number: int, outcomes: tuple[bool, bool], version: int = 0) -> list[str]:
     """Push both members; return what became of them."""
     return [
         core.admit(make_episode(number, member, versions=(version,), success=won, image=1)).status
@@ -57,7 +57,7 @@ def push(core: ReplayCore, number: int, outcomes: tuple[bool, bool], version: in
     ]
 
 
-def granted(core: ReplayCore) -> list[int]:
+def granted(core: Replay) -> list[int]:
     """Take all credit."""
     numbers = []
     while (grant := core.grant("actor-0")) is not None:
@@ -65,7 +65,7 @@ def granted(core: ReplayCore) -> list[int]:
     return numbers
 
 
-def begun(folder: Path, *, max_lag: int = 1, max_bytes: int = 10**9, filtering: bool = True) -> ReplayCore:
+def begun(folder: Path, *, max_lag: int = 1, max_bytes: int = 10**9, filtering: bool = True) -> Replay:
     """A new run at version 0 whose credit is taken."""
     core = open_filter(folder, max_lag=max_lag, max_bytes=max_bytes, filtering=filtering)
     core.begin("learner", 0)
@@ -73,7 +73,7 @@ def begun(folder: Path, *, max_lag: int = 1, max_bytes: int = 10**9, filtering: 
     return core
 
 
-def reopened(core: ReplayCore, *, learner: str = "learner", version: int = 0) -> ReplayCore:
+def reopened(core: Replay, *, learner: str = "learner", version: int = 0) -> Replay:
     """The same replay in a new process, without a limit on its size."""
     core.close()
     core = open_filter(core.store.folder, max_lag=core.limiter.max_lag)
@@ -111,9 +111,9 @@ def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_p
 def test_equal_returns_are_what_makes_a_group_constant() -> None:
     winner, loser = make_episode(0, 0, success=True), make_episode(0, 1)
     later = dataclasses.replace(winner, rewards=np.roll(winner.rewards, 1))
-    assert constant([winner, later]), "both return 1"
-    assert not constant([winner, loser])
-    assert constant([loser, loser])
+    assert has_no_signal([winner, later]), "both return 1"
+    assert not has_no_signal([winner, loser])
+    assert has_no_signal([loser, loser])
 
 
 def test_without_the_filter_constant_groups_are_used(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_without_the_filter_constant_groups_are_used(tmp_path: Path) -> None:
 
 def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opened(tmp_path: Path) -> None:
     store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
-    store.seal(0, [make_episode(0, member, image=1) for member in range(2)])
+    store.store_group(0, [make_episode(0, member, image=1) for member in range(2)])
     store.close()
     for _ in range(2):
         core = open_filter(tmp_path)
@@ -138,7 +138,7 @@ def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opene
 def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_path: Path) -> None:
     core = begun(tmp_path, max_bytes=1)
     push(core, 0, (True, True))
-    assert not core.store.shards
+    assert not core.store.group_files
     core = reopened(core)
     core.set_version(1)
     assert core.status()[m.FILTERED_GROUPS] == 1
@@ -178,7 +178,7 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
     folder, learner, grants = tmp_path_factory.mktemp("replay"), 0, 0
     pending: list[GroupGrant] = []
 
-    def opened() -> ReplayCore:
+    def opened() -> Replay:
         core = open_filter(folder, per_update=per_update, max_lag=max_lag, horizon=0)
         core.begin("learner", learner)
         return core
@@ -205,7 +205,7 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
                 batch = core.sample(per_update, learner)
                 if batch is not None:
                     assert len(batch) == per_update
-                    assert not any(constant(group) for group in batch)
+                    assert not any(has_no_signal(group) for group in batch)
                     assert all(learner - e.oldest_version <= max_lag for group in batch for e in group)
                     learner += 1
                     core.set_version(learner)
@@ -232,7 +232,7 @@ class Dream:
     real actor, whose batches round differently with other neighbours.
     """
 
-    def __init__(self, core: ReplayCore, rounds: int = 10**6) -> None:
+    def __init__(self, core: Replay, rounds: int = 10**6) -> None:
         self.port, self.core, self.left = InlineActorPort(core), core, rounds
         self.pending: list[tuple[GroupGrant, int]] = []
         self.version, self.place = -1, 0
@@ -261,7 +261,7 @@ class Dream:
 Seen = dict[int, tuple[list[tuple[str, int, bool]], dict[str, float]]]
 
 
-def learn(open_it: Callable[[], ReplayCore], *, begin: int, end: int, rounds: int = 10**6) -> Seen:
+def learn(open_it: Callable[[], Replay], *, begin: int, end: int, rounds: int = 10**6) -> Seen:
     """Update from version `begin` to `end`, or until the actor made `rounds`; return what was seen."""
     core, seen = open_it(), Seen()
     learner = InlineLearnerPort(core, version=begin, imagine=lambda: dream.round())
@@ -304,7 +304,7 @@ def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
     folder, updates = tmp_path_factory.mktemp("replay"), 7
     about = {"per_update": per_update, "max_lag": max_lag, "filtering": filtering, "horizon": horizon}
 
-    def opener(name: str) -> Callable[[], ReplayCore]:
+    def opener(name: str) -> Callable[[], Replay]:
         return lambda: open_filter(folder / name, **about)  # type: ignore[arg-type]
 
     whole = learn(opener("whole"), begin=0, end=updates)
@@ -332,7 +332,7 @@ def test_a_resume_whose_used_files_were_deleted_imagines_those_groups_again(tmp_
     for _ in range(2):  # The second time from the ledger alone.
         core = open_filter(tmp_path)
         core.begin("second", 0)
-        assert (sorted(core.limiter.ready), core.limiter.again) == ([1], {0})
+        assert (sorted(core.limiter.ready), core.limiter.to_grant_again) == ([1], {0})
         assert core.status()[m.DROPPED_RESUME] == 2
         core.close()
     core = open_filter(tmp_path)

@@ -27,7 +27,7 @@ from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.files import writer
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.ledger import SPARE_BYTES, Ledger
-from asyncrl.replay.replay import open_core
+from asyncrl.replay.replay import open_replay
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.commands import run_inspection
@@ -138,7 +138,7 @@ def two_actors_fill_the_disk(disk: Path) -> None:
     lines, stop, ready, folder = list[str](), threading.Event(), threading.Event(), disk / "replay"
     ballast = leave(disk, 5 << 20)
     endpoint = ipc_endpoint(private_folder())
-    core = open_core(folder, WIDE, lines.append)
+    core = open_replay(folder, WIDE, lines.append)
     served = threading.Thread(
         target=serve_replay, args=(core, endpoint), kwargs={"stop_event": stop, "ready": ready.set}
     )
@@ -165,7 +165,7 @@ def two_actors_fill_the_disk(disk: Path) -> None:
     resumed = wait_for(lambda: core.limiter.next_number > granted, "work after space returned")
     print(f"goes on {resumed:.2f} s after space returned")
     wait_for(lambda: "goes on after" in lines[-1], "the message that it goes on")
-    wait_for(lambda: core.store.shards.keys() >= set(held), "the groups that waited")
+    wait_for(lambda: core.store.group_files.keys() >= set(held), "the groups that waited")
     for actor in actors:
         actor.stop()
     learner.close()
@@ -213,14 +213,14 @@ def seals(store: EpisodeStore, members: list[Episode], space: int) -> bool:
     before = open_files(store.folder)
     names = sorted(path.name for path in store.folder.iterdir())
     try:
-        shard = store.seal(0, members)
+        group_file = store.store_group(0, members)
     except DiskFull:
-        assert not store.shards
+        assert not store.group_files
         assert sorted(path.name for path in store.folder.iterdir()) == names
         assert free(store.folder) == space, "space is lost to a file that is still open"
         assert open_files(store.folder) == before
         return False
-    for found, made in zip(read_group(shard.path), members, strict=True):
+    for found, made in zip(read_group(group_file.path), members, strict=True):
         assert_same(found, made)
     store.remove(0)
     return True

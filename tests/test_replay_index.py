@@ -11,7 +11,7 @@ from test_wire import assert_same
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay import store as store_module
-from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.files.reader import Buffers, GroupReader
 
 
@@ -22,7 +22,7 @@ def read_from_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noting(path: Path) -> object:
         names.append(path.name)
-        return read_shard(path)
+        return read_group_file(path)
 
     monkeypatch.setattr(store_module, "read_shard", noting)
     return names
@@ -31,7 +31,7 @@ def read_from_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def three_groups(folder: Path) -> None:
     store = open_store(folder)
     for number in range(3):
-        store.seal(number, group_of(number))
+        store.store_group(number, group_of(number))
     store.close()
 
 
@@ -39,9 +39,9 @@ def test_a_second_opening_reads_no_file(tmp_path: Path, read_from_files: list[st
     three_groups(tmp_path)
     store = open_store(tmp_path)
     assert read_from_files == []
-    assert store.shards == {n: read_shard(tmp_path / f"group-{n:08d}.h5") for n in range(3)}
+    assert store.group_files == {n: read_group_file(tmp_path / f"group-{n:08d}.h5") for n in range(3)}
     assert store.total_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.h5"))
-    assert store.shards[1].decisions == 3
+    assert store.group_files[1].decisions == 3
     store.close()
 
 
@@ -50,7 +50,7 @@ def test_what_the_index_lacks_is_read_from_the_files(
     tmp_path: Path, read_from_files: list[str], damage: str
 ) -> None:
     three_groups(tmp_path)
-    expected = {n: read_shard(tmp_path / f"group-{n:08d}.h5") for n in range(3)}
+    expected = {n: read_group_file(tmp_path / f"group-{n:08d}.h5") for n in range(3)}
     index = tmp_path / "index.log"
     whole = index.read_bytes()
     if damage in ("missing", "folder"):
@@ -69,7 +69,7 @@ def test_what_the_index_lacks_is_read_from_the_files(
         )
     warnings: list[str] = []
     store = open_store(tmp_path, warnings)
-    assert store.shards == expected
+    assert store.group_files == expected
     assert len(read_from_files) == (1 if damage in ("torn", "flipped") else 3)
     assert len(warnings) == (damage == "folder")
     store.close()
@@ -84,7 +84,7 @@ def test_a_stale_entry_never_wins_over_its_file(tmp_path: Path, read_from_files:
     (tmp_path / "group-00000002.h5").unlink()
     os.utime(tmp_path / "group-00000001.h5", ns=(1, 1))
     store = open_store(tmp_path)
-    assert sorted(store.shards) == [0, 1]
+    assert sorted(store.group_files) == [0, 1]
     assert read_from_files == ["group-00000001.h5"]
     store.close()
     assert len((tmp_path / "index.log").read_bytes().splitlines()) == 2
@@ -119,7 +119,7 @@ def test_reused_buffers_hold_the_same_episodes_until_the_next_load(tmp_path: Pat
 
 def test_checksums_are_verified_on_the_first_read_of_a_file_and_when_asked(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    path = store.seal(0, group_of(0)).path
+    path = store.store_group(0, group_of(0)).path
     store.close()
     reader = GroupReader()
     frames = reader.read(path, ("frames",))[0].frames.tobytes()

@@ -301,7 +301,7 @@ def test_prune_refuses_on_a_live_run_but_says_what_it_would_do(
 def test_a_pruned_replay_opens_again(run_dir: Path) -> None:
     assert run_inspection(["prune", str(run_dir), "--keep-gigabytes", "0"]) == 0
     store = open_store(run_dir)
-    assert list(store.shards) == [2]
+    assert list(store.group_files) == [2]
     store.close()
 
 

@@ -19,7 +19,7 @@ from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.observability import metrics as m
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.ranges import Ranges
-from asyncrl.replay.replay import ReplayCore, open_core
+from asyncrl.replay.replay import Replay, open_replay
 from asyncrl.replay.store import EpisodeStore
 
 HORIZON = 4
@@ -41,7 +41,7 @@ def open_small(
     horizon: int = HORIZON,
     max_lag: int = 1,
     uses: int = 1,
-) -> ReplayCore:
+) -> Replay:
     """A replay whose files go as soon as they may, unless `max_bytes` is larger."""
     limiter = Limiter(
         group_size=2,
@@ -53,10 +53,10 @@ def open_small(
         horizon=horizon,
         clock=Clock(),
     )
-    return ReplayCore(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
 
 
-def push(core: ReplayCore, number: int, *, mixed: bool = True, version: int | None = None) -> list[str]:
+def push(core: Replay, number: int, *, mixed: bool = True, version: int | None = None) -> list[str]:
     """Push both members of a group, imagined anew by the learner's version unless said otherwise."""
     versions = (core.limiter.version if version is None else version,)
     ids = [os.urandom(16).hex() for _ in range(2)]
@@ -67,11 +67,11 @@ def push(core: ReplayCore, number: int, *, mixed: bool = True, version: int | No
     return [core.admit(episode).status for episode in pair]
 
 
-def imagine(core: ReplayCore) -> None:
+def imagine(core: Replay) -> None:
     """Use all credit. Of eight groups one teaches nothing, one is given up, one loses a member."""
     while (grant := core.grant("actor-0")) is not None:
         if grant.number % 8 == 3:
-            core._keeper.drop(grant.number, "dropped_deadline")
+            core._lifecycle.drop(grant.number, "dropped_deadline")
         elif grant.number % 8 == 5:
             core.admit(make_episode(grant.number, 7, versions=(core.limiter.version,), image=1))
         else:
@@ -79,7 +79,7 @@ def imagine(core: ReplayCore) -> None:
     core.take_receipts()
 
 
-def update(core: ReplayCore) -> list[int]:
+def update(core: Replay) -> list[int]:
     """Imagine, use a batch and go on to the next version; return the groups of the batch."""
     imagine(core)
     batch = core.sample(2, core.limiter.version, f"request {core.limiter.version}")
@@ -147,7 +147,7 @@ def test_late_episodes_get_a_final_receipt_before_and_after_their_group_is_forgo
             core.close()
             core = open_small(tmp_path)
             core.begin("learner", version)
-        assert (used in core.store.shards) == (version == 1), "deleted with the next batch"
+        assert (used in core.store.group_files) == (version == 1), "deleted with the next batch"
         update(core)
     assert core.status()[m.FILTERED_GROUPS] == sum(n % 8 == 1 for n in range(core.limiter.next_number))
     core.close()
@@ -160,8 +160,8 @@ def test_members_of_a_group_that_was_stored_and_then_dropped_are_duplicates(tmp_
         assert core.grant("actor-0") is not None
         push(core, number)
     core.set_version(1)
-    core._keeper.trim()
-    assert not core.store.shards
+    core._lifecycle.trim()
+    assert not core.store.group_files
     for _ in range(2):
         assert core.status()[m.DROPPED_LAG] == 4
         assert push(core, 0, version=0) == ["duplicate"] * 2
@@ -175,11 +175,11 @@ def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> N
     core = open_small(tmp_path, max_bytes=10**9)
     core.begin("first", 1)
     imagine(core)
-    number = min(core.store.shards)
+    number = min(core.store.group_files)
     lost = core.store.load(number)
     assert lost is not None
     core.begin("resumed", 0)
-    assert not core.store.shards
+    assert not core.store.group_files
     assert core.admit(lost[0]).status == "duplicate"
     assert core.grant("actor-0") is not None
     assert core.admit(lost[0]).status == "held", "known, but what becomes of its group is not"
@@ -207,7 +207,7 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
 ) -> None:
     begin, folder = min(begin, reached), tmp_path_factory.mktemp("replay")
 
-    def opened() -> ReplayCore:
+    def opened() -> Replay:
         return open_small(folder, horizon=horizon, max_bytes=max_bytes, uses=uses)
 
     core, used_at = opened(), dict[int, list[int]]()
@@ -233,7 +233,7 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
 
 def test_a_run_remembers_enough_for_its_oldest_checkpoint(tmp_path: Path) -> None:
     table = {"checkpoint_every": 10, "keep_checkpoints": 2, "replay": {"max_lag": 3}}
-    core = open_core(tmp_path, overlay(TrainConfig(), table, "test"))
+    core = open_replay(tmp_path, overlay(TrainConfig(), table, "test"))
     # At update 39 that of update 30 may still be on its way to the disk, and those of 20 and 10 are there.
     assert core.limiter.horizon >= 39 - 10
     core.close()

@@ -17,15 +17,15 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics as m
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.replay import ReplayCore
+from asyncrl.replay.replay import Replay
 from asyncrl.replay.samplers import Order, pick_in_order
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay_tools.episodes import read_fates
+from asyncrl.replay_tools.episodes import read_outcomes
 
 ORDERS = ["oldest", "newest", "uniform", "prioritized"]
 
 
-def open_core(
+def open_replay(
     folder: Path,
     *,
     per_update: int = 2,
@@ -34,7 +34,7 @@ def open_core(
     order: Order = "oldest",
     seed: int = 0,
     max_age: int = 0,
-) -> ReplayCore:
+) -> Replay:
     limiter = Limiter(
         group_size=2,
         groups_per_update=per_update,
@@ -45,10 +45,10 @@ def open_core(
         group_deadline=1e6,
         clock=Clock(),
     )
-    return ReplayCore(EpisodeStore(folder, group_size=2, max_bytes=10**9), limiter, max_age=max_age)
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=10**9), limiter, max_age=max_age)
 
 
-def imagine_all(core: ReplayCore) -> None:
+def imagine_all(core: Replay) -> None:
     """Take all credit and complete every group with the learner's version. Every third group has a spread."""
     while (grant := core.grant("actor-0")) is not None:
         assert grant.min_version <= core.limiter.version
@@ -67,7 +67,7 @@ def imagine_all(core: ReplayCore) -> None:
             )
 
 
-def batch_of(core: ReplayCore, version: int, groups: int) -> list[int]:
+def batch_of(core: Replay, version: int, groups: int) -> list[int]:
     batch = core.sample(groups, version, f"request-{version}")
     assert batch is not None, core.contents()
     for group in batch:
@@ -97,20 +97,20 @@ def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
     for restarting in (False, True):
         folder, batches, count = tmp_path_factory.mktemp("replay"), list[list[int]](), Counter[int]()
 
-        def reopened(folder: Path = folder) -> ReplayCore:
+        def reopened(folder: Path = folder) -> Replay:
             about = {"per_update": per_update, "max_lag": max_lag, "uses": uses}
-            return open_core(folder, order=order, seed=seed, **about)  # type: ignore[arg-type]
+            return open_replay(folder, order=order, seed=seed, **about)  # type: ignore[arg-type]
 
         core = reopened()
         core.begin("learner", 0)
         for version in range(8):
             core.set_version(version)
             if restarting and version in restarts:
-                before = (core.limiter.ready, core.limiter.used_at, core.tally.episodes, core.limiter.used)
+                before = (core.limiter.ready, core.limiter.used_at, core.counters.episodes, core.limiter.used)
                 core.close()
                 core = reopened()
                 core.begin("learner", version)
-                after = (core.limiter.ready, core.limiter.used_at, core.tally.episodes, core.limiter.used)
+                after = (core.limiter.ready, core.limiter.used_at, core.counters.episodes, core.limiter.used)
                 assert before == after
             imagine_all(core)
             numbers = batch_of(core, version, per_update)
@@ -119,7 +119,7 @@ def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
             batches.append(numbers)
             assert max(count.values()) <= uses
             assert core.limiter.used == per_update * (version + 1)
-        assert set(count) <= core.store.shards.keys()
+        assert set(count) <= core.store.group_files.keys()
         core.close()
         runs.append(batches)
     assert runs[0] == runs[1]
@@ -127,7 +127,7 @@ def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path, order: Order) -> None:
-    core = open_core(tmp_path, uses=2, order=order)
+    core = open_replay(tmp_path, uses=2, order=order)
     core.begin("first", 0)
     batches = list[list[int]]()
     for version in range(6):
@@ -135,7 +135,7 @@ def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path, o
         imagine_all(core)
         batches.append(batch_of(core, version, 2))
     core.close()
-    core = open_core(tmp_path, uses=2, order=order)
+    core = open_replay(tmp_path, uses=2, order=order)
     core.begin("resumed from a checkpoint", 3)
     again = list[list[int]]()
     for version in range(3, 6):
@@ -143,13 +143,13 @@ def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path, o
         imagine_all(core)
         again.append(batch_of(core, version, 2))
     assert again == batches[3:]
-    used = read_fates(tmp_path, print).used
+    used = read_outcomes(tmp_path, print).used
     assert all(used[number] == 5 for number in again[-1])
     core.close()
 
 
 def test_used_groups_that_become_too_old_are_no_drops(tmp_path: Path) -> None:
-    core = open_core(tmp_path, uses=2, max_lag=1, per_update=1)
+    core = open_replay(tmp_path, uses=2, max_lag=1, per_update=1)
     core.begin("learner", 0)
     imagine_all(core)
     assert batch_of(core, 0, 1) == [0]
@@ -162,7 +162,7 @@ def test_used_groups_that_become_too_old_are_no_drops(tmp_path: Path) -> None:
 
 
 def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> None:
-    core = open_core(tmp_path, max_lag=0, per_update=1)
+    core = open_replay(tmp_path, max_lag=0, per_update=1)
     core.begin("learner", 0)
     assert core.grant("actor-0") is not None
     for member in range(2):
@@ -172,7 +172,7 @@ def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> 
         assert core.status()[m.DROPPED_LAG] == 2
         assert core.status()[m.DROPPED_LAG_DECISIONS] == 6
         core.close()
-        core = open_core(tmp_path, max_lag=0, per_update=1)
+        core = open_replay(tmp_path, max_lag=0, per_update=1)
     core.close()
 
 
@@ -191,16 +191,16 @@ def test_orders_by_definition() -> None:
 
 
 def test_old_files_are_deleted_by_age_but_nothing_that_may_be_used(tmp_path: Path) -> None:
-    core = open_core(tmp_path, max_lag=3, per_update=1, max_age=1, order="newest")
+    core = open_replay(tmp_path, max_lag=3, per_update=1, max_age=1, order="newest")
     core.begin("learner", 0)
     for version in range(5):
         core.set_version(version)
         imagine_all(core)
         batch_of(core, version, 1)
-        assert core.limiter.ready.keys() <= core.store.shards.keys()
-        closed = core.store.shards.keys() - core.limiter.ready.keys() - set(core.session.batch)
-        assert all(core.store.shards[number].newest_version >= version - 1 for number in closed)
-    assert len(core.store.shards) < core.limiter.next_number
+        assert core.limiter.ready.keys() <= core.store.group_files.keys()
+        closed = core.store.group_files.keys() - core.limiter.ready.keys() - set(core.session.batch)
+        assert all(core.store.group_files[number].newest_version >= version - 1 for number in closed)
+    assert len(core.store.group_files) < core.limiter.next_number
     core.close()
 
 

@@ -20,8 +20,8 @@ from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import ActorPort, GroupGrant, RunStopped
-from asyncrl.replay.replay import open_core
-from asyncrl.replay.server import Service, serve_replay
+from asyncrl.replay.replay import open_replay
+from asyncrl.replay.server import ReplayServer, serve_replay
 
 CONFIG = TrainConfig(
     algorithm=AlgorithmSettings(group_size=2, groups_per_update=2),
@@ -50,7 +50,7 @@ class Served:
         self.stop_event, ready = threading.Event(), threading.Event()
         self.thread = threading.Thread(
             target=serve_replay,
-            args=(open_core(folder, CONFIG), endpoint),
+            args=(open_replay(folder, CONFIG), endpoint),
             kwargs={"stop_event": self.stop_event, "ready": ready.set},
         )
         self.thread.start()
@@ -349,11 +349,11 @@ class ScriptedSocket:
 
 
 @pytest.fixture
-def scripted(tmp_path: Path) -> Iterator[tuple[Service, ScriptedSocket, Clock]]:
+def scripted(tmp_path: Path) -> Iterator[tuple[ReplayServer, ScriptedSocket, Clock]]:
     """A service with credit for one group, a learner and the actors a and b, on a clock of its own."""
     clock, socket = Clock(), ScriptedSocket()
     core = make_core(tmp_path, make_limiter(per_update=1, max_lag=0, clock=clock))
-    service = Service(core, socket, Rings(0))  # type: ignore[arg-type]
+    service = ReplayServer(core, socket, Rings(0))  # type: ignore[arg-type]
     socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0)
     for name in ("a", "b"):
         socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0)
@@ -363,7 +363,7 @@ def scripted(tmp_path: Path) -> Iterator[tuple[Service, ScriptedSocket, Clock]]:
 
 
 def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
-    scripted: tuple[Service, ScriptedSocket, Clock],
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
 ) -> None:
     service, socket, _ = scripted
     socket.deaf = {b"b"}
@@ -377,7 +377,7 @@ def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
     assert (socket.grants(b"a"), socket.grants(b"b")) == ([], [0])
 
 
-def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[Service, ScriptedSocket, Clock]) -> None:
+def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:
     """An actor that hangs loses its group after the deadline, and another one gets the credit."""
     service, socket, clock = scripted
     for turn in (0, 1):
@@ -396,7 +396,7 @@ def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[Service, ScriptedS
 
 
 def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
-    scripted: tuple[Service, ScriptedSocket, Clock],
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
 ) -> None:
     service, socket, clock = scripted
     socket.say(b"a", "report", readings={m.ACTOR_WORLD.name: 0.5, m.ACTOR_MEMORY.name: 5e9})
@@ -411,7 +411,7 @@ def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
     assert m.ACTOR_MEMORY not in service.core.status(), "nor do the silent count"
 
 
-def test_an_actor_reports_of_itself_only(scripted: tuple[Service, ScriptedSocket, Clock]) -> None:
+def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:
     service, socket, _ = scripted
     socket.say(b"a", "report", readings={m.EPISODES.name: 1e9})
     service.turn(0)
@@ -438,7 +438,7 @@ class InertCore:
 
 
 def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
-    core = open_core(tmp_path, CONFIG)
+    core = open_replay(tmp_path, CONFIG)
     actor = InlineActorPort(core)
 
     def imagine() -> None:

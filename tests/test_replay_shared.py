@@ -17,7 +17,7 @@ from test_replay_service import (
     answer,
     endpoint,  # noqa: F401
     kill,
-    open_core,
+    open_replay,
     until,
 )
 from test_wire import assert_same, make_episode
@@ -28,7 +28,7 @@ from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.server import Service, serve_replay
+from asyncrl.replay.server import ReplayServer, serve_replay
 
 IMAGE = 160
 """Pixels: an episode of one decision has two pictures of 76,800 bytes."""
@@ -285,7 +285,7 @@ def test_one_process_of_the_replay_gets_a_place_in_the_ring_once(
 def test_a_message_for_an_earlier_process_is_no_error(tmp_path: Path) -> None:
     """It waited in a queue while the replay was restarted: the actor introduces itself and its ring again."""
     core, socket, ring = make_core(tmp_path, make_limiter()), ScriptedSocket(), RingWriter(RING)
-    service = Service(core, socket, Rings(RING))  # type: ignore[arg-type]
+    service = ReplayServer(core, socket, Rings(RING))  # type: ignore[arg-type]
     frames = encode("episode", large(0, 0), ring.put_episode(large(0, 0)))
     with pytest.raises(RingMissing):
         decode(frames)
@@ -305,7 +305,7 @@ def test_a_dishonest_announcement_is_refused_and_counted(tmp_path: Path, endpoin
     stop, ready = threading.Event(), threading.Event()
     server = threading.Thread(
         target=serve_replay,
-        args=(open_core(tmp_path, CONFIG), endpoint),
+        args=(open_replay(tmp_path, CONFIG), endpoint),
         kwargs={"stop_event": stop, "ready": ready.set, "shared_bytes": RING},
     )
     server.start()

@@ -15,7 +15,7 @@ from test_wire import assert_same, make_episode
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.files import format
-from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.ledger import Ledger
@@ -37,23 +37,23 @@ def group_of(number: int, image: int = 4) -> list:
 
 def test_a_group_comes_back_exactly(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.seal(3, group_of(3)[::-1])
+    store.store_group(3, group_of(3)[::-1])
     store.close()
     store = open_store(tmp_path)
     loaded = store.load(3)
     assert loaded is not None
     for one, other in zip(loaded, group_of(3), strict=True):
         assert_same(one, other)
-    shard = store.shards[3]
-    assert (shard.oldest_version, shard.newest_version) == (3, 4)
-    assert shard.attributes["successes"] == 1
+    group_file = store.group_files[3]
+    assert (group_file.oldest_version, group_file.newest_version) == (3, 4)
+    assert group_file.attributes["successes"] == 1
     assert all(store.holds(3, episode.episode_id) for episode in loaded)
     store.close()
 
 
 def test_any_hdf5_tool_reads_a_file_without_our_types(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    path = store.seal(0, group_of(0)).path
+    path = store.store_group(0, group_of(0)).path
     store.close()
     file: Any
     with h5py.File(path, "r") as file:
@@ -78,8 +78,8 @@ def test_a_new_file_never_replaces_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "flipped"])
 def test_a_damaged_file_goes_to_quarantine_and_the_rest_stays(tmp_path: Path, damage: str) -> None:
     store = open_store(tmp_path)
-    whole = store.seal(0, group_of(0)).path.read_bytes()
-    store.seal(1, group_of(1))
+    whole = store.store_group(0, group_of(0)).path.read_bytes()
+    store.store_group(1, group_of(1))
     store.close()
     path = tmp_path / "group-00000000.h5"
     frames = group_of(0)[0].frames.tobytes()
@@ -94,10 +94,10 @@ def test_a_damaged_file_goes_to_quarantine_and_the_rest_stays(tmp_path: Path, da
     )
     warnings: list[str] = []
     store = open_store(tmp_path, warnings)
-    assert 1 in store.shards
+    assert 1 in store.group_files
     if damage == "flipped":  # Found when it is read, not when the folder is opened.
         assert store.load(0) is None
-    assert 0 not in store.shards
+    assert 0 not in store.group_files
     assert [p.name for p in (tmp_path / "quarantine").iterdir()] == [path.name]
     assert len(warnings) == 1
     assert "damaged" in warnings[0]
@@ -129,15 +129,15 @@ def test_unfinished_files_are_removed(tmp_path: Path) -> None:
     (tmp_path / "group-00000007.h5.tmp").write_bytes(b"half")
     store = open_store(tmp_path)
     assert not list(tmp_path.glob("*.tmp"))
-    assert not store.shards
+    assert not store.group_files
     store.close()
 
 
 def test_the_oldest_expendable_groups_are_deleted_beyond_the_limit(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    size = store.seal(0, group_of(0)).size
+    size = store.store_group(0, group_of(0)).size
     for number in (1, 2, 3):
-        store.seal(number, group_of(number))
+        store.store_group(number, group_of(number))
     store.max_bytes = 2 * size
     assert store.trim([3, 1, 0]) == [0, 1]
     assert store.trim([3]) == []
@@ -155,13 +155,13 @@ def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
 
 def test_another_group_size_or_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
-    path = store.seal(0, group_of(0)).path
+    path = store.store_group(0, group_of(0)).path
     store.close()
     with pytest.raises(ReplayError, match="group_size 2, this run has 4"):
         EpisodeStore(tmp_path, group_size=4, max_bytes=1)
     monkeypatch.setattr(format, "SCHEMA_VERSION", 2)
     with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 2"):
-        read_shard(path)
+        read_group_file(path)
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_behind(
@@ -174,9 +174,9 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ReplayError, match=r"--replay\.max-gigabytes"):
-        store.seal(0, group_of(0))
+        store.store_group(0, group_of(0))
     assert not list(tmp_path.glob("group-*"))
-    assert not store.shards
+    assert not store.group_files
     store.close()
 
 
@@ -261,9 +261,11 @@ def test_a_writer_killed_at_any_moment_loses_nothing_it_acknowledged(tmp_path: P
     store = open_store(tmp_path, warnings)
     assert not warnings
     assert not (tmp_path / "quarantine").exists()
-    assert acknowledged <= store.shards.keys()
-    assert len(store.shards) - len(acknowledged) <= 10, "at most one stored, not yet acknowledged, per kill"
-    for number in store.shards:
+    assert acknowledged <= store.group_files.keys()
+    assert len(store.group_files) - len(acknowledged) <= 10, (
+        "at most one stored, not yet acknowledged, per kill"
+    )
+    for number in store.group_files:
         loaded = store.load(number)
         assert loaded is not None
         np.testing.assert_array_equal(loaded[1].video, group_of(number, image=48)[1].video)

@@ -20,7 +20,7 @@ from asyncrl.observability import metrics as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import EPISODE_ARRAYS, StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.replay import open_core
+from asyncrl.replay.replay import open_replay
 from asyncrl.weights.transports.in_process import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 
@@ -83,7 +83,7 @@ class Integers:
 def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages: int, cycles: int = 0) -> Any:
     """An actor of 8 slots, its learner's port and its core."""
     models: Any = Integers(policy, world, cycles)
-    core = open_core(folder, config())
+    core = open_replay(folder, config())
     publisher, receiver = build_inline()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(

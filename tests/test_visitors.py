@@ -30,13 +30,13 @@ from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.join_settings import RunSettings, ask_settings
-from asyncrl.replay.replay import open_core
-from asyncrl.replay.server import Service, serve_replay
+from asyncrl.replay.join_settings import JoinSettings, ask_settings
+from asyncrl.replay.replay import open_replay
+from asyncrl.replay.server import ReplayServer, serve_replay
 
 __all__ = ["endpoint", "scripted"]
 QUICK = replace(CONFIG, replay=ReplaySettings(max_lag=1, silence=3.0))
-SETTINGS = RunSettings(config='{"long": "' + 10_000 * "x" + '"}', weights="tcp://10.0.0.5:5556")
+SETTINGS = JoinSettings(config='{"long": "' + 10_000 * "x" + '"}', weights="tcp://10.0.0.5:5556")
 
 
 class Run:
@@ -45,7 +45,7 @@ class Run:
     def __init__(self, folder: Path, endpoint: str) -> None:
         self.stop, ready, self.endpoint = Event(), Event(), endpoint
         more = {"stop_event": self.stop, "ready": ready.set, "settings": SETTINGS}
-        self.thread = Thread(target=serve_replay, args=(open_core(folder, QUICK), endpoint), kwargs=more)
+        self.thread = Thread(target=serve_replay, args=(open_replay(folder, QUICK), endpoint), kwargs=more)
         self.thread.start()
         assert ready.wait(10)
         self.learner = ZmqLearnerPort(endpoint)
@@ -179,7 +179,7 @@ def test_of_two_actors_with_one_name_the_older_ends(tmp_path: Path, endpoint: st
 
 
 def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(
-    scripted: tuple[Service, ScriptedSocket, Clock], monkeypatch: pytest.MonkeyPatch
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, socket, clock = scripted
     socket.say(b"a", "acquire", turn=0)

@@ -27,7 +27,7 @@ from test_wire import unpack
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.messaging.shared_memory import RingWriter
 from asyncrl.messaging.wire import KINDS, decode
-from asyncrl.replay.files.format import read_shard
+from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.files.reader import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import read_meta
@@ -85,7 +85,7 @@ def test_a_damaged_group_file_is_refused_or_unchanged(tmp_path: Path) -> None:
         _, whole = damaged_file(rng, "group", files)
         path.write_bytes(whole)
         try:
-            read_shard(path)
+            read_group_file(path)
             read_layout(path)
             assert checksum_of_group(read_group(path)) in genuine
         except ReplayError:
@@ -132,18 +132,18 @@ def test_hdf5_never_sees_a_file_whose_structure_is_damaged(
     monkeypatch.setattr("h5py.File", opened)
     path.write_bytes(whole)
     with pytest.raises(AssertionError, match="HDF5 opened it"):
-        read_shard(path)
+        read_group_file(path)
     for place in [*range(0, 600, 13), *range(len(whole) - 200, len(whole), 7)]:
         if any(place in of_array for of_array in values):
             continue  # Its own checksum covers it.
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        for read in (read_shard, read_layout, read_group):
+        for read in (read_group_file, read_layout, read_group):
             with pytest.raises(ReplayError, match="damaged"):
                 read(path)
     for length in (0, 1, 27, 28, 1000, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(ReplayError, match="damaged"):
-            read_shard(path)
+            read_group_file(path)
 
 
 def test_a_replay_folder_of_the_earlier_format_is_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from asyncrl.launch.placement import pick_device
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.replay import open_core
+from asyncrl.replay.replay import open_replay
 from asyncrl.weights.transports.in_process import build_inline
 from asyncrl.worlds.start_states import StartStateStream
 
@@ -39,7 +39,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     publisher, receiver = build_inline(device)
     environment = build_environment(config, device)
     imagination = build.build_imagination(config, build.build_policy(config, device), environment)
-    core = open_core(run_dir / "replay", config)
+    core = open_replay(run_dir / "replay", config)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InlineLearnerPort(core, version=start.version, imagine=lambda: actor.round(0.0))
     actor = Actor(

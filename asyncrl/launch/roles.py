@@ -80,21 +80,21 @@ def replay_main(config_json: str, info_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.launch import endpoints
     from asyncrl.launch.placement import parse_placement
-    from asyncrl.replay.join_settings import RunSettings
-    from asyncrl.replay.replay import open_core
+    from asyncrl.replay.join_settings import JoinSettings
+    from asyncrl.replay.replay import open_replay
     from asyncrl.replay.server import serve_replay
 
     config, info = _read(config_json, info_json)
     process_status.join(Path(info.run_dir), "replay")
     process_status.set_activity("opening the files", config.start_deadline)
-    core = open_core(Path(info.run_dir) / "replay", config)
+    core = open_replay(Path(info.run_dir) / "replay", config)
     actors = len(parse_placement(config.placement, world_size(), 0, joined=True).actors)
     serve_replay(
         core,
         info.replay_endpoint,
         security=endpoints.server_keys(config),
         shared_bytes=actors * config.replay.shared_megabytes * 2**20,
-        settings=RunSettings(config=config_json, weights=info.pull_endpoint),
+        settings=JoinSettings(config=config_json, weights=info.pull_endpoint),
     )
 
 

@@ -57,7 +57,7 @@ class ZmqActorPort:
         self._link = Connection(endpoint, "actor", actor_name, 0, security)
         self._outbox = Outbox(self._link, shared_bytes, warn)
         self._window = window
-        self._turn, self._asked_at, self._asked_boot = 0, -float("inf"), ""
+        self._request_number, self._asked_at, self._asked_server_id = 0, -float("inf"), ""
         self._grant: GroupGrant | None = None
         self._quarantined: set[str] = set()
 
@@ -80,7 +80,7 @@ class ZmqActorPort:
                 raise RunStopped("the learner ended the run.")
             if self._grant is not None:
                 grant, self._grant = self._grant, None
-                self._turn, self._asked_at = self._turn + 1, -float("inf")
+                self._request_number, self._asked_at = self._request_number + 1, -float("inf")
                 return grant
             self._ask()
             left = deadline - time.monotonic()
@@ -141,7 +141,7 @@ class ZmqActorPort:
         """
         end = time.monotonic() + deadline
         try:
-            while self._outbox.on_the_way and not self.stopped:
+            while self._outbox.undelivered and not self.stopped:
                 left = end - time.monotonic()
                 if left <= 0:
                     self._outbox.warn(f"left without handing over all of {self.unacknowledged} episodes")
@@ -156,10 +156,10 @@ class ZmqActorPort:
     def _exchange(self, wait: float) -> None:
         self._outbox.send_due()
         for message in self._link.exchange(wait):
-            self._outbox.hear(message)
+            self._outbox.handle(message)
             if message.kind == "quarantined":
                 self._quarantined.add(message["start_state"])
-            elif message.kind == "grant" and message["turn"] == self._turn:
+            elif message.kind == "grant" and message["turn"] == self._request_number:
                 self._grant = GroupGrant(
                     number=message["number"],
                     min_version=message["min_version"],
@@ -168,23 +168,27 @@ class ZmqActorPort:
         self._outbox.send_due()
 
     def _ask(self) -> None:
-        boot, now = self._link.boot, time.monotonic()
+        server_id, now = self._link.server_id, time.monotonic()
         full = self._outbox.groups >= self._window
-        if not boot or full or (self._asked_boot == boot and now - self._asked_at < PING_EVERY):
+        if (
+            not server_id
+            or full
+            or (self._asked_server_id == server_id and now - self._asked_at < PING_EVERY)
+        ):
             return
-        if self._link.send_now("acquire", turn=self._turn):
-            self._asked_at, self._asked_boot = now, boot
+        if self._link.send_now("acquire", turn=self._request_number):
+            self._asked_at, self._asked_server_id = now, server_id
 
 
 @dataclass(kw_only=True)
-class _Wish:
+class _SampleRequest:
     """A batch that was asked for. It outlives a timeout, so that a batch that comes late is not lost."""
 
     groups: int
     version: int
     request: str
     asked_at: float = -float("inf")
-    asked_boot: str = ""
+    asked_server_id: str = ""
     found: dict[int, dict[int, Episode]] = field(default_factory=dict)
     """Place in the batch -> member -> episode."""
     complete: bool = False
@@ -215,36 +219,36 @@ class ZmqLearnerPort:
         """
         self._link = Connection(endpoint, "learner", "learner", version, security)
         self._requests = 0
-        self._wish: _Wish | None = None
+        self._wish: _SampleRequest | None = None
         self._reply: Message | None = None
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
         """See `LearnerPort.sample`. After a timeout the same question goes on waiting."""
         self._link.version = max(self._link.version, version)
-        wish = self._wish
-        if wish is None or (wish.groups, wish.version) != (groups, version):
+        wanted = self._wish
+        if wanted is None or (wanted.groups, wanted.version) != (groups, version):
             self._requests += 1
             request = f"{self._link.session}-{self._requests}"
-            wish = self._wish = _Wish(groups=groups, version=version, request=request)
+            wanted = self._wish = _SampleRequest(groups=groups, version=version, request=request)
         deadline = time.monotonic() + timeout
-        while not wish.complete and (left := deadline - time.monotonic()) > 0:
-            self._ask(wish)
-            self._exchange(left if self._link.boot else min(left, 0.05))
-        if not wish.complete:
+        while not wanted.complete and (left := deadline - time.monotonic()) > 0:
+            self._ask(wanted)
+            self._exchange(left if self._link.server_id else min(left, 0.05))
+        if not wanted.complete:
             contents = self._contents()
-            if not wish.complete:
+            if not wanted.complete:
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "
                     f"the replay at {self._link.endpoint} {contents}."
                 )
         self._wish = None
-        return wish.batch()
+        return wanted.batch()
 
     def report_version(self, version: int) -> None:
         """See `LearnerPort.report_version`."""
         self._link.version = max(self._link.version, version)
         self._exchange(0)
-        if self._link.boot:  # Otherwise the hello says it.
+        if self._link.server_id:  # Otherwise the hello says it.
             self._link.send_now("version", version=version)
 
     def status(self) -> dict[Metric, float]:
@@ -263,7 +267,7 @@ class ZmqLearnerPort:
         deadline, asked_at = time.monotonic() + 5.0, -float("inf")
         while not self._link.stopped and (left := deadline - time.monotonic()) > 0:
             now = time.monotonic()
-            if self._link.boot and now - asked_at >= PING_EVERY and self._link.send_now("stop"):
+            if self._link.server_id and now - asked_at >= PING_EVERY and self._link.send_now("stop"):
                 asked_at = now
             self._exchange(min(left, 0.05))
 
@@ -279,13 +283,13 @@ class ZmqLearnerPort:
                 assert message.episode is not None
                 self._wish.take(message, message.episode)
 
-    def _ask(self, wish: _Wish) -> None:
-        boot, now = self._link.boot, time.monotonic()
-        if not boot or (boot == wish.asked_boot and now - wish.asked_at < RESEND_AFTER):
+    def _ask(self, wanted: _SampleRequest) -> None:
+        server_id, now = self._link.server_id, time.monotonic()
+        if not server_id or (server_id == wanted.asked_server_id and now - wanted.asked_at < RESEND_AFTER):
             return
-        about = {"request": wish.request, "groups": wish.groups, "version": wish.version}
+        about = {"request": wanted.request, "groups": wanted.groups, "version": wanted.version}
         if self._link.send_now("sample", **about):
-            wish.asked_at, wish.asked_boot = now, boot
+            wanted.asked_at, wanted.asked_server_id = now, server_id
 
     def _contents(self) -> str:
         reply = self._ask_status(1.0)
@@ -296,7 +300,7 @@ class ZmqLearnerPort:
         self._reply = None
         while self._reply is None and (left := deadline - time.monotonic()) > 0:
             now = time.monotonic()
-            if self._link.boot and now - asked_at >= PING_EVERY and self._link.send_now("status"):
+            if self._link.server_id and now - asked_at >= PING_EVERY and self._link.send_now("status"):
                 asked_at = now
             self._exchange(min(left, 0.05))
         return self._reply

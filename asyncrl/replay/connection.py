@@ -2,7 +2,7 @@
 
 It says `hello` and pings once a second; an actor does so on a thread, because one round of imagination may
 take long. A replay that was restarted answers that it does not know the peer; then the connection introduces
-itself again, and `Connection.boot` names the new process, so that its owner repeats what was not answered for
+itself again, and `Connection.server_id` names the new process, so that its owner repeats what was not answered for
 good.
 """
 
@@ -36,7 +36,7 @@ class Connection:
         """Connect; the replay need not be there yet."""
         self.endpoint, self.role, self.name, self.version = endpoint, role, name, version
         self.session = os.urandom(8).hex()
-        self.boot = ""
+        self.server_id = ""
         """Which process of the replay knows this port; empty: none."""
         self.introductions = 0
         """How often it introduced itself; a process of the replay forgets what it was told before."""
@@ -69,7 +69,7 @@ class Connection:
 
     def _exchange(self, wait: float) -> list[Message]:
         if self._quiet():
-            self.send_now("ping") if self.boot else self._introduce()
+            self.send_now("ping") if self.server_id else self._introduce()
         found: list[Message] = []
         if wait > 0:
             self._socket.poll(max(1, int(1000 * min(wait, PING_EVERY))))
@@ -141,7 +141,7 @@ class Connection:
                 f"{__version__}. Run the same asyncrl version on both sides."
             )
         if message["known"]:
-            self.boot = message["boot"]
+            self.server_id = message["boot"]
         else:
-            self.boot = ""
+            self.server_id = ""
             self._introduce()

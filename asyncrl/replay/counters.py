@@ -12,7 +12,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.interface import ReceiptStatus
 
 
-def constant(group: Sequence[Episode]) -> bool:
+def has_no_signal(group: Sequence[Episode]) -> bool:
     """Whether all episodes have the same return (sum of rewards): compared with siblings, none is better."""
     return len({float(episode.rewards.sum()) for episode in group}) == 1
 
@@ -60,7 +60,7 @@ DECISION_COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
 }
 
 
-class Tally:
+class EpisodeCounters:
     """Counts since the run began."""
 
     def __init__(self) -> None:

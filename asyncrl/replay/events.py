@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.replay.counters import COUNTERS, Tally
+from asyncrl.replay.counters import COUNTERS, EpisodeCounters
 from asyncrl.replay.limiter import Limiter
 
 
@@ -23,7 +23,7 @@ class Session:
     """Every actor seen -> its session."""
 
 
-def recall(entry: dict[str, Any], limiter: Limiter, tally: Tally, session: Session) -> None:
+def apply(entry: dict[str, Any], limiter: Limiter, counters: EpisodeCounters, session: Session) -> None:
     """Repeat one decision of the ledger."""
     size = limiter.group_size
     match entry:
@@ -32,26 +32,31 @@ def recall(entry: dict[str, Any], limiter: Limiter, tally: Tally, session: Sessi
             session.learner, session.request, session.batch = learner, "", []
         case {"actor": str(actor), "session": str(of_actor)}:
             session.actors[actor] = of_actor
-        case {"grant": int(number), "actor": str(actor), "turn": int(turn), "min_version": int(lowest)}:
+        case {
+            "grant": int(number),
+            "actor": str(actor),
+            "turn": int(request_number),
+            "min_version": int(lowest),
+        }:
             session.actors.setdefault(actor, "")
-            limiter.reopen(number, actor, turn, lowest)
+            limiter.restore_grant(number, actor, request_number, lowest)
         case {"used": list(numbers), "request": str(request), "version": int(version)}:
             if version > limiter.version:
                 limiter.advance(version)
             fresh = [n for n in numbers if n not in limiter.used_at and n not in limiter.closed]
-            tally.add("stored", size * len(fresh))
+            counters.add("stored", size * len(fresh))
             limiter.use(numbers)
             session.request, session.batch = request, numbers
         case {"filtered": int(number), "newest_version": int(version), "successes": int(successes)}:
             limiter.filter(number, version, successes)
-            tally.add("stored", size)
+            counters.add("stored", size)
         case {"ready": int(number)}:
             kept = tuple(entry.get("uses", ()))
-            limiter.take_back(number, kept)
+            limiter.undo_uses(number, kept)
             if not kept:
-                tally.add("stored", -size)  # Counted again when it is found or used.
+                counters.add("stored", -size)  # Counted again when it is found or used.
         case {"refused": status} if status in COUNTERS:
-            tally.add(status, 1, entry.get("decisions", 0))
+            counters.add(status, 1, entry.get("decisions", 0))
         case {
             "dropped": int(number),
             "status": status,
@@ -59,6 +64,6 @@ def recall(entry: dict[str, Any], limiter: Limiter, tally: Tally, session: Sessi
             "stored": bool(stored),
         } if status in COUNTERS:
             if stored and number not in limiter.closed and number not in limiter.used_at:
-                tally.add("stored", count)
+                counters.add("stored", count)
             limiter.drop(number, status, stored=stored)
-            tally.add(status, count, entry.get("decisions", 0))
+            counters.add(status, count, entry.get("decisions", 0))

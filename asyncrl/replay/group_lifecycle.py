@@ -9,10 +9,10 @@ from typing import Any
 
 from asyncrl.errors import DiskFull
 from asyncrl.records import Episode
-from asyncrl.replay.counters import SuccessWindow, Tally, constant
+from asyncrl.replay.counters import EpisodeCounters, SuccessWindow, has_no_signal
 from asyncrl.replay.disk_full import DiskWait
 from asyncrl.replay.events import Session
-from asyncrl.replay.files.format import Shard, Written
+from asyncrl.replay.files.format import GroupFile, GroupFileParts
 from asyncrl.replay.groups import ready_group
 from asyncrl.replay.interface import Receipt, ReceiptStatus
 from asyncrl.replay.limiter import Limiter
@@ -20,13 +20,13 @@ from asyncrl.replay.quarantine import Quarantine
 from asyncrl.replay.store import EpisodeStore
 
 
-class Sealer:
+class BackgroundWriter:
     """Writes one group beside its caller."""
 
     def __init__(self, store: EpisodeStore) -> None:
         """Write nothing yet."""
         self._store, self._pool = store, ThreadPoolExecutor(1, "seal")
-        self._future: Future[Written] | None = None
+        self._future: Future[GroupFileParts] | None = None
         self.number = -1
         """The group that is being written, or waits to be finished; -1: none."""
 
@@ -40,7 +40,7 @@ class Sealer:
         assert self._future is None
         self.number, self._future = number, self._pool.submit(self._store.write, number, episodes)
 
-    def finish(self) -> Written:
+    def finish(self) -> GroupFileParts:
         """Wait for the group that is being written; the disk ends that, well or with an error.
 
         Raises:
@@ -56,7 +56,7 @@ class Sealer:
         self._pool.shutdown()
 
 
-class Keeper:
+class GroupLifecycle:
     """The store and the limiter, kept in step for one group at a time."""
 
     def __init__(
@@ -68,41 +68,41 @@ class Keeper:
         quarantine_after: int,
         warn: Callable[[str], None],
     ) -> None:
-        """Start with what they hold; for the rest see `ReplayCore`."""
+        """Start with what they hold; for the rest see `Replay`."""
         self.store, self.limiter, self.max_age = store, limiter, max_age
-        self.tally, self.session, self.success = Tally(), Session(), SuccessWindow()
+        self.counters, self.session, self.success = EpisodeCounters(), Session(), SuccessWindow()
         self.disk = DiskWait(store.folder, limiter.clock, warn)
         self.quarantine = Quarantine(quarantine_after)
         self.receipts: list[tuple[str, Receipt]] = []
         """Receipts that are due, each with its actor."""
-        self._sealer: Sealer | None = None
+        self._writer: BackgroundWriter | None = None
 
-    def seal_beside(self) -> None:
+    def write_in_background(self) -> None:
         """Let a thread write the files from now on."""
-        self._sealer = Sealer(self.store)
+        self._writer = BackgroundWriter(self.store)
 
     @property
-    def sealing(self) -> int:
+    def writing(self) -> int:
         """The group that the thread writes; -1: none."""
-        return -1 if self._sealer is None else self._sealer.number
+        return -1 if self._writer is None else self._writer.number
 
     def take(self, number: int, newest: str) -> bool:
         """Store a complete group, or have the thread begin with it; returns whether it is stored already."""
-        if self._sealer is None:
-            return self.seal(number, newest)
+        if self._writer is None:
+            return self.store_group(number, newest)
         self.finish()
-        self._sealer.begin(number, list(self.limiter.open[number].members.values()))
+        self._writer.begin(number, list(self.limiter.open[number].members.values()))
         return False
 
-    def seal(self, number: int, newest: str = "") -> bool:
+    def store_group(self, number: int, newest: str = "") -> bool:
         """Store a complete group; False when the disk is full. The episode `newest` gets no receipt here."""
         self.finish()
         try:
-            shard = self.store.seal(number, list(self.limiter.open[number].members.values()))
+            group_file = self.store.store_group(number, list(self.limiter.open[number].members.values()))
         except DiskFull as error:
             self.disk.failed(number, error)
             return False
-        self._sealed(number, shard, newest)
+        self._stored_group(number, group_file, newest)
         return True
 
     def finish(self, *, wait: bool = True) -> None:
@@ -113,26 +113,26 @@ class Keeper:
         Args:
             wait: Until it is written; False: only when it is.
         """
-        if self._sealer is None or self._sealer.number < 0 or not (wait or self._sealer.done):
+        if self._writer is None or self._writer.number < 0 or not (wait or self._writer.done):
             return
-        number = self._sealer.number
+        number = self._writer.number
         try:
-            written = self._sealer.finish()
+            written = self._writer.finish()
         except DiskFull as error:
             self.disk.failed(number, error)
         else:
-            self._sealed(number, self.store.enter(written))
+            self._stored_group(number, self.store.enter(written))
 
     def close(self) -> None:
         """Let go of the folder, once the thread has written what it was given."""
         try:
             self.finish()
         finally:
-            if self._sealer is not None:
-                self._sealer.close()
+            if self._writer is not None:
+                self._writer.close()
             self.store.close()
 
-    def _sealed(self, number: int, shard: Shard, newest: str = "") -> None:
+    def _stored_group(self, number: int, group_file: GroupFile, newest: str = "") -> None:
         """Note that a complete group is durable."""
         group = self.limiter.open[number]
         members = list(group.members.values())
@@ -140,21 +140,23 @@ class Keeper:
             self.disk.over(number)
             self.store.ledger.keep_spare()
         for sibling in members:
-            self.tally.add("stored")
+            self.counters.add("stored")
             if sibling.episode_id != newest:
                 self.receipts.append((group.actor, Receipt(episode_id=sibling.episode_id, status="stored")))
-        self.limiter.make_ready(number, ready_group(shard))
-        self.success.add(shard.attributes["successes"], len(members))
-        if self.limiter.filter_groups and constant(members):
+        self.limiter.make_ready(number, ready_group(group_file))
+        self.success.add(group_file.attributes["successes"], len(members))
+        if self.limiter.filter_groups and has_no_signal(members):
             self.filter(number)
         self.trim()
 
     def filter(self, number: int) -> None:
         """Close a stored group that teaches nothing."""
-        shard = self.store.shards[number]
-        successes = int(shard.attributes["successes"])
-        self.store.ledger.append(filtered=number, newest_version=shard.newest_version, successes=successes)
-        self.limiter.filter(number, shard.newest_version, successes)
+        group_file = self.store.group_files[number]
+        successes = int(group_file.attributes["successes"])
+        self.store.ledger.append(
+            filtered=number, newest_version=group_file.newest_version, successes=successes
+        )
+        self.limiter.filter(number, group_file.newest_version, successes)
 
     def drop(
         self,
@@ -173,15 +175,15 @@ class Keeper:
             about: More that the ledger says.
         """
         stored = stored or number in self.limiter.ready
-        shard = self.store.shards.get(number)
+        group_file = self.store.group_files.get(number)
         group = self.limiter.drop(number, status, stored=stored)
         self.disk.over(number)
         episodes = list(group.members.values()) if group else []
         count = self.limiter.group_size if stored else len(episodes)
         decisions = sum(len(episode.policy_versions) for episode in episodes)
         if stored:
-            decisions = shard.decisions if shard else 0
-        self.tally.add(status, count, decisions)
+            decisions = group_file.decisions if group_file else 0
+        self.counters.add(status, count, decisions)
         self.store.ledger.append(
             dropped=number, status=status, episodes=count, stored=stored, decisions=decisions, **about
         )
@@ -194,7 +196,11 @@ class Keeper:
         if not self.max_age and self.store.total_bytes <= self.store.max_bytes:
             return
         closed, again = self.limiter.closed, set(self.session.batch)
-        expendable = {n: shard for n, shard in self.store.shards.items() if n in closed and n not in again}
+        expendable = {
+            n: group_file
+            for n, group_file in self.store.group_files.items()
+            if n in closed and n not in again
+        }
         oldest = self.limiter.version - self.max_age
         self.store.trim(
             expendable, aged=[n for n, s in expendable.items() if self.max_age and s.newest_version < oldest]

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field
 
 from asyncrl.records import Episode
-from asyncrl.replay.files.format import Shard
+from asyncrl.replay.files.format import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus
 from asyncrl.replay.ranges import Ranges
 
 
-class GroupBooks:
+class GroupTable:
     """The groups of a run by what became of them."""
 
     def __init__(self, *, uses: int, horizon: int) -> None:
@@ -34,7 +34,7 @@ class GroupBooks:
         """Ready or recently closed group -> the learner's version at each use."""
         self.filtered: dict[int, FilteredGroup] = {}
         """Recently closed groups whose episodes all had the same return."""
-        self.again: set[int] = set()
+        self.to_grant_again: set[int] = set()
         """Closed groups whose numbers are granted again, before any new number."""
         self._filtered_before = 0
 
@@ -61,13 +61,13 @@ class GroupBooks:
             self.used_at[number] = used_at
         self.used += len(numbers)
 
-    def retire(self, number: int) -> None:
+    def close_used(self, number: int) -> None:
         """Close a group that was used but not as often as it might have been. That drops nothing."""
         used_at = self.used_at[number]
         self._close(number, "duplicate", used_at[-1])
         self.used_at[number] = used_at
 
-    def take_back(self, number: int, kept: tuple[int, ...]) -> None:
+    def undo_uses(self, number: int, kept: tuple[int, ...]) -> None:
         """Undo the uses of a group but those at the versions `kept`; it is in no other book then."""
         self._take_out(number)
         if kept:
@@ -92,7 +92,7 @@ class GroupBooks:
         told: ReceiptStatus = "duplicate" if stored and status != "dropped_resume" else status
         group = self._close(number, told, self.version)
         if status == "dropped_resume":
-            self.again.add(number)
+            self.to_grant_again.add(number)
         return group
 
     def _close(self, number: int, status: ReceiptStatus, version: int) -> OpenGroup | None:
@@ -104,7 +104,7 @@ class GroupBooks:
         for book in (self.ready, self.used_at, self.filtered):
             book.pop(number, None)
         self.closed.discard(number)
-        self.again.discard(number)
+        self.to_grant_again.discard(number)
         self.next_number = max(self.next_number, number + 1)
         return self.open.pop(number, None)
 
@@ -120,7 +120,7 @@ class GroupBooks:
             stale = [number for number, used_at in self.used_at.items() if used_at[-1] < before]
             for number in stale:
                 if number not in self.ready and number not in self.closed:
-                    self.retire(number)
+                    self.close_used(number)
         for number in self.closed.forget(before):
             self.used_at.pop(number, None)
             self._filtered_before += self.filtered.pop(number, None) is not None
@@ -186,7 +186,7 @@ class OpenGroup:
 
     grant: GroupGrant
     actor: str
-    turn: int
+    request_number: int
     """The actor's count of acquisitions; a repeated question gets the same grant."""
     granted_at: float
     first_at: float | None = None
@@ -213,17 +213,17 @@ class FilteredGroup:
     """Episodes that succeeded."""
 
 
-def ready_group(shard: Shard) -> ReadyGroup:
+def ready_group(group_file: GroupFile) -> ReadyGroup:
     """Return what the limiter has to know of a sealed group."""
-    share = shard.attributes["successes"] / shard.attributes["group_size"]
+    share = group_file.attributes["successes"] / group_file.attributes["group_size"]
     return ReadyGroup(
-        oldest_version=shard.oldest_version,
-        newest_version=shard.newest_version,
+        oldest_version=group_file.oldest_version,
+        newest_version=group_file.newest_version,
         spread=math.sqrt(share * (1 - share)),
     )
 
 
-def misfit(group: OpenGroup, episode: Episode, group_size: int) -> str | None:
+def mismatch(group: OpenGroup, episode: Episode, group_size: int) -> str | None:
     """Say why an episode does not belong to a group, or None when it does."""
     if episode.group_size != group_size:
         return f"group size {episode.group_size}, this run has {group_size}"

@@ -17,7 +17,7 @@ from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
-from asyncrl.replay.replay import ReplayCore
+from asyncrl.replay.replay import Replay
 
 IDLE: Final = 0.01
 """Seconds between two looks at an actor that has nothing to imagine while groups are missing."""
@@ -27,7 +27,7 @@ class InlineActorPort:
     """`ActorPort` onto a core in the same thread."""
 
     def __init__(
-        self, core: ReplayCore, actor_name: str = "inline", *, warn: Callable[[str], None] = print
+        self, core: Replay, actor_name: str = "inline", *, warn: Callable[[str], None] = print
     ) -> None:
         """Introduce the actor; `warn` receives one line for each invalid episode."""
         self._core, self._name, self._warn = core, actor_name, warn
@@ -62,7 +62,7 @@ class InlineActorPort:
 
     def serve(self) -> None:
         """See `ActorPort.serve`."""
-        self._core.limiter.hear(self._name)
+        self._core.limiter.note_heartbeat(self._name)
         self._core.take_receipts()
 
     def report(self, readings: Mapping[Metric, float]) -> None:
@@ -76,9 +76,7 @@ class InlineActorPort:
 class InlineLearnerPort:
     """`LearnerPort` onto a core in the same thread."""
 
-    def __init__(
-        self, core: ReplayCore, *, version: int = 0, imagine: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, core: Replay, *, version: int = 0, imagine: Callable[[], bool] | None = None) -> None:
         """Begin or resume the run.
 
         Args:
@@ -96,12 +94,12 @@ class InlineLearnerPort:
         self._core.set_version(version)
         while True:
             busy = self._imagine is not None and self._imagine()
-            self._core.tend()
+            self._core.maintain()
             in_flight = busy or self._core.disk.groups
             if not in_flight and (batch := self._core.sample(groups, version)) is not None:
                 return batch
-            if not in_flight and self._core.hopeless:
-                raise ReplayError(self._core.hopeless)
+            if not in_flight and self._core.exhausted_reason:
+                raise ReplayError(self._core.exhausted_reason)
             if self._imagine is None or time.monotonic() >= deadline:
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "

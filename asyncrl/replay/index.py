@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.records import SCHEMA_VERSION
-from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, Shard, fingerprint
+from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, GroupFile, fingerprint
 
 _VERSIONS: Final = {"format": FORMAT, "format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
 
 
-class ShardIndex:
+class FileIndex:
     """The lines of `index.log`. Nothing here fails: without an index the files are read."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -33,7 +33,7 @@ class ShardIndex:
         """Lines found, right or wrong."""
         self._entries = self._read()
 
-    def find(self, path: Path) -> Shard | None:
+    def find(self, path: Path) -> GroupFile | None:
         """Return what is known of a file, or None when it has to be read."""
         entry = self._entries.get(path.name)
         if entry is None:
@@ -45,7 +45,7 @@ class ShardIndex:
             attributes = {key: kind(entry["attributes"][key]) for key, kind in ROOT.items()}
             if any(attributes[key] != value for key, value in _VERSIONS.items()):
                 return None
-            return Shard(
+            return GroupFile(
                 path=path,
                 number=attributes["group_number"],
                 oldest_version=attributes["oldest_version"],
@@ -59,22 +59,22 @@ class ShardIndex:
         except (OSError, KeyError, TypeError, ValueError):
             return None
 
-    def add(self, shard: Shard) -> None:
+    def add(self, group_file: GroupFile) -> None:
         """Remember a file that is durable."""
         if self._file < 0:
             return
         try:
-            os.write(self._file, _line(shard))
+            os.write(self._file, _line(group_file))
         except OSError as error:
             self._give_up(error)
 
-    def begin(self, shards: Iterable[Shard], *, complete: bool) -> None:
-        """Open the index for new lines; unless it is `complete`, write it anew with `shards` first."""
+    def begin(self, group_files: Iterable[GroupFile], *, complete: bool) -> None:
+        """Open the index for new lines; unless it is `complete`, write it anew with `group_files` first."""
         self._entries = {}
         try:
             if not complete:
                 temporary = self.path.with_suffix(".log.tmp")
-                temporary.write_bytes(b"".join(map(_line, shards)))
+                temporary.write_bytes(b"".join(map(_line, group_files)))
                 temporary.replace(self.path)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
@@ -115,13 +115,13 @@ def _fingerprint(path: Path) -> int:
         os.close(handle)
 
 
-def _line(shard: Shard) -> bytes:
+def _line(group_file: GroupFile) -> bytes:
     entry = {
-        "name": shard.path.name,
-        "file": [shard.size, shard.mtime_ns, _fingerprint(shard.path)],
-        "attributes": shard.attributes,
-        "decisions": shard.decisions,
-        "episode_ids": shard.episode_ids,
+        "name": group_file.path.name,
+        "file": [group_file.size, group_file.mtime_ns, _fingerprint(group_file.path)],
+        "attributes": group_file.attributes,
+        "decisions": group_file.decisions,
+        "episode_ids": group_file.episode_ids,
     }
     text = json.dumps(entry, separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(text), text)

@@ -23,7 +23,7 @@ MAX_PARTS: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
+class JoinSettings:
     """What an actor must know of a run to join it."""
 
     config: str
@@ -40,7 +40,7 @@ class RunSettings:
         return {"part": number, "parts": parts, "text": text, "weights": self.weights}
 
 
-def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline: float) -> RunSettings:
+def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline: float) -> JoinSettings:
     """Ask a replay for the settings of its run.
 
     Args:
@@ -67,7 +67,7 @@ def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline
                 texts.append(message["text"])
                 asked_at = -float("inf")
                 if len(texts) >= message["parts"]:
-                    return RunSettings(config="".join(texts), weights=message["weights"])
+                    return JoinSettings(config="".join(texts), weights=message["weights"])
             if link.stopped:
                 raise ReplayError(f"the run at {endpoint} is over.")
     finally:

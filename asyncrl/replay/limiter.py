@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 
 from asyncrl.records import Episode, problem_with
-from asyncrl.replay.groups import GroupBooks, OpenGroup, misfit, number_of
+from asyncrl.replay.groups import GroupTable, OpenGroup, mismatch, number_of
 from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.samplers import Order, pick_in_order
 
 
-class Limiter(GroupBooks):
+class Limiter(GroupTable):
     """The books of all groups of a run, and what follows from them."""
 
     def __init__(
@@ -63,50 +63,52 @@ class Limiter(GroupBooks):
         batch = min(self.groups_per_update, (self.version + 1) * self.groups_per_update - self.used)
         return max(0, -(-line // self.uses), batch - len(self.open) - len(self.ready))
 
-    def hear(self, actor: str) -> None:
+    def note_heartbeat(self, actor: str) -> None:
         """Note a sign of life."""
         self._heard[actor] = self.clock()
 
-    def unheard(self, actor: str) -> float:
+    def since_heartbeat(self, actor: str) -> float:
         """Seconds since an actor's last sign of life."""
         return self.clock() - max(self._heard.get(actor, 0.0), self._listening_since)
 
-    def silent(self, actor: str) -> bool:
+    def timed_out(self, actor: str) -> bool:
         """Whether an actor gave no sign of life for more than `silence` seconds."""
-        return self.unheard(actor) > self.silence
+        return self.since_heartbeat(actor) > self.silence
 
-    def listen_again(self) -> None:
+    def forgive_silence(self) -> None:
         """Note that nobody could be heard until now: the replay itself was held up."""
         self._listening_since = self.clock()
 
-    def grant(self, actor: str, turn: int = -1, *, withhold: bool = False) -> GroupGrant | None:
+    def grant(self, actor: str, request_number: int = -1, *, withhold: bool = False) -> GroupGrant | None:
         """Grant the next group, or None without credit.
 
         Args:
             actor: Who imagines it.
-            turn: Same turn, same grant; -1 never repeats.
+            request_number: Same turn, same grant; -1 never repeats.
             withhold: Grant nothing new, whatever the credit.
         """
         for group in self.open.values():
-            if turn >= 0 and group.actor == actor and group.turn == turn:
+            if request_number >= 0 and group.actor == actor and group.request_number == request_number:
                 return group.grant
         if withhold or not self.credit:
             return None
         first_use = self.ahead // self.groups_per_update
         min_version = max(0, min(first_use - self.max_lag, self.version))
-        return self.reopen(min(self.again, default=self.next_number), actor, turn, min_version)
+        return self.restore_grant(
+            min(self.to_grant_again, default=self.next_number), actor, request_number, min_version
+        )
 
-    def reopen(self, number: int, actor: str, turn: int, min_version: int) -> GroupGrant:
+    def restore_grant(self, number: int, actor: str, request_number: int, min_version: int) -> GroupGrant:
         """Enter a grant into the book (also one made before a restart)."""
         every = self.keep_video_every
         grant = GroupGrant(
             number=number, min_version=min_version, keep_video=every > 0 and number % every == 0
         )
         self._take_out(number)
-        self.open[number] = OpenGroup(grant=grant, actor=actor, turn=turn, granted_at=self.clock())
+        self.open[number] = OpenGroup(grant=grant, actor=actor, turn=request_number, granted_at=self.clock())
         return grant
 
-    def judge(self, episode: Episode) -> Receipt:
+    def admit(self, episode: Episode) -> Receipt:
         """Decide about an episode: `held` means that it was entered into its group."""
         number = number_of(episode.group_id)
 
@@ -124,7 +126,7 @@ class Limiter(GroupBooks):
         present = group.members.get(episode.member)
         if present is not None and present.episode_id == episode.episode_id:
             return receipt("duplicate")
-        problem = problem_with(episode) or misfit(group, episode, self.group_size)
+        problem = problem_with(episode) or mismatch(group, episode, self.group_size)
         if problem:
             return receipt("dropped_invalid", problem)
         if self.version - episode.oldest_version > self.max_lag:
@@ -132,7 +134,7 @@ class Limiter(GroupBooks):
                 "dropped_lag",
                 f"version {episode.oldest_version} at {self.version}, --replay.max-lag is {self.max_lag}",
             )
-        self.hear(group.actor)
+        self.note_heartbeat(group.actor)
         group.first_at = self.clock() if group.first_at is None else group.first_at
         group.members[episode.member] = episode
         return receipt("held")
@@ -149,7 +151,7 @@ class Limiter(GroupBooks):
         now, found = self.clock(), []
         for number, group in self.open.items():
             late = group.first_at is not None and group.first_at < now - self.group_deadline
-            lost = group.granted_at < now - self.silence and self.silent(group.actor)
+            lost = group.granted_at < now - self.silence and self.timed_out(group.actor)
             if (late or lost) and not self.complete(number):
                 found.append(number)
         return found

@@ -40,17 +40,19 @@ class _Unacknowledged:
     """Array -> its place in the ring."""
     frames: list[Buffer]
     """They name those places, where there are some."""
-    boot: str = ""
+    server_id: str = ""
     """Replay process it was sent to."""
     sent_at: float = -float("inf")
     held: bool = False
     """That process said it has it; what became of its group is said later, but only once."""
 
-    def due(self, boot: str, now: float) -> bool:
-        """Whether it should be sent (again) to the replay process `boot`."""
-        return self.boot != boot or now - self.sent_at >= (HELD_RESEND_AFTER if self.held else RESEND_AFTER)
+    def due(self, server_id: str, now: float) -> bool:
+        """Whether it should be sent (again) to the replay process `server_id`."""
+        return self.server_id != server_id or now - self.sent_at >= (
+            HELD_RESEND_AFTER if self.held else RESEND_AFTER
+        )
 
-    def without_ring(self) -> list[Buffer]:
+    def copy_for_socket(self) -> list[Buffer]:
         """Encode it for the socket. What the socket still holds must not change, so this copies."""
         return [bytes(frame) for frame in encode("episode", self.episode)] if self.episode else self.frames
 
@@ -86,7 +88,7 @@ class Outbox:
         return len({item.group_id for item in self._items.values()})
 
     @property
-    def on_the_way(self) -> bool:
+    def undelivered(self) -> bool:
         """Whether the replay may not even have received something."""
         return any(not item.held for item in self._items.values())
 
@@ -119,7 +121,7 @@ class Outbox:
             group_id=f"{failure.number:08d}", episode=None, offsets=NOT_SHARED, frames=frames
         )
 
-    def hear(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Take in a receipt, or the answer about the ring."""
         if message.kind == "ring_answer":
             self._answered, self._mapped = True, message["mapped"]
@@ -128,19 +130,19 @@ class Outbox:
 
     def send_due(self) -> None:
         """Send what the replay does not have, without waiting."""
-        boot, now = self._link.boot, time.monotonic()
-        if not boot or self._link.stopped:
+        server_id, now = self._link.server_id, time.monotonic()
+        if not server_id or self._link.stopped:
             return
         self._announce(now)
         for item in self._items.values():
-            if not item.due(boot, now):
+            if not item.due(server_id, now):
                 continue
             if item.offsets and not self._answered:
                 continue
-            by_socket = item.offsets and (item.boot == boot or not self._mapped)
-            if not self._link.send_frames(item.without_ring() if by_socket else item.frames):
+            by_socket = item.offsets and (item.server_id == server_id or not self._mapped)
+            if not self._link.send_frames(item.copy_for_socket() if by_socket else item.frames):
                 return
-            item.boot, item.sent_at, item.held = boot, now, False
+            item.server_id, item.sent_at, item.held = server_id, now, False
 
     def close(self) -> None:
         """Let go of the ring."""

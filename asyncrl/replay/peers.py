@@ -1,6 +1,6 @@
 """Who talks to the replay: introductions, rings of shared memory and farewells in, names and answers out.
 
-Part of the replay's one serving thread. `Post` is the way back to the peers.
+Part of the replay's one serving thread. `PeerSender` is the way back to the peers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.wire import Message, encode
-from asyncrl.replay.join_settings import ROLE, RunSettings
-from asyncrl.replay.replay import ReplayCore
+from asyncrl.replay.join_settings import ROLE, JoinSettings
+from asyncrl.replay.replay import Replay
 
 TAKEN: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
@@ -26,7 +26,7 @@ _LOGGED: Final = 100
 """Refused messages that are written to the log; all are counted."""
 
 
-class Post:
+class PeerSender:
     """Messages to the peers of one ROUTER socket, without waiting."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -61,13 +61,13 @@ class Post:
         self.send(peer, "refused", reason=str(error)[:1000])
 
 
-class Attendance:
+class Peers:
     """The learner and the actors that are there."""
 
-    def __init__(self, core: ReplayCore, post: Post, rings: Rings, settings: RunSettings | None) -> None:
+    def __init__(self, core: Replay, sender: PeerSender, rings: Rings, settings: JoinSettings | None) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.post, self.rings, self.settings = core, post, rings, settings
-        self.boot = os.urandom(8).hex()
+        self.core, self.sender, self.rings, self.settings = core, sender, rings, settings
+        self.server_id = os.urandom(8).hex()
         """Names this process of the replay."""
         self.actors: dict[bytes, str] = {}
         """Routing id -> name of each actor that is there."""
@@ -89,11 +89,11 @@ class Attendance:
 
     def ping(self, peer: bytes, message: Message) -> None:
         """Say that this process knows the peer."""
-        self.post.send(peer, "welcome", boot=self.boot, known=True)
+        self.sender.send(peer, "welcome", boot=self.server_id, known=True)
 
     def introduce(self, peer: bytes) -> None:
         """Ask a peer, which knew an earlier process, to introduce itself and to say it again."""
-        self.post.send(peer, "welcome", boot=self.boot, known=False)
+        self.sender.send(peer, "welcome", boot=self.server_id, known=False)
 
     def bye(self, peer: bytes, message: Message) -> None:
         """Let an actor go. What it leaves open at the run's end is for a resume to settle."""
@@ -108,29 +108,29 @@ class Attendance:
         try:
             reason = self.rings.announced(peer, message.fields)
         except WireError as error:
-            self.post.refuse(peer, error)
+            self.sender.refuse(peer, error)
             return
         if reason:
             _LOG.info("episodes of %s come through the socket: %s", self.actors[peer][:40], reason)
-        self.post.send(peer, "ring_answer", mapped=not reason, reason=reason[:1000])
+        self.sender.send(peer, "ring_answer", mapped=not reason, reason=reason[:1000])
 
     def tell_settings(self, peer: bytes, message: Message) -> None:
         """Give one that wants to join a part of the run's settings."""
         name = message["name"]
         part = self.settings.part(message["part"]) if self.settings else None
-        if name in self.actors.values() and self.core.limiter.unheard(name) < TAKEN:
+        if name in self.actors.values() and self.core.limiter.since_heartbeat(name) < TAKEN:
             why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
-            self.post.send(peer, "refused", reason=why)
+            self.sender.send(peer, "refused", reason=why)
         elif part is None:
-            self.post.send(peer, "refused", reason="this replay has no such settings to tell.")
+            self.sender.send(peer, "refused", reason="this replay has no such settings to tell.")
         else:
-            self.post.send(peer, "settings_part", **part)
+            self.sender.send(peer, "settings_part", **part)
 
     def tell_quarantined(self, peer: bytes) -> bool:
         """Tell an actor the start states that it does not know to be quarantined; False: it takes no more."""
         names = self.core.quarantine.names
         while (told := self._told.get(peer, 0)) < len(names):
-            if not self.post.send(peer, "quarantined", start_state=names[told]):
+            if not self.sender.send(peer, "quarantined", start_state=names[told]):
                 return False
             self._told[peer] = told + 1
         return True
@@ -140,7 +140,7 @@ class Attendance:
         name, session = message["name"], message["session"]
         if session in self._replaced:
             why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
-            self.post.send(peer, "refused", reason=why)
+            self.sender.send(peer, "refused", reason=why)
             return False
         if (before := self.core.actors.get(name)) not in (None, session):
             self._replaced.add(str(before))

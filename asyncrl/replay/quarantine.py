@@ -43,21 +43,21 @@ class Quarantine:
         self._left = True
 
     def note(self, failure: GroupFailure) -> dict[str, Any]:
-        """Count a group that was given up; return what the ledger keeps of it, for `recall`."""
+        """Count a group that was given up; return what the ledger keeps of it, for `apply`."""
         entry = {
             "cause": failure.cause,
             "start_state": failure.start_state,
             "why": failure.reason,
             "left": failure.left,
         }
-        self.recall({"dropped": failure.number, **entry})
+        self.apply({"dropped": failure.number, **entry})
         return entry
 
     def begin(self) -> None:
         """A learner began or resumed: perhaps with other start states, so some may be left again."""
         self._left = True
 
-    def recall(self, entry: dict[str, Any]) -> None:
+    def apply(self, entry: dict[str, Any]) -> None:
         """Repeat what a line of the ledger says; most say nothing about failures."""
         match entry:
             case {"learner": str()}:

@@ -1,6 +1,6 @@
 """The replay's state after an interruption: the ledger and the files in, the books as they have to be out.
 
-`recover` when the process starts, `rewind` when a learner goes on from an earlier version than the books'.
+`recover` when the process starts, `roll_back_to` when a learner goes on from an earlier version than the books'.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl.replay.counters import constant
-from asyncrl.replay.events import recall
-from asyncrl.replay.group_lifecycle import Keeper
+from asyncrl.replay.counters import has_no_signal
+from asyncrl.replay.events import apply
+from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import ReadyGroup, ready_group
 from asyncrl.replay.interface import ReceiptStatus
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumption:
+class ResumePlan:
     """What a learner that begins at an earlier version changes in the books."""
 
     ready: dict[int, tuple[int, ...]]
@@ -31,7 +31,7 @@ class Resumption:
 
 def plan_resume(
     limiter: Limiter, version: int, stored: Mapping[int, ReadyGroup], *, in_turns: bool = False
-) -> Resumption:
+) -> ResumePlan:
     """Say what has to change before a learner begins at `version`, as after a resume.
 
     The aim is that it sees what it would have seen without the interruption. What is open belongs to
@@ -76,7 +76,7 @@ def plan_resume(
         for number, newest_version in kept.items():
             if newest_version == version:
                 drop[number] = "dropped_resume"
-    return Resumption(
+    return ResumePlan(
         ready={number: ready[number] for number in sorted(ready.keys() - drop.keys())},
         drop=dict(sorted(drop.items())),
     )
@@ -96,63 +96,63 @@ def _verdict(group: ReadyGroup | None, version: int, max_lag: int) -> ReceiptSta
     return "dropped_lag" if version - group.oldest_version > max_lag else None
 
 
-def recover(keeper: Keeper) -> None:
+def recover(lifecycle: GroupLifecycle) -> None:
     """Fill empty books from the ledger, then look at the files."""
-    for entry in keeper.store.ledger.read():
-        recall(entry, keeper.limiter, keeper.tally, keeper.session)
-        keeper.quarantine.recall(entry)
-    _recover_ready(keeper)
-    count_successes(keeper)
+    for entry in lifecycle.store.ledger.read():
+        apply(entry, lifecycle.limiter, lifecycle.counters, lifecycle.session)
+        lifecycle.quarantine.apply(entry)
+    _recover_ready(lifecycle)
+    count_successes(lifecycle)
 
 
-def rewind(keeper: Keeper, version: int, *, in_turns: bool) -> None:
+def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> None:
     """Undo what a resume at `version` makes undone: see `plan_resume`."""
-    store, limiter = keeper.store, keeper.limiter
-    stored = _stored(keeper)
+    store, limiter = lifecycle.store, lifecycle.limiter
+    stored = _stored(lifecycle)
     plan = plan_resume(limiter, version, stored, in_turns=in_turns)
     for number, uses in plan.ready.items():
         store.ledger.append(ready=number, **({"uses": uses} if uses else {}))
-        limiter.take_back(number, uses)
+        limiter.undo_uses(number, uses)
         limiter.make_ready(number, stored[number])
     for number, status in plan.drop.items():
         was_stored = number not in limiter.open
         if status == "dropped_resume":
             store.remove(number)
-        keeper.drop(number, status, stored=was_stored)
+        lifecycle.drop(number, status, stored=was_stored)
 
 
-def count_successes(keeper: Keeper) -> None:
+def count_successes(lifecycle: GroupLifecycle) -> None:
     """Count the complete groups whose newest decision is of the learner's version."""
-    keeper.success.restart()
-    store, limiter = keeper.store, keeper.limiter
+    lifecycle.success.restart()
+    store, limiter = lifecycle.store, lifecycle.limiter
     for number, group in limiter.ready.items():
         if group.newest_version == limiter.version:
-            keeper.success.add(store.shards[number].attributes["successes"], limiter.group_size)
+            lifecycle.success.add(store.group_files[number].attributes["successes"], limiter.group_size)
     for filtered in limiter.filtered.values():
         if filtered.newest_version == limiter.version:
-            keeper.success.add(filtered.successes, limiter.group_size)
+            lifecycle.success.add(filtered.successes, limiter.group_size)
 
 
-def _stored(keeper: Keeper) -> dict[int, ReadyGroup]:
-    return {number: ready_group(shard) for number, shard in keeper.store.shards.items()}
+def _stored(lifecycle: GroupLifecycle) -> dict[int, ReadyGroup]:
+    return {number: ready_group(group_file) for number, group_file in lifecycle.store.group_files.items()}
 
 
-def _recover_ready(keeper: Keeper) -> None:
+def _recover_ready(lifecycle: GroupLifecycle) -> None:
     """Make the sealed groups ready that the ledger did not close; filter what a crash left unfiltered."""
-    limiter = keeper.limiter
-    for number, group in _stored(keeper).items():
+    limiter = lifecycle.limiter
+    for number, group in _stored(lifecycle).items():
         if number in limiter.closed:
             continue
         limiter.make_ready(number, group)
         if number in limiter.used_at:
             continue
-        keeper.tally.add("stored", limiter.group_size)
+        lifecycle.counters.add("stored", limiter.group_size)
         if limiter.filter_groups:
-            episodes = keeper.store.load(number)
+            episodes = lifecycle.store.load(number)
             if episodes is None:
-                keeper.drop(number, "dropped_invalid", stored=True)
-            elif constant(episodes):
-                keeper.filter(number)
+                lifecycle.drop(number, "dropped_invalid", stored=True)
+            elif has_no_signal(episodes):
+                lifecycle.filter(number)
     for number in [n for n in limiter.used_at if n not in limiter.ready and n not in limiter.closed]:
-        limiter.retire(number)
+        limiter.close_used(number)
     limiter.forget()

@@ -1,6 +1,6 @@
 """Everything the replay decides, without sockets: episodes in, receipts and batches out.
 
-One thread decides; a second one may write the files (`sealing.py`).
+One thread decides; a second one may write the files (`writing.py`).
 
 Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor hears
 of it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
@@ -18,15 +18,15 @@ from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.replay.group_lifecycle import Keeper
+from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import GroupFailure, GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.recovery import count_successes, recover, rewind
+from asyncrl.replay.recovery import count_successes, recover, roll_back_to
 from asyncrl.replay.store import EpisodeStore
 
 
-def open_core(folder: Path, config: TrainConfig, warn: Callable[[str], None] = print) -> ReplayCore:
+def open_replay(folder: Path, config: TrainConfig, warn: Callable[[str], None] = print) -> Replay:
     """Open the replay of a run with its settings, recovering what is in `folder`.
 
     Raises:
@@ -52,7 +52,7 @@ def open_core(folder: Path, config: TrainConfig, warn: Callable[[str], None] = p
         # The oldest checkpoint that is kept, while the next one is being written.
         horizon=config.checkpoint_every * (config.keep_checkpoints + 1),
     )
-    return ReplayCore(
+    return Replay(
         store,
         limiter,
         quarantine_after=config.replay.quarantine_after,
@@ -61,7 +61,7 @@ def open_core(folder: Path, config: TrainConfig, warn: Callable[[str], None] = p
     )
 
 
-class ReplayCore:
+class Replay:
     """The store and the limiter, kept in step."""
 
     def __init__(
@@ -82,25 +82,29 @@ class ReplayCore:
             quarantine_after: Groups in which a start state may fail; see `Quarantine`.
             warn: Receives a line when the disk is full.
         """
-        self._keeper = keeper = Keeper(
+        self._lifecycle = lifecycle = GroupLifecycle(
             store, limiter, max_age=max_age, quarantine_after=quarantine_after, warn=warn
         )
-        self.store, self.limiter, self.disk = store, limiter, keeper.disk
-        self.tally, self.session, self.quarantine = keeper.tally, keeper.session, keeper.quarantine
+        self.store, self.limiter, self.disk = store, limiter, lifecycle.disk
+        self.counters, self.session, self.quarantine = (
+            lifecycle.counters,
+            lifecycle.session,
+            lifecycle.quarantine,
+        )
         self.stopped = False
         """Whether the learner ended the run."""
         self._reports: dict[str, dict[Metric, float]] = {}
         """Actor -> what it last reported of itself."""
-        recover(keeper)
+        recover(lifecycle)
 
-    def seal_beside(self) -> None:
+    def write_in_background(self) -> None:
         """Write files in a thread of their own from now on; all receipts of a group follow later then."""
-        self._keeper.seal_beside()
+        self._lifecycle.write_in_background()
 
     @property
-    def sealing(self) -> bool:
-        """Whether a group is on its way to the disk: call `tend` soon."""
-        return self._keeper.sealing >= 0
+    def writing(self) -> bool:
+        """Whether a group is on its way to the disk: call `maintain` soon."""
+        return self._lifecycle.writing >= 0
 
     @property
     def actors(self) -> dict[str, str]:
@@ -116,13 +120,13 @@ class ReplayCore:
             in_turns: See `resumption.plan_resume`.
         """
         if session != self.session.learner:
-            self._keeper.finish()
-            rewind(self._keeper, version, in_turns=in_turns)
+            self._lifecycle.finish()
+            roll_back_to(self._lifecycle, version, in_turns=in_turns)
             self.store.ledger.append(learner=session, version=version)
             self.limiter.begin(version)
             self.quarantine.begin()
             self.session.learner, self.session.request, self.session.batch = session, "", []
-            count_successes(self._keeper)
+            count_successes(self._lifecycle)
         self.set_version(version)
 
     def hello(self, actor: str, session: str) -> None:
@@ -131,67 +135,69 @@ class ReplayCore:
             self.store.ledger.append(actor=actor, session=session)
             self.actors[actor] = session
             self.leave(actor)
-        self.limiter.hear(actor)
+        self.limiter.note_heartbeat(actor)
 
     def leave(self, actor: str) -> None:
         """Give up what an actor did not finish: it went, or forgot. Others get the credit at once."""
-        self._keeper.finish()
+        self._lifecycle.finish()
         for number in self.limiter.unfinished(actor):
-            self._keeper.drop(number, "dropped_deadline")
+            self._lifecycle.drop(number, "dropped_deadline")
         self._reports.pop(actor, None)
 
-    def grant(self, actor: str, turn: int = -1) -> GroupGrant | None:
+    def grant(self, actor: str, request_number: int = -1) -> GroupGrant | None:
         """Grant a group to an actor, or None without credit, disk space or start state.
 
-        The same `turn` >= 0 gets the same grant.
+        The same `request_number` >= 0 gets the same grant.
         """
         self.actors.setdefault(actor, "")
-        self.tend()
+        self.maintain()
         granted = len(self.limiter.open)
-        grant = self.limiter.grant(actor, turn, withhold=bool(self.disk.groups or self.quarantine.exhausted))
+        grant = self.limiter.grant(
+            actor, request_number, withhold=bool(self.disk.groups or self.quarantine.exhausted)
+        )
         if grant is not None and len(self.limiter.open) > granted:
             self.store.ledger.append(
-                grant=grant.number, actor=actor, turn=turn, min_version=grant.min_version
+                grant=grant.number, actor=actor, turn=request_number, min_version=grant.min_version
             )
         return grant
 
     def admit(self, episode: Episode) -> Receipt:
         """Take an episode. When it decides about its siblings, their receipts follow by `take_receipts`."""
         number = number_of(episode.group_id)
-        if self._keeper.sealing == number:
-            self._keeper.finish()
-        receipt = self._judge(episode)
+        if self._lifecycle.writing == number:
+            self._lifecycle.finish()
+        receipt = self._verdict_on(episode)
         if receipt.status == "held" and self.limiter.complete(number):
-            if self._keeper.take(number, newest=episode.episode_id):
+            if self._lifecycle.take(number, newest=episode.episode_id):
                 receipt = Receipt(episode_id=episode.episode_id, status="stored")
         elif receipt.status != "held":
             decisions = len(episode.policy_versions) if receipt.status != "duplicate" else 0
-            self.tally.add(receipt.status, 1, decisions)
+            self.counters.add(receipt.status, 1, decisions)
             if receipt.status != "duplicate":
                 self.store.ledger.append(refused=receipt.status, decisions=decisions)
             group = self.limiter.open.get(number)
             if group is not None and receipt.status.startswith("dropped"):
                 # The group cannot become complete any more: its credit is worth more than its siblings.
                 why: ReceiptStatus = "dropped_lag" if receipt.status == "dropped_lag" else "dropped_deadline"
-                self._keeper.drop(number, why)
+                self._lifecycle.drop(number, why)
             elif group is not None and receipt.status == "duplicate":
                 receipt = Receipt(episode_id=episode.episode_id, status="held")  # Known, but not yet durable.
         return receipt
 
     def fail(self, failure: GroupFailure) -> None:
         """Give up a group that cannot be imagined: its credit returns. What is closed already stays so."""
-        self._keeper.finish()
+        self._lifecycle.finish()
         if failure.number in self.limiter.open:
-            self._keeper.drop(failure.number, "dropped_poisoned", about=self.quarantine.note(failure))
+            self._lifecycle.drop(failure.number, "dropped_poisoned", about=self.quarantine.note(failure))
 
     @property
-    def hopeless(self) -> str:
+    def exhausted_reason(self) -> str:
         """Why no further group will ever be ready; empty while there is hope."""
         return "" if self.limiter.open else self.quarantine.exhausted
 
     def take_receipts(self) -> list[tuple[str, Receipt]]:
         """Return and forget the receipts that are due, each with its actor."""
-        due, self._keeper.receipts = self._keeper.receipts, []
+        due, self._lifecycle.receipts = self._lifecycle.receipts, []
         return due
 
     def sample(self, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:
@@ -207,7 +213,7 @@ class ReplayCore:
         """
         self.set_version(version)
         last = self.session
-        if request and request == last.request and self.store.shards.keys() >= set(last.batch):
+        if request and request == last.request and self.store.group_files.keys() >= set(last.batch):
             again = [self.store.load(number) for number in last.batch]
             if None not in again:
                 return [group for group in again if group is not None]
@@ -218,39 +224,39 @@ class ReplayCore:
                 self.store.ledger.append(used=numbers, request=request, version=version)
                 self.limiter.use(numbers)
                 self.session.request, self.session.batch = request, numbers
-                self._keeper.trim()
+                self._lifecycle.trim()
                 return sound
             for number, group in zip(numbers, batch, strict=True):
                 if group is None:
-                    self._keeper.drop(number, "dropped_invalid", stored=True)
+                    self._lifecycle.drop(number, "dropped_invalid", stored=True)
         return None
 
     def set_version(self, version: int) -> None:
         """Note the learner's newest version; drop what it makes too old."""
         if version > self.limiter.version:
-            self._keeper.finish()
+            self._lifecycle.finish()
             self.limiter.advance(version)
-            self._keeper.success.close()
-        self.tend()
+            self._lifecycle.success.close()
+        self.maintain()
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Give up what is overdue or too old; try again what the disk did not take. Call it often."""
-        self._keeper.finish(wait=False)
+        self._lifecycle.finish(wait=False)
         for number in self.limiter.stale():
             if number in self.limiter.used_at:
-                self.limiter.retire(number)
+                self.limiter.close_used(number)
             else:
-                self._keeper.drop(number, "dropped_lag")
+                self._lifecycle.drop(number, "dropped_lag")
         for number in self.limiter.overdue():
-            self._keeper.drop(number, "dropped_deadline")
+            self._lifecycle.drop(number, "dropped_deadline")
         if self.disk.due:
             for number in sorted(self.disk.groups):
-                if not self._keeper.seal(number):
+                if not self._lifecycle.store_group(number):
                     break
 
     def report(self, actor: str, readings: Mapping[Metric, float]) -> None:
         """Note where an actor's time and memory go; a share is cut to [0, 1]."""
-        self.limiter.hear(actor)
+        self.limiter.note_heartbeat(actor)
         self._reports[actor] = {
             metric: min(1.0, max(0.0, value)) if metric.unit == "share" else value
             for metric, value in readings.items()
@@ -262,16 +268,16 @@ class ReplayCore:
 
     def status(self) -> dict[Metric, float]:
         """Read `replay/*` (without the lag of batches) and what the actors report. Changes nothing."""
-        readings = self.tally.readings()
+        readings = self.counters.readings()
         readings[m.GROUPS_READY] = float(len(self.limiter.ready))
         readings[m.GROUPS_IN_FLIGHT] = float(len(self.limiter.open))
         readings[m.FILTERED_GROUPS] = float(self.limiter.filtered_groups)
         readings[m.REPLAY_BYTES] = float(self.store.total_bytes)
         readings |= self.quarantine.readings()
         readings[m.DISK_WAITING] = self.disk.seconds
-        if self._keeper.success.last is not None:
-            readings[m.REPLAY_SUCCESS] = self._keeper.success.last
-        heard = (report for actor, report in self._reports.items() if not self.limiter.silent(actor))
+        if self._lifecycle.success.last is not None:
+            readings[m.REPLAY_SUCCESS] = self._lifecycle.success.last
+        heard = (report for actor, report in self._reports.items() if not self.limiter.timed_out(actor))
         return readings | m.reduce(heard)
 
     def contents(self) -> str:
@@ -282,20 +288,20 @@ class ReplayCore:
         poisoned = self.quarantine.contents()
         return (
             f"{len(self.limiter.ready)} groups ready, {len(self.limiter.open)} in flight with {held} episodes"
-            f"; {waiting}{filtered}{poisoned}episodes dropped: {self.tally.reasons()}; actors seen: "
+            f"; {waiting}{filtered}{poisoned}episodes dropped: {self.counters.reasons()}; actors seen: "
             f"{', '.join(sorted(self.actors)) or 'none'}; version {self.limiter.version}, "
             f"credit for {self.limiter.credit} more groups"
         )
 
     def close(self) -> None:
         """Let go of the folder."""
-        self._keeper.close()
+        self._lifecycle.close()
 
-    def _judge(self, episode: Episode) -> Receipt:
+    def _verdict_on(self, episode: Episode) -> Receipt:
         if self.store.holds(number_of(episode.group_id), episode.episode_id):
             return Receipt(episode_id=episode.episode_id, status="duplicate")
         try:
             scalars_of(episode)
         except WireError as error:
             return Receipt(episode_id=episode.episode_id, status="dropped_invalid", reason=str(error))
-        return self.limiter.judge(episode)
+        return self.limiter.admit(episode)

@@ -30,9 +30,9 @@ from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.observability import metrics as m
 from asyncrl.observability.process_status import set_activity
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
-from asyncrl.replay.join_settings import RunSettings
-from asyncrl.replay.peers import Attendance, Post, check_hello
-from asyncrl.replay.replay import ReplayCore
+from asyncrl.replay.join_settings import JoinSettings
+from asyncrl.replay.peers import Peers, PeerSender, check_hello
+from asyncrl.replay.replay import Replay
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""
@@ -47,12 +47,12 @@ _AT_ONCE: Final = 64
 
 
 def serve_replay(
-    core: ReplayCore,
+    core: Replay,
     endpoint: str,
     *,
     security: ServerKeys | None = None,
     shared_bytes: int = 0,
-    settings: RunSettings | None = None,
+    settings: JoinSettings | None = None,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
 ) -> None:
@@ -77,27 +77,27 @@ def serve_replay(
             socket = bind_router(context, endpoint, security)
             if ready is not None:
                 ready()
-            core.seal_beside()
+            core.write_in_background()
             rings = Rings(shared_bytes if same_host(endpoint) else 0)
-            Service(core, socket, rings, settings).run(stop_event or threading.Event())
+            ReplayServer(core, socket, rings, settings).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         core.close()
 
 
-class Service:
+class ReplayServer:
     """The loop around one ROUTER socket."""
 
     def __init__(
         self,
-        core: ReplayCore,
+        core: Replay,
         socket: zmq.Socket[bytes],
         rings: Rings,
-        settings: RunSettings | None = None,
+        settings: JoinSettings | None = None,
     ) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.socket, self.rings, self.post = core, socket, rings, Post(socket)
-        self.peers = Attendance(core, self.post, rings, settings)
+        self.core, self.socket, self.rings, self.sender = core, socket, rings, PeerSender(socket)
+        self.peers = Peers(core, self.sender, rings, settings)
         self._turned = time.monotonic()
         self._acquires: dict[bytes, int] = {}
         self._sample: Message | None = None
@@ -125,20 +125,20 @@ class Service:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, farewell = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < farewell:
-            self.turn(1 if self.core.sealing else 5 if self._batch else POLL_MS)
+            self.request_number(1 if self.core.writing else 5 if self._batch else POLL_MS)
             if self.core.stopped:
                 farewell = min(farewell, time.monotonic() + FAREWELL)
                 if not self.peers.actors:
                     return
 
-    def turn(self, wait_ms: int) -> None:
+    def request_number(self, wait_ms: int) -> None:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
         set_activity("serving", HANGS_AFTER)
         if self.socket.poll(wait_ms):
             self._receive()
         if time.monotonic() - self._turned > HELD_UP:
-            self.core.limiter.listen_again()
-        self.core.tend()
+            self.core.limiter.forgive_silence()
+        self.core.maintain()
         self._answer()
         self._turned = time.monotonic()
 
@@ -165,14 +165,14 @@ class Service:
             if isinstance(error, RingMissing) and peer not in self.peers.actors:
                 self.peers.introduce(peer)
             else:
-                self.post.refuse(peer, error)
+                self.sender.refuse(peer, error)
             return
         if peer in self.peers.actors:
-            self.core.limiter.hear(self.peers.actors[peer])
+            self.core.limiter.note_heartbeat(self.peers.actors[peer])
         if message.kind in WITH_EPISODE:
             self._count(peer, message, frames)
         if self.core.stopped and message.kind not in ("bye", "status", "stop"):
-            self.post.send(peer, "stopped")
+            self.sender.send(peer, "stopped")
         elif message.kind in ("hello", "settings") or peer in self.peers.actors or peer == self.peers.learner:
             self._handlers[message.kind](peer, message)
         elif message.kind != "bye":
@@ -195,37 +195,37 @@ class Service:
         if self.peers.learner:  # Before it, nobody knows which version the run begins at.
             self._grant()
         self._try_sample()
-        while self._batch and self.post.send_frames(self.peers.learner, self._batch[0]):
+        while self._batch and self.sender.send_frames(self.peers.learner, self._batch[0]):
             self._batch.popleft()
-        if self.peers.learner in self.post.unreachable:
+        if self.peers.learner in self.sender.unreachable:
             self._batch.clear()  # It will ask again.
-        self.post.unreachable.clear()
+        self.sender.unreachable.clear()
 
     def _grant(self) -> None:
         """Answer parked acquisitions, oldest first: with a new group, or again with one that got lost."""
-        for peer, turn in list(self._acquires.items()):
+        for peer, request_number in list(self._acquires.items()):
             if peer not in self.peers.actors:
                 del self._acquires[peer]
-            elif self.core.limiter.silent(self.peers.actors[peer]):
+            elif self.core.limiter.timed_out(self.peers.actors[peer]):
                 del self._acquires[peer]  # Whoever hangs would keep the credit; awake, it asks again.
             elif not self.peers.tell_quarantined(peer):
                 continue  # Its queue is full: it hears the names before its next grant.
-            elif grant := self.core.grant(self.peers.actors[peer], turn):
+            elif grant := self.core.grant(self.peers.actors[peer], request_number):
                 del self._acquires[peer]
                 about = {"number": grant.number, "min_version": grant.min_version}
-                self.post.send(peer, "grant", turn=turn, keep_video=grant.keep_video, **about)
+                self.sender.send(peer, "grant", turn=request_number, keep_video=grant.keep_video, **about)
 
     def _try_sample(self) -> None:
-        wish = self._sample
-        if wish is None or self._batch:
+        wanted = self._sample
+        if wanted is None or self._batch:
             return
-        groups = self.core.sample(wish["groups"], wish["version"], wish["request"])
+        groups = self.core.sample(wanted["groups"], wanted["version"], wanted["request"])
         if groups is None:
-            why = self.core.hopeless[:4000]
-            if why and self.post.send(self.peers.learner, "refused", reason=why):
+            why = self.core.exhausted_reason[:4000]
+            if why and self.sender.send(self.peers.learner, "refused", reason=why):
                 self._sample = None
             return
-        self._sample, self._batch_of = None, wish["request"]
+        self._sample, self._batch_of = None, wanted["request"]
         for place, group in enumerate(groups):
             about = {"request": self._batch_of, "group": place, "groups": len(groups), "size": len(group)}
             self._batch.extend(encode("batch", episode, **about) for episode in group)
@@ -271,19 +271,19 @@ class Service:
 
     def _status(self, peer: bytes, message: Message) -> None:
         readings = self.core.status()
-        readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.post.errors)}
+        readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.sender.errors)}
         readings |= {m.SHARED_BYTES: float(self._shared_bytes), m.UNSHARED: float(self._unshared)}
         named = {metric.name: value for metric, value in readings.items()}
-        self.post.send(peer, "status_reply", readings=named, contents=self.core.contents()[:4000])
+        self.sender.send(peer, "status_reply", readings=named, contents=self.core.contents()[:4000])
 
     def _stop(self, peer: bytes, message: Message) -> None:
         if peer != self.peers.learner:
             return
         self.core.stop()
-        self.post.send(peer, "stopped")
+        self.sender.send(peer, "stopped")
         for actor in list(self.peers.actors):
-            if not self.post.send(actor, "stopped"):
+            if not self.sender.send(actor, "stopped"):
                 self.peers.bye(actor, message)
 
     def _receipt(self, peer: bytes, episode_id: str, status: str, reason: str) -> None:
-        self.post.send(peer, "receipt", episode_id=episode_id, status=status, reason=reason[:1000])
+        self.sender.send(peer, "receipt", episode_id=episode_id, status=status, reason=reason[:1000])

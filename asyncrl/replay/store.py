@@ -24,10 +24,17 @@ from typing import Any
 from asyncrl.errors import CodecMissing, DiskFull, ReplayError
 from asyncrl.records import SCHEMA_VERSION, Episode
 from asyncrl.replay.disk_full import is_full
-from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, Shard, Written, describe, read_shard
+from asyncrl.replay.files.format import (
+    FORMAT,
+    FORMAT_VERSION,
+    GroupFile,
+    GroupFileParts,
+    describe,
+    read_group_file,
+)
 from asyncrl.replay.files.reader import Buffers, GroupReader
 from asyncrl.replay.files.writer import write_group
-from asyncrl.replay.index import ShardIndex
+from asyncrl.replay.index import FileIndex
 from asyncrl.replay.ledger import Ledger, read_line, write_line
 
 PATTERN = "group-*.h5"
@@ -62,20 +69,20 @@ class EpisodeStore:
             ) from None
         for torn in folder.glob("*.tmp"):
             torn.unlink()
-        self.shards: dict[int, Shard] = {}
+        self.group_files: dict[int, GroupFile] = {}
         """Group number -> sealed file."""
         self.total_bytes = 0
         """Size of all sealed files."""
         self._removed: dict[int, tuple[str, ...]] = {}  # Ids of those that are to be sealed anew.
-        self._reader, self._index = GroupReader(), ShardIndex(folder / "index.log", warn)
+        self._reader, self._index = GroupReader(), FileIndex(folder / "index.log", warn)
         self._recover()
         self.ledger = Ledger(folder / "ledger.log", warn)
 
-    def seal(self, number: int, episodes: Sequence[Episode]) -> Shard:
+    def store_group(self, number: int, episodes: Sequence[Episode]) -> GroupFile:
         """Write a complete group durably; when this returns it survives a crash. See `write`."""
         return self.enter(self.write(number, episodes))
 
-    def write(self, number: int, episodes: Sequence[Episode]) -> Written:
+    def write(self, number: int, episodes: Sequence[Episode]) -> GroupFileParts:
         """Make the durable file of a complete group. Any thread may call this; the caller has to `enter` it.
 
         Args:
@@ -100,14 +107,14 @@ class EpisodeStore:
             ) from None
         return written
 
-    def enter(self, written: Written) -> Shard:
+    def enter(self, written: GroupFileParts) -> GroupFile:
         """Note a group whose file is durable."""
         path = self._path(written.attributes["group_number"])
-        shard = describe(path, written.attributes, written.table, written.found)
-        self._enter(shard)
+        group_file = describe(path, written.attributes, written.table, written.found)
+        self._enter(group_file)
         self._reader.remember(path, written)
-        self._index.add(shard)
-        return shard
+        self._index.add(group_file)
+        return group_file
 
     def load(
         self, number: int, *, buffers: Buffers | None = None, verify: bool = False
@@ -115,21 +122,23 @@ class EpisodeStore:
         """Read a group; None when its file is damaged, which is then in quarantine.
 
         Args:
-            number: Of a group in `shards`.
+            number: Of a group in `group_files`.
             buffers: See `GroupReader.read`; the episodes are then valid until the next load into them.
             verify: Check the checksums also when they were checked before.
 
         Raises:
             CodecMissing: It was compacted with a codec that is not installed here.
         """
-        shard = self.shards[number]
+        group_file = self.group_files[number]
         try:
-            return self._reader.read(shard.path, buffers=buffers, verify=verify, attributes=shard.attributes)
+            return self._reader.read(
+                group_file.path, buffers=buffers, verify=verify, attributes=group_file.attributes
+            )
         except CodecMissing:
             raise
         except ReplayError as error:
             self._take_out(number)
-            self._quarantine(shard.path, str(error))
+            self._quarantine(group_file.path, str(error))
             return None
 
     def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
@@ -139,11 +148,11 @@ class EpisodeStore:
             expendable: Groups that may be deleted.
             aged: Groups that are deleted whatever the size.
         """
-        deleted = sorted(set(aged) & self.shards.keys())
+        deleted = sorted(set(aged) & self.group_files.keys())
         for number in deleted:
             self._delete(number)
         if self.total_bytes > self.max_bytes:
-            for number in sorted(set(expendable) & self.shards.keys()):
+            for number in sorted(set(expendable) & self.group_files.keys()):
                 if self.total_bytes <= self.max_bytes:
                     break
                 self._delete(number)
@@ -152,15 +161,15 @@ class EpisodeStore:
 
     def remove(self, number: int) -> None:
         """Delete a group durably, so that its number can be sealed again. `holds` knows its episodes."""
-        if number in self.shards:
-            self._removed[number] = self.shards[number].episode_ids
+        if number in self.group_files:
+            self._removed[number] = self.group_files[number].episode_ids
             self._delete(number)
             sync(self.folder)
 
     def holds(self, number: int, episode_id: str) -> bool:
         """Whether an episode is in the file of a group, or in the removed one that was to be sealed anew."""
-        shard = self.shards.get(number)
-        return episode_id in (shard.episode_ids if shard else self._removed.get(number, ()))
+        group_file = self.group_files.get(number)
+        return episode_id in (group_file.episode_ids if group_file else self._removed.get(number, ()))
 
     def close(self) -> None:
         """Let another process write to the folder."""
@@ -172,35 +181,35 @@ class EpisodeStore:
         """Find the sealed files: in the index where it can be believed, else in the files themselves."""
         misses = 0
         for path in sorted(self.folder.glob(PATTERN)):
-            shard = self._index.find(path)
+            group_file = self._index.find(path)
             try:
-                misses += shard is None
-                self._enter(shard or read_shard(path))
+                misses += group_file is None
+                self._enter(group_file or read_group_file(path))
             except ReplayError as error:
                 self._quarantine(path, str(error))
-        complete = not misses and self._index.lines == len(self.shards)
-        self._index.begin(self.shards.values(), complete=complete)
+        complete = not misses and self._index.lines == len(self.group_files)
+        self._index.begin(self.group_files.values(), complete=complete)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"group-{number:08d}.h5"
 
-    def _enter(self, shard: Shard) -> None:
-        self._take_out(shard.number)
-        self.shards[shard.number] = shard
-        self.total_bytes += shard.size
-        self._removed.pop(shard.number, None)
+    def _enter(self, group_file: GroupFile) -> None:
+        self._take_out(group_file.number)
+        self.group_files[group_file.number] = group_file
+        self.total_bytes += group_file.size
+        self._removed.pop(group_file.number, None)
 
-    def _take_out(self, number: int) -> Shard | None:
-        shard = self.shards.pop(number, None)
-        if shard is not None:
-            self.total_bytes -= shard.size
-            self._reader.forget(shard.path)
-        return shard
+    def _take_out(self, number: int) -> GroupFile | None:
+        group_file = self.group_files.pop(number, None)
+        if group_file is not None:
+            self.total_bytes -= group_file.size
+            self._reader.forget(group_file.path)
+        return group_file
 
     def _delete(self, number: int) -> None:
-        shard = self._take_out(number)
-        assert shard is not None
-        shard.path.unlink(missing_ok=True)
+        group_file = self._take_out(number)
+        assert group_file is not None
+        group_file.path.unlink(missing_ok=True)
 
     def _quarantine(self, path: Path, why: str) -> None:
         away = self.folder / "quarantine"

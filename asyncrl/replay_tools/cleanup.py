@@ -14,11 +14,11 @@ import h5py
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.files.compression import Codec, codec_of, new_hdf5, settings_of
-from asyncrl.replay.files.format import Shard, append_footer, check_whole, get_dataset
+from asyncrl.replay.files.format import GroupFile, append_footer, check_whole, get_dataset
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.store import PATTERN, sync
-from asyncrl.replay_tools.episodes import Fates, read_fates, shard_or_none, warn
-from asyncrl.replay_tools.selection import OfReplay
+from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn
+from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
 
 IMAGES: Final = ("frames", "final_frame", "video")
@@ -27,7 +27,7 @@ PER_CHUNK: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compact(OfReplay):
+class Compact(ReplayCommand):
     """Compress the images of groups that were used, filtered or dropped. Refuses on a live run."""
 
     codec: Codec = "gzip"
@@ -43,7 +43,7 @@ class Compact(OfReplay):
         with nullcontext() if self.dry_run else locked(folder):
             paths = sorted(folder.glob(PATTERN))
             chosen, unreadable = self._choose(folder, paths)
-            before = sum(shard.size for shard in chosen)
+            before = sum(group_file.size for group_file in chosen)
             verb, after = "would compress", ""
             if not self.dry_run:
                 done = [compact(x.path, settings) for x in watched(chosen, "compressing")]
@@ -56,15 +56,15 @@ class Compact(OfReplay):
         )
         return 1 if unreadable else 0
 
-    def _choose(self, folder: Path, paths: list[Path]) -> tuple[list[Shard], int]:
+    def _choose(self, folder: Path, paths: list[Path]) -> tuple[list[GroupFile], int]:
         """The groups to compress, and how many files could not be read."""
-        fates, chosen, unreadable = read_fates(folder, warn), list[Shard](), 0
+        outcomes, chosen, unreadable = read_outcomes(folder, warn), list[GroupFile](), 0
         for path in watched(paths, "reading groups"):
-            shard = shard_or_none(path)
-            if shard is None:
+            group_file = group_file_or_none(path)
+            if group_file is None:
                 unreadable += path.exists()
-            elif (self.all or fates.of(shard.number) != "unused") and codec_in(path) != self.codec:
-                chosen.append(shard)
+            elif (self.all or outcomes.of(group_file.number) != "unused") and codec_in(path) != self.codec:
+                chosen.append(group_file)
         return chosen, unreadable
 
 
@@ -131,7 +131,7 @@ def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prune(OfReplay):
+class Prune(ReplayCommand):
     """Delete groups that were used, filtered or dropped. Refuses on a live run, unless --dry-run."""
 
     keep_gigabytes: float | None = None
@@ -156,46 +156,52 @@ class Prune(OfReplay):
         folder = self.folder
         with nullcontext() if self.dry_run else locked(folder):
             paths = watched(sorted(folder.glob(PATTERN)), "reading groups")
-            shards = [shard for path in paths if (shard := shard_or_none(path)) is not None]
-            fates, resume = read_fates(folder, warn), resume_version(folder)
-            closed = [shard for shard in shards if expendable(shard, fates, resume)]
-            chosen = self._choose(shards, closed)
+            group_files = [
+                group_file for path in paths if (group_file := group_file_or_none(path)) is not None
+            ]
+            outcomes, resume = read_outcomes(folder, warn), resume_version(folder)
+            closed = [group_file for group_file in group_files if expendable(group_file, outcomes, resume)]
+            chosen = self._choose(group_files, closed)
             if not self.dry_run:
                 _delete(folder, chosen)
-        for shard in chosen:
-            print(f"{shard.path.name}  {shard.size / 1e6:8.2f} MB  {fates.of(shard.number)}")
-        freed, total = sum(s.size for s in chosen), sum(s.size for s in shards)
+        for group_file in chosen:
+            print(
+                f"{group_file.path.name}  {group_file.size / 1e6:8.2f} MB  {outcomes.of(group_file.number)}"
+            )
+        freed, total = sum(s.size for s in chosen), sum(s.size for s in group_files)
         verb = "would free" if self.dry_run else "freed"
         print(
-            f"{verb} {freed / 1e6:.2f} MB of {total / 1e6:.2f} MB: {len(chosen)} of {len(shards)} groups; "
-            f"{len(shards) - len(closed)} are still needed, or a resume may need them"
+            f"{verb} {freed / 1e6:.2f} MB of {total / 1e6:.2f} MB: {len(chosen)} of {len(group_files)} groups; "
+            f"{len(group_files) - len(closed)} are still needed, or a resume may need them"
         )
         return 0
 
-    def _choose(self, shards: list[Shard], closed: list[Shard]) -> list[Shard]:
+    def _choose(self, group_files: list[GroupFile], closed: list[GroupFile]) -> list[GroupFile]:
         if self.older_than_version is not None:
-            return [shard for shard in closed if shard.newest_version < self.older_than_version]
-        excess = sum(shard.size for shard in shards) - int((self.keep_gigabytes or 0.0) * 1e9)
-        chosen: list[Shard] = []
-        for shard in closed:
+            return [
+                group_file for group_file in closed if group_file.newest_version < self.older_than_version
+            ]
+        excess = sum(group_file.size for group_file in group_files) - int((self.keep_gigabytes or 0.0) * 1e9)
+        chosen: list[GroupFile] = []
+        for group_file in closed:
             if excess <= 0:
                 break
-            chosen.append(shard)
-            excess -= shard.size
+            chosen.append(group_file)
+            excess -= group_file.size
         return chosen
 
 
-def expendable(shard: Shard, fates: Fates, resume: int | None) -> bool:
+def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | None) -> bool:
     """Whether nobody needs a group: it is closed, and a resume would not use it again.
 
     Args:
-        shard: The group.
-        fates: What became of the groups.
+        group_file: The group.
+        outcomes: What became of the groups.
         resume: Version of the newest checkpoint; what was used later is used again after a resume.
     """
-    if fates.of(shard.number) == "unused":
+    if outcomes.of(group_file.number) == "unused":
         return False
-    used_at = fates.used.get(shard.number)
+    used_at = outcomes.used.get(group_file.number)
     return used_at is None or resume is None or used_at < resume
 
 
@@ -228,8 +234,8 @@ def locked(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _delete(folder: Path, chosen: list[Shard]) -> None:
-    for shard in watched(chosen, "deleting"):
-        shard.path.unlink(missing_ok=True)
+def _delete(folder: Path, chosen: list[GroupFile]) -> None:
+    for group_file in watched(chosen, "deleting"):
+        group_file.path.unlink(missing_ok=True)
     if chosen:
         sync(folder)

@@ -35,9 +35,9 @@ COMMANDS: Any = (
 
 def run_inspection(args: list[str]) -> int:
     """Run `asyncrl replay ARGS`; return 0, 1 when `verify` found damage, 2 for input that cannot work."""
-    wish: Any = tyro.cli(COMMANDS, args=args, prog="asyncrl replay", config=(tyro.conf.FlagCreatePairsOff,))
+    wanted: Any = tyro.cli(COMMANDS, args=args, prog="asyncrl replay", config=(tyro.conf.FlagCreatePairsOff,))
     try:
-        return wish.run()
+        return wanted.run()
     except (ConfigError, ReplayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,17 +14,17 @@ from typing import Any, Final, Literal
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
-from asyncrl.replay.files.format import Shard, read_shard
+from asyncrl.replay.files.format import GroupFile, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import PATTERN, read_meta
 from asyncrl.replay_tools.text import watched
 
-Fate = Literal["used", "filtered", "dropped", "unused"]
+Outcome = Literal["used", "filtered", "dropped", "unused"]
 
 
 @dataclass(kw_only=True)
-class Fates:
+class GroupOutcomes:
     """The last word of the ledger on every group."""
 
     granted: set[int] = field(default_factory=set)
@@ -38,7 +38,7 @@ class Fates:
     again: set[int] = field(default_factory=set)
     """Groups that wait to be used again, because a resume lost the update that had used them."""
 
-    def of(self, number: int) -> Fate:
+    def of(self, number: int) -> Outcome:
         """What became of a group; `unused`: it waits, or the ledger does not know it."""
         if number in self.used:
             return "used"
@@ -76,17 +76,17 @@ class Fates:
         self.again.discard(number)
 
 
-def read_fates(folder: Path, warn: Callable[[str], None]) -> Fates:
+def read_outcomes(folder: Path, warn: Callable[[str], None]) -> GroupOutcomes:
     """Read a replay folder's ledger.
 
     Args:
         folder: The replay folder; without a ledger nothing is known.
         warn: Receives one line per damaged line.
     """
-    fates = Fates()
+    outcomes = GroupOutcomes()
     for entry in read_entries(folder / "ledger.log", warn):
-        fates.note(entry)
-    return fates
+        outcomes.note(entry)
+    return outcomes
 
 
 LIGHT: Final = ("rewards", "policy_versions")
@@ -94,7 +94,7 @@ LIGHT: Final = ("rewards", "policy_versions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class StoredEpisode:
     """One stored episode and what became of its group. Only the arrays that were asked for are filled."""
 
     number: int
@@ -104,13 +104,13 @@ class Row:
     episode: Episode
     used_at: int | None
     """Learner's version when the group was used; None when it was not."""
-    fate: Fate = "unused"
+    outcome: Outcome = "unused"
     """What became of the group."""
 
     @property
     def filtered(self) -> bool:
         """Whether the group was replaced because all its episodes had the same return."""
-        return self.fate == "filtered"
+        return self.outcome == "filtered"
 
     @property
     def steps(self) -> int:
@@ -152,17 +152,17 @@ def replay_folder(path: Path) -> Path:
     )
 
 
-def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[Row]:
+def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[StoredEpisode]:
     """Yield every episode of the readable files, in the order of groups and members.
 
     Args:
         folder: The replay folder.
         names: Arrays to read, at least `LIGHT`.
     """
-    fates = read_fates(folder, warn)
+    outcomes = read_outcomes(folder, warn)
     for path in watched(sorted(folder.glob(PATTERN)), "reading groups"):
-        shard = shard_or_none(path)
-        if shard is None:
+        group_file = group_file_or_none(path)
+        if group_file is None:
             continue
         try:
             episodes = read_group(path, names)
@@ -170,22 +170,24 @@ def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[Row]:
             if path.exists():
                 warn(f"warning: {error}")
             continue
-        used_at, fate = fates.used.get(shard.number), fates.of(shard.number)
+        used_at, outcome = outcomes.used.get(group_file.number), outcomes.of(group_file.number)
         for episode in episodes:
-            yield Row(number=shard.number, path=path, episode=episode, used_at=used_at, fate=fate)
+            yield StoredEpisode(
+                number=group_file.number, path=path, episode=episode, used_at=used_at, outcome=outcome
+            )
 
 
-def shard_or_none(path: Path) -> Shard | None:
+def group_file_or_none(path: Path) -> GroupFile | None:
     """Read what a file says of itself; None when it is gone, or damaged, which is reported."""
     try:
-        return read_shard(path)
+        return read_group_file(path)
     except (ReplayError, FileNotFoundError) as error:
         if path.exists():
             warn(f"warning: {error}")
         return None
 
 
-def reread(row: Row, names: Sequence[str] = tuple(EPISODE_ARRAYS)) -> Episode:
+def reread(row: StoredEpisode, names: Sequence[str] = tuple(EPISODE_ARRAYS)) -> Episode:
     """Read an episode's other arrays.
 
     Raises:
@@ -199,18 +201,18 @@ def reread(row: Row, names: Sequence[str] = tuple(EPISODE_ARRAYS)) -> Episode:
     )
 
 
-def find_row(folder: Path, beginning: str) -> Row:
+def find_row(folder: Path, beginning: str) -> StoredEpisode:
     """Find the one episode whose id begins with `beginning`, with all its arrays.
 
     Raises:
         ConfigError: There is none, or several.
         ReplayError: Its file is damaged.
     """
-    found: list[tuple[Shard, str]] = []
+    found: list[tuple[GroupFile, str]] = []
     for path in watched(sorted(folder.glob(PATTERN)), "looking for it"):
-        shard = shard_or_none(path)
-        if shard is not None:
-            found += [(shard, x) for x in shard.episode_ids if x.startswith(beginning)]
+        group_file = group_file_or_none(path)
+        if group_file is not None:
+            found += [(group_file, x) for x in group_file.episode_ids if x.startswith(beginning)]
     if len(found) != 1:
         several = ", ".join(x for _, x in found[:5])
         raise ConfigError(
@@ -218,21 +220,21 @@ def find_row(folder: Path, beginning: str) -> Row:
             if not found
             else f"{len(found)} episodes' ids begin with {beginning!r}: {several} ... Give more digits."
         )
-    shard, episode_id = found[0]
-    fates = read_fates(folder, warn)
-    return Row(
-        number=shard.number,
-        path=shard.path,
-        episode=next(e for e in read_group(shard.path) if e.episode_id == episode_id),
-        used_at=fates.used.get(shard.number),
-        fate=fates.of(shard.number),
+    group_file, episode_id = found[0]
+    outcomes = read_outcomes(folder, warn)
+    return StoredEpisode(
+        number=group_file.number,
+        path=group_file.path,
+        episode=next(e for e in read_group(group_file.path) if e.episode_id == episode_id),
+        used_at=outcomes.used.get(group_file.number),
+        outcome=outcomes.of(group_file.number),
     )
 
 
 def problem_with_file(path: Path, group_size: int) -> str | None:
     """Say what is wrong with a group's file, or None when it is sound."""
     try:
-        number, episodes = read_shard(path).number, read_group(path, tuple(EPISODE_ARRAYS))
+        number, episodes = read_group_file(path).number, read_group(path, tuple(EPISODE_ARRAYS))
     except (ReplayError, FileNotFoundError) as error:
         return str(error)
     if path.name != f"group-{number:08d}.h5":

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, EPISODE_ARRAYS, Episode
-from asyncrl.replay_tools.episodes import LIGHT, Row
-from asyncrl.replay_tools.selection import OfEpisodes
+from asyncrl.replay_tools.episodes import LIGHT, StoredEpisode
+from asyncrl.replay_tools.selection import EpisodeSelection
 
 Rate = Literal["step", "decision"]
 STEPS_PER_SECOND: Final = 20
@@ -76,7 +76,7 @@ assert set(NEEDED) <= set(EPISODE_ARRAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(OfEpisodes):
+class Export(EpisodeSelection):
     """Write episodes as a robomimic HDF5 file or a LeRobot v3 folder."""
 
     format: Literal["robomimic", "lerobot"]
@@ -139,7 +139,7 @@ class _Source:
     taken: int = field(default=0, init=False)
     left_out: int = field(default=0, init=False)
 
-    def __iter__(self) -> Iterator[tuple[Row, Samples]]:
+    def __iter__(self) -> Iterator[tuple[StoredEpisode, Samples]]:
         for row in self.command.rows(NEEDED):
             samples = samples_of(row.episode, self.command.rate)
             if samples is None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay_tools.episodes import Row
+from asyncrl.replay_tools.episodes import StoredEpisode
 from asyncrl.replay_tools.export import STEPS_PER_SECOND, Rate, Samples
 from asyncrl.replay_tools.video import can_write_mp4, write_mp4
 
@@ -82,7 +82,7 @@ def info_of(episodes: int, frames: int, tasks: int, size: tuple[int, int], fps: 
     }
 
 
-class Running:
+class RunningStatistics:
     """Statistics of one column, without keeping it. Pictures count per channel, scaled to [0, 1]."""
 
     def __init__(self, *, image: bool = False) -> None:
@@ -118,7 +118,7 @@ ENCODING = {"g": "2", "crf": "18"}
 """A key frame every 2 frames, so that single frames are read fast; 18 is hardly told from the original."""
 
 
-def write_lerobot(out: Path, episodes: Iterable[tuple[Row, Samples]], rate: Rate) -> int:
+def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:
     """Write the episodes.
 
     Args:
@@ -165,9 +165,9 @@ class _Books:
         self.rows: list[dict[str, Any]] = []
         self.episodes: list[dict[str, Any]] = []
         self.tasks: dict[str, int] = {}
-        self.stats: dict[str, Running] = {}
+        self.stats: dict[str, RunningStatistics] = {}
 
-    def follow(self, episodes: Iterable[tuple[Row, Samples]]) -> Iterator[NDArray[np.uint8]]:
+    def follow(self, episodes: Iterable[tuple[StoredEpisode, Samples]]) -> Iterator[NDArray[np.uint8]]:
         """Yield every frame, ``[H, W, 3]``, and note its row."""
         for row, samples in episodes:
             self._note(row, samples)
@@ -187,7 +187,7 @@ class _Books:
         stats = {name: running.as_dict() for name, running in self.stats.items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4) + "\n")
 
-    def _note(self, row: Row, samples: Samples) -> None:
+    def _note(self, row: StoredEpisode, samples: Samples) -> None:
         begin, length, number = self.index, len(samples.actions), len(self.episodes)
         task = self.tasks.setdefault(row.episode.task, len(self.tasks))
         self.size = (samples.images.shape[1] // 2 * 2, samples.images.shape[2] // 2 * 2)
@@ -208,13 +208,13 @@ class _Books:
             for values in zip(*(column.tolist() for column in columns.values()), strict=True)
         ]
         for name, column in columns.items():
-            self.stats.setdefault(name, Running()).add(column.reshape(length, -1))
-        self.stats.setdefault(IMAGE, Running(image=True)).add(samples.images)
+            self.stats.setdefault(name, RunningStatistics()).add(column.reshape(length, -1))
+        self.stats.setdefault(IMAGE, RunningStatistics(image=True)).add(samples.images)
         self.index += length
         self.episodes.append(_episode_row(row, number, begin, self.index))
 
 
-def _episode_row(row: Row, number: int, begin: int, end: int) -> dict[str, Any]:
+def _episode_row(row: StoredEpisode, number: int, begin: int, end: int) -> dict[str, Any]:
     """One row of meta/episodes: what LeRobot asks for, then where the episode comes from."""
     place = {"chunk_index": 0, "file_index": 0}
     seconds = {"from_timestamp": begin / STEPS_PER_SECOND, "to_timestamp": end / STEPS_PER_SECOND}

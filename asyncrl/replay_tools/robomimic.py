@@ -22,14 +22,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from asyncrl.replay_tools.episodes import Row
+from asyncrl.replay_tools.episodes import StoredEpisode
 from asyncrl.replay_tools.export import STEPS_PER_SECOND, Rate, Samples
 
 GYM = 2
 """The number of robomimic's EnvType.GYM_TYPE; the environment itself cannot be made from the file."""
 
 
-def write_robomimic(out: Path, episodes: Iterable[tuple[Row, Samples]], rate: Rate) -> int:
+def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:
     """Write the episodes, one demonstration each.
 
     Args:
@@ -57,7 +57,7 @@ def write_robomimic(out: Path, episodes: Iterable[tuple[Row, Samples]], rate: Ra
     return total
 
 
-def _put_episode(group: h5py.Group, row: Row, samples: Samples) -> None:
+def _put_episode(group: h5py.Group, row: StoredEpisode, samples: Samples) -> None:
     episode = row.episode
     group.attrs["num_samples"] = len(samples.actions)
     group.attrs["episode_id"] = episode.episode_id

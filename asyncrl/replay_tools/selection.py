@@ -9,11 +9,11 @@ from pathlib import Path
 import tyro
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay_tools.episodes import LIGHT, Fate, Row, read_rows, replay_folder
+from asyncrl.replay_tools.episodes import LIGHT, Outcome, StoredEpisode, read_rows, replay_folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfReplay:
+class ReplayCommand:
     """A command about a whole replay."""
 
     path: tyro.conf.Positional[Path]
@@ -30,7 +30,7 @@ class OfReplay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfEpisodes(OfReplay):
+class EpisodeSelection(ReplayCommand):
     """A command about some episodes. Flags of one kind widen the choice, flags of several kinds narrow it."""
 
     task: str = ""
@@ -60,28 +60,28 @@ class OfEpisodes(OfReplay):
                 f"--min-lag {self.min_lag} is above --max-lag {self.max_lag}, so no episode fits. Swap them."
             )
 
-    def rows(self, names: Sequence[str] = LIGHT) -> Iterator[Row]:
+    def rows(self, names: Sequence[str] = LIGHT) -> Iterator[StoredEpisode]:
         """Read the chosen episodes, with the arrays `names`."""
         return self.choose(read_rows(self.folder, names))
 
-    def choose(self, rows: Iterable[Row]) -> Iterator[Row]:
+    def choose(self, rows: Iterable[StoredEpisode]) -> Iterator[StoredEpisode]:
         """Leave out what the flags exclude."""
         outcomes = {True, False} if self.success == self.no_success else {self.success}
-        fates = self._fates()
+        outcomes = self._outcomes()
         for row in rows:
             episode = row.episode
             if (
                 self.task in episode.task
                 and episode.success in outcomes
-                and row.fate in fates
+                and row.outcome in outcomes
                 and self._lag_fits(row.lag)
                 and self.version in (None, *episode.policy_versions.tolist())
                 and self.world_version in (None, episode.world_version)
             ):
                 yield row
 
-    def _fates(self) -> set[Fate]:
-        wanted: set[Fate] = {"used"} if self.used else set()
+    def _outcomes(self) -> set[Outcome]:
+        wanted: set[Outcome] = {"used"} if self.used else set()
         wanted |= {"unused", "dropped"} if self.unused else set()
         wanted |= {"filtered"} if self.filtered else set()
         return wanted or {"used", "unused", "dropped", "filtered"}

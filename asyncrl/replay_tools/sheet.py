@@ -11,8 +11,8 @@ from PIL import Image, ImageDraw
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
 from asyncrl.replay_tools.drawing import GREEN, INK, PAPER, RED, captioned, enlarged, font
-from asyncrl.replay_tools.episodes import Row, reread, warn
-from asyncrl.replay_tools.selection import OfEpisodes
+from asyncrl.replay_tools.episodes import StoredEpisode, reread, warn
+from asyncrl.replay_tools.selection import EpisodeSelection
 from asyncrl.replay_tools.text import watched
 
 WIDTH = 96
@@ -24,7 +24,7 @@ HEAD = 26
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sheet(OfEpisodes):
+class Sheet(EpisodeSelection):
     """Draw episodes in rows: first, middle and last observation, and the final frame of each."""
 
     out: Path
@@ -76,7 +76,7 @@ def require_png(path: Path) -> None:
         raise ConfigError(f"--out {path} is not in an existing folder. Make {path.parent} first.")
 
 
-def spread(rows: Sequence[Row], count: int) -> list[Row]:
+def spread(rows: Sequence[StoredEpisode], count: int) -> list[StoredEpisode]:
     """Take `count` rows at even distances in the order of policy versions, oldest and newest among them."""
     ordered = sorted(rows, key=lambda row: (row.episode.oldest_version, row.number, row.episode.member))
     if len(ordered) <= count:
@@ -86,7 +86,7 @@ def spread(rows: Sequence[Row], count: int) -> list[Row]:
     return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
 
 
-def tile(row: Row, episode: Episode) -> Image.Image:
+def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
     """Draw one episode: four pictures in a row with two lines below them."""
     last = len(episode.frames) - 1
     frames = [*episode.frames[[0, last // 2, last]], episode.final_frame]
@@ -118,7 +118,7 @@ def lay_out(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -> I
     return sheet
 
 
-def _tiles(rows: Sequence[Row], what: str) -> list[Image.Image]:
+def _tiles(rows: Sequence[StoredEpisode], what: str) -> list[Image.Image]:
     """Draw what can still be read; a live run may have deleted some meanwhile."""
     tiles = []
     for row in watched(rows, f"drawing {what}"):

@@ -14,8 +14,8 @@ from PIL import Image, ImageDraw
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK
 from asyncrl.replay_tools.drawing import BLUE, FAINT, INK, PAPER, fitted, font
-from asyncrl.replay_tools.episodes import Row
-from asyncrl.replay_tools.selection import OfEpisodes
+from asyncrl.replay_tools.episodes import StoredEpisode
+from asyncrl.replay_tools.selection import EpisodeSelection
 from asyncrl.replay_tools.sheet import require_png
 from asyncrl.replay_tools.text import bar, table
 
@@ -78,7 +78,7 @@ def _draw_panel(draw: ImageDraw.ImageDraw, panel: Panel, top: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stats(OfEpisodes):
+class Stats(EpisodeSelection):
     """Sum up: success by task and policy version, lag of the decisions, lengths of the episodes."""
 
     out: Path | None = None
@@ -107,7 +107,7 @@ class Stats(OfEpisodes):
 
 
 @dataclass(kw_only=True)
-class Tally:
+class SuccessCount:
     """Episodes and how many of them succeeded."""
 
     total: int = 0
@@ -128,9 +128,9 @@ class Tally:
 class Summary:
     """What `stats` says."""
 
-    episodes: Tally = field(default_factory=Tally)
-    by_task: dict[str, Tally] = field(default_factory=dict)
-    by_version: dict[int, Tally] = field(default_factory=dict)
+    episodes: SuccessCount = field(default_factory=SuccessCount)
+    by_task: dict[str, SuccessCount] = field(default_factory=dict)
+    by_version: dict[int, SuccessCount] = field(default_factory=dict)
     """By the version of the oldest decision of an episode."""
     lags: Counter[int] = field(default_factory=Counter)
     """Lag in updates -> decisions of the used groups."""
@@ -141,22 +141,22 @@ class Summary:
     groups: dict[int, str] = field(default_factory=dict)
     """Group -> its fate."""
 
-    def add(self, row: Row) -> None:
+    def add(self, row: StoredEpisode) -> None:
         """Count one episode."""
         won = row.episode.success
         self.episodes.add(won)
-        self.by_task.setdefault(row.episode.task, Tally()).add(won)
-        self.by_version.setdefault(row.episode.oldest_version, Tally()).add(won)
+        self.by_task.setdefault(row.episode.task, SuccessCount()).add(won)
+        self.by_version.setdefault(row.episode.oldest_version, SuccessCount()).add(won)
         if row.used_at is not None:
             self.lags.update(row.used_at - int(v) for v in row.episode.policy_versions)
         self.lengths[-(-row.steps // CHUNK)] += 1
         self.steps += row.steps
-        self.groups[row.number] = row.fate
+        self.groups[row.number] = row.outcome
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON; success is a share in [0, 1], lags and lengths count decisions."""
 
-        def told(tally: Tally) -> dict[str, float]:
+        def told(tally: SuccessCount) -> dict[str, float]:
             return {"episodes": tally.total, "successes": tally.won, "success": round(tally.share, 6)}
 
         return {
@@ -170,7 +170,7 @@ class Summary:
         }
 
 
-def sum_up(rows: Iterable[Row]) -> Summary:
+def sum_up(rows: Iterable[StoredEpisode]) -> Summary:
     """Count episodes."""
     summary = Summary()
     for row in rows:
@@ -181,11 +181,11 @@ def sum_up(rows: Iterable[Row]) -> Summary:
 def heading(summary: Summary) -> str:
     """One line about all episodes."""
     told = Counter(summary.groups.values())
-    fates = ", ".join(f"{told[fate]} {fate}" for fate in sorted(told))
+    outcomes = ", ".join(f"{told[outcome]} {outcome}" for outcome in sorted(told))
     mean = summary.steps / max(1, summary.episodes.total)
     return (
         f"{summary.episodes.total} episodes, {summary.episodes.share:.1%} successful, "
-        f"{mean:.1f} steps on average; {len(summary.groups)} groups: {fates}"
+        f"{mean:.1f} steps on average; {len(summary.groups)} groups: {outcomes}"
     )
 
 
@@ -209,7 +209,7 @@ def text_of(summary: Summary) -> str:
     return "\n\n".join(parts)
 
 
-def _shares(tallies: dict[Any, Tally]) -> list[Bar]:
+def _shares(tallies: dict[Any, SuccessCount]) -> list[Bar]:
     keys: list[Hashable] = sorted(tallies)
     return [
         Bar(name=str(key), value=tallies[key].share, text=f"{tallies[key].share:.1%} of {tallies[key].total}")

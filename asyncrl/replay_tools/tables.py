@@ -11,13 +11,13 @@ import tyro
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, EPISODE_SCALARS
-from asyncrl.replay_tools.episodes import Row, find_row
-from asyncrl.replay_tools.selection import OfEpisodes, OfReplay
+from asyncrl.replay_tools.episodes import StoredEpisode, find_row
+from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
 from asyncrl.replay_tools.text import NOTHING, table
 
 SORTS = Literal["number", "success", "steps", "lag", "version"]
 TITLES = ("episode", "group", "member", "task", "success", "steps", "versions", "lag", "world", "group was")
-_KEYS: dict[str, Callable[[Row], Any]] = {
+_KEYS: dict[str, Callable[[StoredEpisode], Any]] = {
     "number": lambda row: 0,
     "success": lambda row: not row.episode.success,
     "steps": lambda row: row.steps,
@@ -27,7 +27,7 @@ _KEYS: dict[str, Callable[[Row], Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class List(OfEpisodes):
+class List(EpisodeSelection):
     """List the stored episodes."""
 
     sort: SORTS = "number"
@@ -55,7 +55,7 @@ class List(OfEpisodes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(OfReplay):
+class Show(ReplayCommand):
     """Show one episode, decision by decision."""
 
     episode: tyro.conf.Positional[str]
@@ -67,7 +67,7 @@ class Show(OfReplay):
         kept = len(row.episode.video)
         about = {name: str(getattr(row.episode, name)) for name in EPISODE_SCALARS} | {
             "group number": str(row.number),
-            "group was": row.fate if row.used_at is None else f"used at version {row.used_at}",
+            "group was": row.outcome if row.used_at is None else f"used at version {row.used_at}",
             "observations": f"{len(row.episode.frames)} of {_size(row)}",
             "video": f"{kept} frames" if kept else "not kept",
             "ended": why_ended(row),
@@ -77,7 +77,7 @@ class Show(OfReplay):
         return 0
 
 
-def why_ended(row: Row) -> str:
+def why_ended(row: StoredEpisode) -> str:
     """Say how many steps an episode took, and why there were no more."""
     scores = row.episode.success_scores
     steps = f"{row.steps} steps ({len(scores)} decisions)"
@@ -87,7 +87,7 @@ def why_ended(row: Row) -> str:
     return f"truncated after {steps} without success; the best score was {scores.max():.3f}"
 
 
-def as_dict(row: Row) -> dict[str, Any]:
+def as_dict(row: StoredEpisode) -> dict[str, Any]:
     """One episode for JSON; `lag` and `used_at` are null when its group was not used."""
     return {name: getattr(row.episode, name) for name in EPISODE_SCALARS} | {
         "group_number": row.number,
@@ -97,7 +97,7 @@ def as_dict(row: Row) -> dict[str, Any]:
         "newest_version": row.newest_version,
         "used_at": row.used_at,
         "lag": row.lag,
-        "fate": row.fate,
+        "fate": row.outcome,
     }
 
 
@@ -107,7 +107,7 @@ _SHOW_TITLES = (
 )  # fmt: skip
 
 
-def _decision(row: Row, n: int) -> tuple[str, ...]:
+def _decision(row: StoredEpisode, n: int) -> tuple[str, ...]:
     episode = row.episode
     version = int(episode.policy_versions[n])
     return (
@@ -129,12 +129,12 @@ def _action(action_A: Any) -> str:
     return "[" + " ".join(f"{x:+.2f}" for x in action_A) + "]"
 
 
-def _size(row: Row) -> str:
+def _size(row: StoredEpisode) -> str:
     height, width = row.episode.frames.shape[1:3]
     return f"{height} x {width} pixels"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: StoredEpisode) -> tuple[str, ...]:
     episode = row.episode
     return (
         episode.episode_id[:12],
@@ -146,5 +146,5 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.versions,
         NOTHING if row.lag is None else str(row.lag),
         str(episode.world_version),
-        row.fate,
+        row.outcome,
     )

@@ -8,78 +8,80 @@ from pathlib import Path
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import SCHEMA_VERSION
-from asyncrl.replay.files.format import FORMAT_VERSION, Shard, read_shard
+from asyncrl.replay.files.format import FORMAT_VERSION, GroupFile, read_group_file
 from asyncrl.replay.store import PATTERN, read_meta
-from asyncrl.replay_tools.episodes import Fates, problem_with_file, read_fates
-from asyncrl.replay_tools.selection import OfReplay
+from asyncrl.replay_tools.episodes import GroupOutcomes, problem_with_file, read_outcomes
+from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(OfReplay):
+class Verify(ReplayCommand):
     """Check checksums, schema, completeness of groups, and the ledger against the files."""
 
     def run(self) -> int:
         """Print one line per problem, then a summary; 1 when there was a problem."""
         folder = self.folder
-        problems, shards = check_files(folder)
+        problems, group_files = check_files(folder)
         # The ledger is read after the files: a live run notes a grant before it writes the group's file.
-        fates = read_fates(folder, problems.append)
-        problems += check_ledger(fates, shards)
+        outcomes = read_outcomes(folder, problems.append)
+        problems += check_ledger(outcomes, group_files)
         for problem in problems:
             print(f"PROBLEM {problem}")
         away = len(list((folder / "quarantine").glob("*")))
-        deleted = len((fates.used.keys() | fates.filtered.keys()) - shards.keys())
+        deleted = len((outcomes.used.keys() | outcomes.filtered.keys()) - group_files.keys())
         print(
-            f"{len(shards)} groups are readable, {len(problems)} problems, {away} files in quarantine since "
+            f"{len(group_files)} groups are readable, {len(problems)} problems, {away} files in quarantine since "
             f"earlier; {deleted} groups that were used or filtered have no readable file"
         )
         return 1 if problems else 0
 
 
-def check_files(folder: Path) -> tuple[list[str], dict[int, Shard]]:
+def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
     """Read every file completely; return what is wrong, and the sound files by group number."""
-    problems, shards, seen = list(_check_meta(folder)), dict[int, Shard](), dict[str, str]()
+    problems, group_files, seen = list(_check_meta(folder)), dict[int, GroupFile](), dict[str, str]()
     group_size = read_meta(folder).get("group_size")
     group_size = group_size if isinstance(group_size, int) else 0  # What is wrong with it was said above.
     for path in watched(sorted(folder.glob(PATTERN)), "verifying groups"):
         problem = problem_with_file(path, group_size)
         try:
-            shard = None if problem else read_shard(path)
+            group_file = None if problem else read_group_file(path)
         except (ReplayError, FileNotFoundError) as error:
-            shard, problem = None, str(error)
-        if shard is None:
+            group_file, problem = None, str(error)
+        if group_file is None:
             if path.exists():  # A live run deletes groups that it does not need any more.
                 problems.append(f"{path.name}: {problem}")
             continue
-        shards[shard.number] = shard
-        for episode_id in shard.episode_ids:
+        group_files[group_file.number] = group_file
+        for episode_id in group_file.episode_ids:
             if episode_id in seen:
                 problems.append(f"{path.name}: episode {episode_id} is in {seen[episode_id]} too")
             seen[episode_id] = path.name
-    return problems, shards
+    return problems, group_files
 
 
-def check_ledger(fates: Fates, shards: dict[int, Shard]) -> Iterator[str]:
+def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> Iterator[str]:
     """Compare what the ledger says with the sound files."""
-    for number, shard in sorted(shards.items()):
-        if number not in fates.granted:
-            yield f"{shard.path.name}: the ledger never granted group {number}"
-        if fates.dropped.get(number) == "dropped_resume" and shard.path.exists():  # Perhaps it just did.
-            yield f"{shard.path.name}: the ledger says that a resume deleted it"
-        used_at = fates.used.get(number)
-        if used_at is not None and used_at < shard.newest_version:
+    for number, group_file in sorted(group_files.items()):
+        if number not in outcomes.granted:
+            yield f"{group_file.path.name}: the ledger never granted group {number}"
+        if (
+            outcomes.dropped.get(number) == "dropped_resume" and group_file.path.exists()
+        ):  # Perhaps it just did.
+            yield f"{group_file.path.name}: the ledger says that a resume deleted it"
+        used_at = outcomes.used.get(number)
+        if used_at is not None and used_at < group_file.newest_version:
             yield (
-                f"{shard.path.name}: used at version {used_at}, but it holds a decision of version "
-                f"{shard.newest_version}"
+                f"{group_file.path.name}: used at version {used_at}, but it holds a decision of version "
+                f"{group_file.newest_version}"
             )
-        for name, value in fates.filtered.get(number, {}).items():
-            if shard.attributes[name] != value:
-                yield f"{shard.path.name}: {name} is {shard.attributes[name]}, the ledger says {value}"
-    for number in sorted(fates.again - shards.keys()):
+        for name, value in outcomes.filtered.get(number, {}).items():
+            if group_file.attributes[name] != value:
+                yield f"{group_file.path.name}: {name} is {group_file.attributes[name]}, the ledger says {value}"
+    for number in sorted(outcomes.again - group_files.keys()):
         yield f"group-{number:08d}.h5: the ledger says that it waits to be used again, but it cannot be read"
-    for number in sorted((fates.used.keys() | fates.filtered.keys()) - fates.granted):
-        if number not in shards:
+    for number in sorted((outcomes.used.keys() | outcomes.filtered.keys()) - outcomes.granted):
+        if number not in group_files:
             yield f"ledger.log: group {number} was used or filtered, but never granted"
 
 

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, Episode
 from asyncrl.replay_tools.drawing import GREEN, INK, captioned, enlarged
 from asyncrl.replay_tools.episodes import find_row
-from asyncrl.replay_tools.selection import OfReplay
+from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
 
 
@@ -89,7 +89,7 @@ WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Video(OfReplay):
+class Video(ReplayCommand):
     """Write episodes as movies with step, reward, score and policy version below the picture."""
 
     episodes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ID...")]

@@ -70,14 +70,16 @@ def wan_transformer_files(folder: Path) -> list[Path]:
             return files
     if (folder / WAN_TRANSFORMER).is_file():
         return [folder / WAN_TRANSFORMER]
-    shards = sorted(file for file in folder.glob("model-*-of-*.safetensors") if _SHARD.fullmatch(file.name))
-    if not shards:
+    group_files = sorted(
+        file for file in folder.glob("model-*-of-*.safetensors") if _SHARD.fullmatch(file.name)
+    )
+    if not group_files:
         return []
-    counts = {int(match[2]) for file in shards if (match := _SHARD.fullmatch(file.name))}
+    counts = {int(match[2]) for file in group_files if (match := _SHARD.fullmatch(file.name))}
     missing = {f"model-{i + 1:05d}-of-{n:05d}.safetensors" for n in counts for i in range(n)}
-    if absent := sorted(missing - {file.name for file in shards}):
+    if absent := sorted(missing - {file.name for file in group_files}):
         raise CheckpointError(f"{folder} lacks {absent[0]} of its shards. Download it again.")
-    return shards
+    return group_files
 
 
 def start_states_path(name: str, world: str) -> Path:

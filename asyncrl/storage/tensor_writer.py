@@ -37,16 +37,16 @@ def write_folder(
         tensors: In the order of `specs`, on any device; each is converted to its type and may be freed after.
         shard_bytes: Size above which a further file is begun. One file is called `model.safetensors`.
     """
-    shards = _split(specs, shard_bytes)
-    count = len(shards)
+    group_files = _split(specs, shard_bytes)
+    count = len(group_files)
     files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     files = files if count > 1 else [WEIGHTS]
     before = {path for path in folder.glob("model*.safetensors") if _is_ours(path.name)}
     stream = iter(tensors)
-    for file, shard in zip(files, shards, strict=True):
+    for file, shard in zip(files, group_files, strict=True):
         write_file(folder / file, shard, stream)
     if count > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        weight_map = {name: file for file, shard in zip(files, group_files, strict=True) for name in shard}
         total = sum(spec.nbytes for spec in specs.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     else:
@@ -94,15 +94,15 @@ def _encode_header(specs: Mapping[str, Spec]) -> bytes:
 
 
 def _split(specs: Mapping[str, Spec], shard_bytes: int) -> list[dict[str, Spec]]:
-    shards: list[dict[str, Spec]] = [{}]
+    group_files: list[dict[str, Spec]] = [{}]
     room = shard_bytes
     for name, spec in specs.items():
-        if shards[-1] and spec.nbytes > room:
-            shards.append({})
+        if group_files[-1] and spec.nbytes > room:
+            group_files.append({})
             room = shard_bytes
-        shards[-1][name] = spec
+        group_files[-1][name] = spec
         room -= spec.nbytes
-    return shards
+    return group_files
 
 
 def _is_ours(name: str) -> bool:

@@ -158,7 +158,7 @@ CONSTANT: Final = ("format", "format_version", "schema_version")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class GroupFile:
     """What is known of a file without reading its arrays."""
 
     path: Path
@@ -176,7 +176,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ArrayExtent:
     """Where an array lies in a file."""
 
     offset: int
@@ -191,7 +191,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class GroupFileParts:
     """The small parts of a file and the places of the large ones."""
 
     attributes: dict[str, Any]
@@ -200,7 +200,7 @@ class Written:
     """``[E]`` the rows of ``/episodes``."""
     checksums: NDArray[Any]
     """``[E]`` the rows of ``/checksums``."""
-    places: dict[str, Place]
+    places: dict[str, ArrayExtent]
     """Of every array."""
     found: os.stat_result
     """What the file system says of the file."""
@@ -212,7 +212,7 @@ def stacking_letter(name: str) -> str:
     return str(first) if first in ("N", "M") else "E"
 
 
-def read_shard(path: Path) -> Shard:
+def read_group_file(path: Path) -> GroupFile:
     """Read what a file says of its group, and the ids of its episodes.
 
     Raises:
@@ -226,9 +226,9 @@ def read_shard(path: Path) -> Shard:
         raise damaged(path, str(error)) from None
 
 
-def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found: os.stat_result) -> Shard:
+def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found: os.stat_result) -> GroupFile:
     """Sum up a sealed file whose small parts are known."""
-    return Shard(
+    return GroupFile(
         path=path,
         number=attributes["group_number"],
         oldest_version=attributes["oldest_version"],

@@ -31,8 +31,8 @@ from asyncrl.replay.files.format import (
     COMPRESSED,
     TABLE,
     UNREADABLE,
-    Place,
-    Written,
+    ArrayExtent,
+    GroupFileParts,
     check_footer,
     check_whole,
     damaged,
@@ -75,11 +75,11 @@ class GroupReader:
 
     def __init__(self) -> None:
         """Know no file yet."""
-        self._known: OrderedDict[Path, _Known] = OrderedDict()
+        self._known: OrderedDict[Path, _CachedLayout] = OrderedDict()
 
-    def remember(self, path: Path, written: Written) -> None:
+    def remember(self, path: Path, written: GroupFileParts) -> None:
         """Note a file that this process wrote; its checksums are still verified on the first read."""
-        self._note(path, _Known(written))
+        self._note(path, _CachedLayout(written))
 
     def forget(self, path: Path) -> None:
         """Note that a file is gone."""
@@ -126,7 +126,7 @@ class GroupReader:
         finally:
             os.close(handle)
 
-    def _open(self, path: Path) -> tuple[int, _Known]:
+    def _open(self, path: Path) -> tuple[int, _CachedLayout]:
         """Open a file and find its layout. The caller closes the handle."""
         try:
             handle = os.open(path, os.O_RDONLY)
@@ -135,14 +135,14 @@ class GroupReader:
         try:
             known = self._known.get(path)
             if known is None or known.identity != _identity(os.fstat(handle)):
-                known = _Known(read_layout(path))
+                known = _CachedLayout(read_layout(path))
                 self._note(path, known)
         except BaseException:
             os.close(handle)
             raise
         return handle, known
 
-    def _note(self, path: Path, known: _Known) -> None:
+    def _note(self, path: Path, known: _CachedLayout) -> None:
         self._known[path] = known
         while len(self._known) > KNOWN_FILES:
             self._known.popitem(last=False)
@@ -158,10 +158,10 @@ class _Piece:
     """Name, type, shape, and first byte within the piece."""
 
 
-class _Known:
+class _CachedLayout:
     """What was learned of one file, in the form that reading needs."""
 
-    def __init__(self, written: Written) -> None:
+    def __init__(self, written: GroupFileParts) -> None:
         self.written, self.identity = written, _identity(written.found)
         self.verified: set[str] = set()
         """Arrays whose checksum was found right."""
@@ -217,7 +217,7 @@ def read_group(path: Path, names: Sequence[str] = ALL) -> list[Episode]:
     return GroupReader().read(path, names)
 
 
-def read_layout(path: Path) -> Written:
+def read_layout(path: Path) -> GroupFileParts:
     """Ask HDF5 for the tables and the places of the arrays.
 
     Raises:
@@ -231,17 +231,17 @@ def read_layout(path: Path) -> Written:
             places = {name: _place(path, file, name) for name in ALL}
     except UNREADABLE as error:
         raise damaged(path, str(error)) from None
-    return Written(attributes=root, table=table, checksums=checksums, places=places, found=found)
+    return GroupFileParts(attributes=root, table=table, checksums=checksums, places=places, found=found)
 
 
-def _place(path: Path, file: h5py.File, name: str) -> Place:
+def _place(path: Path, file: h5py.File, name: str) -> ArrayExtent:
     dataset, spec = get_dataset(file, name), EPISODE_ARRAYS[name]
     if dataset.dtype != np.dtype(spec.dtype):
         raise damaged(path, f"{name} is {dataset.dtype}, expected {spec.dtype}")
     offset = COMPRESSED if dataset.chunks else dataset.id.get_offset()
     if offset is None and dataset.size:
         raise damaged(path, f"{name} is not stored in one piece")
-    return Place(offset=offset or 0, dtype=dataset.dtype, shape=dataset.shape)
+    return ArrayExtent(offset=offset or 0, dtype=dataset.dtype, shape=dataset.shape)
 
 
 def _identity(found: os.stat_result) -> Identity:
@@ -252,9 +252,9 @@ def _scalars(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name].decode() if kind is str else row[name] for name, kind in EPISODE_SCALARS.items()}
 
 
-def _pieces(places: dict[str, Place]) -> Iterator[_Piece]:
+def _pieces(places: dict[str, ArrayExtent]) -> Iterator[_Piece]:
     """Join neighbours. What is empty lies nowhere; it goes with any other."""
-    joined: list[list[tuple[str, Place]]] = []
+    joined: list[list[tuple[str, ArrayExtent]]] = []
     end = -LARGEST_GAP - 1
     for name, place in sorted(places.items(), key=lambda item: item[1].offset):
         if place.offset - end > LARGEST_GAP:

@@ -32,8 +32,8 @@ from asyncrl.replay.files.format import (
     TABLE,
     TABLES,
     UNITS,
-    Place,
-    Written,
+    ArrayExtent,
+    GroupFileParts,
     make_footer,
     stacking_letter,
 )
@@ -69,7 +69,7 @@ class Structure:
 
     length: int
     """Bytes of HDF5 content."""
-    places: dict[str, Place]
+    places: dict[str, ArrayExtent]
     """Of every dataset, in file order; empty ones at 0."""
     gaps: tuple[bytes, ...]
     """What stands before each of them, and after the last."""
@@ -145,9 +145,9 @@ def _columns(kinds: dict[str, type], widths: tuple[int, ...]) -> np.dtype[Any]:
     )  # fmt: skip
 
 
-def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, Place]:
+def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, ArrayExtent]:
     """Make the file with its datasets, values left out; return where the values belong, in file order."""
-    places: dict[str, Place] = {}
+    places: dict[str, ArrayExtent] = {}
     with h5py.File(
         sparse,
         "w",
@@ -161,7 +161,7 @@ def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, Place]:
             dataset = _create(file, name, dtype, shape)
             _attribute(dataset, "letters", letters)
             _attribute(dataset, "unit", UNITS.get(name, "see docs"))
-            places[name] = Place(offset=dataset.id.get_offset() or 0, dtype=dtype, shape=shape)
+            places[name] = ArrayExtent(offset=dataset.id.get_offset() or 0, dtype=dtype, shape=shape)
     return dict(sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
 
 
@@ -208,7 +208,7 @@ MOST_PARTS: Final = 1000
 """Parts that one `pwritev` is given; Linux takes 1024."""
 
 
-def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> Written:
+def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFileParts:
     """Write a complete group into a new file and sync its content. The caller syncs its name.
 
     Space for all of it is asked for before any of it is written.
@@ -234,7 +234,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> Written
     structure = structure_of(Dimensions(*_sizes(episodes), *widths))
     values |= {GROUP: [as_bytes(group)], TABLE: [as_bytes(table)], CHECKSUMS: [as_bytes(checksums)]}
     found = _write_file(path, _in_file_order(structure, values))
-    return Written(
+    return GroupFileParts(
         attributes=attributes, table=table, checksums=checksums, places=structure.places, found=found
     )
 
