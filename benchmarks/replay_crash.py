@@ -83,7 +83,7 @@ def content(of: Episode) -> int:
     )
 
 
-def open_replay(folder: Path) -> Replay:
+def open_again(folder: Path) -> Replay:
     """Open a folder as a run does."""
     return open_replay(folder, overlay(TrainConfig(), SETTINGS, "crash"), warn=lambda line: None)
 
@@ -93,7 +93,7 @@ def write(folder: str, groups: str, thread: str = "") -> None:
 
     With a `thread` the files are written beside, as the replay's service does it.
     """
-    core = open_replay(Path(folder))
+    core = open_again(Path(folder))
     if thread:
         core.write_in_background()
     core.begin(os.urandom(4).hex(), core.limiter.version)
@@ -116,7 +116,7 @@ def check(folder: Path, acknowledged: set[str], verdict: Verdict) -> None:
     verdict.folders += 1
     verdict.acknowledged += len(acknowledged)
     try:
-        core = open_replay(folder)
+        core = open_again(folder)
     except Exception as error:
         verdict.failed += 1
         verdict.reasons.append(repr(error))

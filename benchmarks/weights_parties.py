@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, GroupFile
+from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.learner.weight_export import Gathering
 from asyncrl.weights.packing import build_manifest
@@ -64,7 +64,7 @@ class Masters:
                 local
                 if mesh is None
                 else DTensor.from_local(
-                    local, mesh, [GroupFile(0)], run_check=False, shape=meta.shape, stride=meta.stride()
+                    local, mesh, [Shard(0)], run_check=False, shape=meta.shape, stride=meta.stride()
                 )
             )
         types = dict.fromkeys(shapes, dtype)

@@ -9,7 +9,7 @@ import torch
 from test_weights import raw
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import GroupFile, Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from two_ranks import run_ranks
 
 from asyncrl.errors import ConfigError, RunError
@@ -43,7 +43,7 @@ def filled(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 def gather_until_a_peer_is_gone() -> tuple[dict[str, bytes], dict[str, bytes], str]:
     """Gather at once and in many buckets; then with one rank less."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    sharded: dict[str, Tensor] = {n: distribute_tensor(t, mesh, [GroupFile(0)]) for n, t in masters().items()}
+    sharded: dict[str, Tensor] = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in masters().items()}
     sharded["even"] = masters()["even"]  # Whole on every rank.
     at_once, weight_export.BUCKET = filled(sharded), 128
     in_many = filled(sharded)

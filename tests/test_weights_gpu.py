@@ -9,7 +9,7 @@ import torch.distributed as dist
 from test_gathering import TYPES
 from test_gathering import masters as gathering_masters
 from test_weights import PATIENCE, Actor, policy, raw, timed_publish
-from torch.distributed.tensor import GroupFile, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from two_ranks import run_ranks
 
 from asyncrl.learner import weight_export
@@ -142,7 +142,7 @@ def gather_over_nccl(bucket: int) -> dict[str, bytes]:
     torch.cuda.set_device(dist.get_rank())
     mesh = DeviceMesh.from_group(dist.new_group(backend="nccl"), "cuda")
     own = {name: t.to("cuda") for name, t in masters().items()}
-    sharded = {n: distribute_tensor(t, mesh, [GroupFile(0)]) for n, t in own.items() if n != "even"}
+    sharded = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in own.items() if n != "even"}
     return packed({**sharded, "even": own["even"]})
 
 

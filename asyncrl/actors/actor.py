@@ -191,7 +191,7 @@ class Actor:
         self, grant: GroupGrant, start: StartState, failure: RowFailure, member: int = -1
     ) -> None:
         quarantined = self.port.quarantined
-        failure = GroupFailure(
+        group_failure = GroupFailure(
             number=grant.number,
             member=member,
             cause=failure.cause,
@@ -199,7 +199,7 @@ class Actor:
             reason=failure.reason,
             left=sum(state.name not in quarantined for state in self.starts.states),
         )
-        self.port.fail(failure)
+        self.port.fail(group_failure)
 
     def _log_failure(self, grant: GroupGrant, start: StartState, failure: RowFailure) -> None:
         if start.name not in self._logged:

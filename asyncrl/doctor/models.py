@@ -58,7 +58,8 @@ def check_models(examination: Examination) -> Finding:
         "models",
         f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "
         f"{sizes.policy / MIB:.1f} MiB; world and reward {sizes.environment / MIB:.1f} MiB; "
-        f"{len(environment.starts)} start states with {len(tasks)} tasks, {pixels} x {pixels} pixels{resumed}",
+        f"{len(environment.starts)} start states with {len(tasks)} tasks, "
+        f"{pixels} x {pixels} pixels{resumed}",
     )
 
 

@@ -267,7 +267,7 @@ def prepare(config: TrainConfig, device: torch.device, again: Path | None = None
     Args:
         config: Of the run.
         device: Of the learner.
-        to_grant_again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
+        again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
 
     Raises:
         ConfigError: Something is missing or does not fit. A new run's folder does not exist then.

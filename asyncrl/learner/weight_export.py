@@ -29,7 +29,7 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, GroupFile
+from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.distributed_ranks import explain_lost_peer
@@ -241,7 +241,7 @@ class _Bucket:
 
 def _require_rows(name: str, tensor: DTensor) -> None:
     mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.ndim != 1 or placements != (GroupFile(0),):
+    if mesh.ndim != 1 or placements != (Shard(0),):
         raise ConfigError(
             f"The weights {name!r} are spread as {placements} over a {mesh.ndim}-dimensional mesh, but only "
             "rows over one group of learner ranks can be published. Shard with FSDP2 on one mesh."

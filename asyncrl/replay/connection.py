@@ -2,8 +2,8 @@
 
 It says `hello` and pings once a second; an actor does so on a thread, because one round of imagination may
 take long. A replay that was restarted answers that it does not know the peer; then the connection introduces
-itself again, and `Connection.server_id` names the new process, so that its owner repeats what was not answered for
-good.
+itself again, and `Connection.server_id` names the new process, so that its owner repeats what was not
+answered for good.
 """
 
 from __future__ import annotations

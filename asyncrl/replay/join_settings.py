@@ -58,7 +58,7 @@ def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline
     until, asked_at = time.monotonic() + deadline, -float("inf")
     try:
         while (now := time.monotonic()) < until:
-            if link.boot and now - asked_at >= PING_EVERY:
+            if link.server_id and now - asked_at >= PING_EVERY:
                 asked_at = now
                 link.send_now("settings", name=name, part=len(texts))
             for message in link.exchange(0.1):

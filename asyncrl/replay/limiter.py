@@ -105,7 +105,9 @@ class Limiter(GroupTable):
             number=number, min_version=min_version, keep_video=every > 0 and number % every == 0
         )
         self._take_out(number)
-        self.open[number] = OpenGroup(grant=grant, actor=actor, turn=request_number, granted_at=self.clock())
+        self.open[number] = OpenGroup(
+            grant=grant, actor=actor, request_number=request_number, granted_at=self.clock()
+        )
         return grant
 
     def admit(self, episode: Episode) -> Receipt:

@@ -1,6 +1,6 @@
 """The replay's state after an interruption: the ledger and the files in, the books as they have to be out.
 
-`recover` when the process starts, `roll_back_to` when a learner goes on from an earlier version than the books'.
+`recover` when the process starts, `roll_back_to` when a learner goes on from an earlier version.
 """
 
 from __future__ import annotations

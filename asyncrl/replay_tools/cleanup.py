@@ -171,7 +171,8 @@ class Prune(ReplayCommand):
         freed, total = sum(s.size for s in chosen), sum(s.size for s in group_files)
         verb = "would free" if self.dry_run else "freed"
         print(
-            f"{verb} {freed / 1e6:.2f} MB of {total / 1e6:.2f} MB: {len(chosen)} of {len(group_files)} groups; "
+            f"{verb} {freed / 1e6:.2f} MB of {total / 1e6:.2f} MB: "
+            f"{len(chosen)} of {len(group_files)} groups; "
             f"{len(group_files) - len(closed)} are still needed, or a resume may need them"
         )
         return 0

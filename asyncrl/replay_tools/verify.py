@@ -31,7 +31,8 @@ class Verify(ReplayCommand):
         away = len(list((folder / "quarantine").glob("*")))
         deleted = len((outcomes.used.keys() | outcomes.filtered.keys()) - group_files.keys())
         print(
-            f"{len(group_files)} groups are readable, {len(problems)} problems, {away} files in quarantine since "
+            f"{len(group_files)} groups are readable, {len(problems)} problems, "
+            f"{away} files in quarantine since "
             f"earlier; {deleted} groups that were used or filtered have no readable file"
         )
         return 1 if problems else 0
@@ -77,7 +78,8 @@ def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> 
             )
         for name, value in outcomes.filtered.get(number, {}).items():
             if group_file.attributes[name] != value:
-                yield f"{group_file.path.name}: {name} is {group_file.attributes[name]}, the ledger says {value}"
+                found = group_file.attributes[name]
+                yield f"{group_file.path.name}: {name} is {found}, the ledger says {value}"
     for number in sorted(outcomes.again - group_files.keys()):
         yield f"group-{number:08d}.h5: the ledger says that it waits to be used again, but it cannot be read"
     for number in sorted((outcomes.used.keys() | outcomes.filtered.keys()) - outcomes.granted):
