@@ -21,7 +21,7 @@ import torch
 import tyro
 from pace import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
 
-from asyncrl.policies.acceleration import CapturedChoice, compile_blocks
+from asyncrl.policies.acceleration import GraphedChoice, compile_blocks
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.autoregressive import build_policy_model
@@ -106,8 +106,8 @@ def read(
 
 
 def captured(policy: OpenVLAOFT) -> Callable[..., Any]:
-    """A CUDA graph of its own for one shape, as `speed_up` makes."""
-    return CapturedChoice(policy.choose) if policy.device.type == "cuda" else policy.choose
+    """A CUDA graph of its own for one shape, as `compile` makes."""
+    return GraphedChoice(policy.choose) if policy.device.type == "cuda" else policy.choose
 
 
 @torch.no_grad()

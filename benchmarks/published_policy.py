@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.policies.checkpoints.convert import Choices, convert
-from asyncrl.policies.checkpoints.folder import load_openvla, load_policy, on_meta
+from asyncrl.policies.checkpoints.convert import PublishedOptions, convert
+from asyncrl.policies.checkpoints.folder import build_on_meta, load_openvla, load_policy
 from asyncrl.policies.checkpoints.published_names import (
     dropped_tensors,
     native_specs,
     published_config,
     published_specs,
-    rows_of,
+    tensor_map,
 )
 from asyncrl.policies.checkpoints.published_policy import SECTION, STATISTICS
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -64,8 +64,8 @@ def write_checkpoint(folder: Path, config: OpenVLAOFTConfig, *, sizes_in_config:
     """Write a published folder with random weights in bfloat16; returns the bytes of its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = padded_tokenizer(config)
-    policy = on_meta(config, tokenizer)
-    specs = published_specs(rows_of(policy), native_specs(policy))
+    policy = build_on_meta(config, tokenizer)
+    specs = published_specs(tensor_map(policy), native_specs(policy))
     specs |= {name: Spec(torch.bfloat16, shape) for name, shape in dropped_tensors(config).items()}
     specs = {name: Spec(torch.bfloat16, spec.shape) for name, spec in sorted(specs.items())}
     total = sum(spec.nbytes for spec in specs.values())
@@ -160,9 +160,9 @@ def step(name: str, out: Path, device: str) -> None:
     if name == "plain":
         read_plainly(published)
     elif name == "convert":
-        convert(published, own, to="asyncrl", choices=Choices())
+        convert(published, own, to="asyncrl", choices=PublishedOptions())
     elif name == "back":
-        convert(own, out / "back", to="openvla", choices=Choices())
+        convert(own, out / "back", to="openvla", choices=PublishedOptions())
     elif name == "load_policy":
         load_policy(own, device=device)
     else:

@@ -141,9 +141,9 @@ class Anew:
         last = latents_BZFhw[:, :, -1:].clone()
         return frames[:, :, drawn_before:], [*(tensor.clone() for tensor in first), last]
 
-    def speed_up(self) -> None:
+    def compile(self) -> None:
         """Compile the wrapped decoder."""
-        self.decoder.speed_up()
+        self.decoder.compile()
 
 
 @dataclass(kw_only=True)

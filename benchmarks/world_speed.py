@@ -164,7 +164,7 @@ def main() -> None:
     world.memory = "latents"
     pace.append(("+ memory in latents, decoder goes on", frames_per_second(world, settings)))
     world.decoder = tiny_decoder(settings, device, world.vae)
-    world.decoder.speed_up()
+    world.decoder.compile()
     pace.append(("+ tiny decoder", frames_per_second(world, settings)))
     for steps in (3, 1):
         world.schedule_steps = steps

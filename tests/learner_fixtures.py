@@ -58,7 +58,7 @@ class TablePolicy(nn.Module):
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
 
-    def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
+    def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
         return [{"name": "policy", "params": list(self.parameters()), "lr": lr}]
 
 
@@ -77,7 +77,7 @@ class TableActorCritic(TablePolicy):
         found = super().evaluate(inputs, tokens, sampling, **through)
         return Evaluation(found.logprob, found.entropy, self.table[inputs])
 
-    def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
+    def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
         return [
             {"name": "policy", "params": [self.logits, self.scale, self.unused], "lr": lr},
             {"name": "value", "params": [self.table], "lr": value_lr},

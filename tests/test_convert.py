@@ -29,20 +29,20 @@ from torch import Tensor
 
 from asyncrl import cli
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.policies.checkpoints.conventions import Choices
-from asyncrl.policies.checkpoints.convert import UNUSED, convert, keepsakes_of, open_source
+from asyncrl.policies.checkpoints.conventions import PublishedOptions
+from asyncrl.policies.checkpoints.convert import UNUSED, convert, open_source, pass_through_of
 from asyncrl.policies.checkpoints.folder import (
+    build_on_meta,
     export_openvla,
     load_openvla,
     load_policy,
-    on_meta,
     save_policy,
 )
 from asyncrl.policies.checkpoints.published_names import (
     dropped_tensors,
     native_specs,
     published_specs,
-    rows_of,
+    tensor_map,
 )
 from asyncrl.policies.checkpoints.published_policy import read_proprio
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -69,8 +69,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def in_and_out(source: Path, tmp_path: Path, **settings: object) -> Path:
-    convert(source, tmp_path / "ours", to="asyncrl", choices=Choices(), **settings)  # type: ignore[arg-type]
-    convert(tmp_path / "ours", tmp_path / "back", to="openvla", choices=Choices(), **settings)  # type: ignore[arg-type]
+    convert(source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), **settings)  # type: ignore[arg-type]
+    convert(tmp_path / "ours", tmp_path / "back", to="openvla", choices=PublishedOptions(), **settings)  # type: ignore[arg-type]
     return tmp_path / "back"
 
 
@@ -114,8 +114,8 @@ def test_raw_timm_names_of_layer_scales_come_back_as_the_published_ones(tmp_path
 
 def test_the_full_size_has_the_published_names_shapes_and_numbers() -> None:
     config = OpenVLAOFTConfig.full()
-    policy = on_meta(config, PromptTokenizer(build_word_tokenizer(), pad_id=32000))
-    specs = published_specs(rows_of(policy), native_specs(policy))
+    policy = build_on_meta(config, PromptTokenizer(build_word_tokenizer(), pad_id=32000))
+    specs = published_specs(tensor_map(policy), native_specs(policy))
     shapes = {name: spec.shape for name, spec in specs.items()} | dropped_tensors(config)
     table = {
         DINO: (343, 303_230_976),
@@ -157,30 +157,32 @@ def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
 def test_what_training_changed_goes_out_with_what_the_original_had_besides(tmp_path: Path) -> None:
     tensors = published_tensors()
     original = write_published(tmp_path / "in", tensors, config=CONFIG)
-    convert(original, tmp_path / "ours", to="asyncrl", choices=Choices())
+    convert(original, tmp_path / "ours", to="asyncrl", choices=PublishedOptions())
     policy = load_policy(tmp_path / "ours")
     with torch.no_grad():
         policy.projector.fc3.weight.add_(1.0)
     run = tmp_path / "run" / "checkpoints" / "update_000003"
     save_policy(policy, run)
-    done = convert(policy_folder(str(tmp_path / "run")), tmp_path / "plain", to="openvla", choices=Choices())
+    done = convert(
+        policy_folder(str(tmp_path / "run")), tmp_path / "plain", to="openvla", choices=PublishedOptions()
+    )
     assert (done.zeros, len(done.kept)) == (43, 0)
     expected = tensors | {"projector.fc3.weight": tensors["projector.fc3.weight"] + 1.0}
     zeros = {name: torch.zeros(shape) for name, shape in dropped_tensors(CONFIG).items()}
     assert_same(all_tensors(tmp_path / "plain"), expected | zeros)
     for number, kept_in in enumerate((original, tmp_path / "ours")):
         out = tmp_path / f"out{number}"
-        done = convert(run, out, to="openvla", choices=Choices(), original=kept_in)
+        done = convert(run, out, to="openvla", choices=PublishedOptions(), original=kept_in)
         assert (done.zeros, len(done.kept)) == (0, 43)
         assert_same(all_tensors(out), expected)
-    export_openvla(policy, tmp_path / "live", keepsakes=keepsakes_of(original))
+    export_openvla(policy, tmp_path / "live", pass_through=pass_through_of(original))
     assert_same(all_tensors(tmp_path / "live"), expected)
 
 
 def test_another_type_is_rounded_once(tmp_path: Path) -> None:
     tensors = published_tensors()
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
-    done = convert(source, tmp_path / "ours", to="asyncrl", choices=Choices(), dtype=torch.bfloat16)
+    done = convert(source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), dtype=torch.bfloat16)
     policy = load_policy(tmp_path / "ours")
     assert done.config.dtype == policy.config.dtype == "bfloat16"
     assert torch.equal(policy.lm_head.weight, tensors["language_model.lm_head.weight"].bfloat16())
@@ -242,10 +244,10 @@ def test_several_statistics_ask_for_a_choice(tmp_path: Path) -> None:
         tmp_path / "in", published_tensors(), config=CONFIG, norm_stats={"b_no_noops": entry, "a": entry}
     )
     with pytest.raises(CheckpointError, match=r"has 2 action statistics.*--unnorm-key: a, b_no_noops"):
-        open_source(source, Choices())
+        open_source(source, PublishedOptions())
     with pytest.raises(CheckpointError, match=r"--unnorm-key 'a\|b_no_noops'|--unnorm-key a\|b_no_noops"):
         load_policy(source)
-    assert open_source(source, Choices(norm_key="b")).config.norm_key == "b_no_noops"
+    assert open_source(source, PublishedOptions(norm_key="b")).config.norm_key == "b_no_noops"
 
 
 @pytest.mark.parametrize(
@@ -260,15 +262,15 @@ def test_the_statistics_tell_the_gripper_of_a_folder_from_elsewhere(
     )
     entry = {"action": {"q01": [0.0] * 7, "q99": [1.0] * 7}}
     source = write_published(tmp_path / "in", published_tensors(), norm_stats={key: entry})
-    config = open_source(source, Choices()).config
+    config = open_source(source, PublishedOptions()).config
     assert (config.gripper, config.stop_token, config.chunk) == (gripper, False, 8)
-    assert open_source(source, Choices(gripper="none", chunk=5)).config.gripper == "none"
+    assert open_source(source, PublishedOptions(gripper="none", chunk=5)).config.gripper == "none"
 
 
 def test_an_export_remembers_its_conventions(tmp_path: Path) -> None:
     policy = some_policy(OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"stop_token": True, "chunk": 5}))
     export_openvla(policy, tmp_path / "out")
-    assert open_source(tmp_path / "out", Choices()).config == policy.config
+    assert open_source(tmp_path / "out", PublishedOptions()).config == policy.config
 
 
 # --- what does not fit --------------------------------------------------------
@@ -287,7 +289,7 @@ def test_a_converted_folder_names_what_is_missing_unknown_or_of_the_wrong_type(t
         chosen = {name: t for name, t in (tensors | changed).items() if t is not None}
         source = write_published(tmp_path / "in", chosen, config=CONFIG)
         with pytest.raises(CheckpointError, match=said):
-            convert(source, tmp_path / "out", to="asyncrl", choices=Choices())
+            convert(source, tmp_path / "out", to="asyncrl", choices=PublishedOptions())
     assert not (tmp_path / "out").exists()
 
 
@@ -420,7 +422,7 @@ def test_critics_come_in_and_go_out(tmp_path: Path, outputs: int, level: str) ->
     assert policy.config.value_head == level
     inputs = policy.preprocess(torch.zeros(1, 64, 64, 3, dtype=torch.uint8).numpy(), [TASK])
     assert policy.values(inputs).shape == (1, outputs)
-    done = convert(source, tmp_path / "without", to="asyncrl", choices=Choices(critic=False))
+    done = convert(source, tmp_path / "without", to="asyncrl", choices=PublishedOptions(critic=False))
     assert sorted(done.left_out) == sorted(critic(1))
     assert load_policy(tmp_path / "without").value_head is None
 
@@ -430,10 +432,10 @@ def test_half_a_critic_and_one_of_another_chunk_are_refused(tmp_path: Path) -> N
     part.pop("value_head.mlp.2.bias")
     source = write_published(tmp_path / "in", published_tensors() | part, config=CONFIG)
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors: value_head\.mlp\.2\.bias"):
-        open_source(source, Choices())
+        open_source(source, PublishedOptions())
     source = write_published(tmp_path / "in", published_tensors() | critic(5), config=CONFIG)
     with pytest.raises(CheckpointError, match=r"has 5 rows.*--chunk"):
-        open_source(source, Choices())
+        open_source(source, PublishedOptions())
 
 
 @pytest.mark.parametrize("module", ["action_head", "noisy_action_projector", "vision_backbone"])
@@ -474,7 +476,7 @@ def test_two_proprioception_projectors_are_one_too_many(tmp_path: Path) -> None:
     for step in (10, 20):
         write_proprio(source, step)
     with pytest.raises(CheckpointError, match="2 proprioception projectors"):
-        open_source(source, Choices())
+        open_source(source, PublishedOptions())
 
 
 def test_a_policy_without_proprioception_leaves_the_projector_out(
@@ -523,7 +525,7 @@ def test_proprioception_and_the_official_conventions_come_in_and_go_out(
     assert_same({name: parameters[name].detach() for name in projector}, projector)
     assert run_cli(tmp_path / "ours", tmp_path / "back", "--to", "openvla") == 0
     assert_same(all_tensors(tmp_path / "back"), published_tensors() | projector)
-    assert open_source(tmp_path / "back", Choices()).config == policy.config
+    assert open_source(tmp_path / "back", PublishedOptions()).config == policy.config
     capsys.readouterr()
     assert run_cli(source, tmp_path / "without", "--no-proprio") == 0
     assert "left out  4 tensors: proprio_projector.fc1.bias" in capsys.readouterr().out
@@ -533,16 +535,16 @@ def test_proprioception_and_the_official_conventions_come_in_and_go_out(
 @whole_config
 def test_an_autoregressive_policy_comes_in_and_goes_out(tmp_path: Path) -> None:
     source = with_proprio_statistics(tmp_path / "in")
-    choices = Choices(convention="oft", decoding="autoregressive")
+    choices = PublishedOptions(convention="oft", decoding="autoregressive")
     convert(source, tmp_path / "ours", to="asyncrl", choices=choices)
     policy = load_policy(tmp_path / "ours")
     found = {name: policy.config.to_json()[name] for name in ("decoding", "chunk", "stop_token")}
     assert found == {"decoding": "autoregressive", "chunk": 1, "stop_token": False}
-    export_openvla(policy, tmp_path / "back", keepsakes=keepsakes_of(source))
+    export_openvla(policy, tmp_path / "back", pass_through=pass_through_of(source))
     assert_same(all_tensors(tmp_path / "back"), published_tensors())
     statistics = json.loads((tmp_path / "back" / "dataset_statistics.json").read_text())
     assert statistics == json.loads((source / "dataset_statistics.json").read_text())
-    assert open_source(tmp_path / "back", Choices()).config == policy.config
+    assert open_source(tmp_path / "back", PublishedOptions()).config == policy.config
 
 
 def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
@@ -565,7 +567,7 @@ def test_names_that_become_equal_are_refused(tmp_path: Path) -> None:
 def test_the_source_is_not_overwritten(tmp_path: Path) -> None:
     save_policy(some_policy(), tmp_path / "p")
     with pytest.raises(ConfigError, match="is the source itself"):
-        convert(tmp_path / "p", tmp_path / "." / "p", to="openvla", choices=Choices())
+        convert(tmp_path / "p", tmp_path / "." / "p", to="openvla", choices=PublishedOptions())
     assert not (tmp_path / "p" / UNUSED).exists()
 
 
@@ -578,7 +580,7 @@ def test_the_benchmark_writes_a_checkpoint_that_can_be_converted(tmp_path: Path)
         tmp_path / "published", OpenVLAOFTConfig.tiny(), sizes_in_config=True
     )
     assert len(list((tmp_path / "published").glob("model-0000?-of-00004.safetensors"))) == 4
-    convert(tmp_path / "published", tmp_path / "ours", to="asyncrl", choices=Choices())
+    convert(tmp_path / "published", tmp_path / "ours", to="asyncrl", choices=PublishedOptions())
     policy = load_policy(tmp_path / "ours")
     assert policy.config.norm_key == "libero_spatial_no_noops"
     assert policy.tokenizer.begin_id == 1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.checkpoints.adapters import pattern_value, save_adapter
-from asyncrl.policies.checkpoints.conventions import Choices
+from asyncrl.policies.checkpoints.conventions import PublishedOptions
 from asyncrl.policies.checkpoints.convert import convert
 from asyncrl.policies.checkpoints.folder import export_openvla, save_policy
 
@@ -94,9 +94,11 @@ def test_published_adapters_are_merged_as_peft_does(tmp_path: Path, settings: di
         assert f"base_model.model.{layer}.lora_A.weight" in names
     expected = merged_by_peft(wrapped)
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
-    done = convert(source, tmp_path / "ours", to="asyncrl", choices=Choices(), adapter=tmp_path / "adapter")
+    done = convert(
+        source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
+    )
     assert done.merged == len(names) // 2
-    convert(tmp_path / "ours", tmp_path / "back", to="openvla", choices=Choices())
+    convert(tmp_path / "ours", tmp_path / "back", to="openvla", choices=PublishedOptions())
     found = all_tensors(tmp_path / "back")
     changed = 0
     for name, tensor in expected.items():
@@ -109,7 +111,7 @@ def test_half_precision_weights_are_merged_in_float32_and_rounded_once(tmp_path:
     tensors = {name: tensor.bfloat16() for name, tensor in published_tensors().items()}
     published_adapter(tmp_path / "adapter", published_tensors())
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
-    convert(source, tmp_path / "out", to="openvla", choices=Choices(), adapter=tmp_path / "adapter")
+    convert(source, tmp_path / "out", to="openvla", choices=PublishedOptions(), adapter=tmp_path / "adapter")
     pairs = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     layer = f"{LLAMA}layers.0.mlp.down_proj"
     into, out = (pairs[f"base_model.model.{layer}.lora_{x}.weight"] for x in "AB")
@@ -135,7 +137,9 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str,
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
     with pytest.raises(CheckpointError, match=said):
-        convert(source, tmp_path / "out", to="asyncrl", choices=Choices(), adapter=tmp_path / "adapter")
+        convert(
+            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,14 +159,18 @@ def test_adapter_tensors_that_do_not_fit_are_named(
     save_file(load_file(file) | {f"base_model.model.{name}": torch.zeros(shape)}, file)
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
     with pytest.raises(CheckpointError, match=said):
-        convert(source, tmp_path / "out", to="asyncrl", choices=Choices(), adapter=tmp_path / "adapter")
+        convert(
+            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
+        )
 
 
 def test_adapters_of_another_policy_are_refused(tmp_path: Path) -> None:
     save_adapter(adapted(), tmp_path / "adapter")
     source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
     with pytest.raises(CheckpointError, match=r"layers that .* lacks: llm\.layers"):
-        convert(source, tmp_path / "out", to="asyncrl", choices=Choices(), adapter=tmp_path / "adapter")
+        convert(
+            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
+        )
 
 
 def test_our_adapters_are_merged_into_our_folder(tmp_path: Path) -> None:
@@ -171,7 +179,11 @@ def test_our_adapters_are_merged_into_our_folder(tmp_path: Path) -> None:
     save_policy(small(), tmp_path / "start")
     save_policy(trained, tmp_path / "expected")
     convert(
-        tmp_path / "start", tmp_path / "out", to="asyncrl", choices=Choices(), adapter=tmp_path / "adapter"
+        tmp_path / "start",
+        tmp_path / "out",
+        to="asyncrl",
+        choices=PublishedOptions(),
+        adapter=tmp_path / "adapter",
     )
     expected, found = all_tensors(tmp_path / "expected"), all_tensors(tmp_path / "out")
     assert found.keys() == expected.keys()
@@ -198,7 +210,13 @@ def test_peft_puts_our_exported_adapters_on_the_published_model(
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-5, msg=name)
     # and this package itself merges what it exported
-    convert(tmp_path / "plain", tmp_path / "own", to="openvla", choices=Choices(), adapter=tmp_path / "out")
+    convert(
+        tmp_path / "plain",
+        tmp_path / "own",
+        to="openvla",
+        choices=PublishedOptions(),
+        adapter=tmp_path / "out",
+    )
     for name, tensor in all_tensors(tmp_path / "own").items():
         torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-5, msg=name)
 

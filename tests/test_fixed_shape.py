@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.acceleration import speed_up
+from asyncrl.policies.acceleration import compile
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.autoregressive import build_policy_model
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -45,7 +45,7 @@ def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
     """The blocks are traced for real and run as they are: building kernels would take a minute."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     plain, fast = policy_of(**changes), policy_of(**changes)
-    speed_up(fast, 3, tasks)
+    compile(fast, 3, tasks)
     for rows in (1, 3):
         chosen = [tasks[row % len(tasks)] for row in range(rows)]
         seeds = list(range(5, 5 + rows))
@@ -60,7 +60,7 @@ def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
 @pytest.mark.filterwarnings("ignore")  # of the compiler: what it imports, and products that stay float32
 def test_a_captured_policy_decides_the_same_and_follows_its_weights() -> None:
     plain, fast = policy_of().cuda(), policy_of().cuda()
-    speed_up(fast, 3, TASKS)
+    compile(fast, 3, TASKS)
     for scale in (1.0, 1.5):
         with torch.no_grad():
             for policy in (plain, fast):
@@ -74,6 +74,6 @@ def test_a_captured_policy_decides_the_same_and_follows_its_weights() -> None:
 def test_more_rows_than_it_was_compiled_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     policy = policy_of()
-    speed_up(policy, 1, TASKS)
+    compile(policy, 1, TASKS)
     with pytest.raises(ConfigError, match=r"2 rows .* compiled for 1"):
         policy.act(policy.preprocess(frames(2), TASKS), SAMPLING, [1, 2])

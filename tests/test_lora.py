@@ -99,7 +99,7 @@ def test_only_adapters_and_the_critic_learn() -> None:
     assert learning == {
         f"value_head.mlp.{i}" for i in ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight")
     }
-    groups = policy.param_groups(lr=1e-4, value_lr=1e-3)
+    groups = policy.parameter_groups(lr=1e-4, value_lr=1e-3)
     assert [(g["name"], len(g["params"])) for g in groups] == [("policy", 2 * 14), ("value", 5)]
 
 

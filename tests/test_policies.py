@@ -504,11 +504,11 @@ def test_gradient_reaches_every_parameter(policy: OpenVLAOFT) -> None:
 
 
 def test_the_critic_has_its_own_learning_rate_and_groups_hold_everything_once(policy: OpenVLAOFT) -> None:
-    groups = policy.param_groups(lr=1e-5, value_lr=3e-3)
+    groups = policy.parameter_groups(lr=1e-5, value_lr=3e-3)
     assert [(g["name"], g["lr"]) for g in groups] == [("policy", 1e-5), ("value", 3e-3)]
     grouped = [id(p) for g in groups for p in g["params"]]
     assert sorted(grouped) == sorted(map(id, policy.parameters()))
-    assert [g["name"] for g in tiny().param_groups(lr=1e-5, value_lr=3e-3)] == ["policy"]
+    assert [g["name"] for g in tiny().parameter_groups(lr=1e-5, value_lr=3e-3)] == ["policy"]
 
 
 def test_broadcast_tensors_are_the_parameters_that_learn() -> None:

@@ -91,7 +91,7 @@ def bf16_on_one_rank() -> dict[str, float]:
     assert all(p.dtype is torch.float32 for p in policy.trainable_parameters().values())
     loss_of(policy, slice(None)).backward()
     assert all(g.dtype is torch.float32 for g in gradients(policy).values())
-    optimizer = torch.optim.AdamW(policy.param_groups(1e-3, 1e-3))
+    optimizer = torch.optim.AdamW(policy.parameter_groups(1e-3, 1e-3))
     optimizer.step()
     assert set(group.gather_full(policy.acting_tensors())) == set(whole.acting_tensors())
     expected = whole.evaluate(*_inputs(whole), SAMPLING).logprob

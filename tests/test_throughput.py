@@ -44,7 +44,7 @@ class LinearPolicy(nn.Module):
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
 
-    def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
+    def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
         return [{"name": "policy", "params": list(self.parameters()), "lr": lr}]
 
 

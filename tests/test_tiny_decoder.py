@@ -169,7 +169,7 @@ def test_a_compiler_sees_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
-    compiled.speed_up()
+    compiled.compile()
     _, cache = compiled.decode(latents[:, :, :1], None)
     for batch in (1, 2, 3):  # as many slots as happen to begin
         _, opened = compiled.decode(some_latents(batch, 1).float(), None)

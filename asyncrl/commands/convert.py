@@ -15,8 +15,8 @@ from asyncrl.storage.asset_paths import policy_folder
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.policies.checkpoints.conventions import Choices
-    from asyncrl.policies.checkpoints.convert import Converted
+    from asyncrl.policies.checkpoints.conventions import PublishedOptions
+    from asyncrl.policies.checkpoints.convert import ConversionReport
 
 ADAPTER = "adapter_config.json"
 GB = 1e9
@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def report(config: ConvertConfig, done: Converted, seconds: float) -> str:
+def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str:
     """What was read, merged, kept and written, as lines."""
     policy = done.config
     kind = "published OpenVLA layout" if done.layout == "openvla" else "asyncrl policy"
@@ -126,10 +126,10 @@ def _check(config: ConvertConfig) -> None:
         raise ConfigError(f"--shard-gigabytes is {config.shard_gigabytes}. Use 5, or another positive size.")
 
 
-def _choices(config: ConvertConfig) -> Choices:
-    from asyncrl.policies.checkpoints.conventions import Choices
+def _choices(config: ConvertConfig) -> PublishedOptions:
+    from asyncrl.policies.checkpoints.conventions import PublishedOptions
 
-    return Choices(
+    return PublishedOptions(
         norm_key=config.unnorm_key,
         convention=config.convention,
         gripper=config.gripper,

@@ -54,9 +54,9 @@ class Recorder:
         self.frames.append(to_uint8(frames).permute(0, 2, 3, 4, 1).cpu())
         return frames, after
 
-    def speed_up(self) -> None:
+    def compile(self) -> None:
         """Compile the decoder it passes latents on to."""
-        self.decoder.speed_up()
+        self.decoder.compile()
 
 
 @contextmanager

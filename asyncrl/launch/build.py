@@ -27,7 +27,7 @@ from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
-from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing, speed_up
+from asyncrl.policies.acceleration import compile, compile_blocks, enable_gradient_checkpointing
 from asyncrl.policies.checkpoints.folder import load_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora
@@ -197,7 +197,7 @@ def build_imagination(
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     if config.imagination.compile:
         rows = max(map(len, split_slots(config.actor.slots, config.actor.stages)))
-        speed_up(policy, rows, sorted({state.task for state in environment.starts}))
+        compile(policy, rows, sorted({state.task for state in environment.starts}))
         environment.world.compile(rows)
     return Imagination(
         policy,

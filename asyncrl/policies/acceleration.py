@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.errors import ConfigError
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.parallel import Choice, OpenVLAOFT
+from asyncrl.policies.openvla.parallel import OpenVLAOFT, SampledTokens
 
 GRAPHS: Final = 64
 """Graphs that one piece of code may have. Checkpointed blocks of all three kinds share a piece, and each has
@@ -36,10 +36,10 @@ def compile_blocks(policy: OpenVLAOFT, *, dynamic: bool | None = None) -> None:
         block.compile(dynamic=dynamic)
 
 
-Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], Choice]
+Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], SampledTokens]
 
 
-def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
+def compile(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
     """Compile acting in place; the first decision then takes about a quarter of a minute.
 
     Args:
@@ -52,7 +52,7 @@ def speed_up(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
     compile_blocks(policy, dynamic=False)
     choose: Choose = policy.choose
     if policy.device.type == "cuda":
-        choose = CapturedChoice(policy.choose)
+        choose = GraphedChoice(policy.choose)
         policy.weights_moved = choose.forget  # type: ignore[assignment]  # asked for when weights are parked
     policy.choose = FixedShape(choose, rows, masked=len(lengths) > 1)  # type: ignore[method-assign]
 
@@ -63,7 +63,9 @@ class FixedShape:
     def __init__(self, choose: Choose, rows: int, *, masked: bool) -> None:
         self.choose, self.rows, self.masked = choose, rows, masked
 
-    def __call__(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
+    def __call__(
+        self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
+    ) -> SampledTokens:
         """Fill the batch up, choose, cut off what was filled up.
 
         Raises:
@@ -84,17 +86,19 @@ class FixedShape:
         full = {name: filled(tensor) for name, tensor in _tensors(inputs).items()}
         whole = replace(inputs, **full, padded=inputs.padded or self.masked)
         chosen = self.choose(whole, sampling, None if uniforms_BK is None else filled(uniforms_BK))
-        return Choice(*(tensor[:live] for tensor in chosen))
+        return SampledTokens(*(tensor[:live] for tensor in chosen))
 
 
-class CapturedChoice:
+class GraphedChoice:
     """`choose` as a CUDA graph, captured at the first call. See `CudaGraphed`."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
         self._captured: CudaGraphed | None = None
 
-    def __call__(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
+    def __call__(
+        self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
+    ) -> SampledTokens:
         """Choose; the numbers are overwritten by the next call."""
         given = _tensors(inputs)
         if self._captured is None:
@@ -108,8 +112,8 @@ class CapturedChoice:
         """Capture anew at the next call: weights may change in place, but these move."""
         self._captured = None
 
-    def _of_tensors(self, like: PolicyInputs, sampling: SamplingParams) -> Callable[..., Choice]:
-        def choose(*tensors: Tensor) -> Choice:
+    def _of_tensors(self, like: PolicyInputs, sampling: SamplingParams) -> Callable[..., SampledTokens]:
+        def choose(*tensors: Tensor) -> SampledTokens:
             named = dict(zip(self._given, tensors, strict=False))
             uniforms = tensors[len(named)] if len(tensors) > len(named) else None
             return self._choose(replace(like, **named), sampling, uniforms)

@@ -138,7 +138,7 @@ class Policy(Protocol):
         """Turn bins ``[..., A]`` into float32 actions ``[..., A]`` in the environment's units."""
         ...
 
-    def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
+    def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
         """Optimizer groups of everything trainable; the value head has its own learning rate."""
         ...
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.checkpoints.published_names import Row, qkv_rows
+from asyncrl.policies.checkpoints.published_names import TensorMapping, qkv_rows
 from asyncrl.policies.checkpoints.published_policy import read_pt
 from asyncrl.policies.lora import ADAPTER, Targets, add_lora, has_lora, is_adapter, target_layers
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
@@ -112,7 +112,7 @@ def pattern_value(pattern: Mapping[str, float], layer: str, default: float) -> f
 # --- out ----------------------------------------------------------------------
 
 
-def export_adapter(source: Path, folder: Path, rows: Sequence[Row]) -> int:
+def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) -> int:
     """Write an adapter folder of ours (`save_adapter`) so that peft puts it on the published model.
 
     The published vision towers have one layer for query, key and value. Its adapter is made of ours exactly:
@@ -122,7 +122,7 @@ def export_adapter(source: Path, folder: Path, rows: Sequence[Row]) -> int:
     Args:
         source: Folder with adapters under our names.
         folder: Created when missing.
-        rows: Of the policy, see `published.rows_of`.
+        rows: Of the policy, see `published.tensor_map`.
 
     Returns:
         Layers that have an adapter.

@@ -15,7 +15,7 @@ from asyncrl.storage.weight_files import WeightFiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class PublishedOptions:
     """What a published folder does not say about itself; "folder", 0 and "": see each."""
 
     norm_key: str = ""
@@ -37,7 +37,7 @@ class Choices:
     """Read the value head if there is one."""
 
 
-def config_of(opened: PublishedFolder, choices: Choices) -> OpenVLAOFTConfig:
+def config_of(opened: PublishedFolder, choices: PublishedOptions) -> OpenVLAOFTConfig:
     """Configuration of the policy in a published folder.
 
     Raises:

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.checkpoints.adapters import export_adapter, merge_adapter
-from asyncrl.policies.checkpoints.conventions import Choices, config_of
-from asyncrl.policies.checkpoints.folder import check_published, on_meta, read_config, write_policy
+from asyncrl.policies.checkpoints.conventions import PublishedOptions, config_of
+from asyncrl.policies.checkpoints.folder import build_on_meta, check_published, read_config, write_policy
 from asyncrl.policies.checkpoints.published_names import (
-    Row,
+    TensorMapping,
     dropped_tensors,
     native_specs,
     published_specs,
-    rows_of,
+    tensor_map,
     to_native,
 )
 from asyncrl.policies.checkpoints.published_policy import (
@@ -36,9 +36,9 @@ from asyncrl.policies.checkpoints.published_policy import (
     MODEL_TYPE,
     PROPRIO,
     STATISTICS,
-    Keepsakes,
+    PassThroughFiles,
     PublishedFolder,
-    carry,
+    copy_foreign_files,
     read_statistics,
     statistics_to_write,
     write_published,
@@ -55,7 +55,7 @@ Layout = Literal["asyncrl", "openvla"]
 
 
 @dataclass(kw_only=True)
-class Source:
+class PolicySource:
     """A policy in a folder of either layout; of its weights only the headers were read."""
 
     folder: Path
@@ -63,8 +63,8 @@ class Source:
     config: OpenVLAOFTConfig
     tokenizer: PromptTokenizer
     files: WeightFiles
-    keepsakes: Keepsakes
-    rows: Sequence[Row]
+    pass_through: PassThroughFiles
+    rows: Sequence[TensorMapping]
     specs: Mapping[str, Spec]
     """Of the native tensors, in the order in which `natives` gives them."""
     natives: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -75,7 +75,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConversionReport:
     """What a conversion did."""
 
     layout: Layout
@@ -101,12 +101,12 @@ def convert(
     folder: Path,
     *,
     to: Layout,
-    choices: Choices,
+    choices: PublishedOptions,
     adapter: Path | None = None,
     original: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> Converted:
+) -> ConversionReport:
     """Write the policy of one folder into another.
 
     Args:
@@ -128,7 +128,7 @@ def convert(
     opened = open_source(source, choices)
     merged = merge_adapter(opened.files, adapter) if adapter else 0
     specs, config = _retyped(opened, dtype)
-    keepsakes = keepsakes_of(original) if original else opened.keepsakes
+    pass_through = pass_through_of(original) if original else opened.pass_through
     if to == "openvla":
         write_published(
             folder,
@@ -137,16 +137,16 @@ def convert(
             opened.rows,
             specs,
             opened.natives(),
-            keepsakes=keepsakes,
+            pass_through=pass_through,
             shard_bytes=shard_bytes,
         )
         written = published_specs(opened.rows, specs)
     else:
-        _write_keepsakes(folder, config, keepsakes)
+        _write_keepsakes(folder, config, pass_through)
         write_policy(folder, config, opened.tokenizer, specs, opened.natives(), shard_bytes=shard_bytes)
         written = specs
-    kept = _kept(config, keepsakes)
-    return Converted(
+    kept = _kept(config, pass_through)
+    return ConversionReport(
         layout=opened.layout,
         config=config,
         used=opened.used,
@@ -171,10 +171,10 @@ def convert_adapter(source: Path, folder: Path, policy_folder: Path) -> int:
     """
     config = read_config(policy_folder)
     tokenizer = PromptTokenizer.from_file(policy_folder / "tokenizer.json", pad_id=config.token_count)
-    return export_adapter(source, folder, rows_of(on_meta(config, tokenizer)))
+    return export_adapter(source, folder, tensor_map(build_on_meta(config, tokenizer)))
 
 
-def open_source(folder: Path, choices: Choices) -> Source:
+def open_source(folder: Path, choices: PublishedOptions) -> PolicySource:
     """Find out what a folder holds and check that it is complete.
 
     Raises:
@@ -185,7 +185,7 @@ def open_source(folder: Path, choices: Choices) -> Source:
     return _open_own(folder)
 
 
-def keepsakes_of(folder: Path) -> Keepsakes:
+def pass_through_of(folder: Path) -> PassThroughFiles:
     """What a published folder, or our conversion of one, holds besides the policy.
 
     Raises:
@@ -194,10 +194,12 @@ def keepsakes_of(folder: Path) -> Keepsakes:
     fields = read_json(folder / "config.json")
     if fields.get("model_type") == MODEL_TYPE:
         opened = PublishedFolder.open(folder)
-        return Keepsakes(unused=opened.files, fields=fields, statistics=opened.statistics, carried=folder)
+        return PassThroughFiles(
+            unused=opened.files, fields=fields, statistics=opened.statistics, carried=folder
+        )
     read_config(folder)
     carried = folder / CARRIED
-    return Keepsakes(
+    return PassThroughFiles(
         unused=WeightFiles(folder / UNUSED) if (folder / UNUSED).is_file() else None,
         fields=read_json(carried / "config.json") if carried.is_dir() else {},
         statistics=read_statistics(folder, {}),
@@ -205,44 +207,44 @@ def keepsakes_of(folder: Path) -> Keepsakes:
     )
 
 
-def _open_own(folder: Path) -> Source:
+def _open_own(folder: Path) -> PolicySource:
     config = read_config(folder)
     tokenizer = PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
-    files, policy = WeightFiles(folder), on_meta(config, tokenizer)
+    files, policy = WeightFiles(folder), build_on_meta(config, tokenizer)
     files.check({name: spec.shape for name, spec in native_specs(policy).items()})
     names = list(native_specs(policy))
-    return Source(
+    return PolicySource(
         folder=folder,
         layout="asyncrl",
         config=config,
         tokenizer=tokenizer,
         files=files,
-        keepsakes=keepsakes_of(folder),
-        rows=rows_of(policy),
+        pass_through=pass_through_of(folder),
+        rows=tensor_map(policy),
         specs={name: files.spec(name) for name in names},
         natives=lambda: files.stream(names, what="convert"),
         used=len(names),
     )
 
 
-def _open_published(opened: PublishedFolder, choices: Choices) -> Source:
+def _open_published(opened: PublishedFolder, choices: PublishedOptions) -> PolicySource:
     config = config_of(opened, choices)
     tokenizer = PromptTokenizer.from_file(opened.folder / "tokenizer.json", pad_id=config.token_count)
-    policy, files = on_meta(config, tokenizer), opened.files
-    rows = rows_of(policy)
+    policy, files = build_on_meta(config, tokenizer), opened.files
+    rows = tensor_map(policy)
     refused = [
         prefix for prefix, wanted in ((PROPRIO, choices.proprio), (CRITIC, choices.critic)) if not wanted
     ]
     left_out = {name for name in files.names() if name.startswith(tuple(refused))}
     used = check_published(files, policy, leave_out=left_out)
     empty = ((name, files.spec(name).empty()) for name in used)
-    return Source(
+    return PolicySource(
         folder=opened.folder,
         layout="openvla",
         config=config,
         tokenizer=tokenizer,
         files=files,
-        keepsakes=Keepsakes(
+        pass_through=PassThroughFiles(
             unused=files, fields=opened.fields, statistics=opened.statistics, carried=opened.folder
         ),
         rows=rows,
@@ -253,29 +255,29 @@ def _open_published(opened: PublishedFolder, choices: Choices) -> Source:
     )
 
 
-def _retyped(source: Source, dtype: torch.dtype | None) -> tuple[dict[str, Spec], OpenVLAOFTConfig]:
+def _retyped(source: PolicySource, dtype: torch.dtype | None) -> tuple[dict[str, Spec], OpenVLAOFTConfig]:
     if dtype is None:
         return dict(source.specs), source.config
     specs = {name: Spec(dtype, spec.shape) for name, spec in source.specs.items()}
     return specs, dataclasses.replace(source.config, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
 
 
-def _kept(config: OpenVLAOFTConfig, keepsakes: Keepsakes) -> list[str]:
-    if keepsakes.unused is None:
+def _kept(config: OpenVLAOFTConfig, pass_through: PassThroughFiles) -> list[str]:
+    if pass_through.unused is None:
         return []
-    return [name for name in dropped_tensors(config) if name in keepsakes.unused.names()]
+    return [name for name in dropped_tensors(config) if name in pass_through.unused.names()]
 
 
-def _write_keepsakes(folder: Path, config: OpenVLAOFTConfig, keepsakes: Keepsakes) -> None:
+def _write_keepsakes(folder: Path, config: OpenVLAOFTConfig, pass_through: PassThroughFiles) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    unused, kept = keepsakes.unused, _kept(config, keepsakes)
+    unused, kept = pass_through.unused, _kept(config, pass_through)
     if unused is not None and kept:
         specs = {name: unused.spec(name) for name in kept}
         write_file(folder / UNUSED, specs, ((name, unused.read(name)) for name in kept))
-    if keepsakes.statistics:
-        write_json(folder / STATISTICS, statistics_to_write(config, keepsakes.statistics))
-    if keepsakes.carried is not None:
+    if pass_through.statistics:
+        write_json(folder / STATISTICS, statistics_to_write(config, pass_through.statistics))
+    if pass_through.carried is not None:
         carried = folder / CARRIED
         carried.mkdir(exist_ok=True)
-        carry(keepsakes.carried, carried)
-        write_json(carried / "config.json", keepsakes.fields)
+        copy_foreign_files(pass_through.carried, carried)
+        write_json(carried / "config.json", pass_through.fields)

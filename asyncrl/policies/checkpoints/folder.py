@@ -23,14 +23,14 @@ from asyncrl.policies.checkpoints.published_names import (
     dropped_tensors,
     native_specs,
     published_specs,
-    rows_of,
+    tensor_map,
     to_native,
 )
 from asyncrl.policies.checkpoints.published_policy import (
     CRITIC,
     MODEL_TYPE,
     PROPRIO,
-    Keepsakes,
+    PassThroughFiles,
     PublishedFolder,
     read_statistics,
     write_published,
@@ -107,7 +107,9 @@ def load_policy(
     """
     folder = Path(folder)
     config = read_config(folder)
-    policy = on_meta(config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count))
+    policy = build_on_meta(
+        config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
+    )
     files, expected = WeightFiles(folder), native_specs(policy)
     critic = _has_critic(files)
     files.check({n: s.shape for n, s in expected.items() if critic or not n.startswith(CRITIC)})
@@ -169,8 +171,8 @@ def load_openvla(
     key = opened.statistics_key(norm_key)
     config = dataclasses.replace(config, norm_key=key, norm_stats=opened.action_stats())
     tokenizer = PromptTokenizer.from_file(opened.folder / "tokenizer.json", pad_id=config.token_count)
-    policy = on_meta(config, tokenizer)
-    rows, files = rows_of(policy), opened.files
+    policy = build_on_meta(config, tokenizer)
+    rows, files = tensor_map(policy), opened.files
     side = set() if any(row[1].startswith(PROPRIO) for row in rows) else set(files.extra)
     if side:
         _log.warning("%s has a proprioception projector, but the configuration has no proprio_dim", folder)
@@ -195,7 +197,7 @@ def check_published(
     Raises:
         CheckpointError: a tensor is missing, unknown or misshapen.
     """
-    used = {n: s.shape for n, s in published_specs(rows_of(policy), native_specs(policy)).items()}
+    used = {n: s.shape for n, s in published_specs(tensor_map(policy), native_specs(policy)).items()}
     if not _has_critic(files):
         used = {name: shape for name, shape in used.items() if not name.startswith(CRITIC)}
     unused = dropped_tensors(policy.config)
@@ -208,7 +210,7 @@ def export_openvla(
     policy: OpenVLAOFT,
     folder: str | Path,
     *,
-    keepsakes: Keepsakes | None = None,
+    pass_through: PassThroughFiles | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the published layout, all its tensors included, in `config.dtype`; adapters are merged.
@@ -216,7 +218,7 @@ def export_openvla(
     Args:
         policy: Any device.
         folder: Created when missing.
-        keepsakes: What the policy came from (`conversion.keepsakes_of` reads it from a folder); without, the
+        pass_through: What the policy came from (`conversion.pass_through_of` reads it from a folder); without, the
             tensors that never matter are zeros, and the files that only other stacks read are missing.
         shard_bytes: Size above which a further weight file is begun.
     """
@@ -224,10 +226,10 @@ def export_openvla(
         Path(folder),
         policy.config,
         policy.tokenizer,
-        rows_of(policy),
+        tensor_map(policy),
         {name: Spec(policy.config.torch_dtype, spec.shape) for name, spec in native_specs(policy).items()},
         merged_tensors(policy),
-        keepsakes=keepsakes or Keepsakes(),
+        pass_through=pass_through or PassThroughFiles(),
         shard_bytes=shard_bytes,
     )
 
@@ -235,7 +237,7 @@ def export_openvla(
 # --- filling ------------------------------------------------------------------
 
 
-def on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenVLAOFT:
+def build_on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenVLAOFT:
     """A policy whose weights take no memory."""
     with torch.device("meta"):
         return build_policy_model(config, tokenizer)

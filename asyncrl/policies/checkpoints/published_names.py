@@ -30,11 +30,11 @@ _WHOLE, _DINO_PLACES, _SIGLIP_PLACES, _CLASS_PLACE = "whole", "dino places", "si
 _PLACES: Final = "vision.dino.embeddings.position_embeddings"
 _TIMM_CLASS: Final = "vision_backbone.featurizer.cls_token"
 _QKV: Final = ("q", "k", "v")
-Row = tuple[str, str, str]
+TensorMapping = tuple[str, str, str]
 """Our name, published name, part of the published tensor."""
 
 
-def _tower_rows(config: OpenVLAOFTConfig) -> Iterator[Row]:
+def _tower_rows(config: OpenVLAOFTConfig) -> Iterator[TensorMapping]:
     dino, timm = "vision.dino.", "vision_backbone.featurizer."
     yield dino + "embeddings.cls_token", timm + "cls_token", _WHOLE
     yield dino + "embeddings.register_tokens", timm + "reg_token", _WHOLE
@@ -56,7 +56,7 @@ def _tower_rows(config: OpenVLAOFTConfig) -> Iterator[Row]:
         )
 
 
-def _block_rows(ours: str, theirs: str, names: Mapping[str, str], attention: str) -> Iterator[Row]:
+def _block_rows(ours: str, theirs: str, names: Mapping[str, str], attention: str) -> Iterator[TensorMapping]:
     for kind in ("weight", "bias"):
         for mine, published in names.items():
             yield f"{ours}{mine}.{kind}", f"{theirs}{published}.{kind}", _WHOLE
@@ -64,7 +64,7 @@ def _block_rows(ours: str, theirs: str, names: Mapping[str, str], attention: str
             yield f"{ours}{attention}.{part}_proj.{kind}", f"{theirs}attn.qkv.{kind}", part
 
 
-def rows_of(policy: OpenVLAOFT) -> list[Row]:
+def tensor_map(policy: OpenVLAOFT) -> list[TensorMapping]:
     """One row per native parameter, in the order that parts of one published tensor are joined."""
     rows = list(_tower_rows(policy.config))
     for name in native_names(policy):
@@ -77,7 +77,7 @@ def rows_of(policy: OpenVLAOFT) -> list[Row]:
     return rows
 
 
-def qkv_rows(rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+def qkv_rows(rows: Sequence[TensorMapping]) -> dict[str, tuple[str, ...]]:
     """Our three layers, in order, by the published layer that is all of them; names without `.weight`."""
     layers: dict[str, tuple[str, ...]] = {}
     for ours, theirs, part in rows:
@@ -126,17 +126,19 @@ def native_specs(policy: OpenVLAOFT) -> dict[str, Spec]:
     }
 
 
-def published_specs(rows: Sequence[Row], natives: Mapping[str, Spec]) -> dict[str, Spec]:
+def published_specs(rows: Sequence[TensorMapping], natives: Mapping[str, Spec]) -> dict[str, Spec]:
     """Type and shape of what `to_published` gives, in its order; reads nothing."""
     empty = ((name, spec.empty()) for name, spec in natives.items())
     return {name: Spec(t.dtype, tuple(t.shape)) for name, t in to_published(rows, empty)}
 
 
-def to_native(rows: Sequence[Row], published: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def to_native(
+    rows: Sequence[TensorMapping], published: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Our tensors from published ones, one by one; parts of one tensor share its memory.
 
     Args:
-        rows: See `rows_of`.
+        rows: See `tensor_map`.
         published: Only names that the rows have.
     """
     parts: dict[str, list[tuple[str, str]]] = {}
@@ -147,14 +149,16 @@ def to_native(rows: Sequence[Row], published: Iterable[tuple[str, Tensor]]) -> I
             yield ours, _native_part(tensor, part)
 
 
-def to_published(rows: Sequence[Row], natives: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def to_published(
+    rows: Sequence[TensorMapping], natives: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Published tensors from ours, each as soon as its parts are there; without those never used.
 
     Args:
-        rows: See `rows_of`.
+        rows: See `tensor_map`.
         natives: All of ours, in any order: parts wait in memory until the last one comes.
     """
-    sources: dict[str, list[Row]] = {}
+    sources: dict[str, list[TensorMapping]] = {}
     for row in [*rows, (_PLACES, _TIMM_CLASS, _CLASS_PLACE)]:
         sources.setdefault(row[1], []).append(row)
     feeds: dict[str, list[str]] = {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.checkpoints.published_names import (
-    Row,
+    TensorMapping,
     dropped_tensors,
     modern_name,
     published_config,
@@ -223,7 +223,7 @@ def conventions_of(fields: Mapping[str, Any]) -> tuple[OpenVLAOFTConfig | None, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keepsakes:
+class PassThroughFiles:
     """What a policy came from and does not use itself; given back on export."""
 
     unused: WeightFiles | None = None
@@ -240,11 +240,11 @@ def write_published(
     folder: Path,
     config: OpenVLAOFTConfig,
     tokenizer: PromptTokenizer,
-    rows: Sequence[Row],
+    rows: Sequence[TensorMapping],
     specs: Mapping[str, Spec],
     natives: Iterable[tuple[str, Tensor]],
     *,
-    keepsakes: Keepsakes,
+    pass_through: PassThroughFiles,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the published layout, tensor by tensor.
@@ -253,30 +253,30 @@ def write_published(
         folder: Created when missing; what it has under the same names is replaced.
         config: Of the policy.
         tokenizer: Of the policy.
-        rows: See `published.rows_of`.
+        rows: See `published.tensor_map`.
         specs: Of the native tensors, in the order in which they come.
         natives: All parameters by stable name, adapters merged.
-        keepsakes: What the policy came from.
+        pass_through: What the policy came from.
         shard_bytes: Size above which a further weight file is begun.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kind = specs["lm_head.weight"].dtype
     used = published_specs(rows, specs)
-    unused = _unused_specs(config, keepsakes.unused, kind)
-    stream = chain(to_published(rows, natives), _unused_tensors(unused, keepsakes.unused))
+    unused = _unused_specs(config, pass_through.unused, kind)
+    stream = chain(to_published(rows, natives), _unused_tensors(unused, pass_through.unused))
     write_folder(folder, used | unused, stream, shard_bytes=shard_bytes)
-    statistics = statistics_to_write(config, keepsakes.statistics)
+    statistics = statistics_to_write(config, pass_through.statistics)
     section = {key: value for key, value in config.to_json().items() if key != "norm_stats"}
-    fields = dict(keepsakes.fields) or published_config(config)
+    fields = dict(pass_through.fields) or published_config(config)
     fields |= {"norm_stats": statistics, "torch_dtype": str(kind).removeprefix("torch."), SECTION: section}
     write_json(folder / STATISTICS, statistics)
     write_json(folder / "config.json", fields)
     write(folder / "tokenizer.json", tokenizer.save)
-    if keepsakes.carried is not None:
-        carry(keepsakes.carried, folder)
+    if pass_through.carried is not None:
+        copy_foreign_files(pass_through.carried, folder)
 
 
-def carry(source: Path, folder: Path) -> int:
+def copy_foreign_files(source: Path, folder: Path) -> int:
     """Copy the small files that only other stacks read; returns how many."""
     chosen = [
         file

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.language import read
-from asyncrl.policies.openvla.parallel import Choice, OpenVLAOFT
+from asyncrl.policies.openvla.parallel import OpenVLAOFT, SampledTokens
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.policies.sampling import action_distribution, take_tokens
 
@@ -46,7 +46,9 @@ class OpenVLA(OpenVLAOFT):
             mask = nn.functional.pad(mask, (0, spoken.shape[1]), value=1)
         return torch.cat([embeddings, spoken], dim=1), mask, last_prompt
 
-    def choose(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
+    def choose(
+        self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
+    ) -> SampledTokens:
         """Choose one token after the other; token k takes uniform k. See `OpenVLAOFT.choose`.
 
         The cache of keys and values grows by one place per token: no shape depends on numbers, so the whole
@@ -65,7 +67,7 @@ class OpenVLA(OpenVLAOFT):
             tokens.append(
                 take_tokens(logprobs[-1], None if uniforms_BK is None else uniforms_BK[:, k : k + 1])
             )
-        return Choice(torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), prompt_B1D)
+        return SampledTokens(torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), prompt_B1D)
 
     def _read(self, embeddings: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
         """Read some more places; the final hidden state ``[B, 1, D]`` of the last one."""

@@ -41,7 +41,7 @@ from asyncrl.policies.sampling import (
 )
 
 
-class Choice(NamedTuple):
+class SampledTokens(NamedTuple):
     """What a policy chose, still on the device."""
 
     tokens: Tensor
@@ -176,7 +176,9 @@ class OpenVLAOFT(nn.Module):
         hidden_BSD = read(self.llm, embeddings_BSD, mask_BS, causal=self.config.causal)
         return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]
 
-    def choose(self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None) -> Choice:
+    def choose(
+        self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
+    ) -> SampledTokens:
         """Choose the tokens of a decision: on the device alone, with shapes as in `readout`.
 
         Args:
@@ -186,7 +188,7 @@ class OpenVLAOFT(nn.Module):
         """
         hidden_BKD = self.readout(inputs)
         logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
-        return Choice(take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)
+        return SampledTokens(take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)
 
     def value_of(self, hidden_BKD: Tensor, *, critic_through_policy: bool = False) -> Tensor | None:
         """Critic's values ``[B, V]`` float32, read at the last prompt token."""
@@ -274,7 +276,7 @@ class OpenVLAOFT(nn.Module):
             actions = action_tokens.unnormalise(actions, self.config.norm_stats[self.config.norm_key])
         return action_tokens.with_gripper(actions, self.config.gripper)
 
-    def param_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
+    def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
         """Optimizer groups of everything trainable: `policy` at `lr`, the critic (`value`) at `value_lr`."""
         trainable = self.trainable_parameters()
         value = [p for name, p in trainable.items() if name.startswith("value_head.")]

@@ -38,7 +38,7 @@ class Decoder(Protocol):
         """Draw the next frames of `B` videos; see `wan_vae.decode_step`."""
         ...
 
-    def speed_up(self) -> None:
+    def compile(self) -> None:
         """Compile for one fixed batch size."""
         ...
 
@@ -55,7 +55,7 @@ class FullDecoder:
         layers = decode_layers if latents_BZFhw.shape[2] == 1 else self._layers
         return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
 
-    def speed_up(self) -> None:
+    def compile(self) -> None:
         """Compile the layers into one graph."""
         self._layers = torch.compile(decode_layers, fullgraph=True, dynamic=False)
 
@@ -185,7 +185,7 @@ class TinyDecoder(nn.Module):
         frames = frames[:, :, -1:] if cache is None else frames
         return (frames.clamp(-1, 1) if clamp else frames), after
 
-    def speed_up(self) -> None:
+    def compile(self) -> None:
         """Compile for one fixed batch size; `decode` is not `forward`, so `compile` would not do."""
         self._stream = torch.compile(self._run, fullgraph=True, dynamic=False)
 

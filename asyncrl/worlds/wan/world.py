@@ -164,7 +164,7 @@ class WanWorld:
             block.compile(fullgraph=True, dynamic=False)
         if self.device.type == "cuda":
             self._velocity = CudaGraphed(self.transformer)
-        self.decoder.speed_up()
+        self.decoder.compile()
         self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
 
