@@ -141,7 +141,7 @@ def act(number: int, size: str, endpoint: str, keys: Path | None, start: Barrier
             port.push(replace(episode, episode_id=new_id, group_id=grant.group_id, actor=name))
         grant = None
     port.close(300.0)
-    done.put(
+    done.write_rows(
         (began, time.monotonic(), groups * sum(getattr(e, a).nbytes for e in made for a in EPISODE_ARRAYS))
     )
 

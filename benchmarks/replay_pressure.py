@@ -79,7 +79,7 @@ def act(
             offered += settings.group_size
             busy += time.monotonic() - began
     except RunStopped:
-        made.put((offered, busy))
+        made.write_rows((offered, busy))
 
 
 def keep(settings: Settings, endpoint: str, folder: str) -> None:

@@ -36,7 +36,7 @@ from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.rewards.files import load_reward
 from asyncrl.rewards.resnet import RewardModel
 from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
-from asyncrl.worlds.start_states import load_start_states, pick
+from asyncrl.worlds.start_states import load_start_states, start_state_at
 from asyncrl.worlds.wan.files import load_world
 from asyncrl.worlds.wan.tiny_decoder import Decoder, TinyDecoder, TinyDecoderConfig, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
@@ -247,7 +247,7 @@ def write_script(settings: Settings, networks: Networks) -> tuple[Script, list[T
 
 def _first_starts(settings: Settings) -> list[StartState]:
     states = load_start_states(start_states_path(settings.start_states, settings.world))
-    return [pick(states, settings.seed, n) for n in range(settings.episodes)]
+    return [start_state_at(states, settings.seed, n) for n in range(settings.episodes)]
 
 
 def random_starts(count: int, size: int) -> list[StartState]:

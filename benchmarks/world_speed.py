@@ -26,7 +26,7 @@ from pace import Rate, commit, counted, heading, matmul_rate, randomised, second
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae, encode_step, lay_channels_last
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae, encode_step, use_channels_last
 from asyncrl.worlds.wan.world import WanState, WanWorld
 
 
@@ -71,7 +71,7 @@ def build(settings: Settings, device: torch.device) -> WanWorld:
     transformer: Any = randomised(transformer, device, dtype)
     vae: Any = randomised(vae, device, dtype)
     transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
-    lay_channels_last(vae)
+    use_channels_last(vae)
     pixels = 64 if settings.tiny else 256
     return WanWorld(transformer, vae, image_size=pixels, schedule_steps=5, device=device, memory="frames")
 

@@ -56,7 +56,7 @@ def shared_messages(ring: RingWriter) -> list[Frames]:
         episode = make_episode(number, number % 2, image=size, video=number > 2)
         for _ in range(1 + (number == 4)):
             names = SHARED_ARRAYS[: 1 + number % 3]
-            offsets = {name: ring.put(getattr(episode, name)) for name in names}
+            offsets = {name: ring.to_device(getattr(episode, name)) for name in names}
             placed = {name: offset for name, offset in offsets.items() if offset is not None}
             found.append([bytes(frame) for frame in encode("episode", episode, placed)])
     return found

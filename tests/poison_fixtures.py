@@ -73,7 +73,7 @@ class RowState:
         rows = list(indices)
         return RowState(self.number[rows], self.decisions[rows], self.total[rows])
 
-    def put(self, indices: Sequence[int], other: RowState) -> RowState:
+    def write_rows(self, indices: Sequence[int], other: RowState) -> RowState:
         for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
             mine[list(indices)] = theirs
         return self

@@ -124,9 +124,9 @@ def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> No
 @given(st.lists(st.tuples(st.booleans(), st.integers(-3, 12))))
 def test_ranges_are_a_set(changes: list[tuple[bool, int]]) -> None:
     ranges, plain = Ranges(), set[int]()
-    for put, number in changes:
-        (ranges.add if put else ranges.discard)(number)
-        (plain.add if put else plain.discard)(number)
+    for to_device, number in changes:
+        (ranges.add if to_device else ranges.discard)(number)
+        (plain.add if to_device else plain.discard)(number)
         assert [n for n in range(-5, 15) if n in ranges] == sorted(plain)
         gaps = sum(n + 1 not in plain for n in plain)
         assert len(ranges._begins) == len(ranges._ends) == gaps

@@ -153,7 +153,7 @@ def test_only_pictures_may_lie_in_the_ring(writer: RingWriter) -> None:
     """A hostile actor may write to the ring after the check, so nothing with rules may lie there."""
     reader, sent = RingReader(writer.announcement()), make_episode(versions=(0,) * 300)
     content = np.frombuffer(sent.logprobs.tobytes(), np.uint8)
-    offset = writer.put(content)
+    offset = writer.to_device(content)
     assert offset is not None
     with pytest.raises(WireError, match="logprobs cannot lie"):
         decode(encode("episode", sent, {"logprobs": offset}), reader)

@@ -39,7 +39,7 @@ def fulfils(simulator, seed, noise, grasp_offset):
     return any(simulator.step(expert.act(simulator)).success for _ in range(MAX_STEPS))
 
 
-def put(simulator, cube, plate):
+def to_device(simulator, cube, plate):
     """Set a cube down on a plate by hand, and let it come to rest."""
     x, y, _ = simulator.plate_position(plate)
     height = scene.PLATE_HEIGHT + scene.CUBE_HALF
@@ -110,14 +110,14 @@ def test_only_the_named_cube_on_the_named_plate_is_a_success():
         for cube in range(2):
             for plate in range(2):
                 simulator.reset(seed)
-                put(simulator, cube, plate)
+                to_device(simulator, cube, plate)
                 assert simulator.success == (cube == simulator.cube and plate == simulator.plate)
 
 
 def test_a_cube_that_is_still_held_is_no_success():
     simulator = Tabletop(render=False)
     simulator.reset(0)
-    put(simulator, simulator.cube, simulator.plate)
+    to_device(simulator, simulator.cube, simulator.plate)
     assert simulator.success
     assert not simulator.step(np.array([0, 0, 0, 0, 0, 0, 1.0])).success
 

@@ -20,7 +20,7 @@ from asyncrl.config.run import ImaginationSettings
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.records import StartState
-from asyncrl.worlds.start_states import StartStateStream, load_start_states, pick, save_start_states
+from asyncrl.worlds.start_states import StartStateStream, load_start_states, save_start_states, start_state_at
 from asyncrl.worlds.wan.files import load_world, save_world
 from asyncrl.worlds.wan.flow_matching import (
     CONTEXT_SIGMA,
@@ -419,7 +419,7 @@ def test_slots_with_memory_in_frames_can_be_refilled(world: WanWorld) -> None:
     exact = WanWorld(world.transformer, world.vae, image_size=64, schedule_steps=2, memory="frames")
     _, state = exact.imagine(exact.start([start_state(1), start_state(2)]), some_actions(2), [1, 2])
     kept = state.select([0])
-    state.put([1], exact.start([start_state(3)]))
+    state.write_rows([1], exact.start([start_state(3)]))
     actions = some_actions(2, seed=9)
     mixed, _ = exact.imagine(state, actions, [3, 4])
     goes_on, _ = exact.imagine(kept, actions[:1], [3])
@@ -471,7 +471,7 @@ def test_slots_do_not_see_their_neighbours(world: WanWorld) -> None:
 def test_a_refilled_slot_starts_afresh_and_the_other_goes_on(world: WanWorld) -> None:
     first, state = world.imagine(world.start([start_state(1), start_state(2)]), some_actions(2), [1, 2])
     kept = state.select([0])
-    state.put([1], world.start([start_state(3)]))
+    state.write_rows([1], world.start([start_state(3)]))
     actions = some_actions(2, seed=9)
     mixed, _ = world.imagine(state, actions, [3, 4])
     goes_on, _ = world.imagine(kept, actions[:1], [3])
@@ -486,7 +486,7 @@ def test_put_changes_neither_the_source_nor_older_states(world: WanWorld) -> Non
     anchor = before.anchor.clone()
     _, after = world.imagine(before, some_actions(2), [1, 2])
     other = world.start([start_state(3)])
-    assert after.put([0], other) is after
+    assert after.write_rows([0], other) is after
     assert torch.equal(before.anchor, anchor)
     assert torch.equal(after.anchor[:1], other.anchor)
     assert torch.equal(after.select([1, 0]).anchor, after.anchor.flip(0))
@@ -497,9 +497,9 @@ def test_a_slot_can_be_refilled_whether_or_not_it_was_filled_in_inference_mode(w
     with torch.inference_mode():
         _, state = world.imagine(world.start([start_state(1)]), some_actions(1), [1])
     fresh = world.start([start_state(2)])
-    assert torch.equal(state.put([0], fresh).anchor, fresh.anchor)
+    assert torch.equal(state.write_rows([0], fresh).anchor, fresh.anchor)
     with torch.inference_mode():
-        assert torch.equal(fresh.put([0], world.start([start_state(3)])).anchor, fresh.anchor)
+        assert torch.equal(fresh.write_rows([0], world.start([start_state(3)])).anchor, fresh.anchor)
 
 
 def test_actions_may_come_as_read_only_arrays(world: WanWorld) -> None:
@@ -724,8 +724,8 @@ def test_a_stream_visits_every_start_state_once_per_turn_and_can_be_continued() 
     later = StartStateStream(states, seed=3, offset=7)
     assert [next(later).name for _ in range(8)] == names[7:]
     assert (stream.position, later.position) == (15, 15)
-    assert [pick(states, 3, n).name for n in range(15)] == names
-    assert [pick(states, 4, n).name for n in range(15)] != names
+    assert [start_state_at(states, 3, n).name for n in range(15)] == names
+    assert [start_state_at(states, 4, n).name for n in range(15)] != names
 
 
 def test_a_stream_of_nothing_is_refused() -> None:

@@ -66,9 +66,9 @@ def _rank(
     )
     try:
         # As bytes: the queue itself would lend tensors from a process that has ended when they are read.
-        answers.put(pickle.dumps((rank, function(*arguments))))
+        answers.to_device(pickle.dumps((rank, function(*arguments))))
     except BaseException:
-        answers.put(pickle.dumps((rank, _Failed(f"rank {rank}: {traceback.format_exc()}"))))
+        answers.to_device(pickle.dumps((rank, _Failed(f"rank {rank}: {traceback.format_exc()}"))))
         sys.stderr.flush()
     finally:
         dist.destroy_process_group()

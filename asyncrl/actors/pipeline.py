@@ -74,7 +74,7 @@ class Stage(Generic[State]):
             self._state, self._rows = fresh, list(places)
             return
         self._arrange(sorted({*self._rows, *places}))
-        self._state = self._state.put([self._rows.index(place) for place in places], fresh)
+        self._state = self._state.write_rows([self._rows.index(place) for place in places], fresh)
 
     def keep(self, places: Sequence[int]) -> None:
         """Forget all rows but those of `places`, ascending: from now on these are the rows."""
@@ -99,7 +99,7 @@ class Stage(Generic[State]):
             self._state = after
         else:
             assert self._state is not None
-            self._state = self._state.put([self._rows.index(place) for place in places], after)
+            self._state = self._state.write_rows([self._rows.index(place) for place in places], after)
 
     def _arrange(self, rows: list[int]) -> None:
         if rows != self._rows:

@@ -107,7 +107,7 @@ def _episodes(config: Decoder, world: WanWorld, device: torch.device) -> tuple[I
     from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.worlds.start_states import load_start_states, pick
+    from asyncrl.worlds.start_states import load_start_states, start_state_at
 
     policy = load_policy(policy_folder(config.policy), device=device, dtype=_dtype(device)).eval()
     place = start_states_path(config.start_states, config.world)
@@ -128,7 +128,7 @@ def _episodes(config: Decoder, world: WanWorld, device: torch.device) -> tuple[I
                 world,
                 policy,
                 SamplingParams(temperature=config.temperature, top_k=0),
-                [pick(own, seed, n) for n in range(count)],
+                [start_state_at(own, seed, n) for n in range(count)],
                 decisions=config.decisions,
                 batch=config.imagine_batch,
                 seed=seed,

@@ -20,7 +20,7 @@ def to_uint8(pictures: Tensor) -> Tensor:
     return ((pictures.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
-def put(array: NDArray[Any], device: torch.device) -> Tensor:
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to a device.
 
     On CUDA through page-locked memory: the copy is queued like a kernel and the host goes on. A copy from
@@ -44,4 +44,4 @@ def put(array: NDArray[Any], device: torch.device) -> Tensor:
 def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array that is kept: a tensor made in inference mode could not take part in a gradient later."""
     with torch.inference_mode(False):
-        return put(array, device)
+        return to_device(array, device)

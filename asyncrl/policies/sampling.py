@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.devices.tensors import put
+from asyncrl.devices.tensors import to_device
 from asyncrl.policies.interface import SamplingParams
 
 
@@ -79,7 +79,7 @@ def uniforms_for(
     """`row_uniforms` on the device, copied without waiting; None at temperature 0, which draws nothing."""
     if sampling.temperature == 0:
         return None
-    return put(row_uniforms(seeds, count).numpy(), device)
+    return to_device(row_uniforms(seeds, count).numpy(), device)
 
 
 def take_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncrl.devices.tensors import put, to_signed
+from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError
 
 
@@ -162,7 +162,7 @@ class RewardModel:
         """
         self.config.check_tasks(tasks)
         ids = [self._ids.get(task, 0) for task in tasks]
-        return put(np.array(ids, np.int64), self.device)
+        return to_device(np.array(ids, np.int64), self.device)
 
     @torch.no_grad()
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:

@@ -37,7 +37,7 @@ class WorldState(Protocol):
         """Return a state of its own that holds copies of the rows `indices`, in that order."""
         ...
 
-    def put(self: State, indices: Sequence[int], other: State) -> State:
+    def write_rows(self: State, indices: Sequence[int], other: State) -> State:
         """Write row k of `other` over row ``indices[k]`` of this state, in place, and return this state."""
         ...
 

@@ -130,7 +130,7 @@ def _shuffled(count: int, seed: int, turn: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng([seed, turn]).permutation(count).tolist())
 
 
-def pick(states: Sequence[StartState], seed: int, n: int) -> StartState:
+def start_state_at(states: Sequence[StartState], seed: int, n: int) -> StartState:
     """Return the n-th start state of the stream `seed`.
 
     Every state comes once, in random order, then every state again in another order. A pure function of its
@@ -153,7 +153,7 @@ class StartStateStream:
 
     def __getitem__(self, n: int) -> StartState:
         """Return element `n` without moving the stream."""
-        return pick(self.states, self.seed, n)
+        return start_state_at(self.states, self.seed, n)
 
     def __iter__(self) -> Iterator[StartState]:
         """Return the stream itself."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from asyncrl.devices.tensors import constant_to_device, put
+from asyncrl.devices.tensors import constant_to_device, to_device
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import normalise
 from asyncrl.policies.interface import PolicyInputs
@@ -49,7 +49,7 @@ def prepare_oft(frames: NDArray[np.uint8], size: int, device: torch.device) -> T
     with ThreadPoolExecutor(min(_THREADS, len(flat))) as pool:  # Pillow lets other threads run meanwhile
         for start in range(0, len(flat), _ROWS_AT_ONCE):
             decoded = np.stack(list(pool.map(through_jpeg, flat[start : start + _ROWS_AT_ONCE])))
-            parts.append(crop_centre(resize_lanczos3(put(decoded, device), size)))
+            parts.append(crop_centre(resize_lanczos3(to_device(decoded, device), size)))
     return torch.cat(parts).reshape(*frames.shape[:-3], size, size, 3)
 
 
@@ -163,8 +163,8 @@ def build_inputs(
     ids, mask = tokenizer.batch(tasks)
     return PolicyInputs(
         pixels=place_pictures(config, frames, device),
-        input_ids=put(ids.numpy(), device),
-        attention_mask=put(mask.numpy(), device),
+        input_ids=to_device(ids.numpy(), device),
+        attention_mask=to_device(mask.numpy(), device),
         padded=not bool(mask.all()),
         proprio=_place_proprio(config, proprio, len(tasks), device),
     )
@@ -174,7 +174,7 @@ def place_pictures(config: OpenVLAOFTConfig, frames: NDArray[np.uint8], device: 
     """``[..., H, W, 3]`` uint8 on the device, after the `image_pipeline` that the policy wants."""
     if config.image_pipeline == "oft":
         return prepare_oft(frames, config.image_size, device)
-    return put(frames, device)
+    return to_device(frames, device)
 
 
 def require_complete(config: OpenVLAOFTConfig, inputs: PolicyInputs) -> None:
@@ -227,4 +227,4 @@ def _place_proprio(
             f"it got {list(proprio.shape)}. Give the robot's state as in the data it was fine-tuned on."
         )
     bounds = config.proprio_bounds
-    return put(proprio.astype(np.float32) if bounds is None else normalise(proprio, bounds), device)
+    return to_device(proprio.astype(np.float32) if bounds is None else normalise(proprio, bounds), device)

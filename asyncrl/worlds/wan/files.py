@@ -18,7 +18,7 @@ from asyncrl.worlds.wan import published_world
 from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae, lay_channels_last
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
 from asyncrl.worlds.wan.world import WanWorld
 
 FORMAT: Final = "asyncrl-world-1"
@@ -92,7 +92,7 @@ class WorldFiles:
         # Not in the file: computed from the size.
         transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
         fill(vae, self.vae, rename=self.vae_name, dtype=kept, device=device)
-        lay_channels_last(vae)
+        use_channels_last(vae)
         return WanWorld(
             transformer.eval().requires_grad_(False),
             vae.eval().requires_grad_(False),

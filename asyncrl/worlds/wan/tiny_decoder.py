@@ -151,9 +151,9 @@ class TinyDecoder(nn.Module):
         self.widen = nn.ModuleList(nn.Conv2d(before, width, 1) for before, width in pairwise(widths))
         self.draw = nn.Conv2d(widths[-1], FRAMES_PER_LATENT * 3 * PATCH * PATCH, 3, padding=1)
         self._stream: Callable[[Tensor, Memory | None], tuple[Tensor, Memory]] = self._run
-        self.lay_channels_last()
+        self.use_channels_last()
 
-    def lay_channels_last(self) -> None:
+    def use_channels_last(self) -> None:
         """Store the convolutions' weights in the layout that they compute in."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -291,5 +291,5 @@ def load_decoder(
             f"world's. Fit it again: asyncrl fit decoder --world {folder}."
         )
     fill(decoder, TensorFiles([folder / WEIGHTS]), dtype=dtype, device=device)
-    decoder.lay_channels_last()
+    decoder.use_channels_last()
     return decoder.eval().requires_grad_(False)

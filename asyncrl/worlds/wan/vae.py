@@ -20,7 +20,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, patchify, unpatchify
 from torch import Tensor, nn
 
-from asyncrl.worlds.wan.vae_layers import Layers, decode_layers, encode_layers, laid_out
+from asyncrl.worlds.wan.vae_layers import Layers, channels_last, decode_layers, encode_layers
 
 SPATIAL: Final = 16
 """Pixels per latent pixel."""
@@ -110,7 +110,7 @@ class WanVae(AutoencoderKLWan):
             scale_factor_spatial=SPATIAL,
         )
         self.size = size
-        lay_channels_last(self)
+        use_channels_last(self)
 
     def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """Use another mean and standard deviation of the raw latents, ``[Z]`` each."""
@@ -118,7 +118,7 @@ class WanVae(AutoencoderKLWan):
         self.register_to_config(latents_mean=list(mean), latents_std=list(std))
 
 
-def lay_channels_last(vae: WanVae) -> None:
+def use_channels_last(vae: WanVae) -> None:
     """Store convolution weights channels last: the decoder takes a third less time and computes the same."""
     for module in vae.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d):
@@ -157,7 +157,7 @@ def encode_step(
     if frames != 1 if cache is None else frames % 4:
         raise ValueError(f"a video is encoded as 1 frame, then groups of 4; got {frames} frames")
     x = patchify(frames_B3THW.to(vae.dtype), 2)
-    moments, after = layers(vae.encoder, laid_out(x), cache)
+    moments, after = layers(vae.encoder, channels_last(x), cache)
     mode = vae.quant_conv(moments)[:, : vae.size.z_dim]
     mean, std = _statistics_for(vae, mode)
     return (mode - mean) / std, list(after)
@@ -187,7 +187,7 @@ def decode_step(
         raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
     raw = latents_BZFhw.to(vae.dtype)
     mean, std = _statistics_for(vae, raw)
-    x, after = layers(vae.decoder, laid_out(vae.post_quant_conv(raw * std + mean)), cache)
+    x, after = layers(vae.decoder, channels_last(vae.post_quant_conv(raw * std + mean)), cache)
     frames = unpatchify(x, 2)
     return (frames.clamp(-1, 1) if clamp else frames), list(after)
 

@@ -37,15 +37,15 @@ class _Step:
         """Return what this layer remembers: zeros like two frames of `x` at the beginning of a video."""
         if self._before is None:
             shape = (x.shape[0], x.shape[1], MEMORY_FRAMES, x.shape[3], x.shape[4])
-            return laid_out(torch.zeros(shape, dtype=x.dtype, device=x.device))
+            return channels_last(torch.zeros(shape, dtype=x.dtype, device=x.device))
         return next(self._before)
 
     def remember(self, frames: Tensor) -> None:
         """Keep the last two of `frames` ``[B, C, T >= 2, h, w]`` for the next step."""
-        self.after.append(laid_out(frames[:, :, -MEMORY_FRAMES:].clone()))
+        self.after.append(channels_last(frames[:, :, -MEMORY_FRAMES:].clone()))
 
 
-def laid_out(frames: Tensor) -> Tensor:
+def channels_last(frames: Tensor) -> Tensor:
     """``[B, C, T, h, w]`` with the channels last in memory, as the convolutions want them."""
     return frames.contiguous(memory_format=torch.channels_last_3d)
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.devices.cuda_graph import CudaGraphed
-from asyncrl.devices.tensors import put, to_signed, to_uint8
+from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
 from asyncrl.worlds.wan.flow_matching import sampling_sigmas
@@ -78,13 +78,13 @@ class WanState:
 
     def select(self, indices: Sequence[int]) -> WanState:
         """Return a state of its own that holds copies of the rows `indices`, in that order."""
-        rows = put(np.array(indices, np.int64), self.anchor.device)
+        rows = to_device(np.array(indices, np.int64), self.anchor.device)
         return self._like([tensor.index_select(0, rows) for tensor in self._tensors()])
 
     @torch.inference_mode()  # in place on tensors that may or may not have been made in inference mode
-    def put(self, indices: Sequence[int], other: WanState) -> WanState:
+    def write_rows(self, indices: Sequence[int], other: WanState) -> WanState:
         """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
-        rows = put(np.array(indices, np.int64), self.anchor.device)
+        rows = to_device(np.array(indices, np.int64), self.anchor.device)
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.index_copy_(0, rows, theirs.to(mine))
         return self
@@ -182,7 +182,7 @@ class WanWorld:
         """
         clips = np.stack([_opening_frames(state, self.image_size) for state in states])
         actions = np.stack([_opening_actions(state) for state in states])
-        video = to_signed(put(clips, self.device)).permute(0, 4, 1, 2, 3)
+        video = to_signed(to_device(clips, self.device)).permute(0, 4, 1, 2, 3)
         anchor, seen = encode_step(self.vae, video[:, :, :1], None)
         memory, _ = encode_step(self.vae, video[:, :, 1:], seen)
         anchor, memory = anchor.float(), memory.float()
@@ -192,7 +192,7 @@ class WanWorld:
         return WanState(
             anchor=anchor,
             memory=memory,
-            last_actions=put(actions, self.device),
+            last_actions=to_device(actions, self.device),
             finite=_finite_rows(anchor) & _finite_rows(memory),
             cache=cache,
             encoder_cache=seen if self.memory == "frames" else [],
@@ -230,7 +230,7 @@ class WanWorld:
             window = torch.cat([state.memory, new_BZ2hw], dim=2)
             frames, _ = self.decoder.decode(window, state.cache)
             frames, cache = frames[:, :, CONTEXT:], [tensor.clone() for tensor in state.cache]
-            memory = self._seen_again(frames[:, :, -CONTEXT:], state.encoder_cache)
+            memory = self._reencode(frames[:, :, -CONTEXT:], state.encoder_cache)
         after = WanState(
             anchor=state.anchor.clone(),
             memory=memory,
@@ -241,7 +241,7 @@ class WanWorld:
         )
         return to_uint8(frames).permute(0, 2, 3, 4, 1).contiguous(), after
 
-    def _seen_again(self, frames_B3THW: Tensor, encoder_cache: Cache) -> Tensor:
+    def _reencode(self, frames_B3THW: Tensor, encoder_cache: Cache) -> Tensor:
         """Latent ``[B, Z, 1, h, w]`` of four frames as uint8 pixels, behind the first frame."""
         pixels = to_signed(to_uint8(frames_B3THW))
         return encode_step(self.vae, pixels, encoder_cache, layers=self._encoder_layers)[0].float()
@@ -251,7 +251,7 @@ class WanWorld:
         """Return the two new latents ``[B, Z, 2, h, w]`` float32 that `actions_B8A` lead to."""
         batch, channels, _, height, width = state.anchor.shape
         noise = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:]
-        new_BZ2hw = put(noise.numpy(), self.device)
+        new_BZ2hw = to_device(noise.numpy(), self.device)
         dummy, is_new = _constants(self.device)
         actions_BTA = torch.cat([dummy.expand(batch, 1, -1), state.last_actions, actions_B8A], dim=1)
         sigmas = sampling_sigmas(self.schedule_steps)
