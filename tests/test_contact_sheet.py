@@ -89,7 +89,7 @@ def test_clips_lie_in_rows_and_a_short_one_keeps_its_last_frame() -> None:
     small = movie[:, ::2, ::2, 0]
     np.testing.assert_array_equal(movie[..., 0], small.repeat(2, axis=1).repeat(2, axis=2))
     rest = [0, 0, 0]
-    assert small.tolist() == [[[1, 2, 3, 4], [shown, *rest]] for shown in (5, 6, 7)]
+    assert small.tolist() == [[[1, 2, 3, 4], [short_path, *rest]] for short_path in (5, 6, 7)]
 
 
 def test_another_suffix_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ def test_lerobot_folder_is_read_back(run_dir: Path) -> None:
     assert json.loads(tasks.schema.metadata[b"pandas"])["index_columns"] == ["task"]
     with av.open(str(out / info["video_path"].format(video_key=CAMERA, **place))) as container:
         assert int(container.streams.video[0].average_rate) == 20
-        shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    assert [frame.shape for frame in shown] == [(IMAGE, IMAGE, 3)] * 28
-    grey = [frame.astype(float).mean(axis=2).ravel() for frame in [*shown, episode_of(0, 1).frames[0]]]
+        short_path = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert [frame.shape for frame in short_path] == [(IMAGE, IMAGE, 3)] * 28
+    grey = [frame.astype(float).mean(axis=2).ravel() for frame in [*short_path, episode_of(0, 1).frames[0]]]
     alike = np.corrcoef(grey)[-1, :-1]
     assert alike.argmax() == 12, "the second episode begins at frame 12"
     assert alike.max() > 0.8

@@ -47,8 +47,8 @@ def test_a_kept_video_is_shown_frame_by_frame(
     assert "every imagined frame" in capsys.readouterr().out
     frames, episode = pictures_of(out), episode_of(0, 0)
     assert len(frames) == 17
-    for shown, stored in zip(frames, [episode.frames[0], *episode.video], strict=True):
-        centre = shown[TIMES // 2 : IMAGE * TIMES : TIMES, TIMES // 2 : IMAGE * TIMES : TIMES]
+    for short_path, stored in zip(frames, [episode.frames[0], *episode.video], strict=True):
+        centre = short_path[TIMES // 2 : IMAGE * TIMES : TIMES, TIMES // 2 : IMAGE * TIMES : TIMES]
         assert np.abs(centre.astype(int) - stored).mean() < 40  # Noise, after 256 colours or compression.
     assert all(frame.shape == frames[0].shape for frame in frames)
     assert frames[0].shape[0] > IMAGE * TIMES, "the text stands below the picture"
@@ -129,8 +129,8 @@ def test_the_sheet_shows_four_frames_of_each_episode(
     assert columns.min() == SPACE, "successes stand at the left"
     top = int(rows.min()) - 96  # The edge begins below the pictures of the first episode.
     times, episode = 96 // IMAGE, episode_of(0, 0)
-    shown = [episode.frames[0], episode.frames[0], episode.frames[1], episode.final_frame]
-    for place, frame in enumerate(shown):
+    short_path = [episode.frames[0], episode.frames[0], episode.frames[1], episode.final_frame]
+    for place, frame in enumerate(short_path):
         left = SPACE + place * (96 + 2)
         assert np.array_equal(sheet[top : top + 96 : times, left : left + 96 : times], frame)
     assert np.nonzero((sheet == RED).all(axis=2))[1].min() > columns.max()

@@ -58,7 +58,7 @@ def test_a_policy_that_no_world_can_train_is_refused_before_the_run_has_a_folder
         tmp_path, (OpenVLA if changes.get("decoding") else OpenVLAOFT)(OpenVLAOFTConfig.tiny(**changes))
     )
     assert cli.run("train", flags) == 2
-    shown = " ".join(capsys.readouterr().err.split())
-    assert "--policy cannot be trained" in shown
-    assert said in shown
+    short_path = " ".join(capsys.readouterr().err.split())
+    assert "--policy cannot be trained" in short_path
+    assert said in short_path
     assert not (tmp_path / "run").exists()

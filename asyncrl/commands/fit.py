@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from asyncrl.commands.fit_decoder import Decoder, fit_decoder_command
+from asyncrl.commands.fit_decoder import FitDecoder, fit_decoder_command
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.launch.placement import pick_device
 from asyncrl.storage.asset_paths import policy_folder
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fit:
+class _FitSettings:
     device: str = "auto"
     """cpu, cuda, or auto."""
     seed: int = 0
@@ -28,7 +28,7 @@ class _Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(_Fit):
+class FitPolicy(_FitSettings):
     """Behaviour cloning of a tiny OpenVLA-OFT policy."""
 
     data: tuple[Path, ...]
@@ -50,7 +50,7 @@ class Policy(_Fit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class World(_Fit):
+class FitWorld(_FitSettings):
     """The Wan autoencoder, then the action-conditioned Wan transformer on its latents, at tiny sizes."""
 
     data: tuple[Path, ...]
@@ -80,7 +80,7 @@ class World(_Fit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward(_Fit):
+class FitReward(_FitSettings):
     """The task-conditioned ResNet that judges whether a frame shows success."""
 
     data: tuple[Path, ...]
@@ -96,7 +96,7 @@ class Reward(_Fit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Starts:
+class FitStarts:
     """Start states for imagination: the first frames of recordings."""
 
     data: tuple[Path, ...]
@@ -110,13 +110,13 @@ class Starts:
 def main(arguments: list[str]) -> int:
     """Fit one kind of model."""
     config = tyro.cli(
-        Policy | World | Reward | Starts | Decoder,  # type: ignore[arg-type]
+        FitPolicy | FitWorld | FitReward | FitStarts | FitDecoder,  # type: ignore[arg-type]
         args=arguments,
         prog="asyncrl fit",
     )
     began = time.monotonic()
     _use_tensor_cores()
-    if isinstance(config, Decoder):
+    if isinstance(config, FitDecoder):
         fit_decoder_command(config)
     else:
         _fit_recordings(config)
@@ -124,19 +124,19 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _fit_recordings(config: Policy | World | Reward | Starts) -> None:
+def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts) -> None:
     print(f"reading {', '.join(map(str, config.data))}", flush=True)
     recordings = load_recordings(config.data)
     share = recordings.solved().mean()
     print(f"{len(recordings)} episodes, {len(recordings.frames)} frames, {share:.0%} solved", flush=True)
     match config:
-        case Policy():
+        case FitPolicy():
             fit_policy_command(config, recordings)
-        case World():
+        case FitWorld():
             fit_world_command(config, recordings)
-        case Reward():
+        case FitReward():
             fit_reward_command(config, recordings)
-        case Starts():
+        case FitStarts():
             write_starts(config, recordings)
 
 
@@ -147,7 +147,7 @@ def _use_tensor_cores() -> None:
     torch.set_float32_matmul_precision("high")
 
 
-def fit_policy_command(config: Policy, recordings: Recordings) -> None:
+def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
     """Clone the recordings and write the policy."""
     import torch
 
@@ -186,7 +186,7 @@ def redrawn(world: Path, recordings: Recordings, device: torch.device) -> np.nda
     return redraw(vae, encode_recordings(vae, recordings))
 
 
-def fit_world_command(config: World, recordings: Recordings) -> None:
+def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
     """Fit autoencoder and transformer (or refine the transformer) and write the world."""
     import torch
 
@@ -238,7 +238,7 @@ def fit_world_command(config: World, recordings: Recordings) -> None:
     print(f"world version {config.version} in {config.out}: weighted velocity error {loss:.4f}")
 
 
-def fit_reward_command(config: Reward, recordings: Recordings) -> None:
+def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
     """Fit the reward model into the world's folder."""
     import torch
 
@@ -265,7 +265,7 @@ def fit_reward_command(config: Reward, recordings: Recordings) -> None:
     print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
 
 
-def write_starts(config: Starts, recordings: Recordings) -> None:
+def write_starts(config: FitStarts, recordings: Recordings) -> None:
     """Write the first frame of each episode as a start state."""
     import numpy as np
 

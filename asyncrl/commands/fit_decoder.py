@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder:
+class FitDecoder:
     """A tiny decoder, distilled from the world's own on episodes that the world imagines."""
 
     world: str = "tabletop"
@@ -63,7 +63,7 @@ class Decoder:
                 raise ConfigError(f"--{flag} is {value}, but it counts from 1. Leave it out for the default.")
 
 
-def fit_decoder_command(config: Decoder) -> None:
+def fit_decoder_command(config: FitDecoder) -> None:
     """Imagine, distil, measure and write."""
     import torch
 
@@ -102,7 +102,7 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _episodes(config: Decoder, world: WanWorld, device: torch.device) -> tuple[Imagined, Imagined]:
+def _episodes(config: FitDecoder, world: WanWorld, device: torch.device) -> tuple[Imagined, Imagined]:
     """Episodes to learn from and, from other start states, to measure on."""
     from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.checkpoints.folder import load_policy
@@ -150,7 +150,7 @@ def _reward(folder: Path, tasks: set[str], device: torch.device) -> RewardModel 
 
 
 def _save(
-    config: Decoder, out: Path, world: WanWorld, decoder: TinyDecoder, likeness: Likeness, loss: float
+    config: FitDecoder, out: Path, world: WanWorld, decoder: TinyDecoder, likeness: Likeness, loss: float
 ) -> None:
     import torch
 

@@ -26,7 +26,7 @@ def banner(config: TrainConfig, run_dir: Path, processes: str, device: str) -> s
     """
     parts = (
         f"asyncrl {__version__}",
-        f"run {shown(run_dir)}",
+        f"run {short_path(run_dir)}",
         processes,
         f"world {config.world}",
         f"policy {config.policy}",
@@ -50,7 +50,7 @@ def final_summary(config: TrainConfig, run_dir: Path) -> str:
     """What was reached, where the newest checkpoint is, and the command that comes next."""
     rates = successes(run_dir / "metrics.jsonl")
     newest = checkpoint.latest(run_dir)
-    run = shlex.quote(shown(run_dir))
+    run = shlex.quote(short_path(run_dir))
     lines = [f"stopped after {len(rates)} of {config.updates} updates"] if len(rates) < config.updates else []
     if rates:
         first, last = rates[:ENDS], rates[-ENDS:]
@@ -59,7 +59,7 @@ def final_summary(config: TrainConfig, run_dir: Path) -> str:
             f"{sum(last) / len(last):.1%} (last {len(last)})"
         )
     if newest is not None:
-        lines.append(f"newest checkpoint:      {shown(newest)}")
+        lines.append(f"newest checkpoint:      {short_path(newest)}")
     lines.append(f"true success rate:      asyncrl evaluate {run} --episodes 256")
     if len(rates) < config.updates:
         lines.append(f"continue:               asyncrl train --run-dir {run} --resume")
@@ -74,7 +74,7 @@ def successes(path: Path) -> list[float]:
     return [float(row.get(m.SUCCESS_ONCE.name) or 0.0) for row in rows]
 
 
-def shown(path: Path) -> str:
+def short_path(path: Path) -> str:
     """A path as short as it can be typed from here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
