@@ -31,7 +31,7 @@ from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.quarantine import COUNTERS
-from asyncrl.worlds.start_states import pick
+from asyncrl.worlds.start_states import start_state_at
 from asyncrl.worlds.wan.files import load_world
 
 __all__ = ["scripted"]
@@ -64,7 +64,7 @@ def counts(run: InlineRun) -> dict[str, float]:
 
 
 def named(run: InlineRun, number: int) -> str:
-    return pick(run.actor.starts.states, 0, number).name
+    return start_state_at(run.actor.starts.states, 0, number).name
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
-from asyncrl.policies.checkpoints.published_names import dropped_tensors, rows_of
+from asyncrl.policies.checkpoints.published_names import dropped_tensors, tensor_map
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
@@ -303,7 +303,7 @@ def test_an_export_has_every_published_tensor_in_its_published_shape(tmp_path: P
 def test_the_full_size_has_the_published_982_tensors() -> None:
     with torch.device("meta"):
         policy = OpenVLAOFT(OpenVLAOFTConfig.full())
-    table = rows_of(policy)
+    table = tensor_map(policy)
     assert len({ours for ours, _, _ in table}) == len(list(policy.parameters())) == len(table)
     unused = dropped_tensors(policy.config)
     assert len(unused) == 43

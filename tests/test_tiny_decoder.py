@@ -38,7 +38,7 @@ from asyncrl.storage.asset_paths import start_states_path, world_folder
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.files import load_world
 from asyncrl.worlds.wan.tiny_decoder import (
-    FitDecoder,
+    Decoder,
     FullDecoder,
     TinyDecoder,
     TinyDecoderConfig,
@@ -64,7 +64,7 @@ def some_latents(batch: int, frames: int, seed: int = 1, size: int = 2) -> Tenso
     return torch.randn(batch, 32, frames, size, size, generator=generator, dtype=torch.float64)
 
 
-def retry_rows_singly(decoder: FitDecoder, latents: Tensor) -> Tensor:
+def retry_rows_singly(decoder: Decoder, latents: Tensor) -> Tensor:
     parts, cache = [], None
     for place in range(latents.shape[2]):
         frames, cache = decoder.decode(latents[:, :, place : place + 1], cache)
@@ -209,7 +209,7 @@ def test_a_cuda_graph_draws_the_same_frames() -> None:
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-def operations(decoder: FitDecoder, latents: Tensor) -> int:
+def operations(decoder: Decoder, latents: Tensor) -> int:
     """Floating-point operations of one latent that follows another, counted without computing them."""
     with torch.no_grad():
         _, cache = decoder.decode(latents, None)

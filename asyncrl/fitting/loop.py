@@ -66,7 +66,7 @@ def minimise(
     losses: list[Tensor] = []
     bar = tqdm(range(steps), desc=name, mininterval=2.0, dynamic_ncols=True)
     for step in bar:
-        for group in optimizer.parameter_groups:
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, steps, learning_rate, warmup)
         optimizer.zero_grad(set_to_none=True)
         loss = loss_at(step)

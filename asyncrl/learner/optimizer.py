@@ -59,7 +59,7 @@ class ClippedOptimizer:
             weight_decay=self.settings.weight_decay,
         )
         self._full_rates = [float(group["lr"]) for group in groups]
-        self.device: torch.device = self.optimizer.parameter_groups[0]["params"][0].device
+        self.device: torch.device = self.optimizer.param_groups[0]["params"][0].device
         self.policy_learns = True
         """False during the critic's warm-up."""
         self.bad_updates = 0
@@ -70,7 +70,7 @@ class ClippedOptimizer:
     def set_version(self, version: int) -> None:
         """Take the learning rates of the update from `version` to the next one."""
         share = learning_rate_share(self.settings, version, self.config.updates)
-        for group, full in zip(self.optimizer.parameter_groups, self._full_rates, strict=True):
+        for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
             group["lr"] = full * share
         warming = self.config.algorithm.kind == "ppo" and version < self.config.critic.warmup_updates
         self.policy_learns = not warming
@@ -89,7 +89,7 @@ class ClippedOptimizer:
     def step(self, accumulator: MetricAccumulator) -> None:
         """Clip the gradient and step, or skip and count one that is not finite: then nothing changes."""
         if not self.policy_learns:  # What reached the policy on the way to the critic is not its gradient.
-            for group in self.optimizer.parameter_groups:
+            for group in self.optimizer.param_groups:
                 for parameter in [] if _is_critic(group) else group["params"]:
                     parameter.grad = None
         norms = [self._clip(group) for group in self._learning]
@@ -121,13 +121,13 @@ class ClippedOptimizer:
         """Gradient norms of the update, learning rates, steps skipped so far."""
         rates = {
             m.CRITIC_LEARNING_RATE if _is_critic(group) else m.LEARNING_RATE: float(group["lr"])
-            for group in self.optimizer.parameter_groups
+            for group in self.optimizer.param_groups
         }
         return self._norms | rates | {m.BAD_UPDATES: float(self.bad_updates)}
 
     @property
     def _learning(self) -> list[dict[str, Any]]:
-        return [g for g in self.optimizer.parameter_groups if self.policy_learns or _is_critic(g)]
+        return [g for g in self.optimizer.param_groups if self.policy_learns or _is_critic(g)]
 
     def _clip(self, group: dict[str, Any]) -> float:
         norm: Any = torch.nn.utils.clip_grad_norm_(group["params"], self.settings.clip_grad)

@@ -218,7 +218,7 @@ def export_openvla(
     Args:
         policy: Any device.
         folder: Created when missing.
-        pass_through: What the policy came from (`conversion.pass_through_of` reads it from a folder); without, the
+        pass_through: What the policy came from (`pass_through_of` reads it); without, the
             tensors that never matter are zeros, and the files that only other stacks read are missing.
         shard_bytes: Size above which a further weight file is begun.
     """
