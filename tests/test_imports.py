@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
     {"errors", "records", "activity", "memory", "pixels", "placing", "capture"},
-    {"metrics", "assets", "recipe", "imagination"},
+    {"registry", "metrics", "assets", "recipe", "imagination"},
     {"waits", "config"},
     {"observability", "metric_advice", "logbook", "run_folder", "checkpoint_state", "checkpoint_writer"},
     {"devices", "messaging", "metric_page", "parking", "tensor_files", "checkpoint"},
@@ -26,6 +26,7 @@ FLOORS: list[set[str]] = [
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 LIGHT = (
     "errors",
+    "registry",
     "records",
     "config",
     "observability",

@@ -1,0 +1,178 @@
+"""Finds the class that a name on the command line stands for: a built-in one, or one of the user's.
+
+    --world wan                                a short name of `BUILT_IN`
+    --world FOLDER                             a folder; what lies in it says which built-in class reads it
+    --world my_package.worlds:Mine@FOLDER      a class that can be imported here, and the folder that it loads
+
+Only the user names code: on the command line or in a TOML file of theirs. A file that was downloaded, a
+checkpoint and a peer never do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError
+
+_LEARNER: Final = "asyncrl.learner"
+_TRANSPORTS: Final = "asyncrl.weights.transports"
+BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "policy": {
+            "openvla_oft": "asyncrl.policies.openvla.policy:OpenVLAOFTPolicy",
+            "openvla": "asyncrl.policies.openvla.policy:OpenVLAPolicy",
+        },
+        "world": {"wan": "asyncrl.worlds.wan.world:WanWorld"},
+        "reward": {"resnet": "asyncrl.rewards.model:ResNetReward"},
+        "simulator": {"tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop"},
+        "correction": {
+            "none": f"{_LEARNER}.corrections:NoCorrection",
+            "naive": f"{_LEARNER}.corrections:Naive",
+            "tis": f"{_LEARNER}.corrections:TruncatedImportanceSampling",
+            "mis": f"{_LEARNER}.corrections:MaskedImportanceSampling",
+            "decoupled": f"{_LEARNER}.corrections:Decoupled",
+            "vtrace": f"{_LEARNER}.corrections:VTrace",
+        },
+        "advantage": {
+            "group_relative": f"{_LEARNER}.advantages:GroupRelative",
+            "gae": f"{_LEARNER}.advantages:GeneralizedAdvantage",
+        },
+        "objective": {
+            "ppo": f"{_LEARNER}.losses:ClippedObjective",
+            "cispo": f"{_LEARNER}.losses:CispoObjective",
+            "gspo": f"{_LEARNER}.losses:GspoObjective",
+        },
+        "transport": {
+            "gloo": f"{_TRANSPORTS}.gloo:GlooTransport",
+            "nccl": f"{_TRANSPORTS}.nccl:NcclTransport",
+            "cuda_ipc": f"{_TRANSPORTS}.cuda_ipc:CudaIpcTransport",
+            "nccl+ipc": f"{_TRANSPORTS}.nccl_and_ipc:NcclAndIpcTransport",
+        },
+    }
+)
+"""Kind of part -> short name -> 'module:Class'."""
+FLAGS: Final = MappingProxyType(
+    {
+        "policy": "--policy",
+        "world": "--world",
+        "reward": "--reward",
+        "simulator": "--simulator",
+        "correction": "--correction.kind",
+        "advantage": "--algorithm.advantage",
+        "objective": "--algorithm.objective",
+        "transport": "--weights.transport",
+    }
+)
+"""The flag that names a part of each kind."""
+_CLASS: Final = re.compile(r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(?:@(?P<folder>.*))?", re.S)
+
+
+def split(text: str) -> tuple[str, str]:
+    """Split 'package.module:Class@FOLDER' into the class's name and the folder; either may be empty.
+
+    >>> split("my.worlds:Mine@/data/w"), split("my.worlds:Mine"), split("runs/a:b@c/d")
+    (('my.worlds:Mine', '/data/w'), ('my.worlds:Mine', ''), ('', 'runs/a:b@c/d'))
+    """
+    match = _CLASS.fullmatch(text)
+    return (match["name"], match["folder"] or "") if match else ("", text)
+
+
+def resolve(kind: str, name: str) -> type:
+    """Return the class called `name`: a built-in one, or 'package.module:Class' of the user.
+
+    Raises:
+        ConfigError: Nothing is called so, or it cannot be imported.
+    """
+    built_in = BUILT_IN[kind]
+    if name in built_in:
+        return _load(kind, name, built_in[name])
+    if _CLASS.fullmatch(name):
+        return _load(kind, name, name)
+    near = difflib.get_close_matches(name, built_in, n=1)
+    hint = f"Perhaps you meant {near[0]!r}. " if near else ""
+    raise ConfigError(
+        f"{FLAGS[kind]} is {name!r}, but no {kind} is called so. {hint}Built in: {', '.join(built_in)}. "
+        "A class of your own is named package.module:Class."
+    )
+
+
+def _load(kind: str, name: str, where: str) -> type:
+    module, _, attribute = where.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        # A module that the user's own one imports may be what is missing.
+        remedy = (
+            "Put its folder on PYTHONPATH, or install the package."
+            if error.name and (module + ".").startswith(error.name + ".")
+            else f"{module} imports it: install it."
+        )
+        raise ConfigError(
+            f"{FLAGS[kind]} is {name}, but there is no module {error.name!r} here. {remedy}"
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(
+            f"{FLAGS[kind]} is {name}, but the module {module} has no {attribute!r} ({error}). "
+            "Write package.module:Class."
+        ) from error
+    except ImportError as error:
+        raise ConfigError(f"{FLAGS[kind]} is {name}, but {module} cannot be imported: {error}.") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{FLAGS[kind]} is {name}, but that is a {type(found).__name__}, expected a class.")
+    return found
+
+
+def require(kind: str, found: type, members: Iterable[str]) -> None:
+    """Refuse a class that lacks members of its protocol, before anything is started.
+
+    Raises:
+        ConfigError: Names the class and what it lacks.
+    """
+    if lacking := [name for name in members if not hasattr(found, name)]:
+        raise ConfigError(
+            f"{FLAGS[kind]} names {found.__module__}:{found.__qualname__}, which lacks {', '.join(lacking)}. "
+            f"docs/extending.md has what a {kind} needs; `asyncrl check {kind} "
+            f"{found.__module__}:{found.__qualname__}@FOLDER` checks all of it."
+        )
+
+
+def keywords(flag: str, settings: Iterable[str]) -> dict[str, Any]:
+    """Read 'key=value' texts as keyword arguments; a value is read as TOML, and else it is text.
+
+    >>> keywords("--world-settings", ["steps=4", "name=wan", "noise=0.5", "sizes=[1, 2]"])
+    {'steps': 4, 'name': 'wan', 'noise': 0.5, 'sizes': [1, 2]}
+
+    Raises:
+        ConfigError: A text has no '=', a key is no identifier or comes twice.
+    """
+    found: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier() or key in found:
+            raise ConfigError(f"{flag} has {text!r}. Write key=value, each key once, like steps=4.")
+        try:
+            found[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key] = value
+    return found
+
+
+def as_texts(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Write a table of settings as 'key=value' texts that `keywords` reads back.
+
+    >>> as_texts({"steps": 4, "name": "wan", "exact": True})
+    ('steps=4', 'name="wan"', 'exact=true')
+    """
+    return tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
+
+
+def names_code(text: str) -> bool:
+    """Whether a setting names a class of the user's."""
+    return bool(split(text)[0])
