@@ -31,14 +31,15 @@ import tyro
 from pace import commit, heading, table
 
 from asyncrl.errors import RunError
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 
 ROOT = Path(__file__).resolve().parents[1]
 SIGNAL = ["--algorithm.entropy-coef", "1e-6"]
 """Makes every decision count for the learner, whatever its advantage; without it a constant reward teaches
 nothing and nothing is evaluated."""
-MEMORY = (m.PEAK_MEMORY, m.LEARNER_MEMORY, m.ACTOR_MEMORY)
+MEMORY = (s.PEAK_MEMORY, s.LEARNER_MEMORY, s.ACTOR_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 def outcome(mode: str, rows: list[dict[str, float]], group_size: int, seconds: float) -> Outcome:
     """Fold the updates that count."""
     minutes_per_step = [
-        1 / (row[m.GROUPS_PER_MINUTE.name] * group_size * row[m.EPISODE_LEN.name]) for row in rows
+        1 / (row[s.GROUPS_PER_MINUTE.name] * group_size * row[m.EPISODE_LEN.name]) for row in rows
     ]
 
     def middle(metric: Metric) -> float:
@@ -144,10 +145,10 @@ def outcome(mode: str, rows: list[dict[str, float]], group_size: int, seconds: f
     return Outcome(
         mode=mode,
         steps_per_hour=60 / statistics.mean(minutes_per_step),
-        update_seconds=middle(m.UPDATE_SECONDS),
-        learner_waiting=statistics.mean(row[m.LEARNER_WAITING.name] for row in rows),
-        actors_waiting=statistics.mean(row[m.ACTORS_WAITING.name] for row in rows),
-        mfu=middle(m.MFU),
+        update_seconds=middle(s.UPDATE_SECONDS),
+        learner_waiting=statistics.mean(row[s.LEARNER_WAITING.name] for row in rows),
+        actors_waiting=statistics.mean(row[s.ACTORS_WAITING.name] for row in rows),
+        mfu=middle(s.MFU),
         memory={metric.name: rows[-1][metric.name] for metric in MEMORY if metric.name in rows[-1]},
         rows=len(rows),
         seconds=seconds,

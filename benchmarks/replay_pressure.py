@@ -26,7 +26,7 @@ from replay_episodes import make_episode
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.records import Episode
 from asyncrl.replay.interface import GroupGrant
 

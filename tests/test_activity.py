@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.watchdog import Watchdog
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from asyncrl import cli
 from asyncrl.observability import process_status
 from asyncrl.observability import waits
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 
 process_status.join(Path(sys.argv[1]), "actor-1")
 

@@ -11,7 +11,8 @@ from learner_fixtures import episode, groups_of
 
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import batch_metrics, build_batch
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_training as m
 from asyncrl.records import Episode
 
 
@@ -52,10 +53,10 @@ def test_metrics_of_a_batch_by_hand() -> None:
     assert values[m.RETURN] == values[m.REWARDS] == 0.25
     assert values[m.REWARD] == pytest.approx((1 / 11) / 4)
     assert values[m.EPISODE_LEN] == (11 + 8 + 8 + 8) / 4
-    assert values[m.SIGNAL_GROUPS] == 0.5
-    assert values[m.LAG_MEAN] == pytest.approx(6 / 5)
-    assert values[m.LAG_MAX] == 3
-    shares = {metric.name.removeprefix("replay/lag_"): values[metric] for metric, _, _ in m.LAG_HISTOGRAM}
+    assert values[r.SIGNAL_GROUPS] == 0.5
+    assert values[r.LAG_MEAN] == pytest.approx(6 / 5)
+    assert values[r.LAG_MAX] == 3
+    shares = {metric.name.removeprefix("replay/lag_"): values[metric] for metric, _, _ in r.LAG_HISTOGRAM}
     assert shares == {"0": 0.4, "1": 0.2, "2": 0.2, "3_4": 0.2, "5_8": 0.0, "9_up": 0.0}
 
 

@@ -18,7 +18,8 @@ from asyncrl import cli
 from asyncrl.launch import endpoints
 from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.curve_keys import create_keys
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
 
 ACTOR = [sys.executable, "-m", "asyncrl", "actor"]
 PATIENCE = 200.0
@@ -97,7 +98,7 @@ def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[s
         site.train.until("second joined")
         site.train.until("first joined")
         site.progress(2)
-        assert rows(site.run)[-1][m.WEIGHTS_MEMBERS.name] >= 1
+        assert rows(site.run)[-1][s.WEIGHTS_MEMBERS.name] >= 1
         second.process.send_signal(signal.SIGTERM)
         assert "second: left the run" in second.ends()
         site.train.until("second left (1 joined actor now)")

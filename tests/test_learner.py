@@ -18,7 +18,9 @@ from asyncrl.devices.memory import host_peak
 from asyncrl.errors import RunError, SampleTimeout, WeightSyncError
 from asyncrl.learner.learner import Learner, LearnerSettings
 from asyncrl.learner.update import Update
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.storage import checkpoint
@@ -61,7 +63,7 @@ class MemoryReplay:
         self.events.append(f"report {version}")
 
     def status(self) -> dict[Metric, float]:
-        return {m.GROUPS_READY: 5.0}
+        return {r.GROUPS_READY: 5.0}
 
     def stop(self) -> None:
         self.events.append("stop")
@@ -88,7 +90,7 @@ class MemoryPublisher:
             raise WeightSyncError("actor-1 did not take version 0")
 
     def status(self) -> dict[Metric, float]:
-        return {m.WEIGHTS_VERSION: float(max(self.published))}
+        return {s.WEIGHTS_VERSION: float(max(self.published))}
 
     def close(self) -> None:
         raise AssertionError("whoever opened the publisher closes it")
@@ -285,23 +287,23 @@ def test_times_and_rates_cover_the_whole_row(tmp_path: Path) -> None:
     run = Run(tmp_path, updates=2, seconds_to_fill=6.0)
     run.learner.run()
     for row in run.log.rows.values():  # 6 s of waiting, then two calls of the policy (gradient, movement)
-        assert row[m.UPDATE_SECONDS] == 2.0
-        assert row[m.LEARNER_WAITING] == pytest.approx(6 / 8)
-        assert row[m.GROUPS_PER_MINUTE] == pytest.approx(60 * 2 / 8)
+        assert row[s.UPDATE_SECONDS] == 2.0
+        assert row[s.LEARNER_WAITING] == pytest.approx(6 / 8)
+        assert row[s.GROUPS_PER_MINUTE] == pytest.approx(60 * 2 / 8)
 
 
 def test_a_row_has_the_readings_of_every_part(tmp_path: Path) -> None:
     run = Run(tmp_path, updates=1)
     run.learner.run()
     row = run.log.rows[1]
-    assert row[m.GROUPS_READY] == 5.0
-    assert row[m.WEIGHTS_VERSION] == 1.0
+    assert row[r.GROUPS_READY] == 5.0
+    assert row[s.WEIGHTS_VERSION] == 1.0
     assert row[m.SUCCESS_ONCE] == 0.5
-    assert row[m.LAG_MAX] == 0.0
+    assert row[r.LAG_MAX] == 0.0
     assert row[m.LEARNING_RATE] == 0.05
-    assert row[m.PEAK_MEMORY] == pytest.approx(host_peak(), rel=0.2)
-    assert row[m.PEAK_MEMORY] > 1e7
-    assert {m.LOSS, m.GRAD_NORM, m.APPROX_KL, m.UPDATE_SECONDS, m.CHECKPOINT_WAITING} <= row.keys()
+    assert row[s.PEAK_MEMORY] == pytest.approx(host_peak(), rel=0.2)
+    assert row[s.PEAK_MEMORY] > 1e7
+    assert {m.LOSS, m.GRAD_NORM, m.APPROX_KL, s.UPDATE_SECONDS, s.CHECKPOINT_WAITING} <= row.keys()
 
 
 def test_a_resumed_run_ends_with_the_very_same_weights_as_one_that_never_stopped(tmp_path: Path) -> None:

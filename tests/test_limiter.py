@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_wire import make_episode
 
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.groups import ReadyGroup, number_of
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay

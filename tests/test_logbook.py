@@ -6,19 +6,21 @@ import math
 
 import pytest
 
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import MetricsLogger, cut_rows_after, duration, header, render
 
 VALUES = {
     m.SUCCESS_ONCE: 0.625,
-    m.LAG_MEAN: 1.23,
-    m.LAG_MAX: 2.0,
+    r.LAG_MEAN: 1.23,
+    r.LAG_MAX: 2.0,
     m.APPROX_KL: 0.00312,
     m.CLIP_FRACTION: 0.0413,
     m.GRAD_NORM: 0.842,
-    m.GROUPS_PER_MINUTE: 11.26,
-    m.LEARNER_WAITING: 0.031,
-    m.ACTORS_WAITING: 0.0,
+    s.GROUPS_PER_MINUTE: 11.26,
+    s.LEARNER_WAITING: 0.031,
+    s.ACTORS_WAITING: 0.0,
 }
 
 HEADER = (
@@ -70,12 +72,12 @@ def test_an_absent_reading_is_a_dash():
 
 
 def test_one_of_two_readings_is_shown_beside_a_dash():
-    assert "3% / -" in render(1, {m.LEARNER_WAITING: 0.03}, math.nan)
+    assert "3% / -" in render(1, {s.LEARNER_WAITING: 0.03}, math.nan)
 
 
 def test_large_and_broken_numbers_keep_the_columns():
     wild = VALUES | {m.GRAD_NORM: 123456.0, m.APPROX_KL: math.nan, m.SUCCESS_ONCE: 1.0, m.CLIP_FRACTION: 1.0}
-    wild |= {m.LEARNER_WAITING: 1.0, m.ACTORS_WAITING: 1.0}
+    wild |= {s.LEARNER_WAITING: 1.0, s.ACTORS_WAITING: 1.0}
     assert render(123456, wild, 359999) == (
         "123456   100.0%      1.2 / 2      nan  100.0%  1.2e+05        11.3             100% / 100%  99:59:59"
     )

@@ -24,7 +24,7 @@ from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
 from asyncrl.launch.build import actor_parking, learner_parking
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.weights.transports.in_process import build_inline
 

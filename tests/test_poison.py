@@ -23,7 +23,7 @@ from asyncrl.actors import failures
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.failures import retry_rows_singly
 from asyncrl.errors import ReplayError, SampleTimeout
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.sampling import action_distribution, choose_tokens, logprob_of

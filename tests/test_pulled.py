@@ -20,7 +20,7 @@ from asyncrl.messaging import weight_messages
 from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import connect_dealer
 from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.weights import pull_client, pull_server
 from asyncrl.weights.double_buffer import DoubleBuffer
 from asyncrl.weights.interface import ChannelClosed, as_weight_source

@@ -13,7 +13,7 @@ from test_limiter import Clock, fill, make_limiter
 from test_wire import make_episode
 
 from asyncrl.errors import DiskFull
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.disk_full import DiskWait
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.replay import Replay

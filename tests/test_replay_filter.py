@@ -17,7 +17,7 @@ from test_wire import make_episode
 
 from asyncrl.config.run import AlgorithmSettings
 from asyncrl.errors import ConfigError
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.records import Episode
 from asyncrl.replay.counters import has_no_signal
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort

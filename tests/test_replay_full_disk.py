@@ -21,7 +21,7 @@ from test_wire import assert_same, make_episode
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.files import writer

@@ -16,7 +16,7 @@ from test_limiter import Clock
 from test_wire import make_episode
 
 from asyncrl.config.run import TrainConfig, overlay
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.ranges import Ranges
 from asyncrl.replay.replay import Replay, open_replay

@@ -14,7 +14,7 @@ from test_wire import make_episode
 
 from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay

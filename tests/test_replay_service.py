@@ -17,7 +17,8 @@ from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
 from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import bind_router, connect_dealer, ipc_endpoint, private_folder
 from asyncrl.messaging.wire import Message, decode, encode
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
 from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import ActorPort, GroupGrant, RunStopped
 from asyncrl.replay.replay import open_replay
@@ -109,7 +110,7 @@ def imagine_until_stopped(endpoint: str, name: str, version: list[int], pushed: 
                 pushed[name].append(grant.group_id)
     except RunStopped:
         assert port.stopped
-        port.report({m.ACTORS_WAITING: 0.5})
+        port.report({s.ACTORS_WAITING: 0.5})
     finally:
         port.close(10.0)
 
@@ -147,8 +148,8 @@ def test_two_actors_and_a_learner_use_every_group_once(tmp_path: Path, endpoint:
     assert len(used) == len(set(used)) == 2 * updates
     assert set(used) <= set(pushed["a"] + pushed["b"])
     assert all(pushed.values()), "both actors took part"
-    assert status[m.WIRE_BYTES] > 0
-    assert status[m.WIRE_ERRORS] == status[m.DUPLICATES] == status[m.DROPPED_INVALID] == 0
+    assert status[s.WIRE_BYTES] > 0
+    assert status[s.WIRE_ERRORS] == status[m.DUPLICATES] == status[m.DROPPED_INVALID] == 0
     assert status[m.EPISODES] >= 2 * len(used)
 
 
@@ -282,7 +283,7 @@ def test_invalid_messages_are_answered_counted_and_survived(tmp_path: Path, endp
         assert stranger.poll(5000)
         assert decode(stranger.recv_multipart()).fields["known"] is False
         learner = ZmqLearnerPort(endpoint)
-        assert learner.status()[m.WIRE_ERRORS] == 4
+        assert learner.status()[s.WIRE_ERRORS] == 4
         learner.close()
         context.destroy(linger=0)
 
@@ -399,16 +400,16 @@ def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
     scripted: tuple[ReplayServer, ScriptedSocket, Clock],
 ) -> None:
     service, socket, clock = scripted
-    socket.say(b"a", "report", readings={m.ACTOR_WORLD.name: 0.5, m.ACTOR_MEMORY.name: 5e9})
-    socket.say(b"b", "report", readings={m.ACTOR_WORLD.name: 7.0, m.ACTOR_MEMORY.name: 2e9})
+    socket.say(b"a", "report", readings={s.ACTOR_WORLD.name: 0.5, s.ACTOR_MEMORY.name: 5e9})
+    socket.say(b"b", "report", readings={s.ACTOR_WORLD.name: 7.0, s.ACTOR_MEMORY.name: 2e9})
     service.turn(0)
     status = service.core.status()
-    assert (status[m.ACTOR_WORLD], status[m.ACTOR_MEMORY]) == (0.75, 5e9), "mean of shares, largest peak"
+    assert (status[s.ACTOR_WORLD], status[s.ACTOR_MEMORY]) == (0.75, 5e9), "mean of shares, largest peak"
     socket.say(b"a", "bye")
     service.turn(0)
-    assert service.core.status()[m.ACTOR_MEMORY] == 2e9
+    assert service.core.status()[s.ACTOR_MEMORY] == 2e9
     clock.now += 1000.0
-    assert m.ACTOR_MEMORY not in service.core.status(), "nor do the silent count"
+    assert s.ACTOR_MEMORY not in service.core.status(), "nor do the silent count"
 
 
 def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:
@@ -454,10 +455,10 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
         numbers += [int(group[0].group_id) for group in batch]
         learner.report_version(version + 1)
     assert numbers == [0, 1, 2, 3, 4, 5]
-    actor.report({m.ACTORS_WAITING: 0.25})
+    actor.report({s.ACTORS_WAITING: 0.25})
     status = learner.status()
     assert status[m.EPISODES] == 12
-    assert status[m.ACTORS_WAITING] == 0.25
+    assert status[s.ACTORS_WAITING] == 0.25
     with pytest.raises(SampleTimeout, match="holds 0 groups ready"):
         InlineLearnerPort(core, version=3).sample(groups=2, version=3, timeout=0.0)
     learner.stop()

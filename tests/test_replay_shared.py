@@ -25,7 +25,8 @@ from test_wire import assert_same, make_episode
 from asyncrl.messaging.shared_memory import RingMissing, Rings, RingWriter
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.server import ReplayServer, serve_replay
@@ -135,10 +136,10 @@ def test_a_ring_that_holds_three_groups_carries_thirty_exactly(run: Run) -> None
     assert sorted(int(group[0].group_id) for group in used) == list(range(30))
     assert actor.wait(20) == 0
     status = run.learner.status()
-    assert status[m.SHARED_BYTES] + status[m.UNSHARED] * PICTURES == 60 * PICTURES
-    assert status[m.SHARED_BYTES] > 40 * PICTURES
-    assert status[m.WIRE_BYTES] > status[m.SHARED_BYTES]
-    assert status[m.WIRE_ERRORS] == status[m.DUPLICATES] == status[m.DROPPED_INVALID] == 0
+    assert status[s.SHARED_BYTES] + status[s.UNSHARED] * PICTURES == 60 * PICTURES
+    assert status[s.SHARED_BYTES] > 40 * PICTURES
+    assert status[s.WIRE_BYTES] > status[s.SHARED_BYTES]
+    assert status[s.WIRE_ERRORS] == status[m.DUPLICATES] == status[m.DROPPED_INVALID] == 0
 
 
 def test_what_finds_no_room_uses_the_socket(run: Run) -> None:
@@ -147,9 +148,9 @@ def test_what_finds_no_room_uses_the_socket(run: Run) -> None:
     run.use(8)
     assert actor.wait(20) == 0
     status = run.learner.status()
-    assert status[m.SHARED_BYTES] >= PICTURES, "one episode fits"
-    assert status[m.UNSHARED] >= 4
-    assert status[m.WIRE_ERRORS] == 0
+    assert status[s.SHARED_BYTES] >= PICTURES, "one episode fits"
+    assert status[s.UNSHARED] >= 4
+    assert status[s.WIRE_ERRORS] == 0
 
 
 @pytest.mark.parametrize(("of_replay", "of_actor"), [(0, RING), (RING - 1, RING), (RING, 0)])
@@ -161,7 +162,7 @@ def test_without_shared_memory_on_one_side_the_socket_is_used(
     run.use(4)
     assert actor.wait(20) == 0
     status = run.learner.status()
-    assert status[m.SHARED_BYTES] == status[m.UNSHARED] == status[m.WIRE_ERRORS] == 0
+    assert status[s.SHARED_BYTES] == status[s.UNSHARED] == status[s.WIRE_ERRORS] == 0
     assert run.log.read_text().count("episodes of actor-0 come through the socket") == (of_actor > 0)
 
 
@@ -170,7 +171,7 @@ def test_an_actor_killed_with_a_held_episode_in_its_ring_harms_nobody(run: Run) 
     actor = run.actor("actor-0", groups=1, members=1)
     assert actor.stdout is not None
     deadline = time.monotonic() + 20
-    while run.learner.status()[m.SHARED_BYTES] < PICTURES:
+    while run.learner.status()[s.SHARED_BYTES] < PICTURES:
         assert time.monotonic() < deadline
     kill(actor)  # The replay holds views of its ring, and of the first half of a group.
     assert run.learner.status()[m.GROUPS_IN_FLIGHT] == 1
@@ -180,7 +181,7 @@ def test_an_actor_killed_with_a_held_episode_in_its_ring_harms_nobody(run: Run) 
     assert sorted(int(group[0].group_id) for group in used) == [1, 2, 3, 4], "group 0 was given up"
     status = run.learner.status()
     assert status[m.DROPPED_DEADLINE] == 1
-    assert status[m.SHARED_BYTES] >= 8 * PICTURES, "the successor's ring was mapped"
+    assert status[s.SHARED_BYTES] >= 8 * PICTURES, "the successor's ring was mapped"
     assert replay.poll() is None
 
 
@@ -195,7 +196,7 @@ def test_the_mapping_goes_when_its_actor_has_a_successor(run: Run) -> None:
         assert actor.stdout is not None
         assert actor.stdout.readline() == b"1\n"
         deadline = time.monotonic() + 20
-        while run.learner.status()[m.SHARED_BYTES] < (number + 1) * PICTURES:
+        while run.learner.status()[s.SHARED_BYTES] < (number + 1) * PICTURES:
             assert time.monotonic() < deadline
         assert mappings(replay) == 1
         kill(actor)
@@ -211,15 +212,15 @@ def test_a_restarted_replay_gets_the_unacknowledged_from_the_ring_again(
     grant = acquire(inside)
     inside.push(large(grant.number, 0))
     until(inside, 1)
-    while run.learner.status()[m.SHARED_BYTES] < PICTURES:
+    while run.learner.status()[s.SHARED_BYTES] < PICTURES:
         inside.serve()
     kill(replay)
     inside.push(large(grant.number, 1))
     run.replay()
     until(inside, 0)
     status = run.learner.status()
-    assert status[m.SHARED_BYTES] == 2 * PICTURES, "of this process"
-    assert status[m.WIRE_ERRORS] == 0
+    assert status[s.SHARED_BYTES] == 2 * PICTURES, "of this process"
+    assert status[s.WIRE_ERRORS] == 0
     other = acquire(inside)
     for member in range(2):
         inside.push(large(other.number, member))
@@ -235,7 +236,7 @@ def test_a_restarted_replay_without_shared_memory_gets_them_by_the_socket(
     grants = [acquire(inside), acquire(inside)]
     inside.push(large(grants[0].number, 0))
     until(inside, 1)
-    while run.learner.status()[m.SHARED_BYTES] < PICTURES:
+    while run.learner.status()[s.SHARED_BYTES] < PICTURES:
         inside.serve()
     kill(replay)
     run.replay(shared=0)
@@ -244,7 +245,7 @@ def test_a_restarted_replay_without_shared_memory_gets_them_by_the_socket(
         inside.push(large(grants[1].number, member))
     until(inside, 0)
     status = run.learner.status()
-    assert status[m.SHARED_BYTES] == status[m.WIRE_ERRORS] == 0
+    assert status[s.SHARED_BYTES] == status[s.WIRE_ERRORS] == 0
     run.use(2)
     inside.close(5.0)
 
@@ -327,7 +328,7 @@ def test_a_dishonest_announcement_is_refused_and_counted(tmp_path: Path, endpoin
     assert ask("ring", **(about | {"host": "elsewhere"})) == "ring_answer"
     assert ask("ring", **about) == "ring_answer"
     learner = ZmqLearnerPort(endpoint)
-    assert learner.status()[m.WIRE_ERRORS] == 5
+    assert learner.status()[s.WIRE_ERRORS] == 5
     learner.close()
     context.destroy(linger=0)
     ring.close()

@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 from training_fixtures import GROUP_SIZE, SIZE, start_state, write_models
 
 from asyncrl import cli
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.worlds.start_states import save_start_states
 
 PER_UPDATE = 1
 HALF, WHOLE = 5, 10
 """Updates until the interruption, and in all."""
-TIMES = {m.WEIGHTS_SECONDS.name, m.PEAK_MEMORY.name, m.ACTOR_MEMORY.name, "time"}
+TIMES = {s.WEIGHTS_SECONDS.name, s.PEAK_MEMORY.name, s.ACTOR_MEMORY.name, "time"}
 """Readings that differ between any two runs, besides everything under `time/` and `wait/`."""
 
 

@@ -22,7 +22,7 @@ from asyncrl.devices import device_events
 from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.devices.offload import NO_OFFLOAD
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import EPISODE_ARRAYS, Episode
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagination import Imagination
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import EPISODE_ARRAYS, StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.learner.accumulator import MetricAccumulator, effective_sample_size, variance
 from asyncrl.learner.ranks import SingleRank
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 
 CPU = torch.device("cpu")
 

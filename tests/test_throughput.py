@@ -18,7 +18,7 @@ from asyncrl.learner.objective import Objective
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.throughput import Throughput, forward_flops, peak_flops, trained_decisions
 from asyncrl.learner.update import Update
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 
 CPU = torch.device("cpu")
 WIDTH = 12

@@ -17,7 +17,9 @@ from chaos_run import marked
 from training_fixtures import GROUP_SIZE, start_state, write_models
 
 from asyncrl import cli
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics import REGISTRY
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.tabletop.simulator import steps_taken
 from asyncrl.storage import checkpoint
@@ -82,8 +84,8 @@ def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(models, t
     assert newest == run / "checkpoints" / "update_000002"
     checkpoint.verify(newest)
     assert [row["step"] for row in rows(run)] == [1, 2]
-    assert set(rows(run)[0]) - {"step", "time"} <= set(m.REGISTRY)
-    assert {m.SUCCESS_ONCE.name, m.LAG_MAX.name, m.GRAD_NORM.name} <= set(rows(run)[0])
+    assert set(rows(run)[0]) - {"step", "time"} <= set(REGISTRY)
+    assert {m.SUCCESS_ONCE.name, r.LAG_MAX.name, m.GRAD_NORM.name} <= set(rows(run)[0])
     episodes = list(read_rows(replay_folder(run)))
     assert len(episodes) >= 2 * GROUP_SIZE
     said = capsys.readouterr().out
@@ -121,7 +123,7 @@ def test_an_asynchronous_run_under_torchrun_keeps_the_lag_bound_and_never_simula
     assert not (tmp_path / "loaded").exists(), "neither the learner nor an actor nor the replay may simulate"
     assert "1 learner + 1 actor" in done.stdout
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4]
-    assert all(0 <= row[m.LAG_MAX.name] <= 1 for row in rows(run))
+    assert all(0 <= row[r.LAG_MAX.name] <= 1 for row in rows(run))
     versions = set()
     for row in read_rows(replay_folder(run)):
         assert np.all(np.diff(row.episode.policy_versions) >= 0)

@@ -11,7 +11,7 @@ import torch
 from test_train import TORCHRUN, environment, left_over
 from training_fixtures import write_models
 
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 from asyncrl.storage import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]

@@ -11,7 +11,7 @@ import torch
 from training_fixtures import write_models
 
 from asyncrl import cli
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 from asyncrl.policies.checkpoints.folder import load_policy, save_policy
 from asyncrl.policies.openvla.autoregressive import OpenVLA
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig

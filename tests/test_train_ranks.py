@@ -14,7 +14,9 @@ import pytest
 from test_train import TORCHRUN, environment, left_over, reach, rows
 from training_fixtures import write_models
 
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import metrics_training as m
 from asyncrl.storage import checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -165,8 +167,8 @@ def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
     assert "1 learner + 1 actor on 2 devices" in done.stdout
     found = rows(run)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
-    assert {row[m.LAG_MAX.name] for row in found} == {0}
-    assert found[-1][m.LEARNER_PARKED.name] > 1e6
-    assert found[-1][m.ACTOR_MEMORY.name] > 1e6
+    assert {row[r.LAG_MAX.name] for row in found} == {0}
+    assert found[-1][s.LEARNER_PARKED.name] > 1e6
+    assert found[-1][s.ACTOR_MEMORY.name] > 1e6
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["actor-1.log", "replay.log"]
     assert left_over(tmp_path) == []

@@ -23,7 +23,7 @@ from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.update import Update
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 
 OUTCOMES = [[10, -1, -1], [-1, -1, -1], [2, 15, -1]]
 """Steps of success of three groups; the middle one carries no signal, an episode of the last ends early."""

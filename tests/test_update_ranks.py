@@ -16,7 +16,7 @@ from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.update import Update
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT

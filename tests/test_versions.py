@@ -14,7 +14,7 @@ from asyncrl import __version__
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import SCHEMA_VERSION
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 

@@ -28,7 +28,7 @@ from test_wire import make_episode
 
 from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import ReplayError
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.join_settings import JoinSettings, ask_settings
 from asyncrl.replay.replay import open_replay

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Store
 
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.weights import membership, packing
 from asyncrl.weights.deadlines import run_bounded
 from asyncrl.weights.interface import ChannelClosed, Receiver

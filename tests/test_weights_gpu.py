@@ -14,7 +14,7 @@ from two_ranks import run_ranks
 
 from asyncrl.learner import weight_export
 from asyncrl.learner.weight_export import Gathering
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.weights import packing
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.swap_buffer import BufferedReceiver

@@ -24,7 +24,7 @@ from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import Slots, finished_episode
 from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import set_activity
 from asyncrl.records import StartState

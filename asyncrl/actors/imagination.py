@@ -25,7 +25,7 @@ from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
 from asyncrl.actors.seeds import sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Slots
 from asyncrl.devices.device_events import DeviceEvent, wait_for
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.interface import Cause

@@ -8,7 +8,7 @@ from typing import Any, Final
 from asyncrl.actors.imagination import Imagination
 from asyncrl.devices.memory import peak_memory
 from asyncrl.devices.offload import IdleOffload
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 
 FIRST_REPORT = 0.2

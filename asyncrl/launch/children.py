@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from asyncrl.errors import AsyncRLError, ReplayError, RunError
 from asyncrl.launch.supervisor import ChildState, Supervisor
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode

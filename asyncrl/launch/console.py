@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl import __version__
 from asyncrl.config.run import TrainConfig
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 from asyncrl.storage import checkpoint
 
 ENDS = 5

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import ReplayError
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import ACTION_DIM, Episode, Uint8
 
@@ -150,10 +151,10 @@ def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[
         m.REWARDS: mean_return,
         m.REWARD: float((np.concatenate(returns) / lengths).mean()),
         m.EPISODE_LEN: float(lengths.mean()),
-        m.SIGNAL_GROUPS: float(np.mean([scores.max() > scores.min() for scores in returns])),
-        m.LAG_MEAN: float(lag.mean()),
-        m.LAG_MAX: float(lag.max()),
-        **{metric: float(((lag >= low) & (lag <= high)).mean()) for metric, low, high in m.LAG_HISTOGRAM},
+        r.SIGNAL_GROUPS: float(np.mean([scores.max() > scores.min() for scores in returns])),
+        r.LAG_MEAN: float(lag.mean()),
+        r.LAG_MAX: float(lag.max()),
+        **{metric: float(((lag >= low) & (lag <= high)).mean()) for metric, low, high in r.LAG_HISTOGRAM},
     }
 
 

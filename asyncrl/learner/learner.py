@@ -28,7 +28,7 @@ from asyncrl.learner.batches import batch_metrics, build_batch
 from asyncrl.learner.ranks import Groups, LearnerRanks, SingleRank, not_finite
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import activity

@@ -28,7 +28,7 @@ from asyncrl.learner.corrections import (
 )
 from asyncrl.learner.levels import reduce_to_level, summed, valid_units
 from asyncrl.learner.losses import MAX_LOG_RATIO, UnitLoss, cispo_loss, clipped_loss, kl_penalty, value_loss
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 from asyncrl.policies.interface import EvaluateResult
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncrl.config.algorithm import OptimizerSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.accumulator import MetricAccumulator
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 

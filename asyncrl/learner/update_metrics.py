@@ -11,7 +11,7 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import k3, log_ratio
 from asyncrl.learner.forward import PolicyForward, rows_of
 from asyncrl.learner.prepare import PreparedBatch
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 
 

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from asyncrl.observability import metrics as m
-from asyncrl.observability.metrics import Metric, Readings
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics import Metric, Readings, reduce
 
 HEADER_EVERY = 20
 """Console rows between two headers."""
@@ -57,15 +59,15 @@ def _grad(row: Readings) -> str:
 
 COLUMNS = (
     Column(title="success", width=7, text=_cell("{:.1%}", m.SUCCESS_ONCE)),
-    Column(title="lag avg/max", width=11, text=_cell("{:.1f} / {:.0f}", m.LAG_MEAN, m.LAG_MAX)),
+    Column(title="lag avg/max", width=11, text=_cell("{:.1f} / {:.0f}", r.LAG_MEAN, r.LAG_MAX)),
     Column(title="kl", width=7, text=_cell("{:.4f}", m.APPROX_KL)),
     Column(title="clip", width=6, text=_cell("{:.1%}", m.CLIP_FRACTION)),
     Column(title="grad", width=7, text=_grad),
-    Column(title="groups/min", width=10, text=_cell("{:.1f}", m.GROUPS_PER_MINUTE)),
+    Column(title="groups/min", width=10, text=_cell("{:.1f}", s.GROUPS_PER_MINUTE)),
     Column(
         title="waiting learner/actors",
         width=22,
-        text=_cell("{:.0%} / {:.0%}", m.LEARNER_WAITING, m.ACTORS_WAITING),
+        text=_cell("{:.0%} / {:.0%}", s.LEARNER_WAITING, s.ACTORS_WAITING),
     ),
 )
 """The columns between 'update' and 'eta'."""
@@ -156,7 +158,7 @@ class MetricsLogger:
         self._pace.append((step, now))
         self._unshown.append(values)
         if step % self._log_every == 0 or step >= self._updates:
-            self._show(step, m.reduce(self._unshown))
+            self._show(step, reduce(self._unshown))
             self._unshown.clear()
 
     def banner(self, text: str) -> None:

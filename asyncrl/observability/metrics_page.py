@@ -1,11 +1,11 @@
-"""The registry of metrics and the advice in, the reference page `docs/metrics.md` out."""
+"""Write the reference page `docs/metrics.md` from the registry of metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Final
 
-from asyncrl.observability.metric_advice import ADVICE
+from asyncrl.observability import metrics_replay, metrics_system, metrics_training, waits
 from asyncrl.observability.metrics import REGISTRY, Metric
 
 SECTIONS: Final = {
@@ -24,6 +24,8 @@ SECTIONS: Final = {
     "eval/": "The truth.",
 }
 """Prefix of names -> what its metrics are about. A metric belongs to the first prefix that fits."""
+DEFINED_IN: Final = (metrics_training, metrics_replay, metrics_system, waits)
+"""The modules that define metrics; importing them fills the registry."""
 FOLDED: Final = (
     "*Folded by* says how the readings of several updates become one console row (--log-every). A *unit* is "
     "what has one probability ratio: a token, an action or a decision (--algorithm.level)."
@@ -31,17 +33,14 @@ FOLDED: Final = (
 
 
 def section_of(metric: Metric) -> str:
-    """The prefix in `SECTIONS` that a metric belongs to."""
+    """Return the prefix in `SECTIONS` that a metric belongs to."""
     return next(prefix for prefix in SECTIONS if metric.name.startswith(prefix))
 
 
 def as_markdown() -> str:
-    """The reference page of all metrics, one table per section."""
-    lines = [
-        "# Metrics",
-        "",
-        "Generated from `asyncrl/observability/metrics.py` and `asyncrl/observability/metric_advice.py`;",
-    ]
+    """Write the reference page of all metrics, one table per section."""
+    files = ", ".join(f"`{module.__name__.rpartition('.')[2]}.py`" for module in DEFINED_IN)
+    lines = ["# Metrics", "", f"Generated from {files} in `asyncrl/observability`;"]
     lines += ["`asyncrl metrics` prints it.", "", FOLDED]
     for prefix, about in SECTIONS.items():
         lines += ["", f"## {prefix.rstrip('/')}", "", about, ""]
@@ -50,9 +49,9 @@ def as_markdown() -> str:
 
 
 def table(metrics: Iterable[Metric]) -> list[str]:
-    """Lines of one table; a bar inside a cell is escaped."""
+    """Write the lines of one table; a bar inside a cell is escaped."""
     lines = ["| name | unit | folded by | meaning | healthy, and otherwise |", "|---|---|---|---|---|"]
     for metric in metrics:
-        cells = (f"`{metric.name}`", metric.unit, metric.over.value, metric.meaning, ADVICE[metric])
+        cells = (f"`{metric.name}`", metric.unit, metric.reduction.value, metric.meaning, metric.advice)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines

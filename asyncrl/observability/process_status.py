@@ -135,7 +135,7 @@ def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
         what: Name of the activity.
         allowed: Seconds it may take; see `ThreadActivity.overdue`. 0: any.
     """
-    before: tuple[str, float] = getattr(_now, "doing", ("", 0.0))
+    before: tuple[str, float] = getattr(_now, "activity", ("", 0.0))
     set_activity(what, allowed)
     try:
         yield

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl.observability import metrics as m
-from asyncrl.observability import process_status
-from asyncrl.observability.metrics import Metric, Reduction
+from asyncrl.observability import metrics_replay, metrics_system, process_status
+from asyncrl.observability.metrics import Metric, Reduction, define
 
 _PREFIX: Final = "wait/"
 _RESPAWNS: Final = 31
@@ -47,7 +46,13 @@ WAITS: dict[str, Wait] = {}
 def _define(
     key: str, name: str, owner: str, deadline: str, ended_by: str, then: str, metric: Metric | None = None
 ) -> Wait:
-    metric = metric or m.define(f"{_PREFIX}{key}", Reduction.LAST, "s", f"{owner.capitalize()}: {name}.")
+    metric = metric or define(
+        f"{_PREFIX}{key}",
+        Reduction.LAST,
+        "s",
+        f"{owner.capitalize()}: {name}.",
+        f"At most {deadline}. Ended by {ended_by}. At the deadline: {then}.",
+    )
     WAITS[key] = Wait(
         name=name,
         owner=owner,
@@ -219,7 +224,7 @@ DISK = _define(
     "none; it tries every 0.5 to 30 s",
     "space on the disk",
     "nothing new is granted meanwhile, and nothing acknowledged is lost",
-    m.DISK_WAITING,
+    metrics_replay.DISK_WAITING,
 )
 
 
@@ -250,7 +255,7 @@ def readings() -> dict[Metric, float]:
     if not totals:
         return {}
     waited = {w.metric: totals[w.place] for w in WAITS.values() if w.metric.name.startswith(_PREFIX)}
-    return waited | {m.RESPAWNS: totals[_RESPAWNS]}
+    return waited | {metrics_system.RESPAWNS: totals[_RESPAWNS]}
 
 
 def as_markdown() -> str:

@@ -15,8 +15,8 @@ from typing import Final
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.wire import Message
-from asyncrl.observability import metrics as m
-from asyncrl.observability.metrics import Metric
+from asyncrl.observability import metrics_replay, metrics_system  # noqa: F401  What a replay reports.
+from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
@@ -260,7 +260,7 @@ class ZmqLearnerPort:
         reply = self._ask_status(10.0)
         if reply is None:
             raise ReplayError(f"the replay at {self._link.endpoint} does not answer. Look at its log.")
-        return {m.REGISTRY[name]: value for name, value in reply["readings"].items() if name in m.REGISTRY}
+        return {REGISTRY[name]: value for name, value in reply["readings"].items() if name in REGISTRY}
 
     def stop(self) -> None:
         """See `LearnerPort.stop`. Waits up to 5 s for the answer; a replay that is gone needs no stop."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from asyncrl.errors import ReplayError, SampleTimeout
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped

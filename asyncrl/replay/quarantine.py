@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Final
 
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_replay as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.replay.interface import CAUSES, Cause, GroupFailure
 

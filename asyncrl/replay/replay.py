@@ -15,8 +15,8 @@ from pathlib import Path
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import scalars_of
-from asyncrl.observability import metrics as m
-from asyncrl.observability.metrics import Metric
+from asyncrl.observability import metrics_replay as m
+from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
@@ -278,7 +278,7 @@ class Replay:
         if self._lifecycle.success.last is not None:
             readings[m.REPLAY_SUCCESS] = self._lifecycle.success.last
         heard = (report for actor, report in self._reports.items() if not self.limiter.timed_out(actor))
-        return readings | m.reduce(heard)
+        return readings | reduce(heard)
 
     def contents(self) -> str:
         """Say in one line what the replay holds, for an error message."""

@@ -27,7 +27,7 @@ from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.shared_memory import SHARED_FROM, RingMissing, Rings, same_host
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.join_settings import JoinSettings

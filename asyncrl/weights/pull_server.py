@@ -30,7 +30,7 @@ from asyncrl.messaging.authentication import admitting
 from asyncrl.messaging.curve_keys import ServerKeys
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
 from asyncrl.weights.double_buffer import DoubleBuffer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.observability import metrics as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
 from asyncrl.weights.interface import Named, WeightSource, as_weight_source

@@ -1,0 +1,235 @@
+"""Define what a run reports of weights on their way, of time, memory and messages."""
+
+from __future__ import annotations
+
+from asyncrl.observability.metrics import Reduction, define
+
+WEIGHTS_VERSION = define(
+    "weights/version",
+    Reduction.LAST,
+    "versions",
+    "Version last published.",
+    "Equals the update's number.",
+)
+WEIGHTS_BYTES = define(
+    "weights/bytes",
+    Reduction.LAST,
+    "bytes",
+    "Size of one broadcast.",
+    "Constant: what actors need of all that is trained. Large: train adapters (--lora.rank).",
+)
+WEIGHTS_SECONDS = define(
+    "weights/seconds",
+    Reduction.LAST,
+    "s",
+    "Duration of the last broadcast.",
+    "Below `time/update`; the learner does not wait for it, but actors act on older weights meanwhile. Near "
+    "--weights.deadline: actors drop out; look at --weights.transport.",
+)
+WEIGHTS_MEMBERS = define(
+    "weights/members",
+    Reduction.LAST,
+    "actors",
+    "Actors that took part in the last broadcast, and joined ones that hold a version.",
+    "The number of actors. Fewer: one is restarting or was left behind (--weights.deadline).",
+)
+WEIGHTS_JOINED = define(
+    "weights/joined",
+    Reduction.LAST,
+    "actors",
+    "Actors that joined and hold a version; absent where none can.",
+    "The number of actors that joined (`asyncrl actor`); docs/joining.md.",
+)
+WEIGHTS_PULL_SECONDS = define(
+    "weights/pull_seconds",
+    Reduction.LAST,
+    "s",
+    "Time the slowest joined actor needed to fetch its last version.",
+    "Above the time between two updates: actors skip versions and their lag grows. A slow network: train "
+    "adapters (--lora.rank), or raise --replay.max-lag.",
+)
+WEIGHTS_PULLED_BYTES = define(
+    "weights/pulled_bytes",
+    Reduction.LAST,
+    "bytes",
+    "Bytes of weights that joined actors fetched.",
+    "Grows by `weights/bytes` for each version and joined actor.",
+)
+GROUPS_PER_MINUTE = define(
+    "time/groups_per_minute",
+    Reduction.MEAN,
+    "1/min",
+    "Groups used by the learner per minute.",
+    "The pace of the whole run, waiting included. Compare it between --placement choices.",
+)
+LEARNER_WAITING = define(
+    "time/learner_waiting",
+    Reduction.MEAN,
+    "share",
+    "Share of the time the learner waited for episodes.",
+    "Low. High: imagining is the bottleneck; add actors (--placement), or raise --actor.slots.",
+)
+CHECKPOINT_WAITING = define(
+    "time/checkpoint_waiting",
+    Reduction.SUM,
+    "s",
+    "Time the learner waited for the checkpoint before to be written.",
+    "0. Otherwise a checkpoint takes longer to write than the updates between two: raise --checkpoint-every.",
+)
+ACTORS_WAITING = define(
+    "time/actors_waiting",
+    Reduction.MEAN,
+    "share",
+    "Share of the time the actors waited for credit.",
+    "Low. High: the learner is the bottleneck. Raise --algorithm.micro-batch, add learner ranks "
+    "(--placement), or use --learner.precision bf16; a larger --replay.max-lag does not help for long.",
+)
+ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
+    define(
+        f"time/actor_{model}",
+        Reduction.MEAN,
+        "share",
+        f"Share of the actors' time in which their device was busy with {what}.",
+        advice,
+    )
+    for model, what, advice in (
+        (
+            "policy",
+            "the policy",
+            "With world and reward near 1 on one device: the GPU is always busy. The larger of two devices' "
+            "shares is the bottleneck (--placement policy=, world=).",
+        ),
+        (
+            "world",
+            "the world model",
+            "Usually the largest. Far below 1 together with policy and reward although the actors do not "
+            "wait: the host is the bottleneck, use --actor.stages 2 or more --actor.slots.",
+        ),
+        ("reward", "the reward model", "Small beside the world's."),
+    )
+)
+ACTOR_HOST = define(
+    "time/actor_host",
+    Reduction.MEAN,
+    "share",
+    "Share of the actors' time in which their thread worked: refilled, launched, recorded, handed over. On a "
+    "GPU a launch also waits while CUDA's queue is full, which counts here.",
+    "Hidden behind the devices with --actor.stages 2; with 1 it adds to their time. On the CPU the models' "
+    "own time is not in it.",
+)
+ACTOR_PARKING = define(
+    "time/actor_parking",
+    Reduction.MEAN,
+    "share",
+    "Share of the actors' time spent moving models to host memory and back; with --actor.offload.",
+    "Well below `time/actors_waiting`, within which most of it happens. Otherwise the waits are too short to "
+    "pay: leave --actor.offload out.",
+)
+LEARNER_PARKING = define(
+    "time/learner_parking",
+    Reduction.SUM,
+    "s",
+    "Time rank 0 spent moving its tensors to host memory and back; with --learner.offload.",
+    "Well below the time that the learner waits. Otherwise leave --learner.offload out.",
+)
+UPDATE_SECONDS = define(
+    "time/update",
+    Reduction.MEAN,
+    "s",
+    "Duration of one update without the waiting.",
+    "Steady. It is the compute of an update (batch, passes, optimizer step), without publishing and "
+    "checkpoints.",
+)
+DECISIONS_PER_SECOND = define(
+    "time/decisions_per_second",
+    Reduction.MEAN,
+    "1/s",
+    "Decisions with a gradient, of all ranks and epochs, per second of the update.",
+    "Steady. Low: raise --algorithm.micro-batch as far as memory allows, or use --learner.precision bf16. "
+    "Decisions that can have no gradient, such as those of groups that scored all the same, are not "
+    "evaluated and do not count.",
+)
+MFU = define(
+    "time/mfu",
+    Reduction.MEAN,
+    "share",
+    "Model FLOPs of those decisions per second, of the GPUs' peak; absent where that is not known.",
+    "Compare it between settings of one machine. Low: passes are too small, raise --algorithm.micro-batch. "
+    "Passes without gradient (critic, several steps per batch, KL reference) and the recomputation of "
+    "--learner.gradient-checkpointing are not counted, so both lower it.",
+)
+RESPAWNS = define(
+    "time/respawns",
+    Reduction.LAST,
+    "processes",
+    "Actors and replays that died and were started again, since torchrun last started the ranks.",
+    "0. Otherwise read the first traceback in the log of the process that the console names.",
+)
+PEAK_MEMORY = define(
+    "time/peak_memory",
+    Reduction.SUM,
+    "bytes",
+    "Peak resident memory of the learner process.",
+    "Levels off after the first checkpoints. It is host memory, of rank 0 and without its children; steady "
+    "growth is a leak.",
+)
+ACTOR_MEMORY = define(
+    "actor/peak_memory",
+    Reduction.MAX,
+    "bytes",
+    "Most memory that an actor's tensors took on a GPU (on the CPU: its process), the largest of all actors.",
+    "Levels off within the first episodes. Near the device's size: fewer --actor.slots, --actor.stages 2, or "
+    "policy and world on two devices (--placement).",
+)
+ACTOR_PARKED = define(
+    "actor/parked_bytes",
+    Reduction.MAX,
+    "bytes",
+    "Device memory that an actor gave back when it last reported; with --actor.offload.",
+    "0 while the actor imagines; else about the weights of policy, world and reward.",
+)
+LEARNER_MEMORY = define(
+    "learner/peak_memory",
+    Reduction.MAX,
+    "bytes",
+    "Most memory that rank 0's tensors took on its GPU; absent on the CPU.",
+    "Levels off after the first update. Near the device's size: a smaller --algorithm.micro-batch, "
+    "--learner.gradient-checkpointing, --lora.rank, or more learner ranks.",
+)
+LEARNER_PARKED = define(
+    "learner/parked_bytes",
+    Reduction.MAX,
+    "bytes",
+    "Device memory that rank 0 gave back while it waited for this batch; with --learner.offload.",
+    "About weights, gradient and both moments. 0: the batch was there at once.",
+)
+WIRE_BYTES = define(
+    "wire/bytes",
+    Reduction.LAST,
+    "bytes",
+    "Episode bytes received by the replay.",
+    "Grows steadily; 0 with --inline.",
+)
+SHARED_BYTES = define(
+    "wire/shared_bytes",
+    Reduction.LAST,
+    "bytes",
+    "Those that came through shared memory.",
+    "Most of `wire/bytes`, if arrays of 64 KiB or more are sent. 0: the replay's log says why; actors on "
+    "other hosts use the socket.",
+)
+UNSHARED = define(
+    "wire/unshared",
+    Reduction.LAST,
+    "episodes",
+    "Large ones that used the socket though their actor has a ring.",
+    "0, or few: an episode that is sent again counts too. Otherwise the rings are full: raise "
+    "--replay.shared-megabytes.",
+)
+WIRE_ERRORS = define(
+    "wire/errors",
+    Reduction.LAST,
+    "messages",
+    "Messages refused because they broke the wire format.",
+    "0. Otherwise something else talks to the replay's port, or processes run different versions.",
+)
