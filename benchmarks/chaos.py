@@ -3,8 +3,8 @@
     python benchmarks/chaos.py --runs 4 --kills 60 --at-once 4
 
 Each run is a real one under torchrun with random tiny models on the CPU: a learner, two actors and the
-replay. `tests/chaos_run.py` says how they are hit and what is checked. The table has one row per role and
-activity that was interrupted.
+replay. `tests/support/chaos_run.py` says how they are hit and what is checked. The table has one row per role
+and activity that was interrupted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from chaos_run import Chaos, Hit, Plan, Report  # noqa: E402
-from training_fixtures import write_models  # noqa: E402
+from support.chaos_run import Chaos, Hit, Plan, Report  # noqa: E402
+from support.tiny_models import write_models  # noqa: E402
 
 ACTIVITIES = {
     "loading": "starting up",

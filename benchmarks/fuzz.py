@@ -31,7 +31,15 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from mutations import (
+from asyncrl.errors import ReplayError
+from asyncrl.messaging.shared_memory import RingWriter
+from asyncrl.messaging.wire import decode
+from asyncrl.replay.files import format, reader
+from asyncrl.replay.files.format import read_group_file
+from asyncrl.replay.files.reader import read_group, read_layout
+from asyncrl.replay.ledger import read_entries
+from asyncrl.replay.store import read_meta
+from support.mutations import (
     FORGED,
     RING,
     WatchedRing,
@@ -44,15 +52,6 @@ from mutations import (
     valid_files,
     valid_messages,
 )
-
-from asyncrl.errors import ReplayError
-from asyncrl.messaging.shared_memory import RingWriter
-from asyncrl.messaging.wire import decode
-from asyncrl.replay.files import format, reader
-from asyncrl.replay.files.format import read_group_file
-from asyncrl.replay.files.reader import read_group, read_layout
-from asyncrl.replay.ledger import read_entries
-from asyncrl.replay.store import read_meta
 
 DEADLINE = 20.0
 """Seconds to read one file."""

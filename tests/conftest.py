@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+
+from asyncrl.actors.imagination import Imagination
+from asyncrl.messaging.shared_memory import Rings
+from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
+from asyncrl.replay.server import ReplayServer
+from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.world import WanWorld
+from support.replay import Clock, make_core, make_limiter
+from support.replay_server import ScriptedSocket
+from support.tiny_actor import TASKS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -13,3 +34,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def imagination() -> Imagination:
+    torch.manual_seed(0)
+    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2)).eval()
+    size = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
+    vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)).eval()
+    world: Any = WanWorld(ActionWanTransformer(size).eval(), vae, image_size=64, schedule_steps=2, version=5)
+    config = RewardConfig.tiny(TASKS)
+    sampling = SamplingParams(temperature=1.3, top_k=20)
+    return Imagination(policy, world, RewardModel(build_network(config), config), sampling)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    folder = private_folder()
+    yield ipc_endpoint(folder)
+    (folder / "replay").unlink(missing_ok=True)
+    folder.rmdir()
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[tuple[ReplayServer, ScriptedSocket, Clock]]:
+    """A service with credit for one group, a learner and the actors a and b, on a clock of its own."""
+    clock, socket = Clock(), ScriptedSocket()
+    core = make_core(tmp_path, make_limiter(per_update=1, max_lag=0, clock=clock))
+    service = ReplayServer(core, socket, Rings(0))  # type: ignore[arg-type]
+    socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0)
+    for name in ("a", "b"):
+        socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0)
+    service.turn(0)
+    yield service, socket, clock
+    core.close()

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learner_fixtures import episode
 
 from asyncrl.records import Episode, problem_with
+from support.table_policy import episode
 
 
 def sound(**changes: Any) -> Episode:

@@ -1,0 +1,348 @@
+"""The actor: seeds, slots, and imagination that does not depend on its neighbours. Tiny real models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.pipeline import Stage
+from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
+from asyncrl.actors.slots import DecisionRecord, PendingEpisode, Slot, Slots, finished_episode
+from asyncrl.errors import SampleTimeout
+from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
+from asyncrl.replay.in_process_ports import InlineLearnerPort
+from asyncrl.replay.interface import GroupGrant
+from asyncrl.weights.interface import ChannelClosed
+from support.tiny_actor import GROUP, TASKS, actor_with, start
+
+
+def grant(number: int, *, min_version: int = 0, keep_video: bool = False) -> GroupGrant:
+    return GroupGrant(number=number, min_version=min_version, keep_video=keep_video)
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+
+
+def test_seeds_follow_from_their_arguments_alone() -> None:
+    assert [episode_seed(0, 1, 2), noise_seed(3, 4), sampling_seed(5)] == [
+        episode_seed(0, 1, 2),
+        noise_seed(3, 4),
+        sampling_seed(5),
+    ]
+
+
+def test_no_two_decisions_of_a_run_share_a_seed() -> None:
+    episodes = [episode_seed(run, group, i) for run in (0, 1) for group in range(20) for i in range(8)]
+    noises = [noise_seed(seed, n) for seed in episodes for n in range(6)]
+    everything = [*episodes, *noises, *map(sampling_seed, noises)]
+    assert len(set(everything)) == 2 * 20 * 8 * (1 + 6 + 6)
+    assert all(0 <= seed < 2**62 for seed in everything)
+
+
+# ---- slots ---------------------------------------------------------------------------------------
+
+
+def fill(slots: Slots, version: int) -> list[int]:
+    return slots.fill(version, range(len(slots.places)))
+
+
+def members(slots: Slots) -> list[tuple[int, int] | None]:
+    return [(s.member.grant.number, s.member.member) if s else None for s in slots.places]
+
+
+def test_places_are_filled_in_the_order_of_the_grants() -> None:
+    slots = Slots(3, run_seed=0)
+    assert slots.wanted == 3
+    slots.add_group(grant(4), start(4), 2)
+    assert slots.wanted == 1
+    slots.add_group(grant(5), start(5), 2)
+    assert slots.wanted == 0
+    assert fill(slots, 0) == [0, 1, 2]
+    assert members(slots) == [(4, 0), (4, 1), (5, 0)]
+    assert slots.slot(1).seed == episode_seed(0, 4, 1)
+    np.testing.assert_array_equal(slots.slot(2).frame, start(5).frame)
+
+
+def test_a_free_place_is_refilled_while_the_neighbours_go_on() -> None:
+    slots = Slots(2, run_seed=0)
+    slots.add_group(grant(0), start(0), 3)
+    fill(slots, 0)
+    cleared = slots.clear(0)
+    assert (cleared.member.member, slots.live) == (0, [1])
+    assert fill(slots, 0) == [0]
+    assert members(slots) == [(0, 2), (0, 1)]
+    slots.clear(1)
+    assert fill(slots, 0) == []
+    assert slots.wanted == 1
+
+
+def test_a_group_that_is_removed_leaves_its_places_and_the_queue_and_no_other_group_does() -> None:
+    slots = Slots(3, run_seed=0)
+    for number in (4, 5, 6):
+        slots.add_group(grant(number), start(number), 2)
+    fill(slots, 0)
+    slots.remove_group(5)
+    assert members(slots) == [(4, 0), (4, 1), None]
+    fill(slots, 0)
+    slots.remove_group(4)
+    assert members(slots) == [None, None, (6, 0)]
+    assert [(m.grant.number, m.member) for m in slots.pending] == [(6, 1)]
+
+
+def test_members_wait_for_the_version_their_grant_asks_for() -> None:
+    slots = Slots(4, run_seed=0)
+    slots.add_group(grant(0, min_version=1), start(0), 2)
+    slots.add_group(grant(1, min_version=2), start(1), 2)
+    assert fill(slots, 0) == []
+    assert fill(slots, 1) == [0, 1]
+    assert fill(slots, 1) == []
+    assert fill(slots, 2) == [2, 3]
+
+
+def test_an_episode_begins_at_the_last_context_frame() -> None:
+    context = np.stack([np.full((64, 64, 3), i, np.uint8) for i in (1, 2, 3, 4)])
+    slots = Slots(1, run_seed=0)
+    slots.add_group(grant(0), replace(start(0), context_frames=context), 1)
+    fill(slots, 0)
+    assert (slots.slot(0).frame == 4).all()
+
+
+# ---- the record ----------------------------------------------------------------------------------
+
+
+def slot_with(scores: list[list[float]], *, keep_video: bool = False) -> Slot:
+    """A slot whose decision n saw a frame of value 8 n, and whose step i drew one of value i + 1."""
+    slot = Slot(
+        member=PendingEpisode(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
+        seed=9,
+        frame=start(3).frame,
+    )
+    for n, row in enumerate(scores):
+        drawn = np.stack([np.full((2, 2, 3), 8 * n + i + 1, np.uint8) for i in range(8)])
+        slot.add(
+            DecisionRecord(
+                frame=np.full((2, 2, 3), 8 * n, np.uint8),
+                tokens=np.full((8, 7), n, np.int32),
+                logprobs=np.full((8, 7), -1.0 - n, np.float32),
+                value=float("nan"),
+                actions=np.full((8, 7), 0.1 * n, np.float32),
+                scores=np.array(row, np.float32),
+                new_frames=drawn,
+                policy_version=10 + n,
+                noise_seed=slot.next_noise_seed(),
+            )
+        )
+    return slot
+
+
+def finish(slot: Slot, max_decisions: int = 3) -> Episode | None:
+    return finished_episode(
+        slot,
+        threshold=0.9,
+        max_decisions=max_decisions,
+        group_size=GROUP,
+        actor="actor-0",
+        world_version=5,
+        temperature=1.3,
+        top_k=20,
+    )
+
+
+LOW, HIGH = [0.1] * 8, [0.2, 0.3, 0.9, 0.5, 0.95, 0.1, 0.1, 0.1]
+
+
+def test_an_episode_goes_on_until_success_or_the_last_decision() -> None:
+    assert finish(slot_with([LOW])) is None
+    assert finish(slot_with([LOW, LOW])) is None
+    ended = finish(slot_with([LOW, LOW, LOW]))
+    assert ended is not None
+    assert (ended.end_reason, ended.rewards.sum()) == ("truncated", 0)
+    assert problem_with(ended) is None
+
+
+def test_the_first_step_that_reaches_the_threshold_is_rewarded_and_no_other() -> None:
+    ended = finish(slot_with([LOW, HIGH]))
+    assert ended is not None
+    assert ended.rewards.tolist() == [[0] * 8, [0, 0, 1, 0, 0, 0, 0, 0]]
+    assert (ended.end_reason, ended.first_success_step) == ("success", 10)
+    assert problem_with(ended) is None
+
+
+def test_an_episode_carries_all_it_was_made_of() -> None:
+    ended = finish(slot_with([LOW, HIGH], keep_video=True))
+    assert ended is not None
+    assert (ended.group_id, ended.member, ended.group_size) == ("00000003", 1, GROUP)
+    assert (ended.task, ended.start_state, ended.actor) == (TASKS[1], "start-3", "actor-0")
+    assert (ended.world_version, ended.temperature, ended.top_k, ended.seed) == (5, 1.3, 20, 9)
+    assert ended.policy_versions.tolist() == [10, 11]
+    assert ended.noise_seeds.tolist() == [noise_seed(9, 0), noise_seed(9, 1)]
+    assert ended.frames[:, 0, 0, 0].tolist() == [0, 8]
+    assert ended.final_frame[0, 0, 0] == 16
+    assert ended.video[:, 0, 0, 0].tolist() == list(range(1, 17))
+    assert problem_with(ended) is None
+
+
+def test_frames_are_kept_only_when_the_grant_asks_for_them() -> None:
+    ended = finish(slot_with([HIGH]))
+    assert ended is not None
+    assert ended.video.shape == (0, 2, 2, 3)
+
+
+def test_a_finished_episode_keeps_no_other_frames_alive() -> None:
+    """What a round draws is one array over all slots: too much to hold until a receipt comes."""
+    ended = finish(slot_with([LOW, HIGH]))
+    assert ended is not None
+    for name in EPISODE_ARRAYS:
+        array = getattr(ended, name)
+        assert array.base is None or array.base.nbytes == array.nbytes, name
+
+
+# ---- imagination ---------------------------------------------------------------------------------
+
+
+def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[DecisionRecord]:
+    """One decision of the given (group, member) pairs, in this order of places."""
+    stage = Stage(places=range(len(wanted)))
+    slots = Slots(len(wanted), run_seed=0)
+    slots.pending.extend(PendingEpisode(grant=grant(g), member=i, start=start(g)) for g, i in wanted)
+    models.begin(slots, stage, fill(slots, 0))
+    models.launch(slots, stage, slots.live, 7)
+    models.collect(slots, stage, 60.0)
+    return [slots.slot(place).decisions[0] for place in range(len(wanted))]
+
+
+def test_an_episode_does_not_depend_on_its_neighbours(imagination: Imagination) -> None:
+    (alone,) = imagine(imagination, [(1, 1)])
+    together = imagine(imagination, [(0, 0), (2, 1), (1, 1), (1, 0)])[2]
+    np.testing.assert_array_equal(alone.tokens, together.tokens)
+    np.testing.assert_allclose(alone.logprobs, together.logprobs, atol=1e-4)
+    np.testing.assert_allclose(alone.scores, together.scores, atol=1e-3)
+    difference = alone.new_frames.astype(int) - together.new_frames.astype(int)
+    assert np.abs(difference).max() <= 1
+    assert (alone.noise_seed, alone.policy_version) == (together.noise_seed, 7)
+
+
+def test_siblings_share_their_start_and_nothing_else(imagination: Imagination) -> None:
+    one, other = imagine(imagination, [(1, 0), (1, 1)])
+    np.testing.assert_array_equal(one.frame, other.frame)
+    assert (one.tokens != other.tokens).any()
+    assert (one.new_frames != other.new_frames).any()
+
+
+def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination) -> None:
+    (decision,) = imagine(imagination, [(0, 0)])
+    policy = imagination.policy
+    with torch.no_grad():
+        seen = policy.evaluate(
+            policy.preprocess(decision.frame[None], [TASKS[0]]),
+            torch.from_numpy(decision.tokens)[None],
+            imagination.sampling,
+        )
+    np.testing.assert_allclose(seen.logprob[0].numpy(), decision.logprobs, atol=1e-4)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path: Path) -> None:
+    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    assert actor.round(wait=0.0)
+    assert (list(core.limiter.ready), actor.slots.live) == ([0], [])
+    ((first, second),) = learner.sample(groups=1, version=0, timeout=0.0)
+    assert (first.member, second.member) == (0, 1)
+    assert first.start_state == second.start_state == actor.starts[0].name
+    for episode in (first, second):
+        assert problem_with(episode) is None
+        assert episode.policy_versions.tolist() == [0]
+        assert (episode.world_version, episode.video.shape) == (5, (8, 64, 64, 3))
+    core.close()
+
+
+def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagination, tmp_path: Path) -> None:
+    actor, core, _ = actor_with(imagination, tmp_path, slots=1)
+    actor.round(wait=0.0)
+    assert (len(core.limiter.ready), len(core.limiter.open[0].members)) == (0, 1)
+    actor.round(wait=0.0)
+    assert list(core.limiter.ready) == [0]
+    core.close()
+
+
+def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imagination, tmp_path: Path) -> None:
+    """Halves of two places decide two rows at a time, as two places without halves do: equal batches."""
+    found = []
+    for slots, stages in ((2, 1), (4, 2)):
+        actor, core, _ = actor_with(
+            imagination, tmp_path / str(stages), slots=slots, stages=stages, decisions=3, groups=4
+        )
+        learner = InlineLearnerPort(core, imagine=lambda actor=actor: actor.round(0.0))
+        found.append(learner.sample(groups=4, version=0, timeout=60.0))
+        assert actor.slots.live == []
+        core.close()
+    for plain, halved in zip(*found, strict=True):
+        assert [e.member for e in plain] == [e.member for e in halved] == [0, 1]
+        for one, other in zip(plain, halved, strict=True):
+            assert (one.group_id, one.seed, len(one.tokens)) == (other.group_id, other.seed, 3)
+            for name in EPISODE_ARRAYS:
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
+
+
+def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:
+    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    assert actor.round(wait=0.0)
+    assert not actor.round(wait=0.0)
+    assert (core.limiter.credit, list(core.limiter.ready), actor.slots.live) == (0, [0], [])
+    learner.sample(groups=1, version=0, timeout=0.0)
+    learner.report_version(1)  # Credit for the next group, which asks for version 1.
+    assert actor.round(wait=0.0), "there is something to imagine, but not yet"
+    assert (len(actor.slots.pending), actor.slots.live) == (GROUP, [])
+    core.close()
+
+
+def test_in_one_process_an_actor_that_lacks_a_version_ends_in_a_timeout_until_it_comes(
+    imagination: Imagination, tmp_path: Path
+) -> None:
+    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    receiver, actor.receiver = actor.receiver, Unreached()
+    learner = InlineLearnerPort(core, imagine=lambda: actor.round(0.0))
+    with pytest.raises(SampleTimeout, match="0 groups ready, 1 in flight with 0 episodes"):
+        learner.sample(groups=1, version=0, timeout=0.05)
+    actor.receiver = receiver
+    assert len(learner.sample(groups=1, version=0, timeout=60.0)) == 1
+    core.close()
+
+
+class Unreached:
+    """A receiver that no version has reached."""
+
+    def swap_into(self, tensors: object) -> int:
+        return -1
+
+    def wait_newer(self, version: int, wait: float) -> None:
+        """Nothing comes."""
+
+
+def test_a_learner_that_left_before_its_first_version_ends_the_actor(
+    imagination: Imagination, tmp_path: Path
+) -> None:
+    class Closed:
+        def wait_for_first(self, deadline: float) -> int:
+            raise ChannelClosed("over")
+
+    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    actor.receiver = Closed()
+    actor.run()
+    assert (actor.version, core.limiter.next_number) == (-1, 0)
+    core.close()
+
+
+def test_a_run_that_is_over_ends_the_actor(imagination: Imagination, tmp_path: Path) -> None:
+    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    learner.stop()
+    actor.run()
+    assert (actor.version, core.limiter.next_number) == (0, 0)
+    core.close()

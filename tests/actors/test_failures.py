@@ -1,0 +1,423 @@
+"""Poison does not end a run: numbers that are not finite, and errors for one start state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl import cli
+from asyncrl.actors import failures
+from asyncrl.actors.actor import Actor
+from asyncrl.actors.failures import retry_rows_singly
+from asyncrl.errors import ReplayError, SampleTimeout
+from asyncrl.observability import metrics_replay as m
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.sampling import action_distribution, choose_tokens, logprob_of
+from asyncrl.records import EPISODE_ARRAYS
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.interface import GroupFailure
+from asyncrl.replay.quarantine import COUNTERS
+from asyncrl.worlds.wan.files import load_world
+from support.episodes import make_episode
+from support.failing_models import (
+    GROUP,
+    NAN,
+    Poisoned,
+    actor_of,
+    config,
+    counts,
+    episodes_of,
+    inline_run,
+    named,
+)
+from support.replay_server import ScriptedSocket, Served, acquire, kill, start_server, until
+from support.tiny_models import start_state, write_models
+
+CAUSE_OF = {
+    "logprob": "policy",
+    "actions": "policy",
+    "value": "policy",
+    "world": "world",
+    "start": "world",
+    "score": "reward",
+    "start raises": "raised",
+    "imagine raises": "raised",
+    "act raises": "raised",
+    "score raises": "raised",
+}
+
+
+def failure(number: int, name: str = "bad", cause: Any = "world", left: int = 3) -> GroupFailure:
+    return GroupFailure(number=number, member=0, cause=cause, start_state=name, reason="broken", left=left)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("part", CAUSE_OF)
+def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
+    part: str, late: bool, tmp_path: Path
+) -> None:
+    plain = inline_run(tmp_path / "plain", Poisoned())
+    expected = episodes_of(plain, 4)
+    run = inline_run(tmp_path / "run", Poisoned({2: part}, late=late))
+    found = episodes_of(run, 4)
+    bad = next(n for n in range(4) if named(run, n) == "start-2")
+
+    groups = {f"{n:08d}" for n in range(4)}
+    assert {group for group, _ in expected} == groups
+    assert {group for group, _ in found} == groups - {f"{bad:08d}"} | {"00000004"}, "its credit returned"
+    for key in found.keys() & expected.keys():
+        for name in EPISODE_ARRAYS:
+            np.testing.assert_array_equal(getattr(found[key], name), getattr(expected[key], name), name)
+    assert counts(run) == {cause: float(cause == CAUSE_OF[part]) for cause in COUNTERS}
+    assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.limiter.open) == ([], [], {})
+    assert run.core.limiter.closed[bad] == "dropped_poisoned"
+    plain.core.close()
+    run.core.close()
+
+
+def test_nothing_is_poisoned_in_a_plain_run(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned())
+    episodes_of(run, 4)
+    status = run.core.status()
+    assert not any(counts(run).values())
+    assert status[m.DROPPED_POISONED] == status[m.QUARANTINED] == 0
+    assert "poison" not in run.core.contents()
+    run.core.close()
+
+
+def test_a_batch_in_which_every_row_is_poisoned_ends_no_actor(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned({0: "start raises", 1: "world"}), starts=3, after=5)
+    assert {e.start_state for e in episodes_of(run, 4).values()} == {"start-2"}
+    assert counts(run)["raised"] >= 3
+    assert counts(run)["world"] >= 3
+    run.core.close()
+
+
+def test_a_sibling_that_was_finished_is_dropped_counted_and_settled(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned())
+    granted = run.core.grant("a")
+    assert granted is not None
+    sibling = make_episode(granted.number, 0, versions=(0,))
+    assert run.core.admit(sibling).status == "held"
+    run.core.fail(failure(granted.number))
+    run.core.fail(failure(granted.number))  # Said again: it counts once.
+    status = run.core.status()
+    assert (status[m.DROPPED_POISONED], status[m.DROPPED_POISONED_DECISIONS]) == (1, 1)
+    assert (status[m.POISONED_WORLD], status[m.GROUPS_IN_FLIGHT]) == (1, 0)
+    ((actor, receipt),) = run.core.take_receipts()
+    assert (actor, receipt.episode_id, receipt.status) == ("a", sibling.episode_id, "dropped_poisoned")
+    late = make_episode(granted.number, 1, versions=(0,))
+    assert run.core.admit(late).status == "dropped_poisoned"
+    run.core.close()
+
+
+def test_tokens_are_chosen_of_logits_without_a_number_and_other_rows_do_not_notice() -> None:
+    logits = torch.randn(3, 56, 256, generator=torch.Generator().manual_seed(0))
+    for sampling in (SamplingParams(temperature=t, top_k=k) for t in (0.0, 1.0) for k in (0, 5)):
+        sick = logits.clone()
+        sick[1, 7, 100] = NAN
+        distributions = [action_distribution(x, sampling) for x in (logits, sick)]
+        plain, found = (choose_tokens(x, sampling, [1, 2, 3]) for x in distributions)
+        assert torch.equal(found[[0, 2]], plain[[0, 2]])
+        assert 0 <= int(found.min()) <= int(found.max()) <= 255
+        logprobs = logprob_of(distributions[1], found)
+        assert logprobs.isfinite().all(dim=1).tolist() == [True, False, True]
+
+
+def test_the_world_says_which_rows_are_not_finite(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    world = load_world(tmp_path / "world")
+    state = world.start([start_state(n, 64) for n in range(2)])
+    assert state.finite.tolist() == [True, True]
+    actions = torch.zeros(2, 8, 7)
+    frames, after = world.imagine(state, actions, [1, 2])
+    assert after.finite.tolist() == [True, True]
+    for tensor in (state.memory, state.cache[-1]):
+        kept = tensor.clone()
+        tensor[0] = NAN
+        others, sick = world.imagine(state, actions, [1, 2])
+        tensor.copy_(kept)
+        assert sick.finite.tolist() == [False, True]
+        assert torch.equal(others[1], frames[1])
+        _, later = world.imagine(sick, actions, [1, 2])
+        assert later.finite.tolist() == [False, True]
+        assert sick.select([1, 0]).finite.tolist() == [True, False]
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def test_rows_are_tried_alone_only_after_all_together_failed() -> None:
+    tried: list[list[int]] = []
+
+    def attempt(places: list[int]) -> int:
+        tried.append(places)
+        if 5 in places:
+            raise ValueError("five\nlines")
+        return sum(places)
+
+    assert retry_rows_singly([1, 2], attempt) == ([([1, 2], 3)], [])
+    assert tried == [[1, 2]]
+    done, (failed,) = retry_rows_singly([1, 5, 2], attempt)
+    assert done == [([1], 1), ([2], 2)]
+    assert (failed.place, failed.cause, failed.reason) == (5, "raised", "ValueError: five")
+    assert retry_rows_singly([5], attempt)[0] == []
+
+
+def test_what_breaks_the_device_is_not_caught_and_too_little_memory_is() -> None:
+    def broken(places: list[int]) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(torch.AcceleratorError):
+        retry_rows_singly([1, 2], broken)
+
+    def large(places: list[int]) -> int:
+        if len(places) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return places[0]
+
+    assert retry_rows_singly([1, 2], large) == ([([1], 1), ([2], 2)], [])
+
+
+def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def attempt(places: list[int]) -> None:
+        raise ValueError("what came after it")
+
+    monkeypatch.setattr(failures.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(failures.torch.cuda, "synchronize", synchronize)
+    with pytest.raises(torch.AcceleratorError):
+        retry_rows_singly([1, 2], attempt)
+
+
+def test_an_error_is_in_the_log_once_per_start_state_with_its_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = inline_run(tmp_path, Poisoned({1: "imagine raises"}), starts=2, after=9)
+    with caplog.at_level(logging.WARNING, "asyncrl.actors"):
+        episodes_of(run, 4)
+    assert counts(run)["raised"] >= 3
+    records = [record for record in caplog.records if "start-1" in record.getMessage()]
+    first = next(n for n in range(2) if named(run, n) == "start-1")
+    assert [record.getMessage() for record in records] == [
+        f"group {first} is given up, start state 'start-1': RuntimeError: imagine raises for 1"
+    ]
+    assert records[0].exc_info is not None
+    run.core.close()
+
+
+# ---- quarantine ----------------------------------------------------------------------------------
+
+
+def test_after_two_groups_a_start_state_is_not_imagined_any_more(tmp_path: Path) -> None:
+    poisoned = Poisoned({1: "world"})
+    run = inline_run(tmp_path, poisoned, per_update=8, starts=2)
+    found = episodes_of(run, 8)
+    assert {e.start_state for e in found.values()} == {"start-0"}
+    assert run.core.quarantine.names == ["start-1"]
+    assert poisoned.begun.count(1) == 2 * GROUP, "two groups of it began"
+    assert counts(run)["world"] == 2
+    assert counts(run)["quarantined"] >= 4
+    assert run.core.status()[m.QUARANTINED] == 1
+    run.core.close()
+
+
+def test_the_same_group_twice_is_one_failure(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned())
+    for _ in range(2):
+        run.core.quarantine.note(failure(0))
+    assert run.core.quarantine.names == []
+    run.core.quarantine.note(failure(1))
+    assert run.core.quarantine.names == ["bad"]
+    run.core.close()
+
+
+def test_failures_counts_and_quarantine_survive_a_restart_of_the_replay_and_a_resume(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
+    while counts(run)["world"] < 1:
+        run.actor.round(0.0)
+    run.core.close()
+    run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
+    assert (counts(run)["world"], run.core.quarantine.names) == (1, [])
+    episodes_of(run, 4)
+    assert (counts(run)["world"], run.core.quarantine.names) == (2, ["start-1"])
+    before = run.core.status()
+    run.core.close()
+    poisoned = Poisoned({1: "world"})
+    run = inline_run(tmp_path, poisoned, starts=2, slots=2)
+    assert run.core.quarantine.names == ["start-1"]
+    for metric in (*COUNTERS.values(), m.QUARANTINED):
+        assert run.core.status()[metric] == before[metric], metric
+    episodes_of(run, 4)
+    assert 1 not in poisoned.begun
+    run.core.close()
+
+
+def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_reason(
+    tmp_path: Path,
+) -> None:
+    poisoned = Poisoned(dict.fromkeys(range(3), "score"))
+    run = inline_run(tmp_path, poisoned, starts=3)
+    began = time.monotonic()
+    with pytest.raises(ReplayError, match=r"left: all 3.*--replay.quarantine-after") as caught:
+        run.learner.sample(groups=4, version=0, timeout=600.0)
+    assert time.monotonic() - began < 60
+    text = str(caught.value)
+    assert all(f"start-{n}" in text for n in range(3))
+    assert "the reward model's scores are not finite" in text
+    assert run.core.limiter.next_number <= 2 * 3 + 2, "no more grants than it takes"
+    run.core.close()
+    # Resumed with other start states it goes on; with the same ones it ends at once.
+    run = inline_run(tmp_path, poisoned, starts=3)
+    with pytest.raises(ReplayError, match="No start state is left"):
+        run.learner.sample(groups=4, version=0, timeout=600.0)
+    run.core.close()
+    run = inline_run(tmp_path, poisoned, starts=4)
+    assert {e.start_state for e in episodes_of(run, 4).values()} == {"start-3"}
+    run.core.close()
+
+
+def test_groups_that_are_ready_are_used_before_the_run_ends(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned(), per_update=2)
+    for _ in range(2):
+        granted = run.core.grant("a")
+        assert granted is not None
+        for member in range(GROUP):
+            run.core.admit(make_episode(granted.number, member, versions=(0,)))
+    run.core.quarantine.note(failure(9, left=0))
+    assert len(run.learner.sample(groups=2, version=0, timeout=5.0)) == 2
+    with pytest.raises(ReplayError, match="No start state is left"):
+        run.learner.sample(groups=2, version=1, timeout=5.0)
+    run.core.close()
+
+
+# ---- over sockets --------------------------------------------------------------------------------
+
+
+def test_a_report_outlives_the_replay_that_it_was_sent_to(tmp_path: Path, endpoint: str) -> None:
+    server = start_server(tmp_path, endpoint)
+    learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+    try:
+        learner.status()
+        first, second = acquire(actor), acquire(actor)
+        actor.fail(failure(first.number))
+        until(actor, 0)
+        assert actor.quarantined == set()
+        kill(server)
+        actor.fail(failure(second.number))  # While nobody listens.
+        server = start_server(tmp_path, endpoint)
+        until(actor, 0)
+        status = learner.status()
+        assert (status[m.POISONED_WORLD], status[m.GROUPS_IN_FLIGHT], status[m.QUARANTINED]) == (2, 0, 1)
+        assert acquire(actor).number == 2
+        assert actor.quarantined == {"bad"}, "known with the grant"
+        kill(server)
+        server = start_server(tmp_path, endpoint)
+        learner.status()
+        other = ZmqActorPort(endpoint, "actor-1")
+        assert acquire(other).number == 3
+        assert other.quarantined == {"bad"}
+        other.close(1.0)
+    finally:
+        learner.stop()
+        learner.close()
+        actor.close(1.0)
+        server.wait(10)
+        kill(server)
+
+
+def test_a_grant_waits_until_the_actor_took_the_names(scripted: Any) -> None:
+    service, socket, _ = scripted
+    assert isinstance(socket, ScriptedSocket)
+    service.core.quarantine.note(failure(7))
+    service.core.quarantine.note(failure(8))
+    socket.deaf.add(b"a")
+    socket.say(b"a", "acquire", turn=0)
+    service.turn(0)
+    socket.deaf.clear()
+    service.turn(0)
+    kinds = [message.kind for to, message in socket.sent if to == b"a"]
+    assert kinds[-2:] == ["quarantined", "grant"]
+
+
+def test_a_report_with_an_unknown_cause_is_refused(scripted: Any) -> None:
+    service, socket, _ = scripted
+    socket.say(b"a", "acquire", turn=0)
+    service.turn(0)
+    about = {"report": "r", "member": 0, "start_state": "s", "reason": "", "left": 1}
+    socket.say(b"a", "failed", number=0, cause="bad luck", **about)
+    service.turn(0)
+    assert socket.sent[-1][1].kind == "refused"
+    assert service.core.status()[m.GROUPS_IN_FLIGHT] == 1
+
+
+def imagine_and_sample(actor: Actor, learner: ZmqLearnerPort) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        actor.round(0.01)
+        with contextlib.suppress(SampleTimeout):
+            learner.sample(groups=2, version=0, timeout=0.05)
+
+
+def test_over_sockets_too_the_run_ends_when_no_start_state_is_left(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, port = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        actor = actor_of(Poisoned({0: "world", 1: "start raises"}), port, starts=2)
+        with pytest.raises(ReplayError, match=r"No start state is left: all 2"):
+            imagine_and_sample(actor, learner)
+        learner.close()
+        port.close(1.0)
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_an_inline_run_reaches_its_updates_although_the_policy_gives_nan_for_one_start_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = write_models(tmp_path / "models")
+    sick = torch.from_numpy(start_state(3, 64).frame)
+    act = OpenVLAOFT.act
+    poisoned = 0
+
+    def act_or_not(self: OpenVLAOFT, inputs: Any, *rest: Any) -> Any:
+        nonlocal poisoned
+        made = act(self, inputs, *rest)
+        for row, pixels in enumerate(inputs.pixels):
+            if torch.equal(pixels, sick):
+                poisoned += 1
+                made.logprob[row] = NAN
+        return made
+
+    monkeypatch.setattr(OpenVLAOFT, "act", act_or_not)
+    run = tmp_path / "run"
+    more = ["--inline", "--updates", "24", "--replay.max-lag", "0", "--run-dir", str(run)]
+    assert cli.run("train", [*flags, *more]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 25))
+    assert rows[-1][m.POISONED_POLICY.name] == 2
+    assert rows[-1][m.QUARANTINED.name] == 1
+    assert rows[-1][m.POISONED_QUARANTINED.name] >= 1
+    assert poisoned == 2 * GROUP, "two groups of it"
+
+
+def test_the_settings_of_a_run_reach_the_quarantine(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned(), after=7)
+    assert run.core.quarantine.after == config(after=7).replay.quarantine_after == 7
+    run.core.close()

@@ -1,0 +1,333 @@
+"""Stages of an actor's batch: what they remember, the order of launches, and groups given up in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.actors import imagination
+from asyncrl.actors.pipeline import Stage, split_slots
+from asyncrl.actors.slots import Slot
+from asyncrl.actors.telemetry import ActorTelemetry
+from asyncrl.config.run import ActorSettings
+from asyncrl.devices import device_events
+from asyncrl.devices.device_events import DeviceEvent, wait_for
+from asyncrl.devices.offload import NO_OFFLOAD
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.observability import metrics_system as m
+from asyncrl.records import EPISODE_ARRAYS, Episode
+from support.failing_models import (
+    GROUP,
+    Poisoned,
+    RowModels,
+    RowState,
+    counts,
+    episodes_of,
+    inline_run,
+    named,
+    start,
+)
+
+CPU = torch.device("cpu")
+
+
+def rows(*numbers: int) -> RowState:
+    return RowState(
+        torch.tensor(numbers), torch.zeros(len(numbers), dtype=torch.long), torch.zeros(len(numbers))
+    )
+
+
+def held(stage: Stage[Any], places: list[int]) -> list[int]:
+    return stage.state_of(places).number.tolist()
+
+
+# ---- what a stage remembers ----------------------------------------------------------------------
+
+
+def test_places_are_cut_into_parts_that_differ_by_one_at_most() -> None:
+    assert split_slots(4, 1) == [range(4)]
+    assert split_slots(4, 2) == [range(2), range(2, 4)]
+    assert split_slots(3, 2) == [range(1), range(1, 3)]
+    with pytest.raises(ConfigError, match=r"actor.slots is 1.*each of --actor.stages needs one"):
+        ActorSettings(slots=1, stages=2)
+
+
+def test_a_decision_of_all_rows_swaps_the_states_and_copies_nothing() -> None:
+    stage = Stage(places=range(2))
+    first, after = rows(7, 8), rows(70, 80)
+    stage.open([0, 1], first)
+    assert stage.state_of([0, 1]) is first
+    stage.replace([0, 1], after)
+    assert stage.state_of([0, 1]) is after
+
+
+def test_one_row_of_several_is_a_copy_and_is_put_back_alone() -> None:
+    stage = Stage(places=range(2))
+    stage.open([0, 1], rows(7, 8))
+    alone = stage.state_of([1])
+    alone.number[0] = 99
+    assert held(stage, [0, 1]) == [7, 8], "a copy"
+    stage.replace([1], rows(80))
+    assert held(stage, [0, 1]) == [7, 80]
+
+
+def test_a_refill_writes_its_rows_and_leaves_the_others() -> None:
+    stage = Stage(places=range(3, 6))
+    stage.open([3, 4, 5], rows(3, 4, 5))
+    before = stage.state_of([3, 4, 5])
+    stage.open([4], rows(40))
+    assert stage.state_of([3, 4, 5]) is before, "in place"
+    assert held(stage, [3, 4, 5]) == [3, 40, 5]
+
+
+def test_rows_follow_the_places_that_are_live() -> None:
+    stage = Stage(places=range(4))
+    stage.open([0, 1, 2, 3], rows(0, 1, 2, 3))
+    stage.keep([1, 3])
+    assert held(stage, [1, 3]) == [1, 3]
+    stage.replace([1, 3], rows(10, 30))
+    stage.open([0, 2], rows(5, 6))
+    assert held(stage, [0, 1, 2, 3]) == [5, 10, 6, 30]
+    fresh = rows(1, 2, 3, 4)
+    stage.open([0, 1, 2, 3], fresh)
+    assert stage.state_of([0, 1, 2, 3]) is fresh
+    stage.keep([])
+    stage.open([2], rows(9))
+    assert held(stage, [2]) == [9]
+
+
+# ---- the order of launches -----------------------------------------------------------------------
+
+
+class Slow(DeviceEvent):
+    """Moments that pass only when somebody waits for them, as those of a device that is behind."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.reached = False
+
+    @property
+    def passed(self) -> bool:
+        return self.reached
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens: launches with the number of their rows, and waits for them."""
+    seen: list[str] = []
+    draw = RowModels.imagine
+
+    def launch(self: RowModels, state: RowState, *rest: Any) -> Any:
+        seen.append(f"launch {len(state)}")
+        return draw(self, state, *rest)
+
+    def wait(moments: list[Any], deadline: float) -> float:
+        seen.append("collect")
+        for moment in moments:
+            assert not moment.passed, "collected twice"
+            moment.reached = True
+        return 0.0
+
+    monkeypatch.setattr(RowModels, "imagine", launch)
+    monkeypatch.setattr(imagination, "Moment", Slow)
+    monkeypatch.setattr(imagination, "wait_for", wait)
+    return seen
+
+
+def test_one_stage_is_launched_and_collected_in_turns(order: list[str], tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned(), per_update=2)
+    for _ in range(2):
+        run.actor.round(0.0)
+    assert order == ["launch 4", "collect"] * 2
+    run.core.close()
+
+
+def test_the_next_half_is_launched_before_the_one_before_is_collected(
+    order: list[str], tmp_path: Path
+) -> None:
+    run = inline_run(tmp_path, Poisoned(), per_update=2, slots=3, stages=2)
+    for _ in range(5):
+        run.actor.round(0.0)
+    assert order == [
+        "launch 1",
+        "launch 2",
+        "collect",
+        "launch 1",
+        "collect",
+        "launch 2",
+        "collect",
+        "launch 1",
+        "collect",
+    ]
+    run.core.close()
+
+
+def test_a_half_without_episodes_keeps_nobody_waiting(order: list[str], tmp_path: Path) -> None:
+    """One group of two, two halves of two: the second half stays empty."""
+    run = inline_run(tmp_path, Poisoned(), per_update=1, slots=4, stages=2)
+    while run.actor.round(0.0):
+        pass
+    assert order == ["launch 2", "collect"] * 3
+    assert not run.actor.round(0.0)
+    assert len(run.core.limiter.ready) == 1
+    run.core.close()
+
+
+def test_a_decision_carries_the_version_it_was_launched_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = inline_run(tmp_path, Poisoned(), per_update=1, slots=2, stages=2)
+    run.actor.round(0.0)  # launches member 0 with version 0
+    monkeypatch.setattr(run.actor.receiver, "swap_into", lambda tensors: 1)
+    pushed: list[Episode] = []
+    monkeypatch.setattr(run.actor.port, "push", pushed.append)
+    while len(pushed) < 2:
+        run.actor.round(0.0)
+    versions = {episode.member: episode.policy_versions.tolist() for episode in pushed}
+    assert versions == {0: [0, 1, 1], 1: [1, 1, 1]}
+    run.core.close()
+
+
+# ---- the same episodes, also with poison ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slots", "stages"), [(2, 2), (3, 2), (5, 2)])
+def test_stages_change_no_bit_of_any_episode(slots: int, stages: int, tmp_path: Path) -> None:
+    plain = inline_run(tmp_path / "plain", Poisoned())
+    halved = inline_run(tmp_path / "halved", Poisoned(), slots=slots, stages=stages)
+    expected, found = episodes_of(plain, 4), episodes_of(halved, 4)
+    assert expected.keys() == found.keys()
+    for key, episode in expected.items():
+        for name in EPISODE_ARRAYS:
+            np.testing.assert_array_equal(getattr(found[key], name), getattr(episode, name), name)
+    plain.core.close()
+    halved.core.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("part", ["logprob", "world", "score", "start raises", "imagine raises"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
+    slots: int, part: str, late: bool, tmp_path: Path
+) -> None:
+    """Its members are in both halves: what the other half made of them is thrown away."""
+    plain = inline_run(tmp_path / "plain", Poisoned())
+    expected = episodes_of(plain, 4)
+    run = inline_run(tmp_path / "run", Poisoned({2: part}, late=late), slots=slots, stages=2)
+    found = episodes_of(run, 4)
+    bad = next(n for n in range(4) if named(run, n) == "start-2")
+    assert {group for group, _ in found} == {f"{n:08d}" for n in range(5)} - {f"{bad:08d}"}
+    for key in found.keys() & expected.keys():
+        for name in EPISODE_ARRAYS:
+            np.testing.assert_array_equal(getattr(found[key], name), getattr(expected[key], name), name)
+    assert sum(counts(run).values()) == 1
+    assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.limiter.open) == ([], [], {})
+    plain.core.close()
+    run.core.close()
+
+
+def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=4)
+    slots, stage, imagination = run.actor.slots, Stage[Any](places=range(4)), run.actor.imagination
+    for number in (0, 1):
+        grant = run.core.grant("inline")
+        assert grant is not None
+        slots.add_group(grant, start(number), GROUP)
+    imagination.begin(slots, stage, slots.fill(0, stage.places))
+    imagination.launch(slots, stage, slots.live, 0)
+    gone, sound = slots.slot(0), slots.slot(1)
+    slots.places[0] = other = Slot(member=gone.member, seed=1, frame=gone.frame)
+    slots.places[2] = None  # It is poisoned, but nobody asks any more.
+    failed, _ = imagination.collect(slots, stage, 60.0)
+    assert [poison.place for poison in failed] == [3]
+    assert [len(slot.decisions) for slot in (gone, other, sound)] == [0, 0, 1]
+    run.core.close()
+
+
+def test_an_actor_can_leave_while_a_half_is_in_flight(tmp_path: Path) -> None:
+    run = inline_run(tmp_path, Poisoned(), slots=4, stages=2)
+    answers = iter([False, False, False, True])
+    run.actor.run(leaving=lambda: next(answers))
+    assert len(run.actor._busy_stages) == 1
+    run.core.close()
+
+
+# ---- waiting and measuring -----------------------------------------------------------------------
+
+
+def test_a_device_that_does_not_finish_ends_the_wait_at_its_deadline() -> None:
+    never, soon = Slow(CPU), Slow(CPU)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"within 0.05 s \(--hang-after\)"):
+        wait_for([never], 0.05)
+    assert 0.05 <= time.monotonic() - began < 5
+    timer = threading.Timer(0.02, lambda: setattr(soon, "reached", True))
+    timer.start()
+    assert 0.01 < wait_for([soon], 60.0) < 5
+    timer.join()
+    assert wait_for([DeviceEvent(CPU)], 60.0) == 0.0
+
+
+def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(device_events.time, "perf_counter", lambda: clock[0])
+
+    def slowed(original: Any, seconds: float) -> Any:
+        def slow(self: RowModels, *args: Any) -> Any:
+            clock[0] += seconds
+            return original(self, *args)
+
+        return slow
+
+    for name, seconds in (("start", 1.0), ("act", 2.0), ("imagine", 4.0), ("score", 8.0)):
+        monkeypatch.setattr(RowModels, name, slowed(getattr(RowModels, name), seconds))
+    run = inline_run(tmp_path, Poisoned())
+    for _ in range(2):
+        run.actor.round(0.0)
+    seconds = run.actor.imagination.pop_device_seconds()
+    assert seconds == {m.ACTOR_WORLD: 1 + 2 * 4.0, m.ACTOR_POLICY: 4.0, m.ACTOR_REWARD: 16.0}
+    assert run.actor.imagination.pop_device_seconds() == {}
+    run.core.close()
+
+
+def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = inline_run(tmp_path, Poisoned())
+    readings = ActorTelemetry(run.actor.imagination, NO_OFFLOAD)
+    assert readings.due() is None, "too soon"
+    monkeypatch.setattr(
+        run.actor.imagination, "take_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}
+    )
+    readings.worked(8.0)
+    readings.waited_for_device(2.0)
+    readings.add(m.ACTORS_WAITING, 2.5)
+    readings._since -= 10.0
+    found = readings.due()
+    assert found is not None
+    assert found.pop(m.ACTOR_MEMORY) > 1e6
+    shares = {m.ACTORS_WAITING: 0.25, m.ACTOR_WORLD: 0.4, m.ACTOR_POLICY: 0.1, m.ACTOR_HOST: 0.1}
+    assert found == pytest.approx(shares, rel=0.01), "on the CPU the models' time is not the host's"
+    run.actor.port.report(found)
+    status = run.core.status()
+    assert {metric: status[metric] for metric in shares} == pytest.approx(shares, rel=0.01)
+    run.core.close()
+
+
+def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("FIRST_REPORT", "REPORT_EVERY"):
+        monkeypatch.setattr(f"asyncrl.actors.telemetry.{name}", 0.0)
+    run = inline_run(tmp_path, Poisoned())
+    for _ in range(3):
+        run.actor.round(0.0)
+    status = run.core.status()
+    assert status[m.ACTOR_MEMORY] > 1e6
+    assert 0 < status[m.ACTOR_HOST] <= 1
+    assert m.ACTOR_PARKED not in status
+    run.core.close()

@@ -1,0 +1,166 @@
+"""Stages on GPUs: launches do not wait, halves overlap, and episodes are those of the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.actors.actor import Actor, ActorSettings
+from asyncrl.actors.imagination import Imagination
+from asyncrl.observability import metrics_system as m
+from asyncrl.policies.interface import ActResult, SamplingParams
+from asyncrl.records import EPISODE_ARRAYS, StartState
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.replay import open_replay
+from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.worlds.start_states import StartStateStream
+from support.failing_models import GROUP, IMAGE, RowState, config, start
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+CPU = torch.device("cpu")
+CYCLES = 100_000_000
+"""Of a GPU, for one drawing: tens of milliseconds."""
+
+
+def moved(array: Any, device: torch.device) -> Tensor:
+    """Copy to a device without making the host wait for what the device does."""
+    tensor = torch.as_tensor(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Integers:
+    """Policy, world and reward of integer arithmetic: every device computes the same."""
+
+    version = 0
+    image_size = IMAGE
+
+    def __init__(self, policy_device: torch.device, world_device: torch.device, cycles: int = 0) -> None:
+        self.policy_device, self.world_device, self.cycles = policy_device, world_device, cycles
+        self.weight = torch.zeros(1, device=policy_device)
+
+    def start(self, states: Sequence[StartState]) -> RowState:
+        numbers = moved(
+            np.stack([state.frame[0, 0, 0] for state in states]).astype(np.int64), self.world_device
+        )
+        return RowState(numbers, torch.zeros_like(numbers), torch.zeros_like(numbers, dtype=torch.float32))
+
+    def preprocess(self, frames: Any, tasks: Sequence[str]) -> Tensor:
+        return moved(frames, self.policy_device).flatten(1).long().sum(dim=1)
+
+    def act(self, inputs: Tensor, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
+        place = moved(np.arange(56).reshape(1, 8, 7), self.policy_device)
+        seed = moved(np.array(seeds) % 9973, self.policy_device)
+        tokens = ((inputs + seed)[:, None, None] * (place + 1)) % 256
+        logprob = -(1.0 + tokens / 256) + self.weight
+        return ActResult(
+            actions=tokens / 256, tokens=tokens.int(), logprob=logprob, value=None, entropy=torch.zeros(())
+        )
+
+    def imagine(self, state: RowState, actions: Tensor, seeds: Sequence[int]) -> tuple[Tensor, RowState]:
+        if self.cycles:
+            torch.cuda._sleep(self.cycles)
+        total = state.total + (actions * 256).sum(dim=(1, 2)) + moved(np.array(seeds) % 97, self.world_device)
+        drawn = (total.long()[:, None] * torch.arange(1, 9, device=self.world_device)) % 256
+        frames = drawn[..., None, None, None].expand(-1, -1, IMAGE, IMAGE, 3).to(torch.uint8)
+        return frames, RowState(state.number, state.decisions + 1, total)
+
+    def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
+        return frames[..., 0, 0, 0].float() / 512
+
+    def acting_tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.weight}
+
+
+def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages: int, cycles: int = 0) -> Any:
+    """An actor of 8 slots, its learner's port and its core."""
+    models: Any = Integers(policy, world, cycles)
+    core = open_replay(folder, config())
+    publisher, receiver = build_inline()
+    publisher.publish(models.acting_tensors(), 0)
+    settings = ActorSettings(
+        name="inline",
+        slots=8,
+        stages=stages,
+        group_size=GROUP,
+        max_decisions=3,
+        success_threshold=0.9,
+        run_seed=0,
+    )
+    imagination = Imagination(
+        models,
+        models,
+        models,
+        SamplingParams(temperature=1.0),
+        policy_device=policy,
+        world_device=world,
+    )
+    starts = StartStateStream([start(n) for n in range(4)], 0)
+    actor = Actor(imagination, starts, InlineActorPort(core), receiver, settings)
+    return actor, InlineLearnerPort(core, imagine=lambda: actor.round(0.0)), core
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path: Path) -> None:
+    if gpus > GPUS:
+        pytest.skip(f"needs {gpus} GPUs, found {GPUS}")
+    devices = torch.device("cuda", 0), torch.device("cuda", gpus - 1)
+    _, learner, core = actor_on(tmp_path / "cpu", CPU, CPU, stages=1)
+    expected = learner.sample(groups=4, version=0, timeout=60.0)
+    core.close()
+    actor, learner, core = actor_on(tmp_path / "gpu", *devices, stages=stages)
+    found = learner.sample(groups=4, version=0, timeout=60.0)
+    for one, other in zip(chain(*expected), chain(*found), strict=True):
+        assert (one.group_id, one.member) == (other.group_id, other.member)
+        for name in EPISODE_ARRAYS:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
+    seconds = actor.imagination.pop_device_seconds()
+    assert all(seconds[metric] > 0 for metric in (m.ACTOR_POLICY, m.ACTOR_WORLD, m.ACTOR_REWARD))
+    core.close()
+
+
+def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    gpu = torch.device("cuda", 0)
+    actor, learner, core = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
+    learner.sample(groups=4, version=0, timeout=60.0)  # Memory and kernels are there from now on.
+    learner.report_version(0)
+    drawing = actor.imagination.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
+    assert drawing > 0.01
+    core.close()
+
+    actor, _, core = actor_on(tmp_path / "again", gpu, gpu, stages=2, cycles=CYCLES)
+    began = time.monotonic()
+    actor.round(0.0)
+    assert time.monotonic() - began < drawing / 2, "the first half is on its way, and nobody waits for it"
+    (decision,) = actor._busy_stages[0].in_flight
+    assert not all(moment.passed for moment in decision.done_events)
+    began = time.monotonic()
+    actor.round(0.0)
+    assert time.monotonic() - began > drawing / 4, "the second is launched, then the first is collected"
+    assert [len(slot.decisions) for slot in actor.slots.places] == [1] * 4 + [0] * 4
+    core.close()
+
+
+def test_weights_that_change_between_launches_are_those_of_the_later_one(tmp_path: Path) -> None:
+    """Stream order: the first half's decision was launched before and must not see the new weight."""
+    gpu = torch.device("cuda", 0)
+    actor, _, core = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
+    actor.round(0.0)
+    publisher, actor.receiver = build_inline()
+    publisher.publish({"weight": torch.full((1,), -100.0, device=gpu)}, 5)
+    actor.round(0.0)
+    actor.round(0.0)
+    first, second = (actor.slots.places[place].decisions[0] for place in (0, 4))
+    assert (first.policy_version, second.policy_version) == (0, 5)
+    assert first.logprobs.min() > -3
+    assert second.logprobs.max() < -100
+    core.close()

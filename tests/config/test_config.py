@@ -1,0 +1,229 @@
+"""Settings: flags and files in, one configuration out, or an answer that helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.algorithm import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    CriticSettings,
+    LearnerSettings,
+    LoraSettings,
+    OptimizerSettings,
+)
+from asyncrl.config.run import (
+    ActorSettings,
+    ReplaySettings,
+    TrainConfig,
+    WeightSettings,
+    load_file,
+    overlay,
+    parse,
+    to_json,
+)
+from asyncrl.errors import ConfigError
+from support import ROOT
+
+CONFIGS = ROOT / "configs"
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "some.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_arguments_the_defaults_hold() -> None:
+    assert parse([]) == TrainConfig()
+
+
+def test_flags_reach_nested_settings() -> None:
+    config = parse(
+        [
+            "--updates",
+            "3",
+            "--inline",
+            "--algorithm.group-size",
+            "4",
+            "--replay.max-lag",
+            "0",
+            "--run-dir",
+            "a",
+        ]
+    )
+    assert config == TrainConfig(
+        updates=3,
+        inline=True,
+        run_dir="a",
+        algorithm=AlgorithmSettings(group_size=4),
+        replay=ReplaySettings(max_lag=0),
+    )
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    path = toml(tmp_path, "updates = 7\nseed = 5\n[actor]\nslots = 3\nmax-decisions = 2\n")
+    config = parse([str(path), "--updates", "9"])
+    assert config == TrainConfig(updates=9, seed=5, actor=ActorSettings(slots=3, max_decisions=2))
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    config = TrainConfig(
+        updates=11,
+        synchronous=True,
+        algorithm=AlgorithmSettings(kind="ppo"),
+        optimizer=OptimizerSettings(learning_rate=3e-5),
+        correction=CorrectionSettings(kind="vtrace"),
+        weights=WeightSettings(transport="gloo", deadline=9.5),
+    )
+    path = tmp_path / "config.json"
+    path.write_text(to_json(config))
+    assert load_file(path) == config
+
+
+def test_synchronous_means_a_lag_of_zero() -> None:
+    settings = ReplaySettings(max_lag=3)
+    assert TrainConfig(replay=settings).max_lag == 3
+    assert TrainConfig(replay=settings, synchronous=True).max_lag == 0
+
+
+def test_overlay_leaves_the_original_alone() -> None:
+    config = TrainConfig()
+    changed = overlay(config, {"replay": {"max_lag": 5}}, "here")
+    assert (config.replay.max_lag, changed.replay.max_lag, changed.replay.group_deadline) == (2, 5, 300.0)
+
+
+def test_a_whole_number_may_stand_for_a_real_one() -> None:
+    assert overlay(TrainConfig(), {"max_wait": 30}, "here").max_wait == 30.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("update = 3", "sets 'update', which does not exist. Perhaps you meant 'updates'"),
+        (
+            "[replay]\nmax-lags = 3",
+            r"\[replay\] sets 'max-lags', which does not exist. Perhaps you meant 'max_lag'",
+        ),
+        ("zzz = 3", "which does not exist. Known: actor, algorithm"),
+        ("updates = 'three'", "updates is 'three', expected int like 10"),
+        ("updates = true", "updates is True, expected int"),
+        ("max_wait = true", "max_wait is True, expected float"),
+        ("replay = 3", "must be a table of settings, found int"),
+        ("updates = ", "is not valid toml"),
+    ],
+)
+def test_a_wrong_file_is_answered_with_what_is_wrong(tmp_path: Path, text: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        load_file(toml(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read"):
+        load_file(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong", "flag"),
+    [
+        (AlgorithmSettings, {"group_size": 1}, "--algorithm.group-size is 1"),
+        (AlgorithmSettings, {"temperature": 0.0}, "--algorithm.temperature is 0.0"),
+        (AlgorithmSettings, {"temperature": float("nan")}, "--algorithm.temperature is nan"),
+        (AlgorithmSettings, {"top_k": 257}, "--algorithm.top-k is 257"),
+        (AlgorithmSettings, {"clip_low": 1.5}, "--algorithm.clip-low is 1.5"),
+        (AlgorithmSettings, {"dual_clip": 0.9}, "--algorithm.dual-clip is 0.9"),
+        (AlgorithmSettings, {"minibatches": 0}, "--algorithm.minibatches is 0"),
+        (CorrectionSettings, {"cap": 0.5}, "--correction.cap is 0.5"),
+        (CorrectionSettings, {"low": 1.0}, "--correction.low is 1.0"),
+        (CorrectionSettings, {"rho_cap": 0.5}, "--correction.rho-cap is 0.5"),
+        (CriticSettings, {"gamma": 1.1}, "--critic.gamma is 1.1"),
+        (CriticSettings, {"huber": 0.0}, "--critic.huber is 0.0"),
+        (OptimizerSettings, {"final_share": 2.0}, "--optimizer.final-share is 2.0"),
+        (LoraSettings, {"rank": -1}, "--lora.rank is -1"),
+        (LearnerSettings, {"threads": 0}, "--learner.threads is 0"),
+        (ReplaySettings, {"max_lag": -1}, "--replay.max-lag is -1"),
+        (ActorSettings, {"success_threshold": 0.0}, "--actor.success-threshold is 0.0"),
+        (WeightSettings, {"deadline": 0.0}, "--weights.deadline is 0.0"),
+        (TrainConfig, {"updates": 0}, "--updates is 0"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_its_flag(settings: Any, wrong: Any, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        settings(**wrong)
+
+
+def test_a_bad_flag_exits_with_two_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(["--algorithm.group-size", "1"])
+    assert left.value.code == 2
+    said = " ".join((capsys.readouterr().err).replace("│", " ").split())
+    assert "advantage is always zero" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"correction.kind": "vtrace"}, "vtrace.*--algorithm.kind ppo"),
+        ({"algorithm.minibatches": 200}, "--algorithm.minibatches is 200.*128 episodes"),
+        ({"algorithm.objective": "gspo"}, "gspo.*--algorithm.level chunk"),
+        ({"algorithm.objective": "cispo", "algorithm.dual_clip": 3.0}, "--algorithm.dual-clip is 3.0.*cispo"),
+        ({"algorithm.level": "chunk", "correction.level": "token"}, "--correction.level is token.*coarser"),
+        (
+            {"algorithm.kind": "ppo", "critic.level": "action", "algorithm.level": "chunk"},
+            "--critic.level is action.*eight advantages",
+        ),
+        ({"correction.proximal": "log_linear", "correction.veto": 0.1}, "log_linear.*recomputed"),
+        ({"correction.proximal": "log_linear", "correction.level": "episode"}, "log_linear.*recomputed"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    table: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        part, field = name.split(".")
+        table.setdefault(part, {})[field] = value
+    with pytest.raises(ConfigError, match=message):
+        overlay(TrainConfig(), table, "test")
+
+
+def test_a_choice_that_does_not_exist_is_refused_in_a_file_as_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=r"kind is 'tiss'.*Perhaps you meant 'tis'"):
+        overlay(TrainConfig(), {"correction": {"kind": "tiss"}}, "run.toml")
+
+
+@pytest.mark.parametrize("suite", ["spatial", "object", "goal"])
+def test_the_wan_recipes_have_rlinfs_values(suite: str) -> None:
+    config = load_file(CONFIGS / f"wan_libero_{suite}_grpo_openvlaoft.toml")
+    chosen, optimizer = config.algorithm, config.optimizer
+    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 8)
+    assert chosen.group_size * chosen.groups_per_update == 64 * 16  # environments times rollout epochs
+    assert config.actor.max_decisions * 8 == 256
+    assert 64 * 16 * 32 / chosen.minibatches == 8192  # the global batch
+    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
+    assert (chosen.temperature, chosen.top_k) == (1.6, 0)
+    assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2) == (2e-5, 0.9, 0.999)
+    assert (optimizer.eps, optimizer.weight_decay, optimizer.clip_grad) == (1e-5, 0.01, 1.0)
+    assert (config.lora.rank, config.learner.precision, config.learner.gradient_checkpointing) == (
+        0,
+        "bf16",
+        True,
+    )
+    assert (config.imagination.memory, config.imagination.decoder, config.imagination.steps) == (
+        "frames",
+        "full",
+        5,
+    )
+    assert (config.actor.success_threshold, config.keyframes, config.seed) == (0.9, True, 1234)
+
+
+def test_the_wan_ppo_recipe_has_rlinfs_values() -> None:
+    config = load_file(CONFIGS / "wan_libero_spatial_ppo_openvlaoft.toml")
+    chosen, critic = config.algorithm, config.critic
+    assert (chosen.kind, chosen.level, critic.level, chosen.group_size) == ("ppo", "token", "chunk", 1)
+    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (16, 0.2, 0.28)
+    assert (chosen.temperature, chosen.top_k) == (1.0, 50)
+    assert (critic.learning_rate, critic.gamma, critic.lam) == (3e-3, 0.99, 0.95)
+    assert (critic.value_clip, critic.huber) == (0.2, 10.0)
+    assert (config.optimizer.learning_rate, config.lora.rank) == (5e-6, 32)

@@ -1,0 +1,405 @@
+"""Parking: tensors go to host memory and come back as they were; what uses them does not notice."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncrl.actors.actor import Actor
+from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.telemetry import ActorTelemetry
+from asyncrl.config.algorithm import LearnerSettings
+from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.devices import offload
+from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
+from asyncrl.launch.build import actor_parking, learner_parking
+from asyncrl.observability import metrics_system as m
+from asyncrl.records import EPISODE_ARRAYS, Episode
+from asyncrl.weights.transports.in_process import build_inline
+from support.memory_learner import Run
+from support.tiny_actor import GROUP, actor_with
+
+CPU = torch.device("cpu")
+
+
+def nothing() -> list[Tensor]:
+    return []
+
+
+def parked_module(model: nn.Module, device: torch.device = CPU, **more: Any) -> OffloadedTensors:
+    """Only the first layer's weight changes."""
+    first = next(model.parameters())
+    return OffloadedTensors(
+        lambda: [*model.parameters(), *model.buffers()], lambda: [first], {device}, **more
+    )
+
+
+def trainer(seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], list[Tensor]]:
+    def tensors() -> list[Tensor]:
+        found = [*model.parameters()]
+        found += [p.grad for p in model.parameters() if p.grad is not None]
+        return found + [x for state in optimizer.state.values() for x in state.values()]
+
+    return tensors
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+    model(x.to(next(model.parameters()).device)).square().sum().backward()
+    optimizer.step()
+
+
+# ---- exactness -----------------------------------------------------------------------------------
+
+
+def test_what_is_parked_takes_no_memory_and_comes_back_bit_for_bit() -> None:
+    model, _ = trainer()
+    before = copy.deepcopy(model.state_dict())
+    identities = [id(p) for p in model.parameters()]
+    parked = parked_module(model)
+    parked.park()
+    tensors = [*model.parameters(), *model.buffers()]
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    assert parked.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    parked.restore_all()
+    assert parked.bytes == 0
+    assert [id(p) for p in model.parameters()] == identities
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_parking_and_coming_back_twice_is_the_same_as_once() -> None:
+    model, _ = trainer()
+    before = copy.deepcopy(model.state_dict())
+    parked = parked_module(model)
+    for _ in range(2):
+        parked.restore_all()
+        parked.park()
+        parked.park()
+    parked.restore_all()
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_views_of_one_storage_are_moved_once_and_stay_views() -> None:
+    whole = torch.arange(12.0)
+    left, right = whole[:6].view(2, 3), whole[6:]
+    parked = OffloadedTensors(nothing, lambda: [left, right, whole.detach()], {CPU})
+    parked.park()
+    assert parked.bytes == 48
+    parked.restore_all()
+    right[0] = -1.0
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5, -1, 7, 8, 9, 10, 11]
+    assert left.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_steps_of_adam_after_parking_equal_those_without_it() -> None:
+    (plain, plain_optimizer), (model, optimizer) = trainer(), trainer()
+    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {CPU})
+    for number in range(4):
+        step(plain, plain_optimizer, number)
+        parked.park()
+        assert next(model.parameters()).untyped_storage().nbytes() == 0
+        parked.restore_all()
+        step(model, optimizer, number)
+        if number:
+            assert parked.seconds > 0
+    for one, other in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        for key, value in plain_optimizer.state[one].items():
+            assert torch.equal(optimizer.state[other][key], value), key
+
+
+def test_a_frozen_tensor_is_copied_once_and_a_changing_one_each_time() -> None:
+    frozen, changing = torch.ones(3), torch.ones(3)
+    parked = OffloadedTensors(lambda: [frozen, changing], lambda: [changing], {CPU})
+    parked.park()
+    parked.restore_all()
+    frozen += 1  # which is against the agreement, and shows that nobody looked again
+    changing += 1
+    parked.park()
+    parked.restore_all()
+    assert (frozen.tolist(), changing.tolist()) == ([1, 1, 1], [2, 2, 2])
+
+
+def test_a_frozen_tensor_that_begins_to_change_is_copied_again() -> None:
+    tensor, changing = torch.ones(3), list[Tensor]()
+    parked = OffloadedTensors(lambda: [tensor], lambda: changing, {CPU})
+    parked.park()
+    parked.restore_all()
+    changing.append(tensor)
+    tensor += 1
+    parked.park()
+    parked.restore_all()
+    assert tensor.tolist() == [2, 2, 2]
+
+
+def test_a_gradient_that_was_let_go_is_not_kept() -> None:
+    model, optimizer = trainer()
+    step(model, optimizer, 0)
+    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {CPU})
+    parked.park()
+    whole = parked.bytes
+    parked.restore_all()
+    weight = next(model.parameters())
+    weight.grad = None
+    assert parked._places == {}, "no reference to its memory"
+    parked.park()
+    assert parked.bytes == whole - weight.numel() * 4
+    parked.restore_all()
+
+
+def test_tensors_elsewhere_stay() -> None:
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    parked = OffloadedTensors(nothing, lambda: [here, there], {CPU})
+    parked.park()
+    assert parked.bytes == 8
+    parked.restore_all()
+    nowhere = OffloadedTensors(nothing, lambda: [here], {torch.device("cuda", 0)})
+    assert nowhere._found() == {}
+
+
+def test_what_is_written_to_a_stand_in_comes_back() -> None:
+    model, _ = trainer()
+    parked = parked_module(model)
+    first = next(model.parameters())
+    assert parked.host_views({"w": first.detach()})["w"].data_ptr() == first.data_ptr(), "not parked: itself"
+    parked.park()
+    stand_in = parked.host_views({"w": first.detach()})["w"]
+    assert (stand_in.shape, stand_in.dtype) == (first.shape, first.dtype)
+    stand_in.fill_(7.0)
+    parked.restore_all()
+    assert (first == 7.0).all()
+
+
+def test_who_knows_addresses_is_told() -> None:
+    model, _ = trainer()
+    told: list[int] = []
+    weight = next(model.parameters())
+    parked = parked_module(model, leaving=lambda: told.append(weight.untyped_storage().nbytes()))
+    parked.park()
+    parked.park()
+    parked.restore_all()
+    assert told == [0], "once, when all have left"
+
+
+# ---- when ----------------------------------------------------------------------------------------
+
+
+def test_only_a_wait_that_lasts_is_used_for_parking() -> None:
+    parked, clock = parked_module(trainer()[0]), [100.0]
+    owner = IdleOffload(parked, lambda: clock[0])
+    assert owner.next_check_in == OFFLOAD_AFTER
+    for _ in range(3):  # short waits, between which it works
+        owner.waiting()
+        clock[0] += 0.9 * OFFLOAD_AFTER
+        owner.waiting()
+        assert not parked.parked
+        assert owner.next_check_in == pytest.approx(0.1 * OFFLOAD_AFTER)
+        owner.back()
+    owner.waiting()
+    clock[0] += OFFLOAD_AFTER + 0.01
+    owner.waiting()
+    assert parked.parked
+    assert owner.next_check_in == float("inf")
+    owner.back()
+    assert not parked.parked
+    seconds, most = owner.take()
+    assert (seconds >= 0, most) == (True, (5 * 7 + 7 + 4 * 7 + 7 * 3 + 3) * 4 + 8)
+    assert owner.take() == (0.0, 0)
+
+
+def test_who_never_parks_needs_no_turns() -> None:
+    NO_OFFLOAD.waiting()
+    NO_OFFLOAD.back()
+    assert (NO_OFFLOAD.enabled, NO_OFFLOAD.next_check_in, NO_OFFLOAD.take()) == (
+        False,
+        float("inf"),
+        (0.0, 0),
+    )
+    tensors = {"w": torch.ones(1)}
+    assert NO_OFFLOAD.host_views(tensors) is tensors
+
+
+def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[int] = []
+
+    class Crowded:
+        def resize_(self, size: int) -> None:
+            attempts.append(size)
+            if len(attempts) < 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(offload, "_ROOM_EVERY", 0.001)
+    crowded: Any = Crowded()
+    place = offload._Place(storage=crowded, host=torch.zeros(4, dtype=torch.uint8), frozen=True)
+    offload._make_room(place)
+    assert attempts == [4, 4, 4]
+    attempts.clear()
+    monkeypatch.setattr(offload, "ROOM_DEADLINE", -1.0)
+    with pytest.raises(torch.OutOfMemoryError):
+        offload._make_room(place)
+
+
+# ---- an actor and a learner ----------------------------------------------------------------------
+
+
+def offloading(actor: Actor) -> OffloadedTensors:
+    """Give an actor what --actor.offload does."""
+    config = TrainConfig(actor=ActorSettings(offload=True))
+    world: Any = actor.imagination.world
+    actor.parking = actor_parking(config, actor.imagination, world)
+    actor.readings = ActorTelemetry(actor.imagination, actor.parking)
+    assert actor.parking._parked is not None
+    return actor.parking._parked
+
+
+def idle_until_parked(actor: Actor, parked: OffloadedTensors) -> None:
+    until = time.monotonic() + 10
+    while not parked.parked:
+        assert not actor.round(0.05)
+        assert time.monotonic() < until
+
+
+def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Episode]:
+    """A group of version 0 and, after a wait for credit, one of version 1, whose weights are others."""
+    original = {name: tensor.clone() for name, tensor in models.policy.trainable_tensors().items()}
+    actor, core, learner = actor_with(models, folder, slots=GROUP)
+    publisher, actor.receiver = build_inline()
+    publisher.publish(original, 0)
+    while not core.limiter.ready:
+        actor.round(0.0)
+    (first,) = learner.sample(groups=1, version=0, timeout=0.0)
+    parked = offloading(actor) if offload else None
+    if parked is not None:
+        idle_until_parked(actor, parked)
+        assert parked.bytes > 1_000_000
+    publisher.publish({name: 1.5 * tensor for name, tensor in original.items()}, 1)
+    assert not actor.round(0.0)
+    assert actor.version == 1
+    if parked is not None:
+        assert parked.parked, "new weights reached the copy in host memory"
+    learner.report_version(1)
+    while not core.limiter.ready:
+        actor.round(0.0)
+    (second,) = learner.sample(groups=1, version=1, timeout=0.0)
+    assert parked is None or not parked.parked
+    core.close()
+    for name, tensor in models.policy.trainable_tensors().items():
+        tensor.copy_(original[name])
+    return [*first, *second]
+
+
+def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(
+    imagination: Imagination, tmp_path: Path
+) -> None:
+    plain = two_versions(imagination, tmp_path / "plain", offload=False)
+    found = two_versions(imagination, tmp_path / "offload", offload=True)
+    assert [episode.policy_versions.tolist() for episode in plain] == [[0], [0], [1], [1]]
+    for one, other in zip(plain, found, strict=True):
+        for name in EPISODE_ARRAYS:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
+
+
+def test_an_actor_reports_what_it_parked(
+    imagination: Imagination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.actors.telemetry.REPORT_EVERY", 0.0)
+    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    parked = offloading(actor)
+    while not core.limiter.ready:
+        actor.round(0.0)
+    idle_until_parked(actor, parked)
+    actor.round(0.0)
+    assert core.status()[m.ACTOR_PARKED] == parked.bytes > 1_000_000
+    actor.parking.back()
+    core.close()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_learner_parks_while_it_waits_and_learns_the_same(
+    offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, run = Run(tmp_path / "plain"), Run(tmp_path / "run", seconds_to_fill=3.0)
+    plain.learner.run()
+    config = TrainConfig(learner=LearnerSettings(offload=offload))
+    run.learner.parking = learner_parking(config, run.learner.update)
+    run.learner.parking._clock = run.clock
+    here: list[int] = []
+    sample = run.replay.sample
+
+    def watched(**wish: Any) -> Any:
+        here.append(sum(p.untyped_storage().nbytes() for p in run.policy.parameters()))
+        return sample(**wish)
+
+    monkeypatch.setattr(run.replay, "sample", watched)
+    run.learner.run()
+    for one, other in zip(run.policy.parameters(), plain.policy.parameters(), strict=True):
+        assert torch.equal(one, other)
+    weights = sum(p.numel() * 4 for p in run.policy.parameters())
+    row = run.log.rows[3]
+    if offload:
+        assert run.replay.timeouts[:2] == [OFFLOAD_AFTER, 1.0]
+        assert here[:3] == [weights, 0, 0], "not at once"
+        assert row[m.LEARNER_PARKED] >= 4 * weights, "gradient and moments too"
+        assert row[m.LEARNER_PARKING] > 0
+    else:
+        assert set(here) == {weights}
+        assert m.LEARNER_PARKED not in row
+
+
+def test_a_learner_that_is_stopped_while_it_is_parked_saves_its_weights(tmp_path: Path) -> None:
+    looks = iter([False] * 7 + [True])
+    run = Run(tmp_path, seconds_to_fill=50.0, stop=lambda: next(looks))
+    config = TrainConfig(learner=LearnerSettings(offload=True))
+    run.learner.parking = learner_parking(config, run.learner.update)
+    run.learner.parking._clock = run.clock
+    before = {name: p.detach().clone() for name, p in run.policy.named_parameters()}
+    run.learner.run()
+    assert run.learner.version == 0
+    assert run.events[-2:] == ["save 0", "stop"]
+    for name, parameter in run.policy.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_falls_by_what_was_parked_and_comes_back() -> None:
+    device = torch.device("cuda", 0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 1024, device=device)).sum().backward()
+    optimizer.step()
+    before = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {device})
+    for _ in range(2):
+        parked.park()
+        weights = 8 * (1024 * 1024 + 1024) * 4
+        assert parked.bytes == 4 * weights, "weights, gradient and two moments; steps are counted on the host"
+        assert allocated - torch.cuda.memory_allocated() == parked.bytes
+        assert torch.cuda.mem_get_info()[0] - free > 0.9 * parked.bytes, "other processes can have it"
+        assert all(place.host.is_pinned() for place in parked._places.values())
+        parked.restore_all()
+        assert torch.cuda.memory_allocated() == allocated
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.cpu(), before[name]), name

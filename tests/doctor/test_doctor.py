@@ -1,0 +1,287 @@
+"""`asyncrl doctor`: its report, its exit code, and what it says about packages, machine and devices."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+import threading
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl import cli
+from asyncrl.commands import doctor as command
+from asyncrl.config.run import TrainConfig, WeightSettings, parse
+from asyncrl.doctor import checks, gpus, host, models, packages
+from asyncrl.doctor.checks import Check
+from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict, render, run_check
+from asyncrl.doctor.packages import check_package
+from asyncrl.worlds.start_states import save_start_states
+from support import ROOT
+from support.tiny_models import start_state, write_models
+
+PYPROJECT = ROOT / "pyproject.toml"
+GIB = 2**30
+
+
+def crash(_: Examination) -> Finding:
+    raise RuntimeError("the driver said no")
+
+
+def leave(_: Examination) -> Finding:
+    sys.exit(3)
+
+
+def test_it_asks_for_the_versions_of_pyproject() -> None:
+    needed = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
+    assert [f"{name}>={lowest}" for name, lowest in packages.NEEDED.items()] == [
+        x.split(",")[0] for x in needed
+    ]
+
+
+def test_lines_stand_under_each_other() -> None:
+    findings = [
+        Finding(name="Python", verdict=Verdict.OK, seen="3.11.7"),
+        Finding(name="shipped files", verdict=Verdict.BROKEN, seen="incomplete.", advice="Rebuild them."),
+        Finding(name="OpenGL", verdict=Verdict.WARNING, seen="none"),
+    ]
+    assert [render(finding) for finding in findings] == [
+        "Python        ok       3.11.7",
+        "shipped files BROKEN   incomplete. Rebuild them.",
+        "OpenGL        warning  none",
+    ]
+
+
+def test_the_names_fit_the_column() -> None:
+    assert all(len(check.name) < 14 for check in checks.CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("check", "words"), [(crash, "RuntimeError: the driver said no"), (leave, "SystemExit: 3")]
+)
+def test_a_check_that_crashes_is_a_finding_of_its_own(check, words) -> None:
+    finding = run_check("links", lambda: check(Examination(config=TrainConfig())), 5.0)
+    assert finding is not None
+    assert (finding.name, finding.verdict) == ("links", Verdict.BROKEN)
+    assert finding.seen == f"cannot be checked: {words}"
+
+
+def test_a_check_that_hangs_is_left_behind(capsys) -> None:
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(60)
+
+    finding = run_check("disk", hang, 0.2)
+    release.set()
+    assert finding is not None
+    assert (finding.verdict, finding.seen) == (Verdict.BROKEN, "the check did not end within 0.2 s.")
+    assert capsys.readouterr().err == "disk: still looking, for at most 0.2 s\n"
+
+
+def test_the_report_names_everything_and_its_code_follows_from_it(capsys, tmp_path) -> None:
+    code = cli.run("doctor", ["--device", "cpu", "--run-dir", str(tmp_path / "run")])
+    lines = capsys.readouterr().out.splitlines()
+    names = [re.split(r" (?:ok|warning|BROKEN) ", line)[0].strip() for line in lines[:-2]]
+    silent = {"torchvision", "replay.listen", "keys"}
+    expected = [check.name for check in checks.CHECKS if check.name not in silent]
+    expected[-1] = "CPU link"
+    found = [name for name in names if name != "torchvision"]
+    assert found == ["settings", "Python", *packages.NEEDED, *expected]
+    broken = [name for name, line in zip(names, lines, strict=False) if " BROKEN " in line]
+    verdict = f"Training cannot run: {', '.join(broken)}." if broken else "Training can run: asyncrl train"
+    assert (lines[-1], code) == (verdict, int(bool(broken)))
+    assert broken == []
+    assert list(tmp_path.iterdir()) == []  # Nothing is left behind, and no run was begun.
+
+
+def test_json_is_a_list_of_findings_and_nothing_else(capsys, monkeypatch) -> None:
+    light = (Check(name="CPU cores", where="machine:check_cores"), Check(name="no", where="machine:missing"))
+    monkeypatch.setattr(checks, "CHECKS", light)
+    assert command.main(["--updates", "3", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert all(row.keys() == {"name", "verdict", "seen", "advice"} for row in rows)
+    assert rows[0]["seen"] == "--updates 3: grpo, 3 updates, policy tabletop, world tabletop"
+    assert [row["verdict"] for row in rows[-2:]] == ["ok", "BROKEN"]
+    assert "AttributeError" in rows[-1]["seen"]
+
+
+def test_settings_that_cannot_work_end_with_code_2(capsys, tmp_path) -> None:
+    assert cli.run("doctor", [str(tmp_path / "missing.toml")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        cli.run("doctor", ["--updates", "0"])
+    assert left.value.code == 2
+
+
+def test_a_missing_package_comes_with_the_command_that_installs_it() -> None:
+    finding = check_package("no-such-package-anywhere", "1.2")
+    assert finding.verdict is Verdict.BROKEN
+    assert finding.seen == "not installed."
+    assert finding.advice == "Install it with: pip install 'no-such-package-anywhere>=1.2'"
+
+
+def test_an_old_package_is_told_apart_from_a_new_one_by_number_not_by_text() -> None:
+    assert check_package("numpy", "1.9").verdict is Verdict.OK
+    too_old = check_package("numpy", "1000.0")
+    assert too_old.verdict is Verdict.BROKEN
+    assert "is too old. Update it with: pip install 'numpy>=1000.0'" in render(too_old)
+
+
+def test_a_broken_torchvision_is_a_warning_that_says_how_to_remove_it(tmp_path, monkeypatch) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    finding = packages.check_torchvision(Examination(config=TrainConfig()))
+    assert finding is not None
+    assert finding.verdict is Verdict.WARNING
+    assert finding.seen.startswith("is installed but does not fit torch (operator torchvision::nms")
+    assert finding.advice.endswith("pip uninstall torchvision")
+
+
+def test_missing_shipped_files_are_rebuilt(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("asyncrl.storage.asset_paths.ASSETS", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    examination = Examination(config=TrainConfig())
+    finding = models.check_shipped_files(examination)
+    assert finding is not None
+    assert finding.verdict is Verdict.BROKEN
+    assert "rebuild them with torchrun_scripts/rebuild_assets.sh" in finding.advice
+    assert models.check_models(examination).verdict is Verdict.BROKEN
+    others = TrainConfig(policy="p", world="w", start_states="s.h5")
+    assert models.check_shipped_files(Examination(config=others)) is None
+
+
+def test_models_that_do_not_fit_are_named(tmp_path) -> None:
+    write_models(tmp_path)
+    folders = TrainConfig(policy=str(tmp_path / "policy"), world=str(tmp_path / "world"))
+    fitting = Examination(config=replace(folders, start_states=str(tmp_path / "starts.h5")))
+    finding = models.check_models(fitting)
+    assert finding.verdict is Verdict.OK, finding
+    assert "8 start states" in finding.seen
+    assert "64 x 64 pixels" in finding.seen
+    save_start_states(tmp_path / "small.h5", [start_state(0, 32)])
+    wrong = Examination(config=replace(folders, start_states=str(tmp_path / "small.h5")))
+    finding = models.check_models(wrong)
+    assert finding.verdict is Verdict.BROKEN
+    assert "(32, 32, 3)" in finding.seen
+    assert wrong.sizes is None
+    (tmp_path / "world" / "reward.json").unlink()
+    assert models.check_models(fitting).verdict is Verdict.BROKEN
+
+
+def test_the_size_of_a_checkpoint_is_the_one_that_a_run_writes(tmp_path, capsys) -> None:
+    flags = [*write_models(tmp_path), "--inline", "--updates", "1", "--run-dir", str(tmp_path / "run")]
+    examination = Examination(config=parse(flags))
+    assert models.check_models(examination).verdict is Verdict.OK
+    assert examination.sizes is not None
+    assert cli.run("train", flags) == 0
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert examination.sizes.checkpoint == pytest.approx(written, rel=0.05)
+
+
+SIZES = Sizes(
+    policy=GIB,
+    parameters=GIB,
+    trained=GIB,
+    float32_masters=4 * GIB,
+    unsharded=0,
+    version=2 * GIB,
+    environment=8 * GIB,
+    frame=1,
+)
+
+
+def test_memory_is_counted_for_each_role() -> None:
+    config, two = TrainConfig(), "learner=0-1,actor=1-2"
+    placement = gpus.placement_of(TrainConfig(placement=two))
+    needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
+    # Weights, gradient and moments are shared by two learners; rank 0 packs two versions.
+    assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2, 1 + 8 + 2]
+    frozen = replace(SIZES, unsharded=2 * GIB)  # Both learners have these.
+    assert gpus.rank_needs(config, frozen, placement, 0) // GIB == 2 + (2 + 12) // 2 + 2 * 2
+
+
+def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
+    config, apart = TrainConfig(), "learner=0,policy=1,world=2"
+    placement = gpus.placement_of(TrainConfig(placement=apart))
+    needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
+    assert needs == [4 + 12 + 2 * 2, 1 + 2, 8]
+    finding = gpus.check_placement(Examination(config=TrainConfig(device="cpu", placement=apart)))
+    assert finding.seen == (
+        "rank 0 (learner) on cpu, rank 1 (policy) on cpu, rank 2 (world) on cpu; weights by gloo"
+    )
+
+
+def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatch) -> None:
+    small = TrainConfig(device="cpu")
+    examination = Examination(config=small)
+    assert gpus.check_device_memory(examination) is None  # The sizes are not known.
+    examination.sizes = replace(
+        SIZES, float32_masters=0, unsharded=0, trained=0, environment=0, policy=0, version=1
+    )
+    fits = gpus.check_device_memory(examination)
+    assert fits is not None
+    assert fits.verdict is Verdict.OK
+    examination.sizes = replace(SIZES, environment=2**60)
+    finding = gpus.check_device_memory(examination)
+    assert finding is not None
+    assert finding.verdict is Verdict.WARNING
+    assert f"{(2**60 + 23 * GIB) / GIB:.2f} of" in finding.seen
+
+
+def test_a_placement_is_judged_as_training_would() -> None:
+    fine = gpus.check_placement(
+        Examination(config=TrainConfig(device="cpu", placement="learner=0,actor=1-2"))
+    )
+    assert fine.verdict is Verdict.OK
+    assert (
+        fine.seen == "rank 0 (learner) on cpu, rank 1 (actor) on cpu, rank 2 (actor) on cpu; weights by gloo"
+    )
+    for config, words in {
+        TrainConfig(placement="learner=0,actor=2"): "rank 1 nothing to do",
+        TrainConfig(placement="learner=0"): "names no actor",
+        TrainConfig(placement="learner=0-16,actor=17", device="cpu"): "--algorithm.groups-per-update",
+        TrainConfig(device="cpu", weights=WeightSettings(transport="nccl")): "--weights.transport is nccl",
+    }.items():
+        finding = gpus.check_placement(Examination(config=config))
+        assert finding.verdict is Verdict.BROKEN
+        assert words in finding.seen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
+def test_a_gpu_that_is_asked_for_and_not_there_is_broken() -> None:
+    finding = gpus.check_placement(Examination(config=TrainConfig(device="cuda")))
+    assert finding.verdict is Verdict.BROKEN
+    assert "--device is cuda" in finding.seen
+
+
+def test_too_few_open_files_are_a_warning_with_the_command() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    examination = Examination(config=TrainConfig(placement="learner=0,actor=1-3"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        finding = host.check_open_files(examination)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (384, hard))
+        enough = host.check_open_files(examination)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert finding.verdict is Verdict.WARNING
+    assert finding.advice == "Raise it: ulimit -n 384"
+    assert enough.verdict is Verdict.OK
+
+
+def test_missing_shared_memory_is_a_warning(tmp_path) -> None:
+    examination = Examination(config=TrainConfig())
+    assert host.check_shared_memory(examination, tmp_path, gpus=2).verdict is Verdict.OK
+    for without_space in (tmp_path / "none", Path("/dev/pts")):
+        finding = host.check_shared_memory(examination, without_space, gpus=2)
+        assert finding.verdict is Verdict.WARNING
+        assert "--shm-size" in finding.advice
+        assert host.check_shared_memory(examination, without_space, gpus=1).verdict is Verdict.OK

@@ -1,0 +1,24 @@
+"""A run reaches its target although its processes die all the time: nothing is lost, doubled or stale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.chaos_run import Chaos, Plan
+from support.tiny_models import write_models
+from support.whole_runs import environment
+
+
+@pytest.mark.timeout(620)
+def test_a_run_survives_thirty_kills(tmp_path: Path) -> None:
+    flags = write_models(tmp_path / "models")
+    report = Chaos(Plan(), tmp_path, flags, environment(tmp_path)).finish()
+    assert report.returncode == 0, report.output
+    assert len(report.hits) >= 30
+    assert {hit.role for hit in report.hits} >= {"actor-1", "actor-2", "replay", "learner-0"}
+    assert report.versions == 40
+    assert report.acknowledged > 0
+    assert (report.lost, report.doubled, report.too_old, report.left_over) == ([], [], [], [])
+    assert list((tmp_path / "tmp").glob("asyncrl-*")) == []

@@ -1,0 +1,226 @@
+"""`asyncrl actor --join` as a user meets it: whole runs whose actors come late, leave and are killed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.launch import endpoints
+from asyncrl.launch.placement import parse_placement
+from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
+from support.tiny_models import write_models
+from support.whole_runs import TRAIN, environment, exit_code, left_over, rows
+
+ACTOR = [sys.executable, "-m", "asyncrl", "actor"]
+PATIENCE = 200.0
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Program:
+    """A process whose output goes to a file."""
+
+    def __init__(self, tmp_path: Path, name: str, command: list[str]) -> None:
+        self.output = tmp_path / f"{name}.txt"
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                command, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def until(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.said():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, f"{text!r} was never said: {self.said()}"
+            time.sleep(0.05)
+
+    def ends(self, code: int = 0) -> str:
+        assert self.process.wait(PATIENCE) == code, self.said()
+        return self.said()
+
+
+class Site:
+    """A run on loopback tcp with keys and without actors of its own."""
+
+    def __init__(self, tmp_path: Path, flags: list[str]) -> None:
+        self.tmp_path, self.run, self.keys = tmp_path, tmp_path / "run", tmp_path / "keys"
+        create_keys(self.keys, ["learner", "far"])
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        listen = ["--replay.listen", self.endpoint, "--replay.keys", str(self.keys), "--replay.silence", "8"]
+        alone = ["--placement", "learner=0", "--updates", "100000", "--run-dir", str(self.run)]
+        self.programs = [Program(tmp_path, "train", [*TRAIN, *flags, *alone, *listen])]
+        self.train = self.programs[0]
+
+    def actor(self, name: str, *more: str) -> Program:
+        command = [*ACTOR, "--join", self.endpoint, "--keys", str(self.keys), "--name", name, *more]
+        self.programs.append(Program(self.tmp_path, name, [*command, "--device", "cpu", "--threads", "1"]))
+        return self.programs[-1]
+
+    def updates(self) -> int:
+        return len(rows(self.run)) if (self.run / "metrics.jsonl").exists() else 0
+
+    def progress(self, updates: int) -> None:
+        deadline, goal = time.monotonic() + PATIENCE, self.updates() + updates
+        while self.updates() < goal:
+            assert self.train.process.poll() is None, self.train.said()
+            assert time.monotonic() < deadline, "\n".join(each.said() for each in self.programs)
+            time.sleep(0.05)
+
+
+@pytest.mark.timeout(600)
+def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[str], tmp_path: Path) -> None:
+    site = Site(tmp_path, flags)
+    try:
+        site.train.until("waits up to 600 s (--max-wait) for actors to join: asyncrl actor --join")
+        first, second = site.actor("first"), site.actor("second")
+        site.train.until("second joined")
+        site.train.until("first joined")
+        site.progress(2)
+        assert rows(site.run)[-1][s.WEIGHTS_MEMBERS.name] >= 1
+        second.process.send_signal(signal.SIGTERM)
+        assert "second: left the run" in second.ends()
+        site.train.until("second left (1 joined actor now)")
+        first.process.kill()
+        site.train.until("first was not heard of for 8 s (0 joined actors now)")
+        site.train.until("no actor is left: waits up to 600 s (--max-wait) for one to join")
+        third = site.actor("third")
+        site.train.until("third joined (1 joined actor now)")
+        site.progress(2)
+        site.train.process.send_signal(signal.SIGINT)
+        assert "Traceback" not in site.train.ends()
+        assert "third: the run is over" in third.ends()
+    finally:
+        for program in site.programs:
+            program.process.kill()
+    reached = len(rows(site.run))
+    assert [row["step"] for row in rows(site.run)] == list(range(1, reached + 1))
+    assert all(row[m.LAG_MAX.name] <= 2 for row in rows(site.run))
+    assert rows(site.run)[-1][m.DROPPED_DEADLINE.name] >= 0
+    assert left_over(tmp_path) == []
+    assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
+
+
+NAMESPACES = """
+set -e
+unshare -n sleep 1000 & FAR=$!
+trap 'kill $FAR' EXIT
+until [ "$(readlink /proc/$FAR/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
+ip link add near type veth peer name far
+ip link set far netns $FAR
+ip addr add 10.77.0.1/24 dev near
+ip link set near up
+ip link set lo up
+nsenter -t $FAR -n ip addr add 10.77.0.2/24 dev far
+nsenter -t $FAR -n ip link set far up
+nsenter -t $FAR -n "$@" > "$OUT" 2>&1 & ACTOR=$!
+TRAIN
+wait $ACTOR
+"""
+
+
+def no_namespaces() -> str:
+    """Why two hosts cannot be played here; empty when they can."""
+    if missing := [name for name in ("unshare", "nsenter", "ip") if not shutil.which(name)]:
+        return f"there is no {missing[0]}"
+    script = "unshare -n true && ip link add near type veth peer name far"
+    done = subprocess.run(["unshare", "-Urn", "bash", "-c", script], capture_output=True, text=True)
+    return f"network namespaces: {done.stderr.strip()}" if done.returncode else ""
+
+
+@pytest.mark.timeout(400)
+def test_an_actor_joins_from_another_network_namespace(flags: list[str], tmp_path: Path) -> None:
+    if reason := no_namespaces():
+        pytest.skip(reason)
+    keys, far, run = tmp_path / "keys", tmp_path / "far", tmp_path / "run"
+    create_keys(keys, ["learner", "camera"])
+    far.mkdir(mode=0o700)
+    for name in ("server.public", "camera.secret"):
+        shutil.copy2(keys / name, far / name)
+    endpoint = "tcp://10.77.0.1:5555"
+    listen = ["--replay.listen", endpoint, "--replay.keys", str(keys), "--placement", "learner=0"]
+    train = [*TRAIN, *flags, *listen, "--updates", "2", "--run-dir", str(run)]
+    actor = [*ACTOR, "--join", endpoint, "--keys", str(far), "--device", "cpu", "--threads", "1"]
+    script = NAMESPACES.replace("TRAIN", " ".join(f"'{part}'" for part in train))
+    done = subprocess.run(
+        ["unshare", "-Urn", "bash", "-c", script, "bash", *actor],
+        env=environment(tmp_path) | {"OUT": str(tmp_path / "actor.txt")},
+        capture_output=True,
+        text=True,
+        timeout=350,
+    )
+    said = (tmp_path / "actor.txt").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + said
+    assert "joined (1 joined actor now)" in done.stdout
+    assert f"joined {endpoint} at version 0" in said
+    assert "the run is over" in said
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    assert left_over(tmp_path) == []
+
+
+def test_what_cannot_join_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    create_keys(tmp_path / "many", ["learner", "far", "further"])
+    create_keys(tmp_path / "none", ["learner"])
+    local = "tcp://127.0.0.1:1"
+    cases = [
+        (["--join", "tcp://10.0.0.5:5555"], "neither is set"),
+        (["--join", "http://x"], "not supported"),
+        (["--join", local, "--name", "actor-0"], "the run's own processes"),
+        (["--join", local, "--name", "../x"], "--name is"),
+        (["--join", local, "--keys", str(tmp_path / "many")], "2 keys of actors (far, further)"),
+        (["--join", local, "--keys", str(tmp_path / "none")], "0 keys of actors"),
+        (["--join", local, "--keys", str(tmp_path / "many"), "--key", "nobody"], "nobody.secret"),
+        (["--join", local, "--keys", str(tmp_path / "many"), "--name", "farthest"], "Name one with --key"),
+    ]
+    for arguments, why in cases:
+        assert cli.run("actor", [*arguments, "--device", "cpu"]) == 2, arguments
+        assert why in capsys.readouterr().err
+
+
+def test_a_placement_without_actors_needs_an_address_to_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run("train", ["--placement", "learner=0", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "without --replay.listen nobody knows where to join" in capsys.readouterr().err
+    alone = parse_placement("learner=0", 1, 0, joined=True)
+    assert (alone.learners, alone.actors, alone.summary) == ((0,), (), "1 learner")
+    create_keys(tmp_path / "keys", ["learner"])
+    keys = ["--replay.listen", "tcp://127.0.0.1:5", "--replay.keys", str(tmp_path / "keys")]
+    assert cli.run("train", ["--placement", "learner=0", *keys, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "no actor could join" in capsys.readouterr().err
+    assert exit_code(["--weights.listen", "tcp://127.0.0.1:5"]) == 2
+    assert "actors join by --replay.listen first" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: Path) -> None:
+    from asyncrl.config.run import ReplaySettings, TrainConfig, WeightSettings
+
+    listen = ReplaySettings(listen="tcp://127.0.0.1:5555")
+    assert endpoints.pull_settings(TrainConfig(replay=listen), tmp_path).listen == "tcp://127.0.0.1:0"
+    own = WeightSettings(listen="tcp://127.0.0.1:5556")
+    config = TrainConfig(replay=listen, weights=own)
+    assert endpoints.pull_settings(config, tmp_path).listen == "tcp://127.0.0.1:5556"
+    tmp_path.chmod(0o700)
+    assert endpoints.pull_settings(TrainConfig(), tmp_path).listen == f"ipc://{tmp_path}/weights"

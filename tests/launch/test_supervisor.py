@@ -1,0 +1,231 @@
+"""Child processes: what they print, how they die, when they come back, and that none outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import RunError
+from asyncrl.launch.supervisor import ChildState, Supervisor, first_traceback
+from support import child_environment
+
+DEADLINE = 20.0
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+# What the children run. Only text goes in.
+
+
+def write_greeting(path, text):
+    os.write(1, b"from C\n")
+    print("from Python")
+    print("an error line", file=sys.stderr)
+    Path(path).write_text(text)
+
+
+def die_until_third_life(path):
+    with Path(path).open("a") as lives:
+        lives.write("x")
+    if len(Path(path).read_text()) < 3:
+        try:
+            raise KeyError("the cause")
+        except KeyError as error:
+            raise ValueError(f"life {Path(path).read_text()}") from error
+
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ignore_interrupts_and_wait(path):
+    os.kill(os.getpid(), signal.SIGINT)
+    Path(path).write_text(str(os.getpid()))
+    signal.pause()
+
+
+def refuse_to_stop(path):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(path).write_text(str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+def target(function):
+    return f"{__name__}:{function.__name__}"
+
+
+def wait_until(condition, what):
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {DEADLINE} s"
+        time.sleep(0.005)
+
+
+def ended(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_child_gets_its_arguments_and_its_output_goes_to_the_log(tmp_path):
+    log = tmp_path / "logs" / "actor-1.log"
+    child = Supervisor(
+        "actor-1", target(write_greeting), (str(tmp_path / "out"), "päckchen"), log, max_respawns=0
+    )
+    assert child.wait(DEADLINE)
+    assert child.poll() is ChildState.FINISHED
+    assert (tmp_path / "out").read_text() == "päckchen"
+    first, *rest = log.read_text().splitlines()
+    assert first.startswith(f"--- actor-1 starts, process {child.pid}, ")
+    assert rest == ["from C", "from Python", "an error line"]
+    assert child.respawns == 0
+
+
+def test_a_dead_child_comes_back_after_a_back_off_that_doubles(tmp_path):
+    clock = Clock()
+    lives = str(tmp_path / "lives")
+    child = Supervisor("actor", target(die_until_third_life), (lives,), tmp_path / "log", 5, 4.0, clock)
+    for pause, respawns in ((4.0, 1), (8.0, 2)):
+        assert child.wait(DEADLINE)
+        assert child.poll() is ChildState.BACKING_OFF
+        clock.now += pause - 0.01
+        assert child.poll() is ChildState.BACKING_OFF
+        clock.now += 0.02
+        assert child.poll() is ChildState.RUNNING
+        assert child.respawns == respawns
+    assert child.wait(DEADLINE)
+    assert child.poll() is ChildState.FINISHED
+    assert child.poll() is ChildState.FINISHED
+
+
+def test_a_child_that_lived_long_begins_a_new_row(tmp_path):
+    clock = Clock()
+    child = Supervisor("actor", target(kill_itself), (), tmp_path / "log", 2, 4.0, clock)
+    for life, pause in ((1.0, 4.0), (700.0, 4.0), (20.0, 4.0)):  # A new row; then one death more is allowed.
+        assert child.wait(DEADLINE)
+        clock.now += life
+        assert child.poll() is ChildState.BACKING_OFF
+        clock.now += pause + 0.01
+        assert child.poll() is ChildState.RUNNING
+    assert child.wait(DEADLINE)
+    with pytest.raises(RunError, match="died 3 times in a row"):
+        child.poll()
+
+
+def test_dying_too_often_ends_with_the_first_traceback_and_the_log_once(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("Traceback (most recent call last):\n  of an earlier run\nOldError\n")
+    child = Supervisor("actor-1", target(die_until_third_life), (str(tmp_path / "lives"),), log, 1, 0.0)
+    assert child.wait(DEADLINE)
+    assert [child.poll(), child.poll()] == [ChildState.BACKING_OFF, ChildState.RUNNING]
+    assert child.wait(DEADLINE)
+    with pytest.raises(RunError) as caught:
+        child.poll()
+    message = str(caught.value)
+    assert message.startswith(
+        "actor-1 died 2 times in a row (allowed respawns: 1), last with exit code 1. Its first error:"
+    )
+    chain = [
+        message.index(part) for part in ("KeyError: 'the cause'", "direct cause", "ValueError: life x\n")
+    ]
+    assert chain == sorted(chain)
+    assert "life xx" not in message
+    assert "OldError" not in message
+    assert message.count(str(log)) == 1
+    assert message.endswith(f"See {log} for everything it printed.")
+
+
+def test_a_killed_child_is_reported_by_the_signals_name(tmp_path):
+    child = Supervisor("replay", target(kill_itself), (), tmp_path / "log", max_respawns=0)
+    assert child.wait(DEADLINE)
+    with pytest.raises(
+        RunError, match="last by SIGKILL, which is what the operating system sends when memory runs"
+    ):
+        child.poll()
+
+
+def test_stop_asks_and_the_child_ignored_ctrl_c(tmp_path):
+    ready = tmp_path / "ready"
+    child = Supervisor("actor", target(ignore_interrupts_and_wait), (str(ready),), tmp_path / "log", 5)
+    wait_until(ready.exists, "the start of the child")
+    assert child.poll() is ChildState.RUNNING
+    assert child.stop(DEADLINE) == -signal.SIGTERM
+    assert child.poll() is ChildState.FINISHED
+    assert child.respawns == 0
+
+
+def test_stop_ends_a_child_that_does_not_listen(tmp_path):
+    ready = tmp_path / "ready"
+    child = Supervisor("actor", target(refuse_to_stop), (str(ready),), tmp_path / "log", 5)
+    wait_until(ready.exists, "the start of the child")
+    assert child.stop(0.1) == -signal.SIGKILL
+    assert ended(child.pid)
+
+
+def test_no_child_outlives_a_parent_that_was_killed(tmp_path):
+    ready = tmp_path / "ready"
+    program = (
+        "import signal, sys; from pathlib import Path; from asyncrl.launch.supervisor import Supervisor\n"
+        "if __name__ == '__main__':\n"
+        f"    sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"    args = ({str(ready)!r},), Path({str(tmp_path / 'log')!r}), 0\n"
+        f"    Supervisor('a', {target(refuse_to_stop)!r}, *args)\n"
+        "    signal.pause()\n"
+    )
+    script = tmp_path / "parent.py"
+    script.write_text(program)
+    environ = child_environment()
+    with subprocess.Popen([sys.executable, str(script)], env=environ) as parent:
+        try:
+            wait_until(lambda: ready.exists() and ready.read_text(), "the start of the child")
+        finally:
+            parent.kill()
+    wait_until(lambda: ended(int(ready.read_text())), "the end of the child")
+
+
+def test_supervising_needs_no_torch():
+    program = "import sys, asyncrl.launch.supervisor, asyncrl.launch.placement, asyncrl.launch.rendezvous\n"
+    program += "assert not {'torch', 'numpy', 'zmq'} & set(sys.modules)"
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=DEADLINE,
+        env=child_environment(),
+    )
+
+
+DURING = "During handling of the above exception, another exception occurred:"
+CRASH = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x01 (most recent call first):\n  File a"
+TRACE = (
+    "Traceback (most recent call last):\n"
+    '  File "a.py", line 1, in <module>\n'
+    "    f()\n"
+    "ValueError: bad\n"
+    "  do this"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "found"),
+    [
+        ("", ""),
+        ("all is well\n", ""),
+        (f"start\n{TRACE}\nmore lines\n{TRACE.replace('bad', 'worse')}\n", TRACE),
+        (f"{TRACE}\n\n{DURING}\n\n{TRACE}\nnext\n", f"{TRACE}\n\n{DURING}\n\n{TRACE}"),
+        (f"x\n{CRASH}\n", CRASH),
+    ],
+)
+def test_the_first_traceback_of_a_log_is_found_whole(log, found):
+    assert first_traceback(log) == found

@@ -1,0 +1,61 @@
+"""Whole runs on GPUs: one shared by learner and actor, and learners and actors with one each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.observability import metrics_training as m
+from asyncrl.storage import checkpoint
+from support import ROOT
+from support.tiny_models import write_models
+from support.whole_runs import TORCHRUN, environment, left_over
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+FOUR = "learner=0-1,actor=2-3"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    written = write_models(tmp_path_factory.mktemp("models"))
+    more = ["--device", "cuda", "--algorithm.groups-per-update", "2", "--updates", "3"]
+    evaluated = ["--algorithm.entropy-coef", "0.001"]  # Groups without signal are evaluated too.
+    return [*written, *more, *evaluated]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, []),
+        (1, ["--algorithm.kind", "ppo", "--lora.rank", "2", "--learner.precision", "bf16"]),
+        (2, ["--algorithm.kind", "ppo", "--learner.gradient-checkpointing"]),
+        (4, ["--placement", FOUR, "--learner.precision", "bf16", "--algorithm.kl-coef", "0.1"]),
+    ],
+    ids=["shared", "shared-ppo-lora-bf16", "nccl", "four-bf16"],
+)
+def test_a_run_on_gpus_trains_saves_and_goes_on(
+    flags: list[str], tmp_path: Path, ranks: int, more: list[str]
+) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
+    start = [*TORCHRUN, "--nproc-per-node", str(ranks), str(ROOT / "torchrun_scripts" / "train.sh")]
+    run = tmp_path / "run"
+    for command in ([*flags, *more], [*flags, *more, "--resume", "--updates", "5"]):
+        done = subprocess.run(
+            [*start, *command, "--run-dir", str(run)],
+            env=environment(tmp_path) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))},
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[-1][m.GRAD_NORM.name] >= 0
+    assert rows[0][m.MISMATCH_KL.name] < 0.01, "actor and learner compute the same, up to bfloat16"
+    assert checkpoint.latest(run) == run / "checkpoints" / "update_000005"
+    assert left_over(tmp_path) == []

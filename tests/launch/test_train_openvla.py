@@ -1,0 +1,64 @@
+"""OpenVLA with 8 steps per decision trains like other policies; what cannot train is refused at the start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl import cli
+from asyncrl.observability import metrics_training as m
+from asyncrl.policies.checkpoints.folder import load_policy, save_policy
+from asyncrl.policies.openvla.autoregressive import OpenVLA
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from support.tiny_models import write_models
+
+
+def with_policy(folder: Path, policy: OpenVLAOFT) -> list[str]:
+    flags = write_models(folder)
+    save_policy(policy, folder / "policy")
+    return [*flags, "--inline", "--updates", "1", "--run-dir", str(folder / "run")]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+def test_openvla_trains_at_every_level(tmp_path: Path, level: str) -> None:
+    torch.manual_seed(0)
+    before = OpenVLA(OpenVLAOFTConfig.tiny(decoding="autoregressive", llm_layers=1))
+    flags = with_policy(tmp_path, before)
+    more = ["--algorithm.kind", "ppo", "--algorithm.level", level, "--algorithm.entropy-coef", "0.01"]
+    assert cli.run("train", [*flags, *more]) == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert abs(row[m.MISMATCH_KL.name]) < 1e-6  # the actors' log-probs are those that the learner finds
+    assert row[m.GRAD_NORM.name] > 0
+    after = load_policy(next((tmp_path / "run" / "checkpoints").iterdir()))
+    assert isinstance(after, OpenVLA)
+    changed = after.trainable_tensors()
+    assert all(
+        not torch.equal(t, changed[n]) for n, t in before.trainable_tensors().items() if "proj.weight" in n
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"decoding": "autoregressive", "chunk": 1}, "makes 1 steps"),
+        ({"images": 2}, "looks at 2 pictures"),
+        ({"proprio_dim": 8}, "needs proprioception"),
+    ],
+)
+def test_a_policy_that_no_world_can_train_is_refused_before_the_run_has_a_folder(
+    tmp_path: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = with_policy(
+        tmp_path, (OpenVLA if changes.get("decoding") else OpenVLAOFT)(OpenVLAOFTConfig.tiny(**changes))
+    )
+    assert cli.run("train", flags) == 2
+    short_path = " ".join(capsys.readouterr().err.split())
+    assert "--policy cannot be trained" in short_path
+    assert said in short_path
+    assert not (tmp_path / "run").exists()

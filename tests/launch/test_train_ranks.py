@@ -1,0 +1,174 @@
+"""Two learner ranks and an actor under torchrun, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import metrics_training as m
+from asyncrl.storage import checkpoint
+from support import ROOT
+from support.tiny_models import write_models
+from support.whole_runs import TORCHRUN, environment, left_over, reach, rows
+
+TWO = ["--placement", "learner=0-1,actor=1", "--algorithm.groups-per-update", "3"]
+START = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "train.sh")]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+def begin(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
+    """Start torchrun in a process group of its own."""
+    return subprocess.Popen(
+        [*START, *flags],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def train(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*START, *flags], env=environment(tmp_path), capture_output=True, text=True, timeout=110
+    )
+
+
+@pytest.mark.timeout(240)
+def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(
+    flags: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = begin(tmp_path, *flags, *TWO, "--updates", "100000", "--run-dir", str(run))
+    try:
+        reach(run, 2, process, 90)
+        os.killpg(process.pid, signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "2 learners + 1 actor" in said, errors
+    assert "RunError" not in errors + said, errors
+    assert f'Traceback (most recent call last):\n  File "{ROOT}' not in errors
+    reached = len(rows(run))
+    newest = checkpoint.latest(run)
+    assert newest == run / "checkpoints" / f"update_{reached:06d}"
+    assert len(list((newest / "state").iterdir())) == 2
+    assert left_over(tmp_path) == []
+
+    resumed = train(tmp_path, "--run-dir", str(run), "--resume", "--updates", str(reached + 1))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [row["step"] for row in rows(run)] == list(range(1, reached + 2))
+    assert all(row[m.GRAD_NORM.name] >= 0 for row in rows(run))
+    state = json.loads((checkpoint.latest(run) or run).joinpath("state.json").read_text())
+    assert state["progress"]["groups_used"] == 3 * (reached + 1)
+
+    alone = [sys.executable, "-m", "asyncrl", "train", "--run-dir", str(run), "--resume"]
+    alone += ["--placement", "auto", "--updates", str(reached + 2), "--learner.precision", "bf16"]
+    done = subprocess.run(alone, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(rows(run)) == reached + 2
+    assert left_over(tmp_path) == []
+    assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_learner_that_is_killed_ends_the_run_with_an_error(flags: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = begin(tmp_path, *flags, *TWO, "--updates", "100000", "--run-dir", str(run))
+    try:
+        reach(run, 1, process, 90)
+        victim = next(int(pid) for pid in learner_ranks(tmp_path) if rank_of(pid) == "1")
+        began = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        said, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert time.monotonic() - began < 50
+    assert "another learner rank is gone" in said + errors or "SIGKILL" in errors
+    until = time.monotonic() + 10
+    while left_over(tmp_path) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left_over(tmp_path) == []
+
+
+def learner_ranks(tmp_path: Path) -> list[str]:
+    """Processes of torchrun's ranks: those that run train.sh, not torchrun itself."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_text().split("\0")
+            mine = f"MARK={tmp_path}\0".encode() in (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        is_rank = any(part.endswith("train.sh") for part in command) and TORCHRUN[2] not in command
+        if mine and is_rank:
+            found.append(folder.name)
+    return found
+
+
+def rank_of(pid: str) -> str:
+    variables = (Path("/proc") / pid / "environ").read_bytes().decode().split("\0")
+    return next((text[5:] for text in variables if text.startswith("RANK=")), "")
+
+
+@pytest.mark.timeout(60)
+def test_fewer_groups_than_learners_are_refused_before_anything_starts(
+    flags: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    few = ["--placement", "learner=0-1,actor=1", "--algorithm.groups-per-update", "1", "--run-dir", str(run)]
+    began = time.monotonic()
+    refused = train(tmp_path, *flags, *few)
+    assert refused.returncode != 0
+    assert "--algorithm.groups-per-update is 1" in refused.stderr
+    assert time.monotonic() - began < 25
+    assert not run.exists()
+
+
+@pytest.mark.timeout(120)
+def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    placed = ["--placement", "learner=0,actor=1", "--updates", "100000", "--run-dir", str(run)]
+    process = begin(tmp_path, *flags, *placed)
+    try:
+        reach(run, 1, process, 90)
+        assert len(left_over(tmp_path, patience=0.0)) >= 5, "torchrun, two ranks, an actor and the replay"
+    finally:
+        process.kill()
+    process.communicate(timeout=10)
+    assert left_over(tmp_path, patience=10.0) == []
+
+
+@pytest.mark.timeout(180)
+def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """In turns with the learner, so that both wait long enough to park."""
+    run = tmp_path / "run"
+    placed = ["--placement", "learner=0,policy=1,world=2", "--actor.stages", "2", "--synchronous"]
+    parked = ["--actor.offload", "--learner.offload", "--updates", "4", "--run-dir", str(run)]
+    command = [sys.executable, "-m", "asyncrl", "train", *flags, *placed, *parked]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 learner + 1 actor on 2 devices" in done.stdout
+    found = rows(run)
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert {row[r.LAG_MAX.name] for row in found} == {0}
+    assert found[-1][s.LEARNER_PARKED.name] > 1e6
+    assert found[-1][s.ACTOR_MEMORY.name] > 1e6
+    assert sorted(path.name for path in (run / "logs").iterdir()) == ["actor-1.log", "replay.log"]
+    assert left_over(tmp_path) == []

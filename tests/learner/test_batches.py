@@ -1,0 +1,118 @@
+"""From groups of episodes to a batch: every number by hand, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import ReplayError
+from asyncrl.learner.batches import batch_metrics, build_batch
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_training as m
+from asyncrl.records import Episode
+from support.table_policy import episode, groups_of
+
+
+def small_groups() -> list[list[Episode]]:
+    """Group 0: success at step 10 of 16, and 8 steps without. Group 1: two failures."""
+    return [
+        [
+            episode(group=0, member=0, rows=(3, 4), success_at=10, versions=(5, 6)),
+            episode(group=0, member=1, rows=(1,), versions=(4,)),
+        ],
+        [episode(group=1, member=i, rows=(2,), versions=(7,)) for i in range(2)],
+    ]
+
+
+def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
+    batch = build_batch(small_groups(), version=7)
+    assert batch.frames[:, 0, 0, 0].tolist() == [3, 4, 1, 2, 2]
+    assert batch.tasks == ("lift the red block",) * 5
+    assert batch.mask.sum(dim=(1, 2)).tolist() == [56, 3 * 7, 56, 56, 56]
+    assert batch.rewards.sum(dim=1).tolist() == [0, 1, 0, 0, 0]
+    assert batch.rewards[1, 2] == 1
+    assert batch.decision_index.tolist() == [0, 1, 0, 0, 0]
+    assert batch.final_frames[:, 0, 0, 0].tolist() == [5, 2, 3, 3]
+    assert batch.successes.tolist() == [True, False, False, False]
+    assert batch.lag.tolist() == [2, 1, 3, 0, 0]
+    assert batch.episode.tolist() == [0, 0, 1, 2, 3]
+    assert batch.lengths.tolist() == [11, 8, 8, 8]
+    assert batch.returns.tolist() == [1.0, 0.0, 0.0, 0.0]
+    first = episode(group=0, member=0, rows=(3, 4), success_at=10, versions=(5, 6))
+    np.testing.assert_array_equal(batch.tokens[:2].numpy(), first.tokens)
+    np.testing.assert_array_equal(batch.logprob_behaviour[:2].numpy(), first.logprobs)
+    assert (batch.tokens.dtype, batch.logprob_behaviour.dtype) == (torch.int64, torch.float32)
+
+
+def test_metrics_of_a_batch_by_hand() -> None:
+    values = batch_metrics(small_groups(), version=7)
+    assert values[m.SUCCESS_ONCE] == 0.25
+    assert values[m.RETURN] == values[m.REWARDS] == 0.25
+    assert values[m.REWARD] == pytest.approx((1 / 11) / 4)
+    assert values[m.EPISODE_LEN] == (11 + 8 + 8 + 8) / 4
+    assert values[r.SIGNAL_GROUPS] == 0.5
+    assert values[r.LAG_MEAN] == pytest.approx(6 / 5)
+    assert values[r.LAG_MAX] == 3
+    shares = {metric.name.removeprefix("replay/lag_"): values[metric] for metric, _, _ in r.LAG_HISTOGRAM}
+    assert shares == {"0": 0.4, "1": 0.2, "2": 0.2, "3_4": 0.2, "5_8": 0.0, "9_up": 0.0}
+
+
+def test_a_reward_after_the_first_one_does_not_count() -> None:
+    twice = episode(rows=(0, 1), success_at=3)
+    twice.rewards[1, 2] = 1.0
+    batch = build_batch([[twice, episode(member=1, rows=(2,))]], version=0)
+    assert batch.rewards.sum() == 1
+
+
+@given(order=st.permutations(range(3)), members=st.permutations(range(2)))
+def test_the_order_of_groups_and_members_changes_no_episode(order: list[int], members: list[int]) -> None:
+    groups = groups_of([[3, -1], [-1, 9], [-1, -1]])
+    straight = build_batch(groups, version=0)
+    shuffled = build_batch([[groups[g][i] for i in members] for g in order], version=0)
+    back = torch.cat([torch.arange(4) + 4 * order.index(g) for g in range(3)])
+    assert torch.equal(shuffled.tokens[back], straight.tokens)
+    assert torch.equal(shuffled.rewards[back], straight.rewards)
+    assert torch.equal(shuffled.mask[back], straight.mask)
+
+
+@pytest.mark.parametrize("members", [[0], [0, 0], [0, 1, 1], []])
+def test_a_group_that_is_not_complete_is_refused(members: list[int]) -> None:
+    with pytest.raises(ReplayError, match="each sibling exactly once"):
+        build_batch([[episode(member=i) for i in members]], version=0)
+
+
+def test_siblings_of_two_groups_are_refused() -> None:
+    with pytest.raises(ReplayError, match=r"00000000.*00000001"):
+        build_batch([[episode(group=0, member=0), episode(group=1, member=1)]], version=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"temperature": 1.6}, "--algorithm.temperature"),
+        ({"top_k": 50}, "--algorithm.top-k"),
+        ({"image": 4}, "image size"),
+    ],
+)
+def test_episodes_that_differ_in_what_a_batch_shares_are_refused(changes: dict[str, int], flag: str) -> None:
+    group = [episode(member=0), episode(member=1, **changes)]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ReplayError, match=flag):
+        build_batch([group], version=0)
+
+
+def test_groups_of_two_sizes_are_refused() -> None:
+    with pytest.raises(ReplayError, match=r"--algorithm\.group-size"):
+        build_batch(groups_of([[1, -1], [1, -1, -1]]), version=0)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ReplayError, match="without groups"):
+        build_batch([], version=0)
+
+
+def test_a_decision_of_a_later_version_is_refused() -> None:
+    with pytest.raises(ReplayError, match="version 9, but the learner is only at 8"):
+        build_batch(groups_of([[1, -1]], versions=(8, 9)), version=8)

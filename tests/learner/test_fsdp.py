@@ -1,0 +1,239 @@
+"""A sharded policy computes what a whole one does, and its ranks exchange what they must."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from asyncrl.devices.offload import IdleOffload, OffloadedTensors
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner.distributed_ranks import DistributedRanks, pack, unpack
+from asyncrl.learner.fsdp import shard
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.lora import add_lora, merged_tensors
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from support.ranks import run_ranks
+from support.table_policy import groups_of
+
+ROWS = 4
+TASKS = ["lift the red block", "stack the blue block on the green one"] * (ROWS // 2)
+SAMPLING = SamplingParams(temperature=1.0)
+CPU = torch.device("cpu")
+
+
+def policy_of(seed: int = 0) -> OpenVLAOFT:
+    torch.manual_seed(seed)
+    return OpenVLAOFT(OpenVLAOFTConfig.tiny(value_head="chunk")).eval()
+
+
+def loss_of(policy: OpenVLAOFT, rows: slice) -> Tensor:
+    """Policy gradient and value loss of some of the rows, as their part of the sum over all."""
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 256, (ROWS, 64, 64, 3), dtype=np.uint8)
+    tokens = torch.from_numpy(rng.integers(0, 256, (ROWS, 8, 7)))
+    advantages = torch.from_numpy(rng.normal(size=(ROWS, 1, 1)).astype(np.float32))
+    result = policy.evaluate(
+        policy.preprocess(frames[rows], TASKS[rows]), tokens[rows], SAMPLING, critic_through_policy=True
+    )
+    assert result.value is not None
+    gain = (advantages[rows] * result.logprob).sum() + 0.01 * result.entropy.sum()
+    return (result.value.sum() - gain) / ROWS
+
+
+def gradients(policy: OpenVLAOFT) -> dict[str, Tensor]:
+    found = policy.trainable_parameters()
+    assert all(p.grad is not None for p in found.values())
+    return {name: p.grad for name, p in found.items() if p.grad is not None}
+
+
+def assert_same_gradients() -> None:
+    group = DistributedRanks(20.0)
+    alone = policy_of()
+    for row in range(ROWS):
+        loss_of(alone, slice(row, row + 1)).backward()
+    expected = gradients(alone)
+    policy = shard(policy_of(), CPU, "fp32")
+    with torch.no_grad():  # Leaves nothing gathered behind.
+        before = policy.evaluate(*_inputs(policy), SAMPLING).logprob
+    torch.testing.assert_close(before, alone.evaluate(*_inputs(alone), SAMPLING).logprob, atol=1e-5, rtol=0)
+    for row in range(2):  # Two micro-batches of one row per rank.
+        (group.size * loss_of(policy, slice(group.rank * 2 + row, group.rank * 2 + row + 1))).backward()
+    actual = group.gather_full(gradients(policy))
+    assert set(actual) == (set(expected) if group.rank == 0 else set())
+    for name, gradient in actual.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], atol=1e-6 * scale, rtol=0)
+
+
+def _inputs(policy: OpenVLAOFT) -> tuple:
+    frames = np.full((2, 64, 64, 3), 7, np.uint8)
+    return policy.preprocess(frames, TASKS[:2]), torch.full((2, 8, 7), 3)
+
+
+def bf16_on_one_rank() -> dict[str, float]:
+    policy = shard(policy_of(), CPU, "bf16")
+    whole = policy_of()
+    group = DistributedRanks(20.0)
+    seen: dict[str, torch.dtype] = {}
+    policy.llm.layers[0].mlp.register_forward_hook(lambda _m, i, o: seen.update(layer=o.dtype))
+    policy.lm_head.register_forward_hook(lambda _m, i, o: seen.update(input=i[0].dtype, logits=o.dtype))
+    result = policy.evaluate(*_inputs(policy), SAMPLING)
+    assert seen == {"layer": torch.bfloat16, "input": torch.bfloat16, "logits": torch.float32}
+    assert result.logprob.dtype is torch.float32
+    assert all(p.dtype is torch.float32 for p in policy.trainable_parameters().values())
+    loss_of(policy, slice(None)).backward()
+    assert all(g.dtype is torch.float32 for g in gradients(policy).values())
+    optimizer = torch.optim.AdamW(policy.parameter_groups(1e-3, 1e-3))
+    optimizer.step()
+    assert set(group.gather_full(policy.acting_tensors())) == set(whole.acting_tensors())
+    expected = whole.evaluate(*_inputs(whole), SAMPLING).logprob
+    return {"gap": float((result.logprob - expected).abs().mean())}
+
+
+@pytest.mark.timeout(60)
+def test_bf16_passes_keep_float32_weights_gradients_and_logits() -> None:
+    (answer,) = run_ranks(bf16_on_one_rank, ranks=1)
+    assert 0 < answer["gap"] < 0.1
+
+
+def adapters_and_patched_forwards() -> None:
+    def build() -> OpenVLAOFT:
+        policy = policy_of()
+        add_lora(policy, 2, 0.0)
+        for name, parameter in policy.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        return policy.eval()
+
+    alone = build()
+    loss_of(alone, slice(None)).backward()
+    policy = build()
+    enable_gradient_checkpointing(policy)
+    shard(policy, CPU, "fp32")
+    group = DistributedRanks(20.0)
+    assert {p.requires_grad for p in policy.parameters() if isinstance(p, DTensor)} == {True}
+    assert {p.requires_grad for p in policy.parameters() if not isinstance(p, DTensor)} == {False}
+    for _ in range(2):  # Gradients are added up.
+        (group.size * loss_of(policy, slice(group.rank * 2, group.rank * 2 + 2)) / 2).backward()
+    actual = group.gather_full(gradients(policy))
+    for name, gradient in actual.items():
+        expected = gradients(alone)[name]
+        torch.testing.assert_close(gradient, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    assert_merged(alone, policy, group)
+
+
+def assert_merged(alone: OpenVLAOFT, policy: OpenVLAOFT, group: DistributedRanks) -> None:
+    expected = dict(merged_tensors(alone))
+    for name, tensor in merged_tensors(policy):
+        for full in group.gather_full({name: tensor}).values():
+            torch.testing.assert_close(full, expected[name], atol=1e-6, rtol=0)
+
+
+def same_gradients_also_with_adapters() -> None:
+    assert_same_gradients()
+    adapters_and_patched_forwards()
+
+
+@pytest.mark.timeout(90)
+def test_two_ranks_have_the_gradient_of_one_also_with_adapters_and_activation_checkpointing() -> None:
+    run_ranks(same_gradients_also_with_adapters)
+
+
+def peer_dies(group: DistributedRanks) -> str:
+    if group.rank == 0:
+        return ""  # Leaves: its process ends.
+    began = time.monotonic()
+    with pytest.raises(RunError) as caught:
+        group.scatter_groups(None)
+    assert time.monotonic() - began < 15
+    return str(caught.value)
+
+
+def exchange_until_a_peer_dies() -> tuple[list[str], float, float, int, str]:
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    group = DistributedRanks(20.0, while_waiting=look)
+    rank = float(group.rank)
+    sum_, max_ = float(group.sum(torch.tensor(rank + 1))), float(group.max(torch.tensor(-rank)))
+    batch = groups_of([[3, -1], [-1, 12], [1, 1]])
+    time.sleep(0.0 if group.rank else 0.3)
+    part = group.scatter_groups(batch if group.rank == 0 else None)
+    assert part is not None
+    assert group.scatter_groups(None) is None
+    with pytest.raises(ConfigError, match=r"2 learner ranks.*--algorithm\.groups-per-update 2"):
+        group.scatter_groups(batch[:1] if group.rank == 0 else None)
+    assert sum(len(members) for members in part) == 2 * len(part)
+    ids = [episode.episode_id for members in part for episode in members]
+    return ids, sum_, max_, looks, peer_dies(group)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_share_whole_groups_and_one_whose_peer_is_gone_says_what_it_waited_for() -> None:
+    (first, *sums), (second, *others) = run_ranks(exchange_until_a_peer_dies)
+    ids = [[episode.episode_id for episode in group] for group in groups_of([[3, -1], [-1, 12], [1, 1]])]
+    assert first == ids[0] + ids[2]
+    assert second == ids[1]
+    assert sums[:2] == others[:2] == [3.0, 0.0]
+    assert others[2] >= 3, "a rank that waits looks after its children"
+    assert "learner rank 1 of 2 to share a batch" in others[3]
+
+
+def test_episodes_come_through_bit_for_bit() -> None:
+    groups = groups_of([[3, -1], [-1, 12]])
+    again = unpack(*pack(groups))
+    assert [len(group) for group in again] == [2, 2]
+    for was, now in zip(chain.from_iterable(groups), chain.from_iterable(again), strict=True):
+        assert was.group_id == now.group_id
+        np.testing.assert_array_equal(was.logprobs, now.logprobs)
+        np.testing.assert_array_equal(was.frames, now.frames)
+
+
+def two_steps_of_adam(*, parked: bool) -> tuple[dict[str, Tensor], int]:
+    """Parameters of this rank after two steps, and the most bytes parked while it waited between them."""
+    group, policy, most = DistributedRanks(20.0), shard(policy_of(), CPU, "fp32"), 0
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
+
+    def tensors() -> list[Tensor]:
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        return [*policy.parameters(), *(p.grad for p in policy.parameters() if p.grad is not None), *moments]
+
+    parking = IdleOffload(OffloadedTensors(policy.buffers, tensors, {CPU})) if parked else IdleOffload(None)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        (2 * loss_of(policy, slice(2 * group.rank, 2 * group.rank + 2))).backward()
+        optimizer.step()
+        if group.rank == 0:
+            time.sleep(0.5)  # The other one waits for the word that follows, and parks.
+            parking.waiting()
+            time.sleep(0.25)
+            parking.waiting()
+        group.scatter_groups(groups_of([[3, -1], [-1, 12]]) if group.rank == 0 else None, parking.waiting)
+        parking.back()
+        most = max(most, parking.take()[1])
+    return {n: p.to_local().clone() for n, p in policy.named_parameters()}, most  # type: ignore[attr-defined]
+
+
+def parked_shards_learn_the_same() -> None:
+    plain, nothing = two_steps_of_adam(parked=False)
+    found, most = two_steps_of_adam(parked=True)
+    assert nothing == 0
+    assert most > 3 * sum(tensor.nbytes for tensor in plain.values()), "weights, gradient, both moments"
+    for name, tensor in plain.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.timeout(90)
+def test_shards_that_are_parked_while_a_rank_waits_learn_the_same() -> None:
+    run_ranks(parked_shards_learn_the_same)

@@ -1,0 +1,474 @@
+"""One update: gradients and steps against `slow_update`, invariances, the guard, and what is reported."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.minibatches import split_minibatches
+from asyncrl.learner.reference import FrozenReference
+from asyncrl.learner.update import Update
+from asyncrl.observability import metrics_training as m
+from support.slow_update import Table, recipe, slow_loss
+from support.table_policy import TableActorCritic, TablePolicy, episode, groups_of
+
+OUTCOMES = [[10, -1, -1], [-1, -1, -1], [2, 15, -1]]
+"""Steps of success of three groups; the middle one carries no signal, an episode of the last ends early."""
+
+
+def policy_for(config: TrainConfig) -> TablePolicy:
+    if config.algorithm.kind == "grpo":
+        return TablePolicy(rows=8)
+    return TableActorCritic(rows=8, width=8 if config.critic.level == "action" else 1)
+
+
+def stale_batch(outcomes: list[list[int]] = OUTCOMES, spread: float = 0.3, **changes: Any) -> Batch:
+    """A batch whose behaviour policy was near the table's: log-ratios of about `spread` per token."""
+    batch = build_batch(groups_of(outcomes, **changes), version=2)
+    logprob, _ = Table.of(TablePolicy(rows=8)).logprobs(batch)
+    noise = spread * torch.randn(logprob.shape, generator=torch.Generator().manual_seed(5))
+    near = (logprob.detach().float() - noise).clamp(max=0.0)
+    return dataclasses.replace(batch, logprob_behaviour=near)
+
+
+def gradients(
+    policy: TablePolicy, batch: Batch, config: TrainConfig, **more: Any
+) -> tuple[Tensor, Tensor | None]:
+    Update(policy, config, **more)(batch)
+    assert policy.logits.grad is not None
+    return policy.logits.grad, policy.table.grad if isinstance(policy, TableActorCritic) else None
+
+
+GRPO = [
+    {},
+    {"correction__kind": "none"},
+    {"correction__kind": "naive"},
+    {"correction__kind": "tis", "correction__cap": 1.1, "correction__low": 0.9},
+    {"correction__kind": "mis", "correction__cap": 1.2, "correction__low": 0.8},
+    {"correction__kind": "decoupled", "correction__cap": 1.2},
+    {"correction__kind": "decoupled", "correction__proximal": "log_linear"},
+    {"correction__level": "chunk", "correction__geometric": True},
+    {"correction__level": "episode", "correction__cap": 5.0},
+    {"correction__level": "episode", "correction__geometric": True, "correction__veto": 0.5},
+    {"algorithm__level": "action"},
+    {"algorithm__level": "chunk", "correction__cap": 5.0},
+    {"algorithm__level": "action", "correction__kind": "naive", "algorithm__dual_clip": 1.5},
+    {"algorithm__objective": "cispo", "correction__kind": "naive"},
+    {"algorithm__objective": "cispo", "algorithm__level": "action"},
+    {"algorithm__objective": "gspo", "algorithm__level": "chunk", "correction__kind": "naive"},
+    {"algorithm__objective": "gspo", "algorithm__level": "chunk", "correction__geometric": True},
+    {"algorithm__aggregation": "episode_mean"},
+    {"algorithm__aggregation": "length_normalised", "algorithm__level": "action"},
+    {"algorithm__aggregation": "constant", "algorithm__level": "chunk"},
+    {"algorithm__baseline": "leave_one_out", "algorithm__spread": "none"},
+    {"algorithm__spread": "batch_std"},
+    {"algorithm__entropy_coef": 0.3},
+    {"algorithm__kl_coef": 0.7, "algorithm__kl_estimator": "k1"},
+    {"algorithm__kl_coef": 0.7, "algorithm__kl_estimator": "k2", "algorithm__aggregation": "constant"},
+    {"algorithm__kl_coef": 0.7, "algorithm__kl_estimator": "k3"},
+]
+PPO = [
+    {},
+    {"critic__level": "action"},
+    {"critic__level": "action", "algorithm__level": "action", "critic__gamma": 0.9},
+    {"algorithm__level": "chunk", "critic__normalize_advantages": False, "critic__huber": 0.5},
+    {"correction__kind": "none", "critic__lam": 0.5},
+    {"correction__kind": "naive", "critic__coef": 2.0, "critic__truncation": "failure"},
+    {"correction__kind": "mis", "correction__level": "episode", "correction__geometric": True},
+    {"correction__kind": "decoupled", "correction__proximal": "log_linear"},
+    {"correction__kind": "vtrace", "critic__level": "action", "critic__gamma": 0.9, "critic__lam": 0.8},
+    {"correction__kind": "vtrace", "critic__normalize_advantages": False, "correction__rho_cap": 3.0},
+    {"algorithm__entropy_coef": 0.3, "algorithm__aggregation": "episode_mean"},
+]
+RECIPES = GRPO + [{"algorithm__kind": "ppo", **changes} for changes in PPO]
+
+
+def name_of(changes: dict[str, Any]) -> str:
+    return "-".join(f"{key.split('__')[1]}={value}" for key, value in changes.items()) or "default"
+
+
+@pytest.mark.parametrize("changes", RECIPES, ids=name_of)
+def test_loss_and_gradient_match_the_slow_formula(changes: dict[str, Any]) -> None:
+    config, batch = recipe(**changes), stale_batch()
+    policy, start = policy_for(config), Table.of(policy_for(config))
+    other = TablePolicy(rows=8, seed=9)
+    reference = Table.of(other) if config.algorithm.kl_coef else None
+    slow = Table.of(policy_for(config))
+    loss = slow_loss(config, batch, slow, start, reference, list(range(9)))
+    loss.backward()
+    update = Update(policy, config, reference=FrozenReference(other) if reference else None)  # pyright: ignore
+    values = update(batch)
+    assert values[m.LOSS] == pytest.approx(float(loss.detach()), abs=2e-5, rel=1e-4)
+    assert slow.logits.grad is not None
+    assert slow.logits.grad.abs().max() > 1e-4
+    assert policy.logits.grad is not None
+    torch.testing.assert_close(policy.logits.grad.double(), slow.logits.grad, atol=2e-6, rtol=1e-3)
+    if isinstance(policy, TableActorCritic):
+        assert policy.table.grad is not None
+        assert slow.values is not None
+        assert slow.values.grad is not None
+        torch.testing.assert_close(policy.table.grad.double(), slow.values.grad, atol=2e-6, rtol=1e-3)
+
+
+SEVERAL = [
+    {"algorithm__epochs": 3},
+    {"algorithm__epochs": 2, "algorithm__minibatches": 3},
+    {"algorithm__epochs": 3, "correction__kind": "naive"},
+    {"algorithm__epochs": 3, "algorithm__kind": "ppo", "critic__value_clip": 0.02},
+    {"algorithm__epochs": 2, "correction__kind": "tis", "correction__proximal": "log_linear"},
+    {"algorithm__minibatches": 2, "algorithm__kind": "ppo", "correction__kind": "vtrace"},
+]
+
+
+@pytest.mark.parametrize("changes", SEVERAL, ids=name_of)
+def test_several_steps_match_a_slow_loop(changes: dict[str, Any]) -> None:
+    config = recipe(**{"optimizer__learning_rate": 0.1, "algorithm__micro_batch": 4, **changes})
+    batch, policy = stale_batch(), policy_for(config)
+    start, slow = Table.of(policy_for(config)), Table.of(policy_for(config))
+    groups: list[dict[str, Any]] = [{"params": [slow.logits], "lr": 0.1}]
+    if slow.values is not None:
+        groups.append({"params": [slow.values], "lr": 0.01})
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for epoch in range(config.algorithm.epochs):
+        for episodes in split_minibatches(9, config.algorithm.minibatches, (0, 2, epoch)):
+            optimizer.zero_grad()
+            slow_loss(config, batch, slow, start, None, episodes.tolist()).backward()
+            optimizer.step()
+    policy.scale.requires_grad_(False)
+    update = Update(policy, config)
+    values = update(batch, version=2)
+    # Adam turns a gradient of rounding noise into a full step: compare where there is a gradient.
+    moved = (slow.logits.grad.abs() > 1e-6) if slow.logits.grad is not None else None
+    assert moved is not None
+    torch.testing.assert_close(policy.logits[moved].double(), slow.logits[moved], atol=2e-3, rtol=0)
+    if isinstance(policy, TableActorCritic):
+        assert slow.values is not None
+        torch.testing.assert_close(policy.table.double(), slow.values, atol=1e-3, rtol=0)
+    if config.algorithm.epochs > 2:
+        assert values[m.CLIP_FRACTION] > 0
+    assert values[m.APPROX_KL] > 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"algorithm__kind": "ppo"}, {"correction__level": "episode"}], ids=name_of
+)
+@settings(max_examples=10, deadline=None)
+@given(micro_batch=st.integers(1, 20))
+def test_micro_batches_do_not_change_the_gradient(micro_batch: int, changes: dict[str, Any]) -> None:
+    batch, whole, cut = (
+        stale_batch(),
+        recipe(**changes),
+        recipe(**changes, algorithm__micro_batch=micro_batch),
+    )
+    for a, b in zip(
+        gradients(policy_for(whole), batch, whole), gradients(policy_for(cut), batch, cut), strict=True
+    ):
+        if a is not None:
+            torch.testing.assert_close(b, a, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"algorithm__kind": "ppo"}, {"algorithm__spread": "batch_std"}], ids=name_of
+)
+@settings(max_examples=6, deadline=None)
+@given(order=st.permutations(range(3)))
+def test_the_order_of_the_groups_does_not_change_the_gradient(
+    order: list[int], changes: dict[str, Any]
+) -> None:
+    groups, config = groups_of(OUTCOMES), recipe(**changes)
+    straight = gradients(policy_for(config), build_batch(groups, version=0), config)
+    shuffled = gradients(policy_for(config), build_batch([groups[g] for g in order], version=0), config)
+    for a, b in zip(straight, shuffled, strict=True):
+        if a is not None:
+            torch.testing.assert_close(b, a, atol=1e-6, rtol=0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(nonsense=st.sampled_from([0.0, -3.0, -60.0]), level=st.sampled_from(["token", "action", "chunk"]))
+def test_what_comes_after_the_success_changes_nothing(nonsense: float, level: str) -> None:
+    config, batch = recipe(algorithm__level=level, algorithm__kind="ppo"), stale_batch()
+    masked = torch.where(batch.mask, batch.logprob_behaviour, nonsense)
+    changed = dataclasses.replace(
+        batch, logprob_behaviour=masked, tokens=torch.where(batch.mask, batch.tokens, 17)
+    )
+    for a, b in zip(
+        gradients(policy_for(config), batch, config),
+        gradients(policy_for(config), changed, config),
+        strict=True,
+    ):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+
+
+def test_decisions_without_signal_are_not_evaluated_but_stay_in_the_denominator() -> None:
+    policy, config = TablePolicy(rows=8), recipe(algorithm__micro_batch=1000)
+    gradient, _ = gradients(policy, stale_batch(), config)
+    # Of 18 decisions, the 6 of the constant group and the one that came after the success at step 2 rest.
+    assert policy.evaluated[0] == 11
+    everything = TablePolicy(rows=8)
+    tiny_bonus = recipe(algorithm__micro_batch=1000, algorithm__entropy_coef=1e-12)
+    assert torch.allclose(gradients(everything, stale_batch(), tiny_bonus)[0], gradient, atol=1e-9)
+    assert everything.evaluated[0] == 17
+
+
+def test_an_update_makes_what_won_likelier_and_what_lost_less_likely() -> None:
+    groups = [[episode(member=0, rows=(0,), success_at=7), episode(member=1, rows=(1,))]]
+    batch, policy = build_batch(groups, version=0), TablePolicy()
+    before = Table.of(policy).logprobs(batch)[0]
+    batch = dataclasses.replace(batch, logprob_behaviour=before.detach().float())
+    Update(policy, recipe(algorithm__group_size=2))(batch)
+    after = Table.of(policy).logprobs(batch)[0]
+    assert after[0].sum() > before[0].sum()
+    assert after[1].sum() < before[1].sum()
+
+
+# --- the critic ---------------------------------------------------------------
+
+
+def test_the_critic_learns_alone_during_its_warm_up() -> None:
+    config = recipe(algorithm__kind="ppo", critic__warmup_updates=2)
+    policy, batch = TableActorCritic(rows=8), stale_batch()
+    update, before = Update(policy, config), policy.logits.detach().clone()
+    values = [update(batch, version) for version in range(2)]
+    assert torch.equal(policy.logits, before)
+    assert m.POLICY_LOSS not in values[0]
+    assert values[1][m.VALUE_LOSS] < values[0][m.VALUE_LOSS]
+    assert m.POLICY_LOSS in update(batch, version=2)
+    assert not torch.equal(policy.logits, before)
+
+
+def test_explained_variance_by_hand() -> None:
+    # Lambda 1, gamma 1: the targets are 1, 1 (success) and v, v (cut, with v the final observation's value).
+    config = recipe(algorithm__kind="ppo", critic__gamma=1.0, critic__lam=1.0, algorithm__group_size=2)
+    policy, batch = TableActorCritic(rows=8), stale_batch([[15, -1]])
+    table = policy.table.detach()[:, 0].double()
+    rows = batch.frames[:, 0, 0, 0].tolist()
+    cut = float(table[int(batch.final_frames[1, 0, 0, 0])])
+    targets = torch.tensor([1.0, 1.0, cut, cut], dtype=torch.float64)
+    errors = targets - table[rows]
+    values = Update(policy, config)(batch)
+    expected = 1 - errors.var(correction=0) / targets.var(correction=0)
+    assert values[m.EXPLAINED_VARIANCE] == pytest.approx(float(expected), rel=1e-4)
+    assert values[m.RETURNS_MEAN] == pytest.approx(float(targets.mean()), rel=1e-5)
+    assert values[m.VALUES_MEAN] == pytest.approx(float(table[rows].mean()), rel=1e-5)
+
+
+def test_the_value_clip_is_counted() -> None:
+    config = recipe(
+        algorithm__kind="ppo", algorithm__epochs=4, critic__value_clip=0.01, critic__learning_rate=0.1
+    )
+    assert 0 < Update(TableActorCritic(rows=8), config)(stale_batch())[m.VALUE_CLIP_RATIO] < 1
+
+
+def test_vtrace_without_a_critic_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vtrace.*--algorithm.kind"):
+        recipe(correction__kind="vtrace")
+
+
+def test_a_batch_without_behaviour_logprobs_is_refused_unless_they_are_not_needed() -> None:
+    blind = dataclasses.replace(stale_batch(), logprob_behaviour=torch.full((18, 8, 7), math.nan))
+    with pytest.raises(ConfigError, match="no log-probs of the policy that"):
+        Update(TablePolicy(rows=8), recipe())(blind)
+    uncorrected = recipe(correction__kind="none")
+    gradient, _ = gradients(TablePolicy(rows=8), blind, uncorrected)
+    torch.testing.assert_close(gradient, gradients(TablePolicy(rows=8), stale_batch(), uncorrected)[0])
+
+
+# --- what is reported ---------------------------------------------------------
+
+
+def evaluated(batch: Batch) -> Tensor:
+    """``[D, 8, 7]`` bool: valid tokens of decisions with an advantage."""
+    score = torch.tensor([o >= 0 for group in OUTCOMES for o in group]).view(3, 3)
+    signal = (score.any(dim=1) & ~score.all(dim=1)).repeat_interleave(3)
+    return batch.mask & signal[batch.episode][:, None, None]
+
+
+@pytest.mark.parametrize("micro_batch", [3, 1000])
+def test_staleness_readings_are_means_over_valid_tokens(micro_batch: int) -> None:
+    batch, config = stale_batch(spread=0.8), recipe(algorithm__micro_batch=micro_batch)
+    policy = TablePolicy(rows=8)
+    logprob, entropy = Table.of(policy).logprobs(batch)
+    chosen = evaluated(batch)
+    delta = (logprob.detach() - batch.logprob_behaviour)[chosen]
+    raw, weight = delta.exp(), delta.exp().clamp(max=2.0)
+    values = Update(policy, config)(batch)
+    expected = {
+        m.IMPORTANCE_MEAN: weight.mean(),
+        m.IMPORTANCE_MAX: raw.max(),
+        m.IMPORTANCE_CAPPED: (raw > 2).double().mean(),
+        m.ESS: raw.sum() ** 2 / (raw.numel() * (raw**2).sum()),
+        m.IMPORTANCE_ESS: weight.sum() ** 2 / (weight.numel() * (weight**2).sum()),
+        m.MISMATCH_KL: (raw - 1 - delta).mean(),
+        m.ENTROPY_LOSS: entropy.detach()[chosen].mean(),
+        m.RATIO: torch.tensor(1.0),
+        m.CLIP_FRACTION: torch.tensor(0.0),
+    }
+    for metric, value in expected.items():
+        assert values[metric] == pytest.approx(float(value), rel=1e-4), metric.name
+
+
+def test_fresh_samples_have_weight_one_and_no_mismatch() -> None:
+    values = Update(TablePolicy(rows=8), recipe())(stale_batch(spread=0.0))
+    assert values[m.IMPORTANCE_MEAN] == pytest.approx(1.0, abs=1e-5)
+    assert values[m.ESS] == values[m.IMPORTANCE_ESS] == pytest.approx(1.0, abs=1e-5)
+    assert values[m.MISMATCH_KL] == pytest.approx(0.0, abs=1e-6)
+    assert values[m.CLIPPED_RATIO] == pytest.approx(1.0)
+
+
+def test_a_vetoed_episode_shows_in_the_readings() -> None:
+    batch = stale_batch(spread=0.0)
+    behaviour = batch.logprob_behaviour.clone()
+    behaviour[1, 0, 0] += 9.0  # a ratio of e^-9: token of the second decision of episode 0
+    values = Update(TablePolicy(rows=8), recipe(correction__veto=1e-3))(
+        dataclasses.replace(batch, logprob_behaviour=behaviour)
+    )
+    in_episode = batch.mask[batch.episode == 0].sum() / batch.mask.sum()
+    assert values[m.VETOED] == pytest.approx(float(in_episode))
+
+
+def test_the_kl_that_the_update_moved_is_k3_over_valid_tokens() -> None:
+    batch, policy, config = stale_batch(), TablePolicy(rows=8), recipe(algorithm__micro_batch=1000)
+    chosen = evaluated(batch)
+    before = Table.of(policy).logprobs(batch)[0].detach()
+    values = Update(policy, config)(batch)
+    moved = (Table.of(policy).logprobs(batch)[0].detach() - before)[chosen]
+    assert values[m.APPROX_KL] == pytest.approx(float((moved.exp() - 1 - moved).mean()), rel=1e-3)
+
+
+def test_advantage_readings_are_over_valid_tokens() -> None:
+    batch = stale_batch([[10, -1, -1], [-1, -1, -1]])
+    tokens = batch.mask.flatten(1).sum(dim=1)
+    high, low = 2 / math.sqrt(3), -1 / math.sqrt(3)  # mean 1/3, unbiased deviation 1/sqrt(3)
+    per_decision = torch.tensor([high] * 2 + [low] * 4 + [0.0] * 6)
+    values = Update(TablePolicy(rows=8), recipe())(batch)
+    assert values[m.ADVANTAGES_MEAN] == pytest.approx(
+        float((per_decision * tokens).sum() / tokens.sum()), rel=1e-4
+    )
+    assert values[m.ADVANTAGES_MAX] == pytest.approx(high, rel=1e-4)
+    assert values[m.ADVANTAGES_MIN] == pytest.approx(low, rel=1e-4)
+
+
+def test_tokens_are_evaluated_at_the_temperature_they_were_sampled_with() -> None:
+    batch = build_batch(groups_of(OUTCOMES, temperature=1.6), version=0)
+    logprob = Table.of(TablePolicy(rows=8)).logprobs(batch)[0].detach().float()
+    fresh = dataclasses.replace(batch, logprob_behaviour=logprob)
+    values = Update(TablePolicy(rows=8), recipe(algorithm__temperature=0.7))(fresh)  # it does not matter here
+    assert values[m.MISMATCH_KL] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_token_outside_the_top_k_teaches_nothing() -> None:
+    batch = build_batch(groups_of(OUTCOMES, top_k=40), version=0)
+    policy = TablePolicy(rows=8)
+    values = Update(policy, recipe())(batch)
+    assert policy.logits.grad is not None
+    assert policy.logits.grad.isfinite().all()
+    assert math.isfinite(values[m.LOSS])
+
+
+# --- steps --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_batch_without_signal_leaves_a_fresh_policy_as_it_is(epochs: int) -> None:
+    policy = TablePolicy(rows=8)
+    before = policy.logits.detach().clone()
+    values = Update(policy, recipe(algorithm__epochs=epochs))(stale_batch([[-1, -1, -1]]))
+    assert torch.equal(policy.logits, before)
+    assert values[m.GRAD_NORM] == 0.0
+
+
+def test_a_batch_without_signal_still_decays_the_momentum_of_the_one_before() -> None:
+    policy = TablePolicy(rows=8)
+    update = Update(policy, recipe())
+    update(stale_batch())
+    before = update.optimizer.state[policy.logits]["exp_avg"].clone()
+    update(stale_batch([[-1, -1, -1]]))
+    torch.testing.assert_close(update.optimizer.state[policy.logits]["exp_avg"], 0.9 * before)
+
+
+def test_policy_and_critic_are_clipped_apart_and_reported_before_clipping() -> None:
+    config = recipe(algorithm__kind="ppo")
+    whole = Update(TableActorCritic(rows=8), config)(stale_batch())
+    clipped = recipe(algorithm__kind="ppo", optimizer__clip_grad=whole[m.GRAD_NORM] / 10)
+    policy = TableActorCritic(rows=8)
+    values = Update(policy, clipped)(stale_batch())
+    assert values[m.GRAD_NORM] == pytest.approx(whole[m.GRAD_NORM])
+    assert values[m.CRITIC_GRAD_NORM] == pytest.approx(whole[m.CRITIC_GRAD_NORM])
+    for parameters in ([policy.logits, policy.scale], [policy.table]):
+        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+        assert float(norm) <= whole[m.GRAD_NORM] / 10 * 1.001
+
+
+def test_learning_rates_follow_the_schedule_and_are_reported() -> None:
+    config = dataclasses.replace(
+        recipe(algorithm__kind="ppo", optimizer__schedule="linear", optimizer__warmup_updates=2), updates=6
+    )
+    update = Update(TableActorCritic(rows=8), config)
+    values = update(stale_batch(), version=4)
+    assert values[m.LEARNING_RATE] == pytest.approx(0.005)
+    assert values[m.CRITIC_LEARNING_RATE] == pytest.approx(0.005)
+
+
+class Broken(TablePolicy):
+    """Its log-probs are not numbers while `broken`."""
+
+    broken = True
+
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
+        found = super().evaluate(inputs, tokens, sampling, **through)
+        return dataclasses.replace(found, logprob=found.logprob * math.nan) if self.broken else found
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_after_n_in_a_row_the_run_is_lost() -> None:
+    policy = Broken(rows=8)
+    before = policy.logits.detach().clone()
+    update = Update(policy, recipe(correction__kind="none", optimizer__max_bad_updates=3))
+    assert update(stale_batch())[m.BAD_UPDATES] == 1
+    assert update(stale_batch())[m.BAD_UPDATES] == 2
+    assert torch.equal(policy.logits, before)
+    policy.broken = False
+    assert update(stale_batch())[m.BAD_UPDATES] == 2  # a good one between: the row begins anew
+    policy.broken = True
+    update(stale_batch())
+    update(stale_batch())
+    assert not update.steps.lost
+    update(stale_batch())
+    assert re.search(r"3 steps in a row.*--optimizer.learning-rate", update.steps.lost)
+
+
+def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were() -> None:
+    policy = Broken(rows=8)
+    policy.broken = False
+    update = Update(policy, recipe(correction__kind="none"))
+    update(stale_batch())
+    policy.broken = True
+    before = copy.deepcopy((policy.state_dict(), update.optimizer.state_dict()["state"]))
+    update(stale_batch())
+    after = (policy.state_dict(), update.optimizer.state_dict()["state"])
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["tis", "naive"])
+def test_several_epochs_evaluate_no_decision_more_often_and_read_staleness_once(kind: str) -> None:
+    one, three = (
+        recipe(algorithm__epochs=n, algorithm__micro_batch=1000, correction__kind=kind) for n in (1, 3)
+    )
+    policy, batch = TablePolicy(rows=8), stale_batch()
+    first, values = Update(TablePolicy(rows=8), one)(batch), Update(policy, three)(batch)
+    assert policy.evaluated == [11, 11, 11, 11]  # three epochs, and how far the policy moved
+    for metric in (m.MISMATCH_KL, m.ESS, m.IMPORTANCE_MAX):
+        assert values[metric] == first[metric]

@@ -1,0 +1,80 @@
+"""The real update on two sharded ranks (FSDP2, gloo) equals the one on one rank: gradients and readings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.learner.batches import build_batch
+from asyncrl.learner.distributed_ranks import DistributedRanks
+from asyncrl.learner.fsdp import shard
+from asyncrl.learner.ranks import LearnerRanks, SingleRank
+from asyncrl.learner.update import Update
+from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics import Metric
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from support.ranks import run_ranks
+from support.slow_update import recipe
+from support.table_policy import groups_of
+
+OUTCOMES = [[3, -1], [-1, -1], [-1, 12], [-1, -1], [5, -1]]
+"""Five groups: rank 0 gets 0, 2 and 4, rank 1 gets 1 and 3, whose episodes all failed alike."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm__spread": "batch_std"},
+    "ppo": {"algorithm__kind": "ppo", "algorithm__minibatches": 2, "correction__kind": "vtrace"},
+    "episode": {
+        "correction__level": "episode",
+        "correction__geometric": True,
+        "algorithm__entropy_coef": 0.1,
+    },
+}
+
+
+def updated(
+    name: str, group: LearnerRanks, ranks_share: slice
+) -> tuple[dict[str, Tensor], dict[Metric, float]]:
+    """Gradients of the last step and readings; the policy is sharded when there is a group to shard over."""
+    config = recipe(algorithm__group_size=2, algorithm__micro_batch=3, **RECIPES[name])
+    torch.manual_seed(0)
+    level = "chunk" if config.algorithm.kind == "ppo" else "none"
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(value_head=level)).eval()
+    if group.size > 1:
+        policy = shard(policy, torch.device("cpu"), "fp32")
+    groups = groups_of(OUTCOMES, image=64)[ranks_share]
+    values = Update(policy, config, group=group)(build_batch(groups, version=0))
+    gradients = {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}
+    return group.gather_full(gradients), values
+
+
+def on_ranks(name: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+    group = DistributedRanks(20.0)
+    gradients, values = updated(name, group, slice(group.rank, None, group.size))
+    return {n: g.clone() for n, g in gradients.items()}, {metric.name: v for metric, v in values.items()}
+
+
+@pytest.mark.parametrize("name", ["grpo", "episode"])
+def test_two_ranks_make_the_update_of_one(name: str) -> None:
+    expected, alone = updated(name, SingleRank(), slice(None))
+    (actual, values), (_, others) = run_ranks(on_ranks, name)
+    assert actual.keys() == expected.keys()
+    for parameter, gradient in actual.items():
+        scale = float(expected[parameter].abs().max())
+        torch.testing.assert_close(gradient, expected[parameter], atol=1e-6 * max(scale, 1.0), rtol=1e-4)
+    assert values == others
+    for metric, value in alone.items():
+        if metric is not m.APPROX_KL:  # Each rank takes a sample of its own decisions.
+            assert values[metric.name] == pytest.approx(value, rel=1e-3, abs=1e-6), metric.name
+
+
+def test_minibatches_of_two_ranks_train_the_critic_in_step() -> None:
+    # Minibatches are dealt per rank, so only what no dealing changes is compared with one rank.
+    _, alone = updated("ppo", SingleRank(), slice(None))
+    (gradients, values), (_, others) = run_ranks(on_ranks, "ppo")
+    assert values == others
+    assert max(float(g.abs().max()) for g in gradients.values()) > 0
+    for metric in (m.ADVANTAGES_MAX, m.VALUES_MEAN, m.RETURNS_MEAN, m.EXPLAINED_VARIANCE, m.MISMATCH_KL):
+        assert values[metric.name] == pytest.approx(alone[metric], rel=1e-3, abs=1e-6), metric.name

@@ -1,0 +1,108 @@
+"""Sharded weights come together in rank 0's packed buffer exactly as whole ones are cast into it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner import weight_export
+from asyncrl.learner.weight_export import Gathering
+from asyncrl.weights import packing
+from support.ranks import run_ranks
+from support.weights import TYPES, masters, raw
+
+
+def filled(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    """What `gather` writes into a packed buffer; nothing on other ranks than 0."""
+    manifest = packing.build_manifest(tensors, TYPES)
+    buffers = packing.allocate(manifest, torch.device("cpu"))
+    places = packing.places_in(manifest, buffers) if torch.distributed.get_rank() == 0 else {}
+    gathered = Gathering(tensors, TYPES)
+    gathered.write({name: torch.zeros_like(t) for name, t in tensors.items()}, places)
+    gathered.write(tensors, places)  # A version later.
+    return {name: raw({name: place})[name] for name, place in places.items()}
+
+
+def gather_until_a_peer_is_gone() -> tuple[dict[str, bytes], dict[str, bytes], str]:
+    """Gather at once and in many buckets; then with one rank less."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    sharded: dict[str, Tensor] = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in masters().items()}
+    sharded["even"] = masters()["even"]  # Whole on every rank.
+    at_once, weight_export.BUCKET = filled(sharded), 128
+    in_many = filled(sharded)
+    with pytest.raises(ConfigError, match=r"'even' are spread as .*Replicate.*only rows"):
+        Gathering({"even": distribute_tensor(masters()["even"], mesh, [Replicate()])}, TYPES)
+    if torch.distributed.get_rank() > 0:
+        return at_once, in_many, ""  # Leaves: its process ends.
+    with pytest.raises(RunError) as caught:
+        filled(sharded)
+    return at_once, in_many, str(caught.value)
+
+
+@pytest.mark.timeout(120)
+def test_rows_of_all_ranks_come_together_bit_for_bit_and_a_lost_rank_is_an_error() -> None:
+    expected = raw({name: t.to(TYPES[name]) for name, t in masters().items()})
+    (at_once, in_many, lost), *others = run_ranks(gather_until_a_peer_is_gone, ranks=3, deadline=100.0)
+    assert at_once == in_many == expected
+    assert others == [({}, {}, "")] * 2
+    assert lost.startswith("Waited in vain for the learner ranks to gather the weights")
+
+
+def policy_of(lora: int) -> Any:
+    from asyncrl.policies.lora import add_lora
+    from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+    from asyncrl.policies.openvla.parallel import OpenVLAOFT
+
+    torch.manual_seed(0)
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dtype="bfloat16", value_head="chunk"))
+    if lora:
+        add_lora(policy, lora, 0.0)
+    return policy
+
+
+def with_more_digits(policy: Any) -> Any:
+    """What is trained becomes float32, with more digits than actors get."""
+    torch.manual_seed(1)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float() + torch.rand(parameter.shape) * 1e-3
+    return policy
+
+
+def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
+    from asyncrl.learner.fsdp import shard
+    from asyncrl.learner.ranks import NullPublisher
+    from asyncrl.learner.weight_export import ActingWeights, acting_types
+    from asyncrl.weights.double_buffer import Outbox
+
+    policy = policy_of(lora)
+    types = acting_types(policy)
+    source = ActingWeights(shard(with_more_digits(policy), torch.device("cpu"), "bf16"), types)
+    if torch.distributed.get_rank() > 0:
+        NullPublisher().publish(source, 0)
+        return {}
+    outbox = Outbox(torch.device("cpu"))
+    outbox.pack(source, 0)
+    assert outbox.manifest is not None
+    return raw(packing.places_in(outbox.manifest, outbox.slots[0]))
+
+
+def publish_both() -> list[dict[str, bytes]]:
+    return [publish_a_sharded_policy(lora) for lora in (0, 2)]
+
+
+@pytest.mark.timeout(120)
+def test_a_sharded_policy_is_packed_in_the_actors_types_with_and_without_adapters() -> None:
+    first, second = run_ranks(publish_both, deadline=100.0)
+    for lora, found in zip((0, 2), first, strict=True):
+        trained = torch.float32 if lora else torch.bfloat16
+        whole = with_more_digits(policy_of(lora)).acting_tensors()
+        assert not [name for name in found if name.startswith("value_head.")]
+        assert found == raw({name: t.to(trained) for name, t in whole.items()})
+    assert second == [{}, {}]

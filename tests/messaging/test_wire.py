@@ -1,0 +1,260 @@
+"""The wire format: what is sent arrives exactly, and nothing else is accepted."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import ConfigError, WireError
+from asyncrl.messaging import sockets
+from asyncrl.messaging.wire import KINDS, WITH_EPISODE, decode, encode
+from asyncrl.records import EPISODE_ARRAYS
+from support.episodes import SAMPLES, assert_same, make_episode, pack, unpack
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_arrives_as_it_was_sent(kind: str) -> None:
+    fields = {name: SAMPLES[expected] for name, expected in KINDS[kind].items()}
+    episode = make_episode(video=True) if kind in WITH_EPISODE else None
+    message = decode(encode(kind, episode, **fields))
+    assert (message.kind, message.fields) == (kind, fields)
+    assert (message.episode is None) == (episode is None)
+    if episode is not None and message.episode is not None:
+        assert_same(message.episode, episode)
+
+
+@pytest.mark.parametrize("video", [False, True])
+def test_an_episode_arrives_exactly_and_can_be_written_to(video: bool) -> None:
+    sent = make_episode(5, 1, video=video, success=True)
+    received = decode(encode("episode", sent)).episode
+    assert received is not None
+    assert_same(received, sent)
+    assert all(getattr(received, name).flags.writeable for name in EPISODE_ARRAYS)
+
+
+def test_images_can_stay_where_they_came_and_nobody_can_write_to_them() -> None:
+    episode = make_episode(3, 1, video=True)
+    frames = [bytearray(frame) for frame in encode("episode", episode)]
+    received = decode(frames, views=True).episode
+    assert received is not None
+    assert_same(received, episode)
+    for place, (name, spec) in enumerate(EPISODE_ARRAYS.items(), start=1):
+        array, stays = getattr(received, name), spec.dtype == "uint8"
+        assert np.shares_memory(array, np.frombuffer(frames[place], np.uint8)) == stays, name
+        assert array.flags.writeable != stays
+        assert array.flags.aligned
+
+
+def test_arrays_that_are_not_contiguous_arrive_exactly() -> None:
+    sent = make_episode()
+    turned = np.asfortranarray(sent.frames[:, :, ::-1])
+    received = decode(encode("episode", dataclasses.replace(sent, frames=turned))).episode
+    assert received is not None
+    np.testing.assert_array_equal(received.frames, turned)
+
+
+def changed(**changes: Any) -> list[bytes]:
+    """A valid episode message with changed header entries; the array `frames` is entry 0."""
+    header, frames = unpack(encode("episode", make_episode()))
+    for key, value in changes.items():
+        part, _, name = key.partition("__")
+        if part == "array":
+            header["arrays"][0][int(name)] = value
+        elif name:
+            header[part][name] = value
+        else:
+            header[part] = value
+    return pack(header, frames)
+
+
+GOOD_HEADER, GOOD_FRAMES = unpack(encode("episode", make_episode()))
+PING = {"schema": 1, "kind": "ping"}
+HOSTILE: dict[str, list[bytes]] = {
+    "no frames": [],
+    "empty header": [b""],
+    "short header": [b"ARL1\0\0"],
+    "random header": [b"\x93\x01\x02\x03\x04\x05\x06\x07\x08\x09"],
+    "other magic": [b"AREP" + pack(PING)[0][4:]],
+    "header of 65 KiB": pack(PING | {"x": "y" * 66_000}),
+    "wrong checksum": [pack(PING)[0][:-1] + b" "],
+    "not JSON": pack(b"{"),
+    "trailing text": pack(b'{"schema":1,"kind":"ping"} x'),
+    "not UTF-8": pack(b'{"schema":1,"kind":"\xff"}'),
+    "a list": pack([1, 2]),
+    "nothing": pack(b""),
+    "nested 30 thousand times": pack(b"[" * 30_000 + b"]" * 30_000),
+    "an integer of 5000 digits": pack(b'{"schema":' + b"9" * 5000 + b"}"),
+    "NaN": pack(b'{"schema":1,"kind":"report","readings":{"a":NaN}}'),
+    "infinity by exponent": pack(b'{"schema":1,"kind":"report","readings":{"a":1e999}}'),
+    "a key twice": pack(b'{"schema":1,"kind":"ping","kind":"stop"}'),
+    "schema as text": pack(PING | {"schema": "1"}),
+    "schema as bool": pack(PING | {"schema": True}),
+    "schema absent": pack({"kind": "ping"}),
+    "kind absent": pack({"schema": 1}),
+    "kind unknown": pack(PING | {"kind": "exec"}),
+    "kind a list": pack(PING | {"kind": ["ping"]}),
+    "extra field": pack(PING | {"extra": 1}),
+    "missing field": pack({"schema": 1, "kind": "acquire"}),
+    "bool for int": pack({"schema": 1, "kind": "acquire", "turn": True}),
+    "float for int": pack({"schema": 1, "kind": "acquire", "turn": 1.0}),
+    "65 bits": pack({"schema": 1, "kind": "acquire", "turn": 2**64}),
+    "text of 5000 letters": pack({"schema": 1, "kind": "refused", "reason": "x" * 5000}),
+    "NUL in text": pack({"schema": 1, "kind": "refused", "reason": "a\0b"}),
+    "lone surrogate": pack(b'{"schema":1,"kind":"refused","reason":"\\ud800"}'),
+    "readings not numbers": pack(
+        {"schema": 1, "kind": "status_reply", "readings": {"a": "b"}, "contents": ""}
+    ),
+    "frames on a ping": pack(PING, [b"abc"]),
+    "episode on a ping": pack(PING | {"episode": {}}),
+    "episode without arrays": pack({k: v for k, v in GOOD_HEADER.items() if k != "arrays"}, GOOD_FRAMES),
+    "episode a list": pack(GOOD_HEADER | {"episode": []}, GOOD_FRAMES),
+    "missing frame": pack(GOOD_HEADER, GOOD_FRAMES[:-1]),
+    "extra frame": pack(GOOD_HEADER, [*GOOD_FRAMES, b""]),
+    "1000 frames": pack(GOOD_HEADER, [b""] * 1000),
+    "frame a byte short": pack(GOOD_HEADER, [GOOD_FRAMES[0][:-1], *GOOD_FRAMES[1:]]),
+    "frame a byte long": pack(GOOD_HEADER, [GOOD_FRAMES[0] + b"x", *GOOD_FRAMES[1:]]),
+    "frames swapped": pack(GOOD_HEADER, [GOOD_FRAMES[0], *GOOD_FRAMES[1:][::-1]]),
+    "arrays swapped": pack(GOOD_HEADER | {"arrays": GOOD_HEADER["arrays"][::-1]}, GOOD_FRAMES[::-1]),
+    "array named ../x": changed(array__0="../x"),
+    "object dtype": changed(array__1="|O"),
+    "big-endian dtype": changed(array__1=">u1"),
+    "dtype a list": changed(array__1=["uint8"]),
+    "shape not a list": changed(array__2=96),
+    "shape of texts": changed(array__2=["2", "4", "4", "3"]),
+    "shape of bools": changed(array__2=[2, 4, 4, True]),
+    "shape of floats": changed(array__2=[2.0, 4, 4, 3]),
+    "33 dimensions": changed(array__2=[1] * 33),
+    "dimension 2**40": changed(array__2=[2**40, 4, 4, 3]),
+    "negative dimensions": changed(array__2=[-2, -4, 4, 3]),
+    "zero dimension": changed(array__2=[0, 4, 4, 3]),
+    "another fixed dimension": changed(array__2=[2, 4, 6, 2]),
+    "a letter of two sizes": changed(array__2=[4, 4, 2, 3]),
+    "checksum of an array": changed(array__3=1),
+    "checksum a text": changed(array__3="1"),
+    "entry with five parts": changed(arrays=[[*GOOD_HEADER["arrays"][0], 0], *GOOD_HEADER["arrays"][1:]]),
+    "short id": changed(episode__episode_id="ab"),
+    "id as a path": changed(episode__episode_id="../" + "a" * 29),
+    "id upper case": changed(episode__episode_id="A" * 32),
+    "member a text": changed(episode__member="0"),
+    "temperature an int": changed(episode__temperature=1),
+    "extra scalar": changed(episode__extra=1),
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_a_hostile_message_is_refused_with_the_one_error(name: str) -> None:
+    with pytest.raises(WireError):
+        decode(HOSTILE[name])
+
+
+def test_another_schema_version_is_named_beside_ours() -> None:
+    with pytest.raises(WireError, match="schema version 2, this side 1"):
+        decode(pack({"schema": 2, "kind": "ping"}))
+
+
+def test_limits_are_checked_before_the_header_is_read() -> None:
+    large = memoryview(bytearray(1)).cast("B")
+    with pytest.raises(WireError, match="frames"):
+        decode([b"garbage!", *[large] * 12])
+    with pytest.raises(WireError, match="largest frame"):
+        decode([b"garbage!", np.broadcast_to(np.zeros(1, np.uint8), 2**28 + 1)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"frames": np.zeros((2, 4, 4, 3), np.float32)},
+        {"tokens": np.zeros((2, 8, 6), np.int32)},
+        {"task": "a\0b"},
+        {"temperature": float("nan")},
+        {"episode_id": "x"},
+    ],
+)
+def test_what_a_peer_would_refuse_is_not_sent(change: dict[str, Any]) -> None:
+    with pytest.raises(WireError):
+        encode("episode", dataclasses.replace(make_episode(), **change))
+
+
+WHOLE = [bytes(frame) for frame in encode("episode", make_episode(1, 1, video=True))]
+PLACES = [(i, j) for i, frame in enumerate(WHOLE) for j in range(len(frame))]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_flipped_bits_are_never_accepted(data: st.DataObject) -> None:
+    frames = [bytearray(frame) for frame in WHOLE]
+    in_header = data.draw(st.booleans())
+    frame, place = data.draw(
+        st.tuples(st.just(0), st.integers(0, len(WHOLE[0]) - 1)) if in_header else st.sampled_from(PLACES)
+    )
+    frames[frame][place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(WireError):
+        decode(frames)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(max_size=200), max_size=14))
+def test_random_bytes_are_never_accepted(frames: list[bytes]) -> None:
+    with pytest.raises(WireError):
+        decode(frames)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    ),
+    st.sampled_from(["schema", "kind", "episode", "arrays"]),
+)
+def test_a_header_of_wrong_types_raises_nothing_but_the_one_error(value: Any, key: str) -> None:
+    header, frames = unpack(encode("episode", make_episode()))
+    if value == header[key]:
+        return
+    with pytest.raises(WireError):
+        decode(pack(header | {key: value}, frames))
+
+
+def test_the_socket_folder_is_private_and_short(tmp_path: Path) -> None:
+    folder = sockets.private_folder()
+    try:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert len(sockets.ipc_endpoint(folder)) < sockets.MAX_IPC_PATH
+    finally:
+        folder.rmdir()
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        sockets.ipc_endpoint(tmp_path)
+    with pytest.raises(ConfigError, match="107"):
+        sockets.check_endpoint(f"ipc://{tmp_path}/{'x' * 120}")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://127.1.2.3:1"])
+def test_loopback_needs_no_encryption(endpoint: str) -> None:
+    assert sockets.check_endpoint(endpoint) == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://0.0.0.0:5555",
+        "tcp://localhost:5555",
+        "tcp://[::1]:5555",
+        "tcp://*:5555",
+        "tcp://10.0.0.1:5555",
+        "tcp://host:5555",
+        "udp://127.0.0.1:1",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:70000",
+        "ipc://relative",
+        "ipc:///no/folder/x",
+    ],
+)
+def test_other_endpoints_are_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError):
+        sockets.check_endpoint(endpoint)

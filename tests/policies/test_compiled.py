@@ -1,0 +1,45 @@
+"""Compiled blocks: the same gradients, and graphs for everything that a learner does with them."""
+
+from __future__ import annotations
+
+from functools import partialmethod
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
+from support.adapters import TASKS, adapted
+
+
+def logprobs(policy: OpenVLAOFT, rows: int) -> Tensor:
+    frames = np.random.default_rng(rows).integers(0, 256, (rows, 64, 64, 3), dtype=np.uint8)
+    tokens = torch.randint(0, 256, (rows, 8, 7), generator=torch.Generator().manual_seed(rows))
+    inputs = policy.preprocess(frames, [TASKS[row % len(TASKS)] for row in range(rows)])
+    return policy.evaluate(inputs, tokens, SamplingParams(temperature=1.0)).logprob
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+def test_no_way_to_call_a_checkpointed_block_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself the compiler stops at 8 graphs, beyond which it runs uncompiled without a word."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    torch.compiler.reset()
+    shallow = TowerConfig(width=24, depth=2, heads=3, mlp=48)
+    plain, fast = (adapted(dino=shallow, siglip=shallow, llm_layers=1) for _ in range(2))
+    enable_gradient_checkpointing(fast)
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        compile_blocks(fast)
+        for rows in (4, 3):
+            for policy in (plain, fast):
+                policy.zero_grad()
+                logprobs(policy, rows).square().mean().backward()
+            for (name, found), expected in zip(fast.named_parameters(), plain.parameters(), strict=True):
+                if expected.grad is not None:
+                    torch.testing.assert_close(found.grad, expected.grad, atol=1e-6, rtol=1e-4, msg=name)
+            with torch.no_grad():
+                found, expected = (logprobs(policy, rows) for policy in (fast, plain))
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

@@ -1,0 +1,589 @@
+"""`asyncrl convert`: published checkpoints become policies and come back bit for bit; adapters, critics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.policies.checkpoints.conventions import PublishedOptions
+from asyncrl.policies.checkpoints.convert import UNUSED, convert, open_source, pass_through_of
+from asyncrl.policies.checkpoints.folder import (
+    build_on_meta,
+    export_openvla,
+    load_openvla,
+    load_policy,
+    save_policy,
+)
+from asyncrl.policies.checkpoints.published_names import (
+    dropped_tensors,
+    native_specs,
+    published_specs,
+    tensor_map,
+)
+from asyncrl.policies.checkpoints.published_policy import read_proprio
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.storage.asset_paths import policy_folder
+from asyncrl.storage.weight_files import INDEX, WeightFiles
+from support import ROOT
+from support.published import (
+    CONFIG,
+    DINO,
+    LLAMA,
+    SIGLIP,
+    STATS,
+    TASK,
+    all_tensors,
+    assert_same,
+    logits_of,
+    published_tensors,
+    run_cli,
+    some_policy,
+    write_published,
+)
+
+
+def in_and_out(source: Path, tmp_path: Path, **settings: object) -> Path:
+    convert(source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), **settings)  # type: ignore[arg-type]
+    convert(tmp_path / "ours", tmp_path / "back", to="openvla", choices=PublishedOptions(), **settings)  # type: ignore[arg-type]
+    return tmp_path / "back"
+
+
+# --- round trip ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shard_bytes", [100_000, 5_000_000_000])
+def test_a_published_checkpoint_comes_back_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype, shard_bytes: int
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in published_tensors().items()}
+    tensors[f"{DINO}cls_token"][0, 0, :3] = torch.tensor([-0.0, 0.0, 1.0])
+    own = {"auto_map": {"AutoConfig": "x.py"}, "timm_model_ids": ["a", "b"]}
+    proprio = {"q01": [0.0] * 8, "q99": [1.0] * 8, "mask": [True] * 8}
+    source = write_published(tmp_path / "in", tensors, config=CONFIG, **own)
+    action = {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 6 + [False], "mean": [0.0] * 7}
+    statistics = {"desk_no_noops": {"action": action, "proprio": proprio, "num_transitions": 5}}
+    (source / "dataset_statistics.json").write_text(json.dumps(statistics))
+    for name in ("preprocessor_config.json", "modeling_prismatic.py"):
+        (source / name).write_text("{}")
+    back = in_and_out(source, tmp_path, shard_bytes=shard_bytes)
+    assert_same(all_tensors(back), tensors)
+    assert (shard_bytes > 1e6) == (back / "model.safetensors").exists()
+    fields = json.loads((back / "config.json").read_text())
+    assert {name: fields[name] for name in own} == own
+    assert fields["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert fields["norm_stats"] == json.loads((back / "dataset_statistics.json").read_text()) == statistics
+    assert (back / "preprocessor_config.json").is_file()
+    assert (back / "modeling_prismatic.py").is_file()
+
+
+def test_raw_timm_names_of_layer_scales_come_back_as_the_published_ones(tmp_path: Path) -> None:
+    tensors = published_tensors()
+    raw = {name.replace("scale_factor", "gamma"): tensor for name, tensor in tensors.items()}
+    assert raw.keys() != tensors.keys()
+    assert_same(
+        all_tensors(in_and_out(write_published(tmp_path / "in", raw, config=CONFIG), tmp_path)), tensors
+    )
+
+
+def test_the_full_size_has_the_published_names_shapes_and_numbers() -> None:
+    config = OpenVLAOFTConfig.full()
+    policy = build_on_meta(config, PromptTokenizer(build_word_tokenizer(), pad_id=32000))
+    specs = published_specs(tensor_map(policy), native_specs(policy))
+    shapes = {name: spec.shape for name, spec in specs.items()} | dropped_tensors(config)
+    table = {
+        DINO: (343, 303_230_976),
+        SIGLIP: (342, 427_680_704),
+        "projector.": (6, 71_385_600),
+        LLAMA: (290, 6_607_605_760),
+        "language_model.lm_head.": (1, 131_334_144),
+    }
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    for prefix, expected in table.items():
+        of_it = [size for name, size in sizes.items() if name.startswith(prefix)]
+        assert (len(of_it), sum(of_it)) == expected, prefix
+    assert (len(sizes), sum(sizes.values())) == (982, 7_541_237_184)
+    assert sum(spec.nbytes for spec in specs.values()) == 2 * (
+        7_541_237_184 - _numel(dropped_tensors(config))
+    )
+    samples = {
+        f"{DINO}pos_embed": (1, 256, 1024),
+        f"{DINO}reg_token": (1, 4, 1024),
+        f"{DINO}patch_embed.proj.weight": (1024, 3, 14, 14),
+        f"{DINO}blocks.22.attn.qkv.weight": (3072, 1024),
+        f"{DINO}blocks.23.ls2.scale_factor": (1024,),
+        f"{SIGLIP}pos_embed": (1, 256, 1152),
+        f"{SIGLIP}blocks.26.mlp.fc1.weight": (4304, 1152),
+        f"{SIGLIP}attn_pool.kv.weight": (2304, 1152),
+        f"{SIGLIP}attn_pool.latent": (1, 1, 1152),
+        "projector.fc1.weight": (8704, 2176),
+        f"{LLAMA}layers.31.mlp.down_proj.weight": (4096, 11008),
+        f"{LLAMA}embed_tokens.weight": (32064, 4096),
+        "language_model.lm_head.weight": (32064, 4096),
+    }
+    assert {name: shapes[name] for name in samples} == samples
+
+
+def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def test_what_training_changed_goes_out_with_what_the_original_had_besides(tmp_path: Path) -> None:
+    tensors = published_tensors()
+    original = write_published(tmp_path / "in", tensors, config=CONFIG)
+    convert(original, tmp_path / "ours", to="asyncrl", choices=PublishedOptions())
+    policy = load_policy(tmp_path / "ours")
+    with torch.no_grad():
+        policy.projector.fc3.weight.add_(1.0)
+    run = tmp_path / "run" / "checkpoints" / "update_000003"
+    save_policy(policy, run)
+    done = convert(
+        policy_folder(str(tmp_path / "run")), tmp_path / "plain", to="openvla", choices=PublishedOptions()
+    )
+    assert (done.zeros, len(done.kept)) == (43, 0)
+    expected = tensors | {"projector.fc3.weight": tensors["projector.fc3.weight"] + 1.0}
+    zeros = {name: torch.zeros(shape) for name, shape in dropped_tensors(CONFIG).items()}
+    assert_same(all_tensors(tmp_path / "plain"), expected | zeros)
+    for number, kept_in in enumerate((original, tmp_path / "ours")):
+        out = tmp_path / f"out{number}"
+        done = convert(run, out, to="openvla", choices=PublishedOptions(), original=kept_in)
+        assert (done.zeros, len(done.kept)) == (0, 43)
+        assert_same(all_tensors(out), expected)
+    export_openvla(policy, tmp_path / "live", pass_through=pass_through_of(original))
+    assert_same(all_tensors(tmp_path / "live"), expected)
+
+
+def test_another_type_is_rounded_once(tmp_path: Path) -> None:
+    tensors = published_tensors()
+    source = write_published(tmp_path / "in", tensors, config=CONFIG)
+    done = convert(source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), dtype=torch.bfloat16)
+    policy = load_policy(tmp_path / "ours")
+    assert done.config.dtype == policy.config.dtype == "bfloat16"
+    assert torch.equal(policy.lm_head.weight, tensors["language_model.lm_head.weight"].bfloat16())
+
+
+# --- the command --------------------------------------------------------------
+
+
+def test_the_command_that_load_policy_names_makes_the_folder_loadable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_published(tmp_path / "a folder", published_tensors(), config=CONFIG)
+    with pytest.raises(CheckpointError, match="asyncrl convert") as refused:
+        load_policy(source)
+    command = shlex.split(str(refused.value).split("`")[1])
+    assert command[:2] == ["asyncrl", "convert"]
+    assert run_cli(*command[2:]) == 0
+    printed = capsys.readouterr().out
+    policy = load_policy(command[3])
+    assert torch.equal(logits_of(policy), logits_of(load_openvla(source, CONFIG, norm_key="desk")))
+    assert policy.config.norm_stats == {"desk_no_noops": STATS}
+    for said in (
+        "published OpenVLA layout, 90 tensors",
+        "kept      43 tensors",
+        "statistics desk_no_noops",
+        "GB in",
+    ):
+        assert said in printed
+
+
+def test_what_cannot_work_is_answered_with_code_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("x")
+    out = tmp_path / "out"
+    for arguments, said in (
+        ((source, tmp_path / "full"), "exists and is not an empty folder"),
+        ((tmp_path / "nothing", out), "does not exist"),
+        ((source, out, "--unnorm-key", "libero_goal"), "desk_no_noops"),
+        ((source, out, "--images", "-1"), "--images is -1"),
+        ((source, out, "--shard-gigabytes", "0"), "--shard-gigabytes"),
+        ((source, out, "--adapter", tmp_path / "no"), "adapter_config.json is missing"),
+        ((source, out, "--original", tmp_path / "no"), "config.json is missing"),
+    ):
+        assert run_cli(*arguments) == 2, arguments
+        assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_several_statistics_ask_for_a_choice(tmp_path: Path) -> None:
+    entry = {"action": {"q01": [0.0] * 7, "q99": [1.0] * 7}}
+    source = write_published(
+        tmp_path / "in", published_tensors(), config=CONFIG, norm_stats={"b_no_noops": entry, "a": entry}
+    )
+    with pytest.raises(CheckpointError, match=r"has 2 action statistics.*--unnorm-key: a, b_no_noops"):
+        open_source(source, PublishedOptions())
+    with pytest.raises(CheckpointError, match=r"--unnorm-key 'a\|b_no_noops'|--unnorm-key a\|b_no_noops"):
+        load_policy(source)
+    assert open_source(source, PublishedOptions(norm_key="b")).config.norm_key == "b_no_noops"
+
+
+@pytest.mark.parametrize(
+    ("key", "gripper"), [("libero_goal_no_noops", "libero"), ("desk", "none"), ("libero_10", "libero")]
+)
+def test_the_statistics_tell_the_gripper_of_a_folder_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, gripper: str
+) -> None:
+    sizes = {n: v for n, v in vars(CONFIG).items() if n in ("dino", "siglip", "llm_layers")}
+    monkeypatch.setattr(
+        OpenVLAOFTConfig, "full", lambda **changes: OpenVLAOFTConfig.tiny(**(sizes | changes))
+    )
+    entry = {"action": {"q01": [0.0] * 7, "q99": [1.0] * 7}}
+    source = write_published(tmp_path / "in", published_tensors(), norm_stats={key: entry})
+    config = open_source(source, PublishedOptions()).config
+    assert (config.gripper, config.stop_token, config.chunk) == (gripper, False, 8)
+    assert open_source(source, PublishedOptions(gripper="none", chunk=5)).config.gripper == "none"
+
+
+def test_an_export_remembers_its_conventions(tmp_path: Path) -> None:
+    policy = some_policy(OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"stop_token": True, "chunk": 5}))
+    export_openvla(policy, tmp_path / "out")
+    assert open_source(tmp_path / "out", PublishedOptions()).config == policy.config
+
+
+# --- what does not fit --------------------------------------------------------
+
+
+def test_a_converted_folder_names_what_is_missing_unknown_or_of_the_wrong_type(tmp_path: Path) -> None:
+    tensors = published_tensors()
+    qkv = f"{DINO}blocks.0.attn.qkv.bias"
+    for changed, said in (
+        ({qkv: None}, rf"lacks 1 tensors: {qkv}"),
+        ({"language_model.model.extra": torch.zeros(1)}, r"unknown 1 tensors: language_model\.model\.extra"),
+        ({qkv: torch.zeros(71)}, rf"{qkv} has shape \[71\], expected \[72\]"),
+        ({qkv: torch.zeros(72, dtype=torch.int8)}, rf"{qkv} is of type I8"),
+        ({f"{SIGLIP}norm.bias": torch.zeros(31)}, r"norm\.bias has shape \[31\], expected \[32\]"),
+    ):
+        chosen = {name: t for name, t in (tensors | changed).items() if t is not None}
+        source = write_published(tmp_path / "in", chosen, config=CONFIG)
+        with pytest.raises(CheckpointError, match=said):
+            convert(source, tmp_path / "out", to="asyncrl", choices=PublishedOptions())
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_and_their_index_must_agree(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path / "p", shard_bytes=200_000)
+    listed = json.loads((tmp_path / "p" / INDEX).read_text())["weight_map"]
+    file = listed["llm.layers.0.input_layernorm.weight"]
+    fewer = {name: place for name, place in listed.items() if "input_layernorm" not in name}
+    assert file in fewer.values()
+    for weight_map, said in (
+        (listed | {"ghost": file}, rf"{file} lacks 1 tensors: ghost"),
+        (fewer, r"unknown 1 tensors: llm\.layers\.0\.input_layernorm"),
+        ({"x": "../elsewhere.safetensors"}, "no weight_map"),
+        (None, "no weight_map"),
+    ):
+        (tmp_path / "p" / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=said):
+            load_policy(tmp_path / "p")
+
+
+# --- our own folder in shards -------------------------------------------------
+
+
+def test_our_own_folder_may_be_in_shards_and_in_one_piece_again(tmp_path: Path) -> None:
+    policy, folder = some_policy(), tmp_path / "p"
+    save_policy(policy, folder, shard_bytes=200_000)
+    group_files = sorted(path.name for path in folder.glob("*.safetensors"))
+    count = len(group_files)
+    assert count > 3
+    assert group_files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert all((folder / name).stat().st_size < 300_000 for name in group_files)
+    assert policy_folder(str(folder)) == folder
+    assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
+    fewer = group_files[-1]
+    save_policy(policy, folder, shard_bytes=400_000)
+    assert not (folder / fewer).exists()
+    assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
+    save_policy(policy, folder)
+    assert [p.name for p in folder.glob("model*")] == ["model.safetensors"]
+    assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
+
+
+def test_files_are_read_by_the_library_too_and_parameters_share_no_memory(tmp_path: Path) -> None:
+    policy = some_policy()
+    save_policy(policy, tmp_path)
+    expected = {name: p.detach() for name, p in policy.named_parameters()}
+    assert_same(load_file(tmp_path / "model.safetensors"), expected)
+    export_openvla(policy, tmp_path / "out")
+    restored = load_openvla(tmp_path / "out", CONFIG, norm_key="desk")
+    for parameter in restored.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert parameter.is_contiguous()
+
+
+MEMORY = """
+import sys, torch
+from pathlib import Path
+from asyncrl.policies.action_tokens import NormStats
+from asyncrl.policies.checkpoints.folder import load_openvla, load_policy, save_policy
+from asyncrl.policies.checkpoints.convert import Choices, convert
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+
+def peak(name, work):
+    def read(key):
+        return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
+    open("/proc/self/clear_refs", "w").write("5")
+    before = read("VmRSS")
+    kept = work()
+    print(name, (read("VmHWM") - before) / size)
+
+folder = Path(sys.argv[1])
+stats = NormStats(q01=(0.0,) * 7, q99=(1.0,) * 7, mask=(True,) * 7)
+sizes = {"llm_width": 512, "llm_layers": 9, "llm_heads": 8, "llm_mlp": 1408}
+config = OpenVLAOFTConfig.tiny(norm_key="desk", norm_stats={"desk": stats}, dtype="bfloat16", **sizes)
+with torch.device("meta"):
+    policy = OpenVLAOFT(config)
+policy.to_empty(device="cpu")
+for parameter in policy.parameters():
+    torch.nn.init.constant_(parameter, 0.5)
+size = 4 * sum(p.numel() for p in policy.parameters())
+print("bytes", size)
+peak("save", lambda: save_policy(policy, folder / "ours", dtype=torch.float32))
+del policy
+peak("out", lambda: convert(folder / "ours", folder / "published", to="openvla", choices=Choices()))
+peak("in", lambda: convert(folder / "published", folder / "again", to="asyncrl", choices=Choices()))
+peak("load", lambda: load_policy(folder / "ours", dtype=torch.float32))
+peak("half", lambda: load_policy(folder / "ours", dtype=torch.bfloat16))
+peak("openvla", lambda: load_openvla(folder / "published", config, norm_key="desk", dtype=torch.float32))
+"""
+
+
+def test_weights_are_streamed(tmp_path: Path) -> None:
+    """Peaks of resident memory above what was there before, as parts of the weights' size in float32."""
+    settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # What is freed is given back at once.
+    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=settings)
+    assert done.returncode == 0, done.stderr
+    found = {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}
+    assert found.pop("bytes") > 1e8
+    assert found["save"] < 0.2, found  # all tensors at once in float32 would be 1.0
+    assert found["out"] < 0.2, found
+    assert found["in"] < 0.2, found
+    assert 0.9 < found["load"] < 1.2, found  # 1.0 is the policy itself
+    assert 0.9 < found["openvla"] < 1.2, found
+    assert 0.4 < found["half"] < 0.7, found
+
+
+# --- critics and side files ---------------------------------------------------
+
+
+def critic(outputs: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    shapes = {
+        "0.weight": (64, 128),
+        "0.bias": (64,),
+        "2.weight": (32, 64),
+        "2.bias": (32,),
+        "4.weight": (outputs, 32),
+    }
+    return {f"value_head.mlp.{n}": torch.randn(*shape, generator=generator) for n, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("outputs", "level"), [(1, "chunk"), (8, "action")])
+def test_critics_come_in_and_go_out(tmp_path: Path, outputs: int, level: str) -> None:
+    tensors = published_tensors() | critic(outputs)
+    source = write_published(tmp_path / "in", tensors, config=CONFIG)
+    assert_same(all_tensors(in_and_out(source, tmp_path)), tensors)
+    policy = load_policy(tmp_path / "ours")
+    assert policy.config.value_head == level
+    inputs = policy.preprocess(torch.zeros(1, 64, 64, 3, dtype=torch.uint8).numpy(), [TASK])
+    assert policy.values(inputs).shape == (1, outputs)
+    done = convert(source, tmp_path / "without", to="asyncrl", choices=PublishedOptions(critic=False))
+    assert sorted(done.left_out) == sorted(critic(1))
+    assert load_policy(tmp_path / "without").value_head is None
+
+
+def test_half_a_critic_and_one_of_another_chunk_are_refused(tmp_path: Path) -> None:
+    part = critic(1)
+    part.pop("value_head.mlp.2.bias")
+    source = write_published(tmp_path / "in", published_tensors() | part, config=CONFIG)
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: value_head\.mlp\.2\.bias"):
+        open_source(source, PublishedOptions())
+    source = write_published(tmp_path / "in", published_tensors() | critic(5), config=CONFIG)
+    with pytest.raises(CheckpointError, match=r"has 5 rows.*--chunk"):
+        open_source(source, PublishedOptions())
+
+
+@pytest.mark.parametrize("module", ["action_head", "noisy_action_projector", "vision_backbone"])
+def test_a_policy_without_log_probabilities_is_refused(tmp_path: Path, module: str) -> None:
+    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
+    torch.save({"module.fc1.weight": torch.zeros(1)}, source / f"{module}--50000_checkpoint.pt")
+    with pytest.raises(CheckpointError, match=rf"{module}--50000_checkpoint\.pt is .*discrete action"):
+        load_openvla(source, CONFIG, norm_key="desk")
+
+
+def test_the_proprioception_projector_is_read_without_running_code(tmp_path: Path) -> None:
+    file = tmp_path / "proprio_projector--10_checkpoint.pt"
+    torch.save({"module.fc1.weight": torch.ones(128, 8), "fc2.bias": torch.zeros(128)}, file)
+    found = read_proprio(file)
+    assert found.keys() == {"proprio_projector.fc1.weight", "proprio_projector.fc2.bias"}
+    assert found["proprio_projector.fc1.weight"].shape == (128, 8)
+    torch.save({"a": Path("x")}, file)
+    with pytest.raises(CheckpointError, match="stranger's code"):
+        read_proprio(file)
+    file.write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors"):
+        read_proprio(file)
+
+
+def write_proprio(folder: Path, step: int = 10) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = {"fc1.weight": (128, 8), "fc1.bias": (128,), "fc2.weight": (128, 128), "fc2.bias": (128,)}
+    tensors = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    torch.save(
+        {f"module.{name}": tensor for name, tensor in tensors.items()},
+        folder / f"proprio_projector--{step}_checkpoint.pt",
+    )
+    return {f"proprio_projector.{name}": tensor for name, tensor in tensors.items()}
+
+
+def test_two_proprioception_projectors_are_one_too_many(tmp_path: Path) -> None:
+    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
+    for step in (10, 20):
+        write_proprio(source, step)
+    with pytest.raises(CheckpointError, match="2 proprioception projectors"):
+        open_source(source, PublishedOptions())
+
+
+def test_a_policy_without_proprioception_leaves_the_projector_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
+    before = logits_of(load_openvla(source, CONFIG, norm_key="desk"))
+    write_proprio(source)
+    assert torch.equal(logits_of(load_openvla(source, CONFIG, norm_key="desk")), before)
+    assert "proprioception projector" in caplog.text
+
+
+FIELDS = {field.name for field in dataclasses.fields(OpenVLAOFTConfig)}
+whole_config = pytest.mark.skipif(
+    not {"proprio_dim", "images", "decoding", "image_pipeline"} <= FIELDS,
+    reason="the policy's configuration knows one picture, no proprioception and one way to decode",
+)
+
+
+def with_proprio_statistics(folder: Path) -> Path:
+    source = write_published(folder, published_tensors(), config=CONFIG)
+    action = {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 6 + [False]}
+    entry = {"action": action, "proprio": {"q01": [0.0] * 8, "q99": [1.0] * 8}}
+    (source / "dataset_statistics.json").write_text(json.dumps({"desk_no_noops": entry}))
+    return source
+
+
+@whole_config
+def test_proprioception_and_the_official_conventions_come_in_and_go_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = with_proprio_statistics(tmp_path / "in")
+    projector = write_proprio(source)
+    flags = ("--convention", "oft", "--images", "2", "--gripper", "maniskill")
+    assert run_cli(source, tmp_path / "ours", *flags) == 0
+    policy = load_policy(tmp_path / "ours")
+    chosen = {
+        "proprio_dim": 8,
+        "images": 2,
+        "image_pipeline": "oft",
+        "stop_token": True,
+        "gripper": "maniskill",
+    }
+    assert {name: getattr(policy.config, name) for name in chosen} == chosen
+    parameters = dict(policy.named_parameters())
+    assert_same({name: parameters[name].detach() for name in projector}, projector)
+    assert run_cli(tmp_path / "ours", tmp_path / "back", "--to", "openvla") == 0
+    assert_same(all_tensors(tmp_path / "back"), published_tensors() | projector)
+    assert open_source(tmp_path / "back", PublishedOptions()).config == policy.config
+    capsys.readouterr()
+    assert run_cli(source, tmp_path / "without", "--no-proprio") == 0
+    assert "left out  4 tensors: proprio_projector.fc1.bias" in capsys.readouterr().out
+    assert load_policy(tmp_path / "without").config.to_json()["proprio_dim"] == 0
+
+
+@whole_config
+def test_an_autoregressive_policy_comes_in_and_goes_out(tmp_path: Path) -> None:
+    source = with_proprio_statistics(tmp_path / "in")
+    choices = PublishedOptions(convention="oft", decoding="autoregressive")
+    convert(source, tmp_path / "ours", to="asyncrl", choices=choices)
+    policy = load_policy(tmp_path / "ours")
+    found = {name: policy.config.to_json()[name] for name in ("decoding", "chunk", "stop_token")}
+    assert found == {"decoding": "autoregressive", "chunk": 1, "stop_token": False}
+    export_openvla(policy, tmp_path / "back", pass_through=pass_through_of(source))
+    assert_same(all_tensors(tmp_path / "back"), published_tensors())
+    statistics = json.loads((tmp_path / "back" / "dataset_statistics.json").read_text())
+    assert statistics == json.loads((source / "dataset_statistics.json").read_text())
+    assert open_source(tmp_path / "back", PublishedOptions()).config == policy.config
+
+
+def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.zeros(2, 2)}, tmp_path / "x.safetensors")
+    files = WeightFiles(tmp_path / "x.safetensors", rename=str.upper)
+    files.changes["A"] = lambda tensor: tensor + 1
+    files.extra["C"] = torch.full((1,), 7.0)
+    found = dict(files.stream(["C", "A"], what="read"))
+    assert list(found) == ["C", "A"]
+    assert torch.equal(found["A"], torch.full((3,), 2.0))
+    assert torch.equal(found["C"], torch.full((1,), 7.0))
+
+
+def test_names_that_become_equal_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "A": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="holds tensor A twice"):
+        WeightFiles(tmp_path / "x.safetensors", rename=str.upper)
+
+
+def test_the_source_is_not_overwritten(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path / "p")
+    with pytest.raises(ConfigError, match="is the source itself"):
+        convert(tmp_path / "p", tmp_path / "." / "p", to="openvla", choices=PublishedOptions())
+    assert not (tmp_path / "p" / UNUSED).exists()
+
+
+# --- the benchmark's checkpoint -----------------------------------------------
+
+
+def test_the_benchmark_writes_a_checkpoint_that_can_be_converted(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "published_policy.py"
+    runpy.run_path(str(script))["write_checkpoint"](
+        tmp_path / "published", OpenVLAOFTConfig.tiny(), sizes_in_config=True
+    )
+    assert len(list((tmp_path / "published").glob("model-0000?-of-00004.safetensors"))) == 4
+    convert(tmp_path / "published", tmp_path / "ours", to="asyncrl", choices=PublishedOptions())
+    policy = load_policy(tmp_path / "ours")
+    assert policy.config.norm_key == "libero_spatial_no_noops"
+    assert policy.tokenizer.begin_id == 1
+    assert policy.tokenizer.tokenizer.get_vocab_size() == policy.config.first_action_id
+    assert torch.isfinite(logits_of(policy)).all()
+
+
+@pytest.mark.gpu
+def test_weights_are_put_onto_the_gpu(tmp_path: Path) -> None:
+    policy = some_policy()
+    with torch.no_grad():
+        policy.vision.dino.embeddings.position_embeddings[:, 0] = 0  # the published layout has none
+    save_policy(policy, tmp_path, shard_bytes=200_000)
+    export_openvla(policy, tmp_path / "published")
+    loaded = (
+        load_policy(tmp_path, device="cuda"),
+        load_openvla(tmp_path / "published", CONFIG, norm_key="desk", device="cuda"),
+    )
+    for restored in loaded:
+        assert {p.device.type for p in restored.parameters()} == {"cuda"}
+        assert {b.device.type for b in restored.buffers()} == {"cuda"}
+        for mine, theirs in zip(restored.parameters(), policy.parameters(), strict=True):
+            assert torch.equal(mine.cpu(), theirs)

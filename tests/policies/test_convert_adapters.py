@@ -1,0 +1,242 @@
+"""Adapters of published models merged on the way in, and ours put on published models, against peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from asyncrl.errors import CheckpointError
+from asyncrl.policies.checkpoints.adapters import pattern_value, save_adapter
+from asyncrl.policies.checkpoints.conventions import PublishedOptions
+from asyncrl.policies.checkpoints.convert import convert
+from asyncrl.policies.checkpoints.folder import export_openvla, save_policy
+from support.adapters import adapted, small
+from support.published import (
+    CONFIG,
+    LLAMA,
+    all_tensors,
+    assert_same,
+    published_tensors,
+    run_cli,
+    write_published,
+)
+
+
+def module_tree(tensors: dict[str, Tensor]) -> nn.Module:
+    """Published tensors as the modules that other stacks have: linear layers and convolutions, by name."""
+    root = nn.Module()
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[0].endswith(".bias")):
+        *path, kind = name.split(".")
+        place = root
+        for part in path[:-1]:
+            if part not in dict(place.named_children()):
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        if kind == "weight" and tensor.ndim in (2, 4) and path[-1] != "embed_tokens":
+            bias = tensors.get(".".join([*path, "bias"]))
+            if tensor.ndim == 2:
+                layer: nn.Module = nn.Linear(*tensor.shape[::-1], bias=bias is not None)
+            else:
+                layer = nn.Conv2d(3, len(tensor), tensor.shape[2:], stride=tensor.shape[2:])
+            place.add_module(path[-1], layer)
+        elif not isinstance(place._modules.get(path[-1]), nn.Linear | nn.Conv2d):
+            if path[-1] not in dict(place.named_children()):
+                place.add_module(path[-1], nn.Module())
+            place.get_submodule(path[-1]).register_parameter(kind, nn.Parameter(tensor.clone()))
+    root.load_state_dict(tensors)
+    return root
+
+
+PUBLISHED_TARGETS = [
+    "qkv",
+    "proj",
+    "fc1",
+    "fc2",
+    "fc3",
+    "q",
+    "kv",
+    "q_proj",
+    "v_proj",
+    "down_proj",
+    "lm_head",
+]
+
+
+def published_adapter(folder: Path, tensors: dict[str, Tensor], **settings: object) -> nn.Module:
+    """Write random adapters for a published model with peft; returns the model with them."""
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=PUBLISHED_TARGETS, **settings)  # type: ignore[arg-type]
+    wrapped = get_peft_model(module_tree(tensors), config)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.3)
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+    return wrapped
+
+
+def merged_by_peft(wrapped: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach() for name, t in wrapped.merge_and_unload().state_dict().items()}  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"rank_pattern": {r"attn\.qkv": 6}, "alpha_pattern": {r"q_proj": 16, r"blocks\.0\.mlp\.fc1": 2}}],
+    ids=["plain", "patterns"],
+)
+def test_published_adapters_are_merged_as_peft_does(tmp_path: Path, settings: dict[str, object]) -> None:
+    tensors = published_tensors()
+    wrapped = published_adapter(tmp_path / "adapter", tensors, **settings)
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    for layer in (
+        "vision_backbone.featurizer.blocks.0.attn.qkv",
+        "vision_backbone.fused_featurizer.attn_pool.kv",
+    ):
+        assert f"base_model.model.{layer}.lora_A.weight" in names
+    expected = merged_by_peft(wrapped)
+    source = write_published(tmp_path / "in", tensors, config=CONFIG)
+    done = convert(
+        source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
+    )
+    assert done.merged == len(names) // 2
+    convert(tmp_path / "ours", tmp_path / "back", to="openvla", choices=PublishedOptions())
+    found = all_tensors(tmp_path / "back")
+    changed = 0
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5, msg=name)
+        changed += not torch.equal(found[name], tensors[name])
+    assert changed == done.merged
+
+
+def test_half_precision_weights_are_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in published_tensors().items()}
+    published_adapter(tmp_path / "adapter", published_tensors())
+    source = write_published(tmp_path / "in", tensors, config=CONFIG)
+    convert(source, tmp_path / "out", to="openvla", choices=PublishedOptions(), adapter=tmp_path / "adapter")
+    pairs = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    layer = f"{LLAMA}layers.0.mlp.down_proj"
+    into, out = (pairs[f"base_model.model.{layer}.lora_{x}.weight"] for x in "AB")
+    expected = (tensors[f"{layer}.weight"].float() + 1.5 * (out @ into)).bfloat16()
+    assert_same({"x": all_tensors(tmp_path / "out")[f"{layer}.weight"]}, {"x": expected})
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"use_rslora": True}, "use_rslora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"r": 5}, "with rank 5"),
+        ({"rank_pattern": {"qkv": 3}}, "with rank 3"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern that cannot be read"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str, object], said: str) -> None:
+    tensors = published_tensors()
+    published_adapter(tmp_path / "adapter", tensors)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    source = write_published(tmp_path / "in", tensors, config=CONFIG)
+    with pytest.raises(CheckpointError, match=said):
+        convert(
+            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        (f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight", (4, 128), "only one of lora_A and lora_B"),
+        ("projector.fc1.lora_magnitude_vector", (4,), "neither lora_A nor lora_B"),
+        ("projector.fc2.lora_A.weight", (4, 5), r"projector\.fc2 has shapes \[4, 5\]"),
+    ],
+)
+def test_adapter_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, name: str, shape: tuple[int, ...], said: str
+) -> None:
+    tensors = published_tensors()
+    published_adapter(tmp_path / "adapter", tensors)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"base_model.model.{name}": torch.zeros(shape)}, file)
+    source = write_published(tmp_path / "in", tensors, config=CONFIG)
+    with pytest.raises(CheckpointError, match=said):
+        convert(
+            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
+        )
+
+
+def test_adapters_of_another_policy_are_refused(tmp_path: Path) -> None:
+    save_adapter(adapted(), tmp_path / "adapter")
+    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
+    with pytest.raises(CheckpointError, match=r"layers that .* lacks: llm\.layers"):
+        convert(
+            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
+        )
+
+
+def test_our_adapters_are_merged_into_our_folder(tmp_path: Path) -> None:
+    trained = adapted()
+    save_adapter(trained, tmp_path / "adapter")
+    save_policy(small(), tmp_path / "start")
+    save_policy(trained, tmp_path / "expected")
+    convert(
+        tmp_path / "start",
+        tmp_path / "out",
+        to="asyncrl",
+        choices=PublishedOptions(),
+        adapter=tmp_path / "adapter",
+    )
+    expected, found = all_tensors(tmp_path / "expected"), all_tensors(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_peft_puts_our_exported_adapters_on_the_published_model(
+    tmp_path: Path, targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = adapted(targets)
+    run = tmp_path / "update_000001"
+    save_policy(small(), run)
+    save_adapter(trained, run / "adapter")
+    assert run_cli(run / "adapter", tmp_path / "out", "--to", "openvla") == 0
+    assert "adapters of" in capsys.readouterr().out
+    export_openvla(small(), tmp_path / "plain")
+    export_openvla(trained, tmp_path / "trained")
+    expected = all_tensors(tmp_path / "trained")
+    wrapped = PeftModel.from_pretrained(module_tree(all_tensors(tmp_path / "plain")), str(tmp_path / "out"))  # type: ignore[arg-type]
+    found = merged_by_peft(wrapped)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-5, msg=name)
+    # and this package itself merges what it exported
+    convert(
+        tmp_path / "plain",
+        tmp_path / "own",
+        to="openvla",
+        choices=PublishedOptions(),
+        adapter=tmp_path / "out",
+    )
+    for name, tensor in all_tensors(tmp_path / "own").items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-5, msg=name)
+
+
+def test_patterns_mean_what_they_mean_in_peft() -> None:
+    pattern = {r"attn\.qkv": 1.0, "fc1": 2.0, r"layers\.1\.mlp\.up": 3.0}
+    layers = [
+        "blocks.0.attn.qkv",
+        "attn.qkv",
+        "a.xfc1",
+        "a.fc1",
+        "fc1.b",
+        "layers.11.mlp.up",
+        "x.layers.1.mlp.up",
+    ]
+    assert [pattern_value(pattern, layer, 9.0) for layer in layers] == [1, 1, 9, 2, 9, 9, 3]

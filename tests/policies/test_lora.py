@@ -1,0 +1,418 @@
+"""Adapters: what gets one, what they compute, and their files, against peft and against W + s B A by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.weight_export import copy_policy
+from asyncrl.policies.checkpoints.adapters import load_adapter, save_adapter
+from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.lora import adapters_disabled, add_lora, has_lora, merged_tensors, target_layers
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.weights.packing import build_manifest, require_same
+from support.adapters import (
+    ALPHA,
+    RANK,
+    SCALE,
+    adapted,
+    logits_of,
+    move_adapters,
+    small,
+    some_inputs,
+    some_tokens,
+)
+
+AS_IS = SamplingParams(temperature=1.0)
+STATS = {"desk": {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 7}}
+LLAMA = {f"self_attn.{x}_proj" for x in "qkvo"} | {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+DINO = {f"attention.{x}_proj" for x in "qkvo"} | {"mlp.fc1", "mlp.fc2"}
+SIGLIP = {f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "out_proj")} | {"mlp.fc1", "mlp.fc2"}
+
+
+def merged_by_hand(plain: OpenVLAOFT, trained: OpenVLAOFT) -> dict[str, Tensor]:
+    """``W + s B A``, one number pair after the other summed in float64."""
+    learned = trained.trainable_tensors()
+    found = {}
+    for name, weight in plain.trainable_tensors().items():
+        stem = name.removesuffix("weight")
+        if f"{stem}lora_A.weight" in learned:
+            into, out = learned[f"{stem}lora_A.weight"].double(), learned[f"{stem}lora_B.weight"].double()
+            extra = sum(torch.outer(out[:, i], into[i]) for i in range(RANK))
+            found[name] = weight.double() + SCALE * extra
+        else:
+            found[name] = weight.double()
+    return found
+
+
+# --- what gets an adapter -----------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_the_layers_on_the_list_get_adapters_and_no_other(targets: str) -> None:
+    expected = {f"llm.layers.{i}.{kind}" for i in range(2) for kind in LLAMA}
+    if targets == "all":
+        expected |= {f"projector.fc{i}" for i in (1, 2, 3)}
+        expected |= {f"vision.dino.encoder.layer.{i}.{kind}" for i in range(2) for kind in DINO}
+        expected |= {f"vision.siglip.encoder.layers.{i}.{kind}" for i in range(3) for kind in SIGLIP}
+    names = set(adapted(targets).trainable_tensors())
+    assert names == {f"{layer}.lora_{x}.weight" for layer in expected for x in "AB"}
+
+
+def test_every_linear_layer_but_the_heads_is_on_the_list() -> None:
+    policy = small(value_head="chunk")
+    linear = {name for name, module in policy.named_modules() if isinstance(module, nn.Linear)}
+    rest = linear - target_layers(policy, "all").keys()
+    assert rest == {"lm_head", "value_head.mlp.0", "value_head.mlp.2", "value_head.mlp.4"}
+
+
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_the_full_size_has_the_published_number_of_adapter_weights(targets: str) -> None:
+    with torch.device("meta"):
+        policy = OpenVLAOFT(OpenVLAOFTConfig.full())
+    add_lora(policy, 32, 32, targets)  # type: ignore[arg-type]
+    # rank x (features in + features out) of every linear layer
+    llama = 32 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    projector = 32 * ((2176 + 8704) + (8704 + 4096) + (4096 + 4096))
+    dino = 23 * 32 * (4 * (1024 + 1024) + 2 * (1024 + 4096))
+    siglip = 26 * 32 * (4 * (1152 + 1152) + 2 * (1152 + 4304))
+    expected = llama if targets == "language" else llama + projector + dino + siglip
+    assert llama == 79_953_920
+    assert sum(t.numel() for t in policy.trainable_tensors().values()) == expected
+
+
+def test_only_adapters_and_the_critic_learn() -> None:
+    policy = small(value_head="chunk")
+    policy.requires_grad_(False)
+    add_lora(policy, RANK, ALPHA, "language")
+    learning = {name for name in policy.trainable_parameters() if ".lora_" not in name}
+    assert learning == {
+        f"value_head.mlp.{i}" for i in ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight")
+    }
+    groups = policy.parameter_groups(lr=1e-4, value_lr=1e-3)
+    assert [(g["name"], len(g["params"])) for g in groups] == [("policy", 2 * 14), ("value", 5)]
+
+
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_a_gradient_reaches_every_adapter(targets: str) -> None:
+    policy = adapted(targets)
+    policy.evaluate(some_inputs(policy), some_tokens(), AS_IS).logprob.square().sum().backward()
+    unreached = {n for n, p in policy.trainable_parameters().items() if p.grad is None or not p.grad.any()}
+    assert unreached == set()
+    assert all(p.grad is None for p in policy.parameters() if not p.requires_grad)
+
+
+def test_learner_and_actor_agree_on_what_is_sent() -> None:
+    learner, actor = small(value_head="action"), small(dtype="bfloat16")
+    for policy in (learner, actor):
+        add_lora(policy, RANK, ALPHA)
+    sent, wanted = learner.acting_tensors(), actor.acting_tensors()
+    require_same(build_manifest(sent), build_manifest(wanted), "actor-0")
+    assert len(sent) == len(learner.trainable_tensors()) - 5  # the critic stays
+    move_adapters(learner)
+    for name, tensor in wanted.items():
+        tensor.copy_(sent[name])
+    assert not torch.equal(logits_of(actor), logits_of(small(dtype="bfloat16")))
+
+
+@pytest.mark.parametrize(
+    ("rank", "alpha", "targets", "said"),
+    [
+        (0, 1.0, "all", "rank 0"),
+        (4, -1.0, "all", "alpha -1.0"),
+        (4, float("nan"), "all", "alpha nan"),
+        (4, 4.0, "vision", "language, all"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(rank: int, alpha: float, targets: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        add_lora(small(), rank, alpha, targets)  # type: ignore[arg-type]
+
+
+def test_a_policy_without_a_layer_on_the_list_is_refused_unchanged() -> None:
+    policy = small()
+    policy.projector.fc3 = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"no linear layer projector\.\*\.fc3"):
+        add_lora(policy, RANK, ALPHA)
+    assert not has_lora(policy)
+    add_lora(policy, RANK, ALPHA, "language")
+
+
+def test_a_second_set_of_adapters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="already has adapters"):
+        add_lora(adapted(), RANK, ALPHA)
+
+
+# --- what adapters compute ----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_fresh_adapters_change_nothing_bit_for_bit(targets: str, dtype: str) -> None:
+    policy = small(dtype=dtype)
+    before = logits_of(policy)
+    add_lora(policy, RANK, ALPHA, targets)  # type: ignore[arg-type]
+    assert torch.equal(logits_of(policy), before)
+    assert {t.dtype for t in policy.trainable_tensors().values()} == {torch.float32}
+
+
+def test_adapters_can_be_of_another_type() -> None:
+    policy = small(dtype="bfloat16")
+    add_lora(policy, RANK, ALPHA, dtype=torch.bfloat16)
+    assert {t.dtype for t in policy.trainable_tensors().values()} == {torch.bfloat16}
+    assert torch.equal(logits_of(policy), logits_of(small(dtype="bfloat16")))
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(ALPHA, 1.5), (0.0, 1.0), (2.0, 0.5)])
+def test_a_layer_adds_alpha_over_rank_times_b_a_x(alpha: float, scale: float) -> None:
+    policy = small()
+    add_lora(policy, RANK, alpha)
+    move_adapters(policy)
+    weight = small().projector.fc1.weight
+    bias = small().projector.fc1.bias
+    learned = policy.trainable_tensors()
+    into, out = (learned[f"projector.fc1.lora_{x}.weight"] for x in "AB")
+    x = torch.randn(5, 56, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([weight @ v + bias + scale * (out @ (into @ v)) for v in x])
+    torch.testing.assert_close(policy.projector.fc1(x), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_the_merged_policy_is_built_as_by_hand_and_acts_as_with_adapters(targets: str) -> None:
+    plain, trained = small(), adapted(targets)
+    expected = merged_by_hand(plain, trained)
+    merged = dict(merged_tensors(trained))
+    assert list(merged) == list(plain.trainable_tensors())  # names and order
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor.double(), expected[name], atol=1e-6, rtol=0)
+    assert (logits_of(trained) - logits_of(plain)).abs().max() > 0.1
+    for name, tensor in plain.trainable_tensors().items():
+        tensor.copy_(expected[name])
+    torch.testing.assert_close(logits_of(plain), logits_of(trained), atol=1e-5, rtol=0)
+
+
+def test_half_precision_weights_are_merged_in_full_precision_and_rounded_once() -> None:
+    plain, trained = small(dtype="bfloat16"), adapted(dtype="bfloat16")
+    expected = merged_by_hand(plain, trained)
+    for name, tensor in merged_tensors(trained):
+        assert tensor.dtype == torch.bfloat16
+        rounded = expected[name].float().bfloat16()
+        far = (tensor.float() - rounded.float()).abs() > 2**-7 * rounded.float().abs()
+        assert not far.any(), name  # at most the last bit, where float32 and float64 round differently
+        assert (tensor != rounded).float().mean() < 1e-2
+
+
+def test_merging_leaves_the_policy_as_it_is() -> None:
+    trained = adapted()
+    before = logits_of(trained)
+    dict(merged_tensors(trained))
+    assert torch.equal(logits_of(trained), before)
+
+
+def test_disabled_adapters_give_the_policy_of_the_start() -> None:
+    trained = adapted(value_head="chunk")
+    with_adapters, learning = logits_of(trained), trained.trainable_parameters().keys()
+    with adapters_disabled(trained):
+        assert torch.equal(logits_of(trained), logits_of(small(value_head="chunk")))
+        with adapters_disabled(trained):
+            pass
+        assert torch.equal(logits_of(trained), logits_of(small(value_head="chunk")))
+        assert trained.trainable_parameters().keys() == learning
+    assert torch.equal(logits_of(trained), with_adapters)
+    with pytest.raises(KeyError), adapters_disabled(trained):
+        raise KeyError
+    assert torch.equal(logits_of(trained), with_adapters)
+
+
+def test_a_gradient_taken_around_a_disabled_pass_is_unharmed() -> None:
+    gradients = []
+    for interrupted in (False, True):
+        policy = adapted()
+        loss = policy.evaluate(some_inputs(policy), some_tokens(), AS_IS).logprob.sum()
+        if interrupted:
+            with adapters_disabled(policy):
+                logits_of(policy)
+        loss.backward()
+        gradients.append([p.grad for p in policy.trainable_parameters().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_copy_of_the_policy_has_adapters_of_its_own() -> None:
+    trained = adapted()
+    twin = copy.deepcopy(trained)
+    assert torch.equal(logits_of(twin), logits_of(trained))
+    move_adapters(trained, seed=5)
+    assert not torch.equal(logits_of(twin), logits_of(trained))
+
+
+# --- files of merged policies -------------------------------------------------
+
+
+def test_a_saved_policy_is_a_plain_merged_one(tmp_path: Path) -> None:
+    trained = adapted(value_head="chunk")
+    save_policy(trained, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == small(value_head="chunk").trainable_tensors().keys()
+    restored = load_policy(tmp_path)
+    assert not has_lora(restored)
+    torch.testing.assert_close(logits_of(restored), logits_of(trained), atol=1e-5, rtol=0)
+
+
+def test_an_exported_policy_is_merged(tmp_path: Path) -> None:
+    trained = adapted()
+    (tmp_path / "in").mkdir()
+    export_openvla(trained, tmp_path / "out")
+    stats = json.dumps({key: {"action": value} for key, value in STATS.items()})
+    (tmp_path / "out" / "dataset_statistics.json").write_text(stats)
+    restored = load_openvla(tmp_path / "out", trained.config, norm_key="desk")
+    torch.testing.assert_close(logits_of(restored), logits_of(trained), atol=1e-5, rtol=0)
+
+
+# --- files of adapters --------------------------------------------------------
+
+
+def test_peft_itself_loads_the_folder(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    for targets in ("all", "language"):
+        trained = adapted(targets)
+        save_adapter(trained, tmp_path)
+        fresh = small()
+        wrapped = PeftModel.from_pretrained(fresh, str(tmp_path))
+        assert torch.equal(logits_of(fresh), logits_of(trained))
+        assert wrapped.peft_config["default"].r == RANK
+        assert sum(".lora_" in name for name, _ in fresh.named_parameters()) == len(
+            trained.trainable_tensors()
+        )
+
+
+def test_peft_loads_the_tensors_into_injected_adapters(tmp_path: Path) -> None:
+    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+
+    trained = adapted()
+    save_adapter(trained, tmp_path)
+    fresh = small()
+    inject_adapter_in_model(LoraConfig.from_pretrained(str(tmp_path)), fresh)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    # injected into the bare policy, the names have no prefix
+    bare = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+    outcome = set_peft_model_state_dict(fresh, bare)
+    assert outcome.unexpected_keys == []
+    assert not [name for name in outcome.missing_keys if "lora_" in name]
+    assert torch.equal(logits_of(fresh), logits_of(trained))
+
+
+def test_the_names_are_the_published_ones(tmp_path: Path) -> None:
+    save_adapter(adapted(), tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.llm.layers.0.mlp.down_proj.lora_"
+    assert tensors[f"{name}A.weight"].shape == (RANK, 384)
+    assert tensors[f"{name}B.weight"].shape == (128, RANK)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, ALPHA)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("present", [False, True])
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_adapters_come_back_bit_for_bit(tmp_path: Path, targets: str, present: bool) -> None:
+    trained = adapted(targets)
+    save_adapter(trained, tmp_path)
+    other = small()
+    if present:
+        add_lora(other, RANK, ALPHA, targets)  # type: ignore[arg-type]
+    load_adapter(other, tmp_path)
+    expected, found = trained.trainable_tensors(), other.trainable_tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(logits_of(other), logits_of(trained))
+
+
+def test_adapters_of_another_rank_scale_or_kind_are_refused(tmp_path: Path) -> None:
+    save_adapter(adapted("language"), tmp_path)
+    for rank, alpha in ((8, ALPHA), (RANK, 1.0)):
+        other = small()
+        add_lora(other, rank, alpha, "language")
+        with pytest.raises(CheckpointError, match=r"rank 4 and alpha 6, .*--lora\.rank"):
+            load_adapter(other, tmp_path)
+    other = small()
+    add_lora(other, RANK, ALPHA, "all")
+    with pytest.raises(CheckpointError, match="lacks"):
+        load_adapter(other, tmp_path)
+
+
+def test_adapters_of_another_policy_are_refused_and_leave_the_policy_alone(tmp_path: Path) -> None:
+    save_adapter(adapted(), tmp_path)
+    for change, said in (
+        ({"llm_mlp": 256}, "has shape"),
+        ({"llm_layers": 1}, "has unknown"),
+        ({"llm_layers": 3}, "lacks"),
+    ):
+        policy = small(**change)
+        with pytest.raises(CheckpointError, match=said):
+            load_adapter(policy, tmp_path)
+        assert not has_lora(policy)
+        assert all(p.requires_grad for p in policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"bias": "all"}, "bias"),
+        ({"rank_pattern": {"fc1": 2}}, "rank_pattern"),
+        ({"r": None}, "rank .* None"),
+        ({"lora_alpha": 0}, "lora_alpha 0"),
+    ],
+)
+def test_adapters_that_mean_something_else_are_refused(
+    tmp_path: Path, fields: dict[str, object], said: str
+) -> None:
+    save_adapter(adapted(), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(CheckpointError, match=said):
+        load_adapter(small(), tmp_path)
+
+
+def test_broken_adapter_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
+        load_adapter(small(), tmp_path)
+    save_adapter(adapted(), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is truncated"):
+        load_adapter(small(), tmp_path)
+    save_file({"base_model.model.surprise.lora_A.weight": torch.zeros(1)}, file)
+    with pytest.raises(CheckpointError, match="lacks"):
+        load_adapter(small(), tmp_path)
+    with pytest.raises(CheckpointError, match="no adapters to write"):
+        save_adapter(small(), tmp_path)
+
+
+def test_a_checkpoint_of_adapters_holds_the_merged_policy_and_the_adapters_alone(tmp_path: Path) -> None:
+    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny()).eval()
+    save_policy(policy, tmp_path / "start")
+    add_lora(policy, 2, 0.0)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters().values():
+            parameter.normal_()
+    copy_policy(policy, SingleRank())(tmp_path)
+    again = load_policy(tmp_path / "start")
+    load_adapter(again, tmp_path / "adapter")
+    merged, adapted = dict(merged_tensors(load_policy(tmp_path))), dict(merged_tensors(again))
+    assert all(torch.equal(merged[name], adapted[name]) for name in merged | adapted)

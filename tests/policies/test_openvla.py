@@ -1,0 +1,599 @@
+"""The OpenVLA-OFT policy at its tiny size: tokens, sampling, wiring, gradients, tokenizer."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.policies.action_tokens import Bounds, NormStats, decode, encode, normalise, unnormalise
+from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.openvla.autoregressive import build_policy_model
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
+from asyncrl.policies.openvla.parallel import OpenVLAOFT, count_parameters
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.openvla.vision import DINO_MEAN, DINO_STD, resize
+from asyncrl.policies.sampling import (
+    action_distribution,
+    choose_tokens,
+    entropy_of,
+    pick_tokens,
+    row_uniforms,
+)
+from support import ROOT
+
+SHORT, LONG = "lift the cube", "put the red cube on the white plate"
+AS_IS = SamplingParams(temperature=1.0)
+SEVEN = NormStats(q01=(0.0,) * 7, q99=(1.0,) * 7, mask=(True,) * 7)
+WITH_STATE = replace(SEVEN, proprio=SEVEN)
+FIRST_ID = 31744  # of the action bins in Llama 2's vocabulary of 32000
+
+
+def tiny(**changes: object) -> OpenVLAOFT:
+    """A tiny policy whose weights are large enough to matter everywhere."""
+    torch.manual_seed(0)
+    policy = build_policy_model(OpenVLAOFTConfig.tiny(**changes))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return policy.eval()
+
+
+@pytest.fixture(scope="module")
+def policy() -> OpenVLAOFT:
+    return tiny(value_head="chunk")
+
+
+def some_frames(count: int, size: int = 64) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+
+
+# --- tokens -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("vocabulary_id", "value"),
+    [(31999, -0.99608), (31872, 0.0), (31745, 0.99608), (31744, 0.99608), (31998, -0.98824)],
+)
+def test_a_token_decodes_to_the_published_value(vocabulary_id: int, value: float) -> None:
+    assert decode(torch.tensor(vocabulary_id - FIRST_ID)).item() == pytest.approx(value, abs=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "vocabulary_id"), [(-1.0, 31999), (1.0, 31744), (0.999, 31745), (0.0, 31872), (-7.0, 31999)]
+)
+def test_a_value_encodes_to_the_published_token(value: float, vocabulary_id: int) -> None:
+    assert encode(np.array([value], np.float32)).tolist() == [vocabulary_id - FIRST_ID]
+
+
+def test_encoding_undoes_decoding_except_for_the_bin_without_a_cell() -> None:
+    bins = np.arange(256)
+    assert encode(decode(torch.from_numpy(bins)).numpy()).tolist() == [1, *range(1, 256)]
+
+
+def test_encoding_loses_at_most_half_a_cell() -> None:
+    actions = np.linspace(-1, 1, 1001, dtype=np.float32).reshape(7, 11, 13)
+    restored = decode(torch.from_numpy(encode(actions))).numpy()
+    assert restored.shape == actions.shape
+    assert np.abs(restored - actions).max() <= 1 / 255 + 1e-6
+
+
+def test_unnormalising_follows_the_formula_where_masked() -> None:
+    stats = NormStats(q01=(-0.5, -0.2, 0.0), q99=(0.9375, 0.4, 1.0), mask=(True, True, False))
+    actions = torch.tensor([[-1.0, 0.0, 0.25], [1.0, 0.5, -0.75]])
+    expected = torch.tensor([[-0.5, 0.1, 0.25], [0.9375, 0.25, -0.75]])
+    torch.testing.assert_close(unnormalise(actions, stats), expected, atol=1e-6, rtol=0)
+
+
+def test_proprioception_is_scaled_to_the_range_of_the_data_and_clipped() -> None:
+    bounds = Bounds(q01=(-1.0, 0.0, 0.0), q99=(3.0, 0.5, 9.0), mask=(True, True, False))
+    found = normalise(np.array([[-1.0, 0.25, 0.75], [9.0, -1.0, 5.0]]), bounds)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [[-1.0, 0.0, 0.75], [1.0, -1.0, 1.0]], atol=1e-7)
+
+
+def test_published_statistics_come_back_with_and_without_proprioception() -> None:
+    action = {"q01": [-0.5, 0.0], "q99": [0.5, 1.0], "mask": [True, False]}
+    stats = NormStats.from_published({"action": action, "num_transitions": 7})
+    assert stats == NormStats(q01=(-0.5, 0.0), q99=(0.5, 1.0), mask=(True, False))
+    assert stats.to_published() == {"action": action}
+    proprio = {"q01": [0.0], "q99": [2.0]}  # published without a mask
+    stats = NormStats.from_published({"action": action, "proprio": proprio})
+    assert stats.proprio == Bounds(q01=(0.0,), q99=(2.0,), mask=(True,))
+    assert NormStats.from_published(stats.to_published()) == stats
+
+
+@pytest.mark.parametrize(("gripper", "commands"), [("libero", [-1.0, 1.0]), ("maniskill", [1.0, -1.0])])
+def test_the_gripper_leaves_in_the_convention_of_the_simulator(gripper: str, commands: list[float]) -> None:
+    stats = NormStats(q01=(-0.5,) * 6 + (0.0,), q99=(0.5,) * 6 + (1.0,), mask=(True,) * 6 + (False,))
+    config = OpenVLAOFTConfig.tiny(gripper=gripper, norm_key="libero", norm_stats={"libero": stats})
+    tokens = torch.from_numpy(
+        encode(np.array([[0, 0, 0, 0, 0, 0, 0.99], [0, 0, 0, 0, 0, 0.99, 0.02]], np.float32))
+    )
+    actions = OpenVLAOFT(config).decode(tokens)
+    assert actions[:, 6].tolist() == commands  # the first opens the gripper
+    assert actions[1, 5].item() == pytest.approx(0.495, abs=0.5 / 255)
+
+
+# --- sampling -----------------------------------------------------------------
+
+
+def test_sampled_frequencies_match_the_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -4.0, 1.5, 0.0])
+    draws = 20_000
+    logprobs = action_distribution(logits.expand(1, draws, 8), AS_IS)
+    tokens = choose_tokens(logprobs, AS_IS, [7])
+    seen = torch.bincount(tokens.flatten(), minlength=8).double()
+    expected = draws * logits.double().exp() / logits.double().exp().sum()
+    chi_square = ((seen - expected) ** 2 / expected).sum().item()
+    assert chi_square < 24.3  # 99.9 % quantile with 7 degrees of freedom
+
+
+def test_a_higher_temperature_divides_the_logits() -> None:
+    logits = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
+    for row in (0, 1):
+        weights = [math.exp(x / 1.6) for x in logits[row, 2].tolist()]
+        expected = torch.tensor([math.log(w / sum(weights)) for w in weights])
+        found = action_distribution(logits, SamplingParams(temperature=1.6))[row, 2]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_half_precision_logits_are_normalised_in_full_precision() -> None:
+    logits = torch.randn(1, 4, 256).bfloat16()
+    logprobs = action_distribution(logits, AS_IS)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(1, 4), atol=1e-5, rtol=0)
+
+
+def test_top_k_only_ever_samples_the_k_most_likely_bins() -> None:
+    sampling = SamplingParams(temperature=2.0, top_k=3)
+    logits = torch.randn(4, 56, 256, generator=torch.Generator().manual_seed(1))
+    logprobs = action_distribution(logits, sampling)
+    assert (logprobs.exp() > 0).sum(-1).unique().tolist() == [3]
+    best = logits.topk(3).indices
+    seen = [choose_tokens(logprobs, sampling, [100 * s, 1, 2, 3]) for s in range(20)]
+    assert all((tokens.unsqueeze(-1) == best).any(-1).all() for tokens in seen)
+    assert len({tokens[0, 0].item() for tokens in seen}) > 1
+    assert (entropy_of(logprobs) <= math.log(3) + 1e-5).all()
+
+
+def test_a_taken_token_keeps_a_finite_log_prob_under_top_k() -> None:
+    logits = torch.arange(256.0).expand(1, 1, 256).clone().requires_grad_()
+    logprobs = action_distribution(logits, SamplingParams(temperature=1.0, top_k=2), torch.tensor([[5]]))
+    expected = 5 - 255 - math.log1p(math.exp(-1))  # against the two most likely, 255 and 254
+    assert logprobs[0, 0, 5].item() == pytest.approx(expected, abs=1e-4)
+    (logprobs[0, 0, 5] + entropy_of(logprobs).sum()).backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_the_ends_of_the_uniform_never_pick_an_impossible_bin() -> None:
+    probabilities = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0]).expand(1, 4, 5)
+    uniforms = torch.tensor([[0.0, 0.2499, 0.25, 1 - 2**-53]], dtype=torch.float64)
+    assert pick_tokens(probabilities.log(), uniforms).tolist() == [[1, 1, 3, 3]]
+
+
+def test_each_row_draws_from_its_own_seed() -> None:
+    together = row_uniforms([3, 2**62 - 1], 56)
+    assert torch.equal(together[1], row_uniforms([2**62 - 1], 56)[0])
+    assert not torch.equal(together[0], together[1])
+
+
+def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_one(policy: OpenVLAOFT) -> None:
+    inputs = policy.preprocess(some_frames(2), [LONG, LONG])
+    greedy = policy.act(inputs, SamplingParams(temperature=0.0), [1, 2])
+    with torch.no_grad():
+        logits = policy.lm_head(policy.readout(inputs))
+    best = logits.log_softmax(-1).max(-1)
+    assert torch.equal(greedy.tokens.flatten(1).long(), best.indices)
+    torch.testing.assert_close(greedy.logprob.flatten(1), best.values, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": 1.0, "top_k": -1}]
+)
+def test_sampling_that_cannot_work_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="Use"):
+        SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+# --- acting and evaluating ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling", [AS_IS, SamplingParams(temperature=1.6), SamplingParams(temperature=0.7, top_k=9)]
+)
+def test_evaluating_gives_the_log_probs_that_acting_reported(
+    policy: OpenVLAOFT, sampling: SamplingParams
+) -> None:
+    inputs = policy.preprocess(some_frames(3), [LONG, SHORT, LONG])
+    acted = policy.act(inputs, sampling, [1, 2, 3])
+    again = policy.train().evaluate(inputs, acted.tokens, sampling)
+    policy.eval()
+    torch.testing.assert_close(again.logprob, acted.logprob, atol=1e-5, rtol=0)
+    torch.testing.assert_close(again.entropy, acted.entropy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(again.value, acted.value, atol=1e-5, rtol=0)
+    assert again.logprob.requires_grad
+    assert not acted.logprob.requires_grad
+
+
+def test_a_decision_has_the_promised_shapes_and_types(policy: OpenVLAOFT) -> None:
+    as_protocol: Policy = policy
+    acted = as_protocol.act(as_protocol.preprocess(some_frames(2), [LONG, SHORT]), AS_IS, [1, 2])
+    assert acted.value is not None
+    found = [
+        (x.dtype, tuple(x.shape))
+        for x in (acted.actions, acted.tokens, acted.logprob, acted.entropy, acted.value)
+    ]
+    wide, f32 = (2, 8, 7), torch.float32
+    assert found == [(f32, wide), (torch.int32, wide), (f32, wide), (f32, wide), (f32, (2, 1))]
+    assert acted.tokens.min() >= 0
+    assert acted.tokens.max() <= 255
+    assert torch.equal(acted.actions, decode(acted.tokens))
+    assert (acted.logprob <= 0).all()
+
+
+def test_a_row_does_not_depend_on_its_place_or_its_neighbours(policy: OpenVLAOFT) -> None:
+    frames, tasks, seeds = some_frames(4), [LONG, SHORT, LONG, SHORT], [11, 12, 13, 14]
+    together = policy.act(policy.preprocess(frames, tasks), AS_IS, seeds)
+    order = [2, 0, 3, 1]
+    shuffled = policy.act(
+        policy.preprocess(frames[order], [tasks[i] for i in order]), AS_IS, [seeds[i] for i in order]
+    )
+    assert torch.equal(shuffled.tokens, together.tokens[order])
+    for i in range(4):
+        alone = policy.act(policy.preprocess(frames[i : i + 1], tasks[i : i + 1]), AS_IS, seeds[i : i + 1])
+        assert torch.equal(alone.tokens[0], together.tokens[i])
+        torch.testing.assert_close(alone.logprob[0], together.logprob[i], atol=1e-5, rtol=0)
+    assert not torch.equal(together.tokens[0], together.tokens[1])
+
+
+def test_every_row_needs_its_seed(policy: OpenVLAOFT) -> None:
+    with pytest.raises(ConfigError, match="1 seeds for 2 rows"):
+        policy.act(policy.preprocess(some_frames(2), [LONG, LONG]), AS_IS, [1])
+
+
+def test_frames_that_are_not_pictures_are_refused(policy: OpenVLAOFT) -> None:
+    with pytest.raises(ConfigError, match=r"float32\[1, 64, 64, 3\]"):
+        policy.preprocess(some_frames(1).astype(np.float32), [LONG])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="2 tasks"):
+        policy.preprocess(some_frames(1), [LONG, LONG])
+
+
+def test_pictures_or_proprioception_that_are_missing_are_named() -> None:
+    two, state = tiny(images=2), tiny(proprio_dim=8)
+    with pytest.raises(
+        ConfigError, match=r"reads 2 uint8 .* got frames uint8\[1, 64, 64, 3\].*not trained in"
+    ):
+        two.preprocess(some_frames(1), [LONG])
+    with pytest.raises(ConfigError, match=r"uint8\[1, 3, 64"):
+        two.preprocess(some_frames(3)[None], [LONG])
+    with pytest.raises(ConfigError, match=r"reads one uint8"):
+        tiny().preprocess(some_frames(2)[None], [LONG])
+    with pytest.raises(ConfigError, match=r"proprioception of 8 numbers .* got none.*not trained in a world"):
+        state.preprocess(some_frames(1), [LONG])
+    with pytest.raises(ConfigError, match=r"got \[1, 7\]"):
+        state.preprocess(some_frames(1), [LONG], np.zeros((1, 7)))
+    complete = state.preprocess(some_frames(1), [LONG], np.zeros((1, 8)))
+    with pytest.raises(ConfigError, match="got none"):
+        state.act(replace(complete, proprio=None), AS_IS, [1])
+    with pytest.raises(ConfigError, match=r"reads 2 uint8 .* got pixels \[1, 64, 64, 3\]"):
+        two.act(complete, AS_IS, [1])
+
+
+def test_one_picture_may_come_with_an_axis_of_its_own(policy: OpenVLAOFT) -> None:
+    frames = some_frames(2)
+    plain, wrapped = (policy.preprocess(f, [LONG, LONG]).pixels for f in (frames, frames[:, None]))
+    assert torch.equal(plain, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"chunk": 1, "decoding": "autoregressive"}, "makes 1 steps of 7"),
+        ({"chunk": 25, "action_dim": 14}, "makes 25 steps of 14"),
+        ({"images": 2}, "looks at 2 pictures"),
+        ({"proprio_dim": 8}, "proprioception of 8 numbers"),
+    ],
+)
+def test_what_no_world_can_train_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"--policy cannot be trained: it .*{said}.*evaluated in simulators"
+    ):
+        require_trainable(OpenVLAOFTConfig.tiny(**changes))
+    require_trainable(OpenVLAOFTConfig.tiny())
+    require_trainable(OpenVLAOFTConfig.tiny(decoding="autoregressive"))
+
+
+def test_read_only_frames_are_welcome(policy: OpenVLAOFT) -> None:
+    frames = some_frames(1)
+    frames.flags.writeable = False
+    assert policy.preprocess(frames, [LONG]).pixels.dtype == torch.uint8
+
+
+# --- wiring -------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_instruction_changes_the_first_and_the_last_token(policy: OpenVLAOFT) -> None:
+    inputs = policy.preprocess(
+        np.repeat(some_frames(1), 2, axis=0), [LONG, "put the red cube on the white table"]
+    )
+    logits = policy.lm_head(policy.readout(inputs))
+    difference = (logits[0] - logits[1]).abs().amax(-1)
+    assert difference[0] > 1e-3
+    assert difference[-1] > 1e-3
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(policy: OpenVLAOFT) -> None:
+    frames = some_frames(2)
+    both = policy.preprocess(frames, [SHORT, LONG])
+    assert both.attention_mask.sum(1).tolist() == [len(policy.tokenizer.ids(t)) for t in (SHORT, LONG)]
+    padded = policy.lm_head(policy.readout(both))
+    for row, task in enumerate((SHORT, LONG)):
+        alone = policy.lm_head(policy.readout(policy.preprocess(frames[row : row + 1], [task])))
+        torch.testing.assert_close(padded[row], alone[0], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_prompts_of_one_length_need_no_mask(policy: OpenVLAOFT) -> None:
+    both = policy.preprocess(some_frames(2), [SHORT, SHORT])
+    embeddings, mask, last_prompt = policy.embed(both)
+    assert not both.padded
+    assert mask is None
+    assert last_prompt == len(policy.tokenizer.ids(SHORT)) + 64 - 1
+    assert embeddings.shape[1] == last_prompt + 1 + 56
+    assert policy.preprocess(some_frames(2), [SHORT, LONG]).padded
+
+
+def test_frames_of_another_size_are_resized_to_whole_grey_levels() -> None:
+    frames = torch.from_numpy(some_frames(1, 128))
+    resized = resize(frames, 64)
+    assert resized.shape == (1, 3, 64, 64)
+    assert torch.equal(resized, resized.round())
+    assert resized.min() >= 0
+    assert resized.max() <= 255
+    flat = resize(torch.full((1, 100, 100, 3), 77, dtype=torch.uint8), 64)
+    assert flat.unique().tolist() == [77.0]
+    same = torch.from_numpy(some_frames(1))
+    assert torch.equal(resize(same, 64), same.permute(0, 3, 1, 2).float())
+
+
+def test_dino_sees_the_rounded_statistics_of_imagenet() -> None:
+    exact = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    rounded = {name: tuple(torch.tensor(values).bfloat16().tolist()) for name, values in exact.items()}
+    assert (rounded["mean"], rounded["std"]) == (DINO_MEAN, DINO_STD)
+
+
+def test_no_module_needs_torchvision_or_timm() -> None:
+    files = (ROOT / "asyncrl").rglob("*.py")
+    wanted = re.compile(r"^\s*(import|from) (torchvision|timm|tensorflow)\b", re.MULTILINE)
+    assert [file.name for file in files if wanted.search(file.read_text())] == []
+
+
+# --- the critic ---------------------------------------------------------------
+
+
+def slow_values(policy: OpenVLAOFT, hidden_BD: Tensor) -> Tensor:
+    """The three layers by their equations, in float64."""
+    tensors = {n: t.double() for n, t in policy.trainable_tensors().items() if n.startswith("value_head.")}
+
+    def gelu(x: Tensor) -> Tensor:
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+    x = hidden_BD.double()
+    for layer in (0, 2):
+        x = gelu(x @ tensors[f"value_head.mlp.{layer}.weight"].T + tensors[f"value_head.mlp.{layer}.bias"])
+    return x @ tensors["value_head.mlp.4.weight"].T
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("action", 8)])
+def test_the_critic_gives_one_value_per_decision_or_step(level: str, count: int, dtype: str) -> None:
+    policy = tiny(value_head=level, dtype=dtype)
+    inputs = policy.preprocess(some_frames(2), [LONG, SHORT])
+    acted = policy.act(inputs, AS_IS, [1, 2])
+    with torch.no_grad():
+        expected = slow_values(policy, policy.readout(inputs)[:, 0])
+    evaluated = policy.evaluate(inputs, acted.tokens, AS_IS)
+    for value in (acted.value, evaluated.value, policy.values(inputs)):
+        assert value is not None
+        assert (value.dtype, tuple(value.shape)) == (torch.float32, (2, count))
+        torch.testing.assert_close(value.double(), expected, atol=1e-5, rtol=0)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+
+
+def test_logits_and_values_stay_in_full_precision_under_autocast() -> None:
+    policy = tiny(value_head="action")
+    hidden = torch.randn(2, 56, 128, generator=torch.Generator().manual_seed(0))
+    expected = policy.lm_head(hidden), policy.value_of(hidden)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = policy.lm_head(hidden), policy.value_of(hidden)
+        assert (hidden @ hidden.mT).dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["evaluate", "values", "forward"])
+@pytest.mark.parametrize("through", [False, True])
+def test_the_value_loss_reaches_the_trunk_only_when_told(call: str, through: bool) -> None:
+    policy = tiny(value_head="action")
+    inputs = policy.preprocess(some_frames(2), [SHORT, LONG])
+    tokens = torch.zeros(2, 8, 7, dtype=torch.int32)
+    more = {"critic_through_policy": True} if through else {}
+    if call == "values":
+        value = policy.values(inputs, **more)
+    else:
+        value = getattr(policy, call)(inputs, tokens, AS_IS, **more).value
+    assert value is not None
+    value.square().sum().backward()
+    reached = {n for n, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+    head = {n for n, _ in policy.named_parameters() if n.startswith("value_head.")}
+    assert head <= reached
+    trunk = {"vision.siglip.embeddings.patch_embedding.weight", "llm.norm.weight", "projector.fc1.weight"}
+    assert trunk <= reached if through else reached == head
+
+
+def test_values_without_gradient_keep_none() -> None:
+    policy = tiny(value_head="chunk")
+    with torch.no_grad():
+        values = policy.values(policy.preprocess(some_frames(1), [LONG]), critic_through_policy=True)
+    assert not values.requires_grad
+
+
+def test_a_policy_without_a_critic_has_no_values() -> None:
+    policy = tiny()
+    inputs = policy.preprocess(some_frames(1), [LONG])
+    assert policy.act(inputs, AS_IS, [1]).value is None
+    with pytest.raises(ConfigError, match="no value head"):
+        policy.values(inputs)
+
+
+@pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("action", 8)])
+def test_a_fresh_critic_is_the_same_for_the_same_seed(level: str, count: int) -> None:
+    policies = [tiny(), tiny(value_head="chunk")]  # one gets its first critic, the other's is replaced
+    for policy in policies:
+        torch.manual_seed(5)
+        policy.add_value_head(level)  # type: ignore[arg-type]
+        assert (policy.config.value_head, policy.config.values) == (level, count)
+    one, other = (p.trainable_tensors() for p in policies)
+    assert one["value_head.mlp.4.weight"].shape == (count, 32)
+    assert all(torch.equal(one[n], other[n]) for n in one if n.startswith("value_head."))
+    assert one["value_head.mlp.4.weight"].abs().max() < 0.1  # begins near zero
+
+
+def test_actors_need_everything_that_learns_but_the_critic() -> None:
+    policy = tiny(value_head="action")
+    policy.vision.requires_grad_(False)
+    parameters, tensors = policy.trainable_parameters(), policy.trainable_tensors()
+    assert list(parameters) == list(tensors)
+    assert all(tensors[name].data_ptr() == p.data_ptr() for name, p in parameters.items())
+    assert all(p.requires_grad for p in parameters.values())
+    assert not any(t.requires_grad for t in tensors.values())
+    critic = {f"value_head.mlp.{i}" for i in ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight")}
+    acting = policy.acting_tensors()
+    assert tensors.keys() - acting.keys() == critic
+    assert acting.keys() <= tensors.keys()
+
+
+# --- parameters ---------------------------------------------------------------
+
+
+def test_gradient_reaches_every_parameter(policy: OpenVLAOFT) -> None:
+    policy.zero_grad()
+    inputs = policy.preprocess(some_frames(2), [SHORT, LONG])
+    acted = policy.act(inputs, AS_IS, [1, 2])
+    result = policy.evaluate(inputs, acted.tokens, AS_IS)
+    assert result.value is not None
+    (result.logprob.square().sum() + result.value.sum()).backward()
+    unreached = {n for n, p in policy.named_parameters() if p.grad is None or p.grad.abs().max() == 0}
+    assert unreached == set()
+    # Softmax does not see a shift that all keys share: the key biases get rounding noise. Of the vocabulary,
+    # only action rows (output) and prompt words (input) learn.
+    weak = {n for n, p in policy.named_parameters() if p.grad.abs().max() < 1e-6}  # type: ignore[union-attr]
+    assert all("k_proj.bias" in name or ".key.bias" in name for name in weak)
+    rows_reached = policy.lm_head.weight.grad.abs().amax(1).nonzero().flatten()  # type: ignore[union-attr]
+    assert (rows_reached.min().item(), rows_reached.max().item()) == (192, 447)
+    policy.zero_grad()
+
+
+def test_the_critic_has_its_own_learning_rate_and_groups_hold_everything_once(policy: OpenVLAOFT) -> None:
+    groups = policy.parameter_groups(lr=1e-5, value_lr=3e-3)
+    assert [(g["name"], g["lr"]) for g in groups] == [("policy", 1e-5), ("value", 3e-3)]
+    grouped = [id(p) for g in groups for p in g["params"]]
+    assert sorted(grouped) == sorted(map(id, policy.parameters()))
+    assert [g["name"] for g in tiny().parameter_groups(lr=1e-5, value_lr=3e-3)] == ["policy"]
+
+
+def test_broadcast_tensors_are_the_parameters_that_learn() -> None:
+    policy = tiny()
+    policy.vision.requires_grad_(False)
+    tensors = policy.trainable_tensors()
+    assert not any(name.startswith("vision.") for name in tensors)
+    before = policy.act(policy.preprocess(some_frames(1), [LONG]), AS_IS, [1]).logprob
+    for tensor in tensors.values():
+        tensor.copy_(torch.zeros_like(tensor))
+    after = policy.act(policy.preprocess(some_frames(1), [LONG]), AS_IS, [1]).logprob
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, torch.full((1, 8, 7), -math.log(256)), atol=1e-5, rtol=0)
+
+
+def test_rotary_frequencies_stay_in_full_precision_when_the_weights_do_not() -> None:
+    policy = tiny().to(torch.bfloat16)
+    expected = 1 / 10_000 ** (torch.arange(0, 32, 2) / 32)
+    torch.testing.assert_close(policy.llm.rotary_emb.inv_freq, expected, atol=0, rtol=1e-6)
+    acted = policy.act(policy.preprocess(some_frames(1), [LONG]), AS_IS, [1])
+    assert acted.logprob.dtype == torch.float32
+
+
+def test_the_full_size_has_the_published_parameters_but_the_unused_ones() -> None:
+    with torch.device("meta"):
+        policy = OpenVLAOFT(OpenVLAOFTConfig.full())
+    # weights + biases of qkv, proj, fc1, fc2; two norms; two layer scales (DINOv2 only)
+    dino_block = 4 * 1024 * 1024 + 4 * 1024 + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024 + 2 * 1024
+    siglip_block = 4 * 1152 * 1152 + 4 * 1152 + 2 * 1152 * 4304 + 4304 + 1152 + 4 * 1152
+    attention_pool = 1152 + siglip_block - 2 * 1152  # a probe, and a block with one norm
+    norms = 2 * 1024 + 2 * 1152
+    place_of_class_token = 1024
+    unused = dino_block + siglip_block + attention_pool + norms
+    assert count_parameters(policy) == 7_541_237_184 - unused + place_of_class_token
+    assert count_parameters(policy.llm) == 6_607_605_760
+    assert count_parameters(policy.projector) == 71_385_600
+    assert next(policy.parameters()).dtype == torch.bfloat16
+
+
+def test_the_tiny_size_is_tiny() -> None:
+    assert count_parameters(OpenVLAOFT(OpenVLAOFTConfig.tiny())) == 1_896_320
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"patch_size": 7}, "do not tile"),
+        ({"llm_heads": 3}, "do not divide"),
+        ({"token_count": 512}, "padding row"),
+        ({"norm_key": "bridge"}, "not among its statistics"),
+        ({"dtype": "float16"}, "float16"),
+        ({"value_head": "token"}, "none, chunk, action"),
+        ({"gripper": "robotiq"}, "none, libero, maniskill"),
+        ({"image_pipeline": "jpeg"}, "rlinf, oft"),
+        ({"decoding": "diffusion"}, "parallel, autoregressive"),
+        ({"decoding": "autoregressive", "stop_token": True}, "no slots"),
+        ({"images": 0}, "at least 1"),
+        ({"chunk": 0}, "at least 1"),
+        ({"proprio_dim": 8, "norm_key": "a", "norm_stats": {"a": SEVEN}}, "have none numbers of proprio"),
+        ({"proprio_dim": 8, "norm_key": "a", "norm_stats": {"a": WITH_STATE}}, "have 7 numbers of proprio"),
+    ],
+)
+def test_a_configuration_that_cannot_work_says_why(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        OpenVLAOFTConfig.tiny(**changes)
+
+
+# --- tokenizer ----------------------------------------------------------------
+
+
+def test_the_prompt_begins_with_bos_and_ends_with_the_colon() -> None:
+    tokenizer = PromptTokenizer(build_word_tokenizer(), pad_id=448)
+    pieces = [tokenizer.tokenizer.id_to_token(i) for i in tokenizer.ids("Put the RED cube, on the plate")]
+    expected = "<s> In : What action should the robot take to put the red cube <unk> on the plate ? \n Out :"
+    assert pieces == expected.split(" ")
+
+
+def test_short_prompts_are_padded_behind_bos() -> None:
+    tokenizer = PromptTokenizer(build_word_tokenizer(), pad_id=448)
+    ids, mask = tokenizer.batch(["lift cube", "lift the red cube"])
+    assert ids[0, :4].tolist() == [1, 448, 448, tokenizer.ids("lift cube")[1]]
+    assert mask[0].tolist() == [1, 0, 0] + [1] * (ids.shape[1] - 3)
+    assert mask[1].all()
+    assert ids[:, -1].unique().numel() == 1
+
+
+def test_the_words_leave_room_for_the_action_bins() -> None:
+    assert build_word_tokenizer().get_vocab_size() <= OpenVLAOFTConfig.tiny().first_action_id

@@ -1,0 +1,359 @@
+"""Policies as files: our own folder, the published OpenVLA layout, and errors of files that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
+from asyncrl.policies.checkpoints.published_names import dropped_tensors, tensor_map
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import stable_name
+from support.published import (
+    CONFIG,
+    DINO,
+    SIGLIP,
+    STATS,
+    TASK,
+    logits_of,
+    published_tensors,
+    some_policy,
+    write_published,
+)
+
+
+def rewrite(file: Path, **changes: Tensor | None) -> None:
+    """Replace (or with None remove) tensors of a safetensors file."""
+    tensors = load_file(file) | {name.replace("__", "."): t for name, t in changes.items()}
+    save_file({name: t for name, t in tensors.items() if t is not None}, file)
+
+
+# --- our own folder -----------------------------------------------------------
+
+
+def test_a_saved_policy_comes_back_equal(tmp_path: Path) -> None:
+    policy = some_policy()
+    save_policy(policy, tmp_path / "new" / "policy")
+    restored = load_policy(tmp_path / "new" / "policy")
+    assert restored.config == policy.config
+    assert restored.tokenizer.ids(TASK) == policy.tokenizer.ids(TASK)
+    assert torch.equal(logits_of(restored), logits_of(policy))
+    assert all(p.requires_grad and not p.is_meta for p in restored.parameters())
+    assert not any(b.is_meta for b in restored.buffers())
+    assert not restored.training
+    assert sorted(f.name for f in (tmp_path / "new" / "policy").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_half_precision_files_are_rounded_once_and_computed_in_the_configured_type(tmp_path: Path) -> None:
+    policy = some_policy()
+    save_policy(policy, tmp_path, dtype=torch.bfloat16)
+    assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    restored = load_policy(tmp_path)
+    for (name, mine), (_, theirs) in zip(restored.named_parameters(), policy.named_parameters(), strict=True):
+        assert mine.dtype == torch.float32, name
+        assert torch.equal(mine, theirs.bfloat16().float()), name
+    assert load_policy(tmp_path, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("action", 8)])
+def test_the_critic_is_saved_and_can_be_added_later(tmp_path: Path, level: str, count: int) -> None:
+    policy = some_policy()
+    policy.add_value_head(level)  # type: ignore[arg-type]
+    save_policy(policy, tmp_path)
+    restored = load_policy(tmp_path)
+    assert restored.config.value_head == level
+    assert restored.value_head is not None
+    assert policy.value_head is not None
+    assert restored.value_head.mlp[4].weight.shape == (count, 32)  # type: ignore[comparison-overlap]
+    assert torch.equal(restored.value_head.mlp[4].weight, policy.value_head.mlp[4].weight)  # type: ignore[arg-type]
+
+
+def test_a_critic_that_the_configuration_does_not_describe_is_refused(tmp_path: Path) -> None:
+    policy = some_policy()
+    policy.add_value_head("chunk")
+    save_policy(policy, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for level, said in (
+        ("none", r"unknown 5 tensors: value_head"),
+        ("action", r"\[1, 32\], expected \[8, 32\]"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"value_head": level}))
+        with pytest.raises(CheckpointError, match=said):
+            load_policy(tmp_path)
+
+
+def test_saving_again_does_not_disturb_a_policy_that_reads_the_old_file(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path)
+    first = load_policy(tmp_path)
+    before = logits_of(first)
+    other = some_policy()
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    save_policy(other, tmp_path)
+    assert torch.equal(logits_of(first), before)
+    assert logits_of(load_policy(tmp_path)).abs().max() == 0
+
+
+def test_names_in_files_do_not_depend_on_the_version_of_transformers() -> None:
+    old = "vision.dino.encoder.layer.0.attention.attention.query.weight"
+    assert stable_name(old) == "vision.dino.encoder.layer.0.attention.q_proj.weight"
+    assert stable_name("x.attention.output.dense.bias") == "x.attention.o_proj.bias"
+    names = {stable_name(n) for n, _ in some_policy().named_parameters()}
+    assert {f"vision.dino.encoder.layer.1.attention.{p}_proj.bias" for p in "qkvo"} <= names
+
+
+def test_a_folder_without_a_policy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        load_policy(tmp_path)
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        load_policy(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "openvla"}')
+    with pytest.raises(CheckpointError, match=r"asyncrl convert \S+ \S+-asyncrl`"):
+        load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    save_policy(some_policy(), tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 2000, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
+    save_policy(some_policy(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+        load_policy(tmp_path)
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
+        load_policy(tmp_path)
+
+
+def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path)
+    rewrite(tmp_path / "model.safetensors", projector__fc3__weight=torch.zeros(5, 6))
+    with pytest.raises(
+        CheckpointError, match=r"projector\.fc3\.weight has shape \[5, 6\], expected \[128, 128\]"
+    ):
+        load_policy(tmp_path)
+
+
+def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path)
+    rewrite(tmp_path / "model.safetensors", projector__fc3__weight=None)
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: projector\.fc3\.weight"):
+        load_policy(tmp_path)
+    rewrite(
+        tmp_path / "model.safetensors", projector__fc3__weight=torch.zeros(128, 128), extra=torch.zeros(1)
+    )
+    with pytest.raises(CheckpointError, match="has unknown 1 tensors: extra"):
+        load_policy(tmp_path)
+
+
+def test_a_configuration_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"llm_widht": 1}))
+    with pytest.raises(ConfigError, match="llm_widht"):
+        load_policy(tmp_path)
+
+
+# --- the published layout -----------------------------------------------------
+
+
+def test_exported_and_read_back_the_policy_acts_the_same(tmp_path: Path) -> None:
+    policy = some_policy()
+    export_openvla(policy, tmp_path)
+    restored = load_openvla(tmp_path, CONFIG, norm_key="desk")
+    torch.testing.assert_close(logits_of(restored), logits_of(policy), atol=1e-5, rtol=0)
+    assert restored.config == policy.config
+    tokens = torch.randint(0, 256, (3, 8, 7))
+    assert torch.equal(restored.decode(tokens), policy.decode(tokens))
+
+
+def test_large_exports_are_split_and_indexed(tmp_path: Path) -> None:
+    policy = some_policy()
+    policy.add_value_head()
+    export_openvla(policy, tmp_path, shard_bytes=400_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    in_files = {name: file for file in files for name in load_file(tmp_path / file)}
+    assert in_files == index["weight_map"]
+    restored = load_openvla(tmp_path, policy.config, norm_key="desk_no_noops")
+    torch.testing.assert_close(logits_of(restored), logits_of(policy), atol=1e-5, rtol=0)
+    assert restored.value_head is not None
+    assert policy.value_head is not None
+    assert torch.equal(restored.value_head.mlp[0].weight, policy.value_head.mlp[0].weight)  # type: ignore[arg-type]
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(CheckpointError, match=f"{files[1]} is missing"):
+        load_openvla(tmp_path, policy.config, norm_key="desk_no_noops")
+
+
+def slow_timm_tower(w: dict[str, Tensor], picture: Tensor, *, depth: int, heads: int, patch: int) -> Tensor:
+    """A timm vision transformer from its tensors, up to block depth - 2: ``[3, H, W]`` to ``[P, D]``."""
+    gelu = torch.nn.functional.gelu
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return (
+            centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
+            + w[f"{name}.bias"]
+        )
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    side = picture.shape[1] // patch
+    cells = [
+        picture[:, r * patch : (r + 1) * patch, c * patch : (c + 1) * patch].flatten()
+        for r in range(side)
+        for c in range(side)
+    ]
+    x = (
+        torch.stack(cells) @ w["patch_embed.proj.weight"].flatten(1).T
+        + w["patch_embed.proj.bias"]
+        + w["pos_embed"][0]
+    )
+    prefix = 0
+    if "cls_token" in w:
+        x, prefix = torch.cat([w["cls_token"][0], w["reg_token"][0], x]), 5
+    for i in range(depth - 1):
+        name = f"blocks.{i}."
+        q, k, v = linear(norm(x, name + "norm1"), name + "attn.qkv").reshape(len(x), 3, heads, -1).unbind(1)
+        seen = [(q[:, h] @ k[:, h].T / q.shape[-1] ** 0.5).softmax(-1) @ v[:, h] for h in range(heads)]
+        x = x + linear(torch.cat(seen, dim=1), name + "attn.proj") * w.get(name + "ls1.scale_factor", 1)
+        y = linear(gelu(linear(norm(x, name + "norm2"), name + "mlp.fc1")), name + "mlp.fc2")
+        x = x + y * w.get(name + "ls2.scale_factor", 1)
+    return x[prefix:]
+
+
+def test_a_published_checkpoint_gives_the_features_of_a_plain_timm_tower(tmp_path: Path) -> None:
+    tensors = published_tensors()
+    write_published(tmp_path, tensors)
+    policy = load_openvla(tmp_path, CONFIG, norm_key="desk")
+    frames = torch.randint(
+        0, 256, (1, 64, 64, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    picture = frames[0].permute(2, 0, 1) / 255
+    mean, std = (
+        torch.tensor(x)[:, None, None]
+        for x in ((0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375))
+    )
+    dino, siglip = (
+        {name.removeprefix(tower): t for name, t in tensors.items() if name.startswith(tower)}
+        for tower in (DINO, SIGLIP)
+    )
+    expected = torch.cat(
+        [
+            slow_timm_tower(dino, (picture - mean) / std, depth=3, heads=3, patch=8),
+            slow_timm_tower(siglip, (picture - 0.5) / 0.5, depth=4, heads=2, patch=8),
+        ],
+        dim=1,
+    )
+    with torch.no_grad():
+        found = policy.vision(frames)[0]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    assert torch.equal(policy.lm_head.weight, tensors["language_model.lm_head.weight"])
+    assert policy.config.norm_stats == {"desk_no_noops": STATS}
+
+
+def test_an_export_has_every_published_tensor_in_its_published_shape(tmp_path: Path) -> None:
+    published = published_tensors()
+    write_published(tmp_path / "in", published)
+    export_openvla(load_openvla(tmp_path / "in", CONFIG, norm_key="desk"), tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in published.items()}
+    # what never matters: DINOv2's last block and norm, SigLIP's last block, norm and pooling head
+    unused = {n for n in published if not torch.equal(published[n], exported[n])}
+    assert len(unused) == 16 + 14 + 13
+    for name in unused:
+        tail = name.removeprefix(DINO).removeprefix(SIGLIP)
+        last_block = "blocks.2." if name.startswith(DINO) else "blocks.3."
+        assert tail.startswith((last_block, "norm.", "attn_pool."))
+
+
+def test_the_full_size_has_the_published_982_tensors() -> None:
+    with torch.device("meta"):
+        policy = OpenVLAOFT(OpenVLAOFTConfig.full())
+    table = tensor_map(policy)
+    assert len({ours for ours, _, _ in table}) == len(list(policy.parameters())) == len(table)
+    unused = dropped_tensors(policy.config)
+    assert len(unused) == 43
+    assert len({theirs for _, theirs, _ in table} | unused.keys()) == 982
+
+
+def test_layer_scales_may_be_called_gamma(tmp_path: Path) -> None:
+    tensors = published_tensors()
+    write_published(tmp_path / "a", tensors)
+    write_published(tmp_path / "b", {n.replace("scale_factor", "gamma"): t for n, t in tensors.items()})
+    a, b = (load_openvla(tmp_path / x, CONFIG, norm_key="desk") for x in "ab")
+    assert torch.equal(logits_of(a), logits_of(b))
+
+
+def test_a_place_learned_by_the_class_token_survives_the_export(tmp_path: Path) -> None:
+    policy = some_policy()
+    with torch.no_grad():
+        policy.vision.dino.embeddings.position_embeddings[:, 0] += 3.0
+    export_openvla(policy, tmp_path)
+    restored = load_openvla(tmp_path, CONFIG, norm_key="desk")
+    assert restored.vision.dino.embeddings.position_embeddings[:, 0].abs().max() == 0
+    torch.testing.assert_close(logits_of(restored), logits_of(policy), atol=1e-5, rtol=0)
+
+
+def test_statistics_beside_the_weights_win_over_those_in_the_configuration(tmp_path: Path) -> None:
+    write_published(tmp_path, published_tensors())
+    newer = {"desk_no_noops": {"action": {"q01": [0.0] * 7, "q99": [2.0] * 7}}}
+    (tmp_path / "dataset_statistics.json").write_text(json.dumps(newer))
+    policy = load_openvla(tmp_path, CONFIG, norm_key="desk_no_noops")
+    assert policy.config.norm_stats["desk_no_noops"].q99 == (2.0,) * 7
+    assert policy.config.norm_stats["desk_no_noops"].mask == (True,) * 7
+
+
+def test_an_unknown_statistics_key_lists_the_known_ones(tmp_path: Path) -> None:
+    write_published(tmp_path, published_tensors())
+    with pytest.raises(CheckpointError, match=r"libero_goal.*desk_no_noops"):
+        load_openvla(tmp_path, CONFIG, norm_key="libero_goal")
+
+
+def test_unknown_and_missing_published_tensors_are_named(tmp_path: Path) -> None:
+    tensors = published_tensors()
+    write_published(tmp_path, tensors | {f"surprise.{i}": torch.zeros(1) for i in range(7)})
+    with pytest.raises(CheckpointError, match=r"unknown 7 tensors: surprise\.0, .*surprise\.4 and 2 more"):
+        load_openvla(tmp_path, CONFIG, norm_key="desk")
+    del tensors[f"{SIGLIP}blocks.1.attn.qkv.weight"]
+    write_published(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: .*blocks\.1\.attn\.qkv\.weight"):
+        load_openvla(tmp_path, CONFIG, norm_key="desk")
+
+
+def test_a_policy_that_asks_for_a_critic_gets_a_fresh_one(tmp_path: Path) -> None:
+    write_published(tmp_path, published_tensors())
+    asking = OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"value_head": "chunk"})
+    policy = load_openvla(tmp_path, asking, norm_key="desk")
+    frames = np.zeros((1, 64, 64, 3), np.uint8)
+    acted = policy.act(policy.preprocess(frames, [TASK]), SamplingParams(temperature=1.0), [1])
+    assert acted.value is not None
+    assert torch.isfinite(acted.value).all()

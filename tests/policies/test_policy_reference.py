@@ -1,0 +1,233 @@
+"""Every variant of the policy equals an independent construction: results and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.policies.action_tokens import Bounds, NormStats
+from asyncrl.policies.checkpoints.folder import load_policy, save_policy
+from asyncrl.policies.interface import PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.autoregressive import OpenVLA, build_policy_model
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
+from asyncrl.policies.sampling import row_uniforms
+from support.slow_policy import SlowPolicy
+
+SHORT, LONG = "lift the cube", "put the red cube on the white plate"
+AS_IS = SamplingParams(temperature=1.0)
+STATS = NormStats(
+    q01=(-0.5,) * 6 + (0.0,),
+    q99=(0.5,) * 6 + (1.0,),
+    mask=(True,) * 6 + (False,),
+    proprio=Bounds(q01=(-1.0, 0.0, 2.0), q99=(1.0, 4.0, 3.0), mask=(True, True, True)),
+)
+STATE = {"proprio_dim": 3, "norm_key": "data", "norm_stats": {"data": STATS}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "oft": {},
+    "stop token": {"stop_token": True},
+    "two pictures": {"images": 2},
+    "proprioception": STATE,
+    "all of it": {"images": 2, "stop_token": True, **STATE},
+    "openvla": {"decoding": "autoregressive", "chunk": 1},
+    "openvla with a chunk": {"decoding": "autoregressive", "chunk": 3},
+    "openvla with all of it": {"decoding": "autoregressive", "chunk": 2, "images": 2, **STATE},
+}
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def small(**changes: Any) -> OpenVLAOFT:
+    """Two blocks per tower, 16 patches, two Llama layers; weights large enough to matter everywhere."""
+    torch.manual_seed(0)
+    sizes = {
+        "image_size": 32,
+        "dino": TowerConfig(width=24, depth=3, heads=3, mlp=48),
+        "siglip": TowerConfig(width=32, depth=3, heads=2, mlp=40),
+        "llm_width": 64,
+        "llm_layers": 2,
+        "llm_mlp": 96,
+        "value_head": "chunk",
+    }
+    policy = build_policy_model(OpenVLAOFTConfig.tiny(**(sizes | changes)))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return policy.eval()
+
+
+def raw_inputs(policy: OpenVLAOFT, rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Frames (of the policy's size) and proprioception, partly out of bounds."""
+    rng = np.random.default_rng(0)
+    config = policy.config
+    several = (config.images,) if config.images > 1 else ()
+    frames = rng.integers(0, 256, (rows, *several, config.image_size, config.image_size, 3), dtype=np.uint8)
+    states = np.array([[0.5, 1.0, 2.9], [-3.0, 5.0, 2.5]])[:rows]
+    return frames, states if config.proprio_dim else None
+
+
+def inputs_of(policy: OpenVLAOFT, tasks: list[str]) -> PolicyInputs:
+    frames, proprio = raw_inputs(policy, len(tasks))
+    return policy.preprocess(frames, tasks, proprio)
+
+
+SCALED = torch.tensor([[0.5, -0.5, 0.8], [-1.0, 1.0, 0.0]], dtype=torch.float64)
+"""The proprioception of `raw_inputs` by hand: 2 (x - q01) / (q99 - q01) - 1, clipped."""
+
+
+def some_tokens(policy: OpenVLAOFT, rows: int) -> Tensor:
+    shape = (rows, policy.config.chunk, policy.config.action_dim)
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+
+
+@variants
+@pytest.mark.parametrize("tasks", [[LONG, LONG], [SHORT, LONG]], ids=["unpadded", "padded"])
+def test_the_policy_equals_the_slow_construction(variant: str, tasks: list[str]) -> None:
+    policy = small(**VARIANTS[variant])
+    slow = SlowPolicy(policy)
+    inputs, tokens = inputs_of(policy, tasks), some_tokens(policy, 2)
+    assert inputs.padded == (tasks[0] != tasks[1])
+    found = policy.evaluate(inputs, tokens, AS_IS)
+    assert found.value is not None
+    frames, _ = raw_inputs(policy, 2)
+    pictures = frames.reshape(2, -1, *frames.shape[-3:])
+    for row, task in enumerate(tasks):
+        bins = tokens[row].flatten()
+        proprio = SCALED[row] if policy.config.proprio_dim else None
+        expected = slow.decide(pictures[row], task, bins.tolist(), proprio)
+        with torch.no_grad():
+            features = policy.vision(torch.from_numpy(pictures[row])).flatten(0, 1)
+        entropy = -(expected.logprobs.exp() * expected.logprobs).sum(-1)
+        for name, mine, theirs in [
+            ("features", features, expected.features),
+            ("log-prob", found.logprob[row].flatten(), expected.logprobs[range(len(bins)), bins.long()]),
+            ("entropy", found.entropy[row].flatten(), entropy),
+            ("value", found.value[row], expected.value),
+        ]:
+            difference = (mine.double() - theirs).abs().max().item()
+            assert difference < 1e-5, f"{name} of row {row} differs by {difference}"
+
+
+@variants
+def test_gradients_equal_those_of_the_slow_construction(variant: str) -> None:
+    policy = small(**VARIANTS[variant])
+    slow = SlowPolicy(policy)
+    inputs, tokens = inputs_of(policy, [SHORT, LONG]), some_tokens(policy, 2)
+    result = policy.evaluate(inputs, tokens, AS_IS)
+    assert result.value is not None
+    (result.logprob.sum() + result.value.sum()).backward()
+    frames, _ = raw_inputs(policy, 2)
+    pictures = frames.reshape(2, -1, *frames.shape[-3:])
+    for row, task in enumerate([SHORT, LONG]):
+        bins = tokens[row].flatten()
+        proprio = SCALED[row] if policy.config.proprio_dim else None
+        expected = slow.decide(pictures[row], task, bins.tolist(), proprio)
+        (expected.logprobs[range(len(bins)), bins.long()].sum() + expected.value.sum()).backward()
+    for name, parameter in policy.trainable_parameters().items():
+        theirs = slow.weights[name].grad
+        assert theirs is not None, name
+        assert parameter.grad is not None, name
+        scale = theirs.abs().max().item()
+        if name.endswith(("k_proj.bias",)):
+            assert scale < 1e-9  # softmax does not see a shift that all keys share
+            continue
+        assert scale > 1e-6, name
+        assert (parameter.grad.double() - theirs).abs().max().item() < 1e-4 * scale, name
+
+
+@variants
+@pytest.mark.parametrize("sampling", [AS_IS, SamplingParams(temperature=1.6, top_k=20)])
+def test_acting_and_evaluating_agree(variant: str, sampling: SamplingParams) -> None:
+    policy = small(**VARIANTS[variant])
+    for tasks in ([LONG, LONG], [SHORT, LONG]):
+        inputs = inputs_of(policy, tasks)
+        acted = policy.act(inputs, sampling, [5, 6])
+        again = policy.evaluate(inputs, acted.tokens, sampling)
+        torch.testing.assert_close(again.logprob, acted.logprob, atol=1e-5, rtol=0)
+        torch.testing.assert_close(again.entropy, acted.entropy, atol=1e-5, rtol=0)
+        torch.testing.assert_close(again.value, acted.value, atol=1e-5, rtol=0)
+        torch.testing.assert_close(policy.values(inputs), acted.value, atol=1e-5, rtol=0)
+        assert len(acted.tokens.unique()) > 5
+
+
+@pytest.mark.parametrize("variant", ["oft", "openvla", "openvla with all of it"])
+def test_token_k_is_drawn_with_uniform_k(variant: str) -> None:
+    policy = small(**VARIANTS[variant])
+    inputs = inputs_of(policy, [SHORT, LONG])
+    tokens = policy.act(inputs, AS_IS, [5, 6]).tokens.flatten(1)
+    with torch.no_grad():
+        hidden = policy.readout(inputs, tokens)
+        cumulated = policy.lm_head(hidden).double().softmax(-1).cumsum(-1)
+    uniforms = row_uniforms([5, 6], policy.config.slots)
+    for row in range(2):
+        for k, bin in enumerate(tokens[row].tolist()):
+            below = 0.0 if bin == 0 else cumulated[row, k, bin - 1].item()
+            assert below - 1e-5 <= uniforms[row, k].item() <= cumulated[row, k, bin].item() + 1e-5
+
+
+@torch.no_grad()
+def test_an_openvla_action_is_found_by_taking_the_best_token_again_and_again() -> None:
+    policy = small(**VARIANTS["openvla"])
+    slow = SlowPolicy(policy)
+    frames, _ = raw_inputs(policy, 2)
+    acted = policy.act(inputs_of(policy, [SHORT, LONG]), SamplingParams(temperature=0.0), [1, 2])
+    for row, task in enumerate([SHORT, LONG]):
+        found: list[int] = []
+        for _ in range(7):
+            found.append(int(slow.decide(frames[row][None], task, [*found, 0], None).logprobs[-1].argmax()))
+        assert acted.tokens[row].flatten().tolist() == found
+
+
+@torch.no_grad()
+def test_in_oft_the_second_to_last_slot_is_seen_at_the_first_place_and_in_openvla_it_is_not() -> None:
+    for variant, seen in (("stop token", True), ("openvla", False)):
+        policy = small(**VARIANTS[variant])
+        inputs, tokens = inputs_of(policy, [LONG, LONG]), some_tokens(policy, 2).flatten(1)
+        embeddings, mask, last_prompt = policy.embed(inputs, tokens)
+        assert mask is None
+        changed = embeddings.clone()
+        changed[:, -2] += 1.0
+        before, after = (policy.llm(inputs_embeds=x).last_hidden_state for x in (embeddings, changed))
+        difference = (before - after).abs().amax((0, 2))
+        assert (difference[[0, last_prompt]] > 1e-4).all() == seen
+        assert torch.equal(difference[: len(difference) - 2] > 0, torch.full((len(difference) - 2,), seen))
+        assert difference[-2] > 1e-3
+
+
+@torch.no_grad()
+def test_norms_add_a_millionth_to_the_mean_square() -> None:
+    policy: Any = small()
+    faint = 1e-3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    by_hand = policy.llm.norm.weight.double() * faint / (faint.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    for norm in (policy.llm.norm, policy.llm.layers[0].input_layernorm):
+        scale = norm.weight.double() / policy.llm.norm.weight.double()
+        torch.testing.assert_close(norm(faint.float()).double(), by_hand * scale, atol=1e-5, rtol=0)
+    for norm in (
+        policy.vision.dino.encoder.layer[0].norm1,
+        policy.vision.siglip.encoder.layers[0].layer_norm1,
+    ):
+        part = faint[:, : norm.weight.shape[0]]
+        part = part - part.mean(-1, keepdim=True)
+        expected = part / (part.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight + norm.bias
+        torch.testing.assert_close(norm(part.float()).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_the_factory_and_a_saved_folder_give_the_class_that_decodes_so(tmp_path: Path) -> None:
+    for variant in ("oft", "openvla with all of it"):
+        policy = small(**VARIANTS[variant])
+        assert isinstance(policy, OpenVLA) == (variant != "oft")
+        save_policy(policy, tmp_path / variant)
+        again = load_policy(tmp_path / variant)
+        assert type(again) is type(policy)
+        assert again.config == policy.config
+        inputs = inputs_of(policy, [SHORT, LONG])
+        ours, theirs = (p.act(inputs, AS_IS, [1, 2]) for p in (policy, again))
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.logprob, theirs.logprob)
+        assert dataclasses.asdict(ours).keys() == {"actions", "tokens", "logprob", "value", "entropy"}

@@ -1,0 +1,239 @@
+"""However long a run is, the replay remembers as much: closed groups fold into ranges, and stay closed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.run import TrainConfig, overlay
+from asyncrl.observability import metrics_replay as m
+from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.ranges import Ranges
+from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.replay.store import EpisodeStore
+from support.episodes import make_episode
+from support.replay import Clock
+
+HORIZON = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncrl.replay.store.sync", lambda path: None)
+        patch.setattr(os, "fdatasync", lambda handle: None)
+        yield
+
+
+def open_small(
+    folder: Path,
+    *,
+    max_bytes: int = 1,
+    filtering: bool = True,
+    horizon: int = HORIZON,
+    max_lag: int = 1,
+    uses: int = 1,
+) -> Replay:
+    """A replay whose files go as soon as they may, unless `max_bytes` is larger."""
+    limiter = Limiter(
+        group_size=2,
+        groups_per_update=2,
+        max_lag=max_lag,
+        group_deadline=1e6,
+        filter_groups=filtering,
+        uses=uses,
+        horizon=horizon,
+        clock=Clock(),
+    )
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
+
+
+def push(core: Replay, number: int, *, mixed: bool = True, version: int | None = None) -> list[str]:
+    """Push both members of a group, imagined anew by the learner's version unless said otherwise."""
+    versions = (core.limiter.version if version is None else version,)
+    ids = [os.urandom(16).hex() for _ in range(2)]
+    pair = [
+        make_episode(number, k, versions=versions, image=1, success=mixed and k == 1, episode_id=ids[k])
+        for k in (0, 1)
+    ]
+    return [core.admit(episode).status for episode in pair]
+
+
+def imagine(core: Replay) -> None:
+    """Use all credit. Of eight groups one teaches nothing, one is given up, one loses a member."""
+    while (grant := core.grant("actor-0")) is not None:
+        if grant.number % 8 == 3:
+            core._lifecycle.drop(grant.number, "dropped_deadline")
+        elif grant.number % 8 == 5:
+            core.admit(make_episode(grant.number, 7, versions=(core.limiter.version,), image=1))
+        else:
+            push(core, grant.number, mixed=grant.number % 8 != 1)
+    core.take_receipts()
+
+
+def update(core: Replay) -> list[int]:
+    """Imagine, use a batch and go on to the next version; return the groups of the batch."""
+    imagine(core)
+    batch = core.sample(2, core.limiter.version, f"request {core.limiter.version}")
+    assert batch is not None, core.contents()
+    core.set_version(core.limiter.version + 1)
+    return [int(group[0].group_id) for group in batch]
+
+
+def held(thing: Any, name: str = "core") -> dict[str, int]:
+    """Every container that a replay's object reaches through its attributes -> its length."""
+    if isinstance(thing, dict | list | tuple | set | deque):
+        return {name: len(thing)}
+    if type(thing).__module__.startswith("asyncrl.replay"):
+        parts = (held(part, f"{name}.{key}") for key, part in vars(thing).items())
+        return dict(itertools.chain.from_iterable(found.items() for found in parts))
+    return {}
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> None:
+    core = open_small(tmp_path, uses=uses)
+    core.begin("learner", 0)
+    core.hello("actor-0", "first life")
+    largest, turns = list[dict[str, int]](), 90
+    for third in range(3):
+        found = held(core)
+        for _ in range(turns):
+            update(core)
+            found = {name: max(size, found.get(name, 0)) for name, size in held(core).items()}
+        largest.append(found)
+        assert core.limiter.next_number > (third + 1) * turns * 2 / uses
+    books = {f"core._keeper.limiter.{name}" for name in ("closed.recent", "used_at", "filtered", "ready")}
+    assert books <= largest[2].keys()
+    assert largest[2] == largest[1]
+    # Per version two places are used, and of eight groups three never are: at most four groups are closed.
+    bound = (HORIZON + 3) * 4
+    assert max(largest[2].values()) <= bound
+    core.close()
+    assert max(held(open_small(tmp_path, uses=uses)).values()) <= bound, "recalled from the ledger"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(-3, 12))))
+def test_ranges_are_a_set(changes: list[tuple[bool, int]]) -> None:
+    ranges, plain = Ranges(), set[int]()
+    for put, number in changes:
+        (ranges.add if put else ranges.discard)(number)
+        (plain.add if put else plain.discard)(number)
+        assert [n for n in range(-5, 15) if n in ranges] == sorted(plain)
+        gaps = sum(n + 1 not in plain for n in plain)
+        assert len(ranges._begins) == len(ranges._ends) == gaps
+
+
+def test_late_episodes_get_a_final_receipt_before_and_after_their_group_is_forgotten(tmp_path: Path) -> None:
+    core = open_small(tmp_path)
+    core.begin("learner", 0)
+    used = update(core)[0]
+    given_up, filtered = 3, 1
+    for version in range(1, HORIZON + 3):
+        for _ in range(2):  # The second time from the ledger alone.
+            assert push(core, used, version=0) == ["duplicate"] * 2, version
+            assert push(core, filtered, mixed=False, version=0) == ["duplicate"] * 2
+            late = push(core, given_up, version=0)
+            assert late == ["dropped_deadline" if version <= HORIZON else "duplicate"] * 2, version
+            assert push(core, 9999) == ["dropped_invalid"] * 2, "never granted"
+            core.close()
+            core = open_small(tmp_path)
+            core.begin("learner", version)
+        assert (used in core.store.group_files) == (version == 1), "deleted with the next batch"
+        update(core)
+    assert core.status()[m.FILTERED_GROUPS] == sum(n % 8 == 1 for n in range(core.limiter.next_number))
+    core.close()
+
+
+def test_members_of_a_group_that_was_stored_and_then_dropped_are_duplicates(tmp_path: Path) -> None:
+    core = open_small(tmp_path, filtering=False, max_lag=0)
+    core.begin("learner", 0)
+    for number in (0, 1):
+        assert core.grant("actor-0") is not None
+        push(core, number)
+    core.set_version(1)
+    core._lifecycle.trim()
+    assert not core.store.group_files
+    for _ in range(2):
+        assert core.status()[m.DROPPED_LAG] == 4
+        assert push(core, 0, version=0) == ["duplicate"] * 2
+        core.close()
+        core = open_small(tmp_path, filtering=False, max_lag=0)
+        core.begin("learner", 1)
+    core.close()
+
+
+def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> None:
+    core = open_small(tmp_path, max_bytes=10**9)
+    core.begin("first", 1)
+    imagine(core)
+    number = min(core.store.group_files)
+    lost = core.store.load(number)
+    assert lost is not None
+    core.begin("resumed", 0)
+    assert not core.store.group_files
+    assert core.admit(lost[0]).status == "duplicate"
+    assert core.grant("actor-0") is not None
+    assert core.admit(lost[0]).status == "held", "known, but what becomes of its group is not"
+    assert not core.limiter.open[number].members
+    assert push(core, number) == ["held", "stored"]
+    assert core.admit(lost[0]).status == "duplicate"
+    core.close()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    reached=st.integers(3, 8),
+    horizon=st.integers(1, 4),
+    begin=st.integers(0, 7),
+    max_bytes=st.sampled_from([1, 10**9]),
+    uses=st.integers(1, 2),
+)
+def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
+    tmp_path_factory: pytest.TempPathFactory,
+    reached: int,
+    horizon: int,
+    begin: int,
+    max_bytes: int,
+    uses: int,
+) -> None:
+    begin, folder = min(begin, reached), tmp_path_factory.mktemp("replay")
+
+    def opened() -> Replay:
+        return open_small(folder, horizon=horizon, max_bytes=max_bytes, uses=uses)
+
+    core, used_at = opened(), dict[int, list[int]]()
+    core.begin("first", 0)
+    for version in range(reached):
+        for number in update(core):
+            used_at.setdefault(number, []).append(version)
+    core.close()
+    kept = {number: [v for v in versions if v < begin] for number, versions in used_at.items()}
+    lost = {n for n, versions in used_at.items() if kept[n] != versions}
+    core = opened()
+    forgotten = {n for n in range(core.limiter.next_number) if n in core.limiter.closed._forgotten}
+    core.begin("resumed", begin)
+    for version in range(begin, reached + 3):
+        for number in update(core):
+            assert number not in forgotten
+            kept.setdefault(number, []).append(version)
+    assert all(len(versions) <= uses for versions in kept.values())
+    if uses == 1:  # The ledger's last word is the batch of version `reached - 1`.
+        assert bool(forgotten & lost) == (begin < reached - 1 - horizon)
+    core.close()
+
+
+def test_a_run_remembers_enough_for_its_oldest_checkpoint(tmp_path: Path) -> None:
+    table = {"checkpoint_every": 10, "keep_checkpoints": 2, "replay": {"max_lag": 3}}
+    core = open_replay(tmp_path, overlay(TrainConfig(), table, "test"))
+    # At update 39 that of update 30 may still be on its way to the disk, and those of 20 and 10 are there.
+    assert core.limiter.horizon >= 39 - 10
+    core.close()

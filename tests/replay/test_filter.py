@@ -1,0 +1,342 @@
+"""Groups that teach nothing are stored and replaced; a resume undoes exactly what was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.run import AlgorithmSettings
+from asyncrl.errors import ConfigError
+from asyncrl.observability import metrics_replay as m
+from asyncrl.records import Episode
+from asyncrl.replay.counters import has_no_signal
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.interface import GroupGrant
+from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.replay import Replay
+from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay_tools.episodes import problem_with_file, read_rows
+from support.episodes import make_episode
+from support.replay import Clock
+
+
+def open_filter(
+    folder: Path,
+    *,
+    per_update: int = 1,
+    max_lag: int = 1,
+    max_bytes: int = 10**9,
+    filtering: bool = True,
+    horizon: int = 20,
+) -> Replay:
+    limiter = Limiter(
+        group_size=2,
+        groups_per_update=per_update,
+        max_lag=max_lag,
+        group_deadline=1e6,
+        filter_groups=filtering,
+        horizon=horizon,
+        clock=Clock(),
+    )
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
+
+
+def push(core: Replay, number: int, outcomes: tuple[bool, bool], version: int = 0) -> list[str]:
+    """Push both members; return what became of them."""
+    return [
+        core.admit(make_episode(number, member, versions=(version,), success=won, image=1)).status
+        for member, won in enumerate(outcomes)
+    ]
+
+
+def granted(core: Replay) -> list[int]:
+    """Take all credit."""
+    numbers = []
+    while (grant := core.grant("actor-0")) is not None:
+        numbers.append(grant.number)
+    return numbers
+
+
+def begun(folder: Path, *, max_lag: int = 1, max_bytes: int = 10**9, filtering: bool = True) -> Replay:
+    """A new run at version 0 whose credit is taken."""
+    core = open_filter(folder, max_lag=max_lag, max_bytes=max_bytes, filtering=filtering)
+    core.begin("learner", 0)
+    assert granted(core) == list(range(max_lag + 1))
+    return core
+
+
+def reopened(core: Replay, *, learner: str = "learner", version: int = 0) -> Replay:
+    """The same replay in a new process, without a limit on its size."""
+    core.close()
+    core = open_filter(core.store.folder, max_lag=core.limiter.max_lag)
+    core.begin(learner, version)
+    return core
+
+
+def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_path: Path) -> None:
+    core = begun(tmp_path)
+    assert push(core, 0, (True, True)) == ["held", "stored"]
+    assert [receipt.status for _, receipt in core.take_receipts()] == ["stored"]
+    assert core.status()[m.FILTERED_GROUPS] == 1
+    assert core.status()[m.GROUPS_READY] == 0
+    assert core.limiter.used == 0
+    assert (
+        "0 groups ready, 1 in flight with 0 episodes; 1 filtered; episodes dropped: none" in core.contents()
+    )
+    assert granted(core) == [2], "a fresh group in its place"
+    push(core, 1, (False, False))
+    assert granted(core) == [3]
+    push(core, 2, (True, False))
+    batch = core.sample(1, 0)
+    assert batch is not None
+    assert batch[0][0].group_id == "00000002"
+    assert core.admit(make_episode(0, 1, success=True, image=1)).status == "duplicate"
+    core.close()
+    assert [(row.number, row.filtered, row.used_at) for row in read_rows(tmp_path)][::2] == [
+        (0, True, None),
+        (1, True, None),
+        (2, False, 0),
+    ]
+    assert all(problem_with_file(path, 2) is None for path in tmp_path.glob("group-*.h5"))
+
+
+def test_equal_returns_are_what_makes_a_group_constant() -> None:
+    winner, loser = make_episode(0, 0, success=True), make_episode(0, 1)
+    later = dataclasses.replace(winner, rewards=np.roll(winner.rewards, 1))
+    assert has_no_signal([winner, later]), "both return 1"
+    assert not has_no_signal([winner, loser])
+    assert has_no_signal([loser, loser])
+
+
+def test_without_the_filter_constant_groups_are_used(tmp_path: Path) -> None:
+    core = begun(tmp_path, filtering=False)
+    push(core, 0, (True, True))
+    assert core.sample(1, 0) is not None
+    assert "filtered" not in core.contents()
+    core.close()
+
+
+def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opened(tmp_path: Path) -> None:
+    store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
+    store.store_group(0, [make_episode(0, member, image=1) for member in range(2)])
+    store.close()
+    for _ in range(2):
+        core = open_filter(tmp_path)
+        assert (sorted(core.limiter.filtered), sorted(core.limiter.ready)) == ([0], [])
+        assert core.status()[m.EPISODES] == 2
+        core.close()
+
+
+def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_path: Path) -> None:
+    core = begun(tmp_path, max_bytes=1)
+    push(core, 0, (True, True))
+    assert not core.store.group_files
+    core = reopened(core)
+    core.set_version(1)
+    assert core.status()[m.FILTERED_GROUPS] == 1
+    assert core.status()[m.REPLAY_SUCCESS] == 1.0
+    core.close()
+
+
+def test_success_covers_all_groups_completed_at_the_last_version(tmp_path: Path) -> None:
+    core = begun(tmp_path, max_lag=3)
+    push(core, 0, (True, True))
+    push(core, 1, (True, False))
+    assert m.REPLAY_SUCCESS not in core.status()
+    core.set_version(1)
+    for _ in range(2):  # Reading it changes nothing.
+        assert core.status()[m.REPLAY_SUCCESS] == 0.75
+    push(core, 2, (False, False), version=1)
+    core = reopened(core, learner="resumed", version=1)
+    core.set_version(2)
+    assert core.status()[m.REPLAY_SUCCESS] == 0.0
+    core.set_version(3)
+    assert m.REPLAY_SUCCESS not in core.status(), "no group became complete at version 2"
+    core.close()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_a_filter_that_would_replace_every_group_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match="group-size"):
+        AlgorithmSettings(kind=kind, group_size=1, filter_groups=True)  # type: ignore[arg-type]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.integers(0, 2), st.integers(1, 3))
+def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, max_lag: int, per_update: int
+) -> None:
+    """Random outcomes, orders, ages and restarts of the replay."""
+    folder, learner, grants = tmp_path_factory.mktemp("replay"), 0, 0
+    pending: list[GroupGrant] = []
+
+    def opened() -> Replay:
+        core = open_filter(folder, per_update=per_update, max_lag=max_lag, horizon=0)
+        core.begin("learner", learner)
+        return core
+
+    core = opened()
+    actions = st.sampled_from(["grant", "grant", "finish", "finish", "finish", "drop", "sample", "restart"])
+    for _ in range(data.draw(st.integers(5, 40))):
+        match data.draw(actions):
+            case "grant" if (grant := core.grant("actor-0")) is not None:
+                assert grant.number == grants
+                assert grant.min_version <= learner
+                grants += 1
+                pending.append(grant)
+            case "finish" if pending:
+                grant = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
+                version = data.draw(st.integers(grant.min_version, learner))
+                outcomes = (data.draw(st.booleans()), data.draw(st.booleans()))
+                statuses = push(core, grant.number, outcomes, version)
+                assert statuses[-1] == "stored" or learner - version > max_lag
+            case "drop" if pending:
+                bad = dataclasses.replace(make_episode(pending.pop(0).number, 0, image=1), end_reason="no")
+                core.admit(bad)
+            case "sample":
+                batch = core.sample(per_update, learner)
+                if batch is not None:
+                    assert len(batch) == per_update
+                    assert not any(has_no_signal(group) for group in batch)
+                    assert all(learner - e.oldest_version <= max_lag for group in batch for e in group)
+                    learner += 1
+                    core.set_version(learner)
+            case "restart":
+                core.close()
+                core = opened()
+        limiter = core.limiter
+        dropped = sum("dropped" in entry for entry in core.store.ledger.read())
+        parts = [limiter.used, limiter.filtered_groups, dropped, len(limiter.open), len(limiter.ready)]
+        assert grants == limiter.next_number == sum(parts)
+        assert limiter.used == learner * per_update
+        assert limiter.credit == (max_lag + learner + 1) * per_update - parts[0] - parts[3] - parts[4]
+    core.close()
+
+
+class Killed(Exception):
+    """The run ends here, wherever that is."""
+
+
+class Dream:
+    """An actor with one episode in each round.
+
+    Outcomes follow from group, member, version, and the place among the episodes of that version: as in a
+    real actor, whose batches round differently with other neighbours.
+    """
+
+    def __init__(self, core: Replay, rounds: int = 10**6) -> None:
+        self.port, self.core, self.left = InlineActorPort(core), core, rounds
+        self.pending: list[tuple[GroupGrant, int]] = []
+        self.version, self.place = -1, 0
+
+    def round(self) -> bool:
+        if not self.pending and (grant := self.port.acquire_group(0.0)) is not None:
+            self.pending = [(grant, 0), (grant, 1)]
+        if not self.pending:
+            return False
+        if not self.left:
+            raise Killed
+        self.left -= 1
+        grant, member = self.pending.pop(0)
+        self.port.push(self.imagine(grant, member))
+        return True
+
+    def imagine(self, grant: GroupGrant, member: int) -> Episode:
+        version = self.core.limiter.version
+        assert grant.min_version <= version
+        self.version, self.place = version, self.place + 1 if version == self.version else 0
+        won = zlib.crc32(f"{grant.number} {member} {version} {self.place}".encode()) % 3 == 0
+        fresh = f"{np.random.default_rng().integers(2**63):032x}"  # Imagined again, it is another episode.
+        return make_episode(grant.number, member, versions=(version,), success=won, image=1, episode_id=fresh)
+
+
+Seen = dict[int, tuple[list[tuple[str, int, bool]], dict[str, float]]]
+
+
+def learn(open_it: Callable[[], Replay], *, begin: int, end: int, rounds: int = 10**6) -> Seen:
+    """Update from version `begin` to `end`, or until the actor made `rounds`; return what was seen."""
+    core, seen = open_it(), Seen()
+    learner = InlineLearnerPort(core, version=begin, imagine=lambda: dream.round())
+    dream = Dream(core, rounds)
+    per_update = core.limiter.groups_per_update
+    try:
+        for version in range(begin, end):
+            batch = learner.sample(groups=per_update, version=version, timeout=60.0)
+            assert not core.limiter.open, "nothing is in flight when an update begins"
+            assert core.limiter.credit == 0
+            learner.report_version(version + 1)
+            about = [(e.group_id, e.oldest_version, e.success) for group in batch for e in group]
+            counted = (m.EPISODES, m.DROPPED_RESUME, m.REPLAY_BYTES)
+            status = {x.name: value for x, value in learner.status().items() if x not in counted}
+            seen[version] = about, status
+    except Killed:
+        pass
+    finally:
+        learner.close()
+    return seen
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.data(),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 5),
+)
+def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    max_lag: int,
+    per_update: int,
+    filtering: bool,
+    horizon: int,
+) -> None:
+    """Killed in the middle of a group or not, resumed from any version up to the horizon, several times."""
+    folder, updates = tmp_path_factory.mktemp("replay"), 7
+    about = {"per_update": per_update, "max_lag": max_lag, "filtering": filtering, "horizon": horizon}
+
+    def opener(name: str) -> Callable[[], Replay]:
+        return lambda: open_filter(folder / name, **about)  # type: ignore[arg-type]
+
+    whole = learn(opener("whole"), begin=0, end=updates)
+    for version, (used, _) in whole.items():
+        assert {versions for _, versions, _ in used} == {max(0, version - max_lag)}
+    begin, reached, disturbed = 0, 0, Seen()
+    for _ in range(data.draw(st.integers(1, 3))):
+        lost = learn(opener("killed"), begin=begin, end=updates, rounds=data.draw(st.integers(0, 50)))
+        disturbed |= lost
+        reached = max(reached, begin + len(lost))
+        earliest = max(begin, reached - max(horizon, max_lag))
+        begin = data.draw(st.integers(earliest, begin + len(lost)))
+    disturbed |= learn(opener("killed"), begin=begin, end=updates)
+    assert disturbed == whole
+    shutil.rmtree(folder)
+
+
+def test_a_resume_whose_used_files_were_deleted_imagines_those_groups_again(tmp_path: Path) -> None:
+    core = begun(tmp_path)
+    push(core, 0, (True, False))
+    push(core, 1, (True, False))
+    assert core.sample(1, 0) is not None
+    core.close()
+    (tmp_path / "group-00000000.h5").unlink()
+    for _ in range(2):  # The second time from the ledger alone.
+        core = open_filter(tmp_path)
+        core.begin("second", 0)
+        assert (sorted(core.limiter.ready), core.limiter.to_grant_again) == ([1], {0})
+        assert core.status()[m.DROPPED_RESUME] == 2
+        core.close()
+    core = open_filter(tmp_path)
+    assert core.admit(make_episode(0, 0, image=1, versions=(0,))).status == "dropped_resume", "too early"
+    assert granted(core) == [0]
+    assert push(core, 0, (True, False)) == ["held", "stored"]
+    core.close()

@@ -1,0 +1,202 @@
+"""Actors come and go at the replay: told the settings, given up when they leave or fall silent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from asyncrl.config.run import ReplaySettings
+from asyncrl.errors import ReplayError
+from asyncrl.observability import metrics_replay as m
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.join_settings import JoinSettings, ask_settings
+from asyncrl.replay.replay import open_replay
+from asyncrl.replay.server import ReplayServer, serve_replay
+from support import child_environment
+from support.episodes import make_episode
+from support.replay import Clock, make_core, make_limiter
+from support.replay_server import CONFIG, ScriptedSocket, acquire, push_group, until
+
+QUICK = replace(CONFIG, replay=ReplaySettings(max_lag=1, silence=3.0))
+SETTINGS = JoinSettings(config='{"long": "' + 10_000 * "x" + '"}', weights="tcp://10.0.0.5:5556")
+
+
+class Run:
+    """A replay in a thread of this process, and a learner."""
+
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        self.stop, ready, self.endpoint = Event(), Event(), endpoint
+        more = {"stop_event": self.stop, "ready": ready.set, "settings": SETTINGS}
+        self.thread = Thread(target=serve_replay, args=(open_replay(folder, QUICK), endpoint), kwargs=more)
+        self.thread.start()
+        assert ready.wait(10)
+        self.learner = ZmqLearnerPort(endpoint)
+        self.learner.status()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.learner.close()
+        self.stop.set()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+    def in_flight(self) -> float:
+        return self.learner.status()[m.GROUPS_IN_FLIGHT]
+
+
+def test_a_visitor_is_told_the_settings_in_parts(tmp_path: Path, endpoint: str) -> None:
+    with Run(tmp_path, endpoint) as run:
+        assert ask_settings(endpoint, "far", None, 10.0) == SETTINGS
+        assert "far" not in str(run.learner._contents()), "a visitor is nobody yet"
+        actor = ZmqActorPort(endpoint, "far")
+        acquire(actor)
+        with pytest.raises(ReplayError, match="has an actor called 'far'"):
+            ask_settings(endpoint, "far", None, 10.0)
+        actor.leave(1.0)
+        assert ask_settings(endpoint, "far", None, 10.0) == SETTINGS
+        stays = ZmqActorPort(endpoint, "stays")
+        acquire(stays)
+        run.learner.stop()
+        with pytest.raises(ReplayError, match="is over"):
+            ask_settings(endpoint, "further", None, 10.0)
+        stays.leave(1.0)
+
+
+def test_without_a_replay_a_visitor_says_so(endpoint: str) -> None:
+    with pytest.raises(ReplayError, match=r"no replay answered at .* within 0\.3 s"):
+        ask_settings(endpoint, "far", None, 0.3)
+
+
+def test_an_actor_that_leaves_hands_over_what_is_finished_and_gives_the_rest_back_at_once(
+    tmp_path: Path, endpoint: str
+) -> None:
+    with Run(tmp_path, endpoint) as run:
+        actor, other = ZmqActorPort(endpoint, "far"), ZmqActorPort(endpoint, "other")
+        groups = [acquire(actor) for _ in range(4)]
+        assert other.acquire_group(0.3) is None, "all credit is taken"
+        actor.push(make_episode(groups[0].number, 0, versions=(0,)))
+        push_group(actor, groups[1], "far", 0)
+        began = time.monotonic()
+        actor.leave(5.0)
+        assert {acquire(other).number for _ in range(3)} == {4, 5, 6}
+        assert time.monotonic() - began < 3.0
+        status = run.learner.status()
+        assert status[m.EPISODES] == 2, "the complete group was delivered"
+        assert status[m.DROPPED_DEADLINE] == 1, "the episode of a group that nobody will complete"
+        other.leave(1.0)
+
+
+STOPPED = """
+import sys, time
+from asyncrl.replay.client import ZmqActorPort
+from support.episodes import make_episode
+from support.replay_server import acquire, push_group, until
+port = ZmqActorPort(sys.argv[1], "far")
+late, never = acquire(port), acquire(port)
+port.push(make_episode(late.number, 0, versions=(0,)))
+until(port, 1)
+print("stop me", flush=True)
+time.sleep(1.0)
+port.push(make_episode(late.number, 1, versions=(0,)))
+until(port, 0)
+push_group(port, acquire(port), "far", 0)
+until(port, 0)
+print("stored", flush=True)
+port.leave(1.0)
+"""
+
+
+def test_a_stopped_actor_loses_its_groups_soon_and_goes_on_when_it_wakes(
+    tmp_path: Path, endpoint: str
+) -> None:
+    """Another one that only is slow keeps its group: pings do not wait for a round to end."""
+    with Run(tmp_path, endpoint) as run:
+        command = [sys.executable, "-c", STOPPED, endpoint]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == "stop me\n"
+            os.kill(child.pid, signal.SIGSTOP)
+            slow = ZmqActorPort(endpoint, "slow")
+            grant = acquire(slow)
+            assert run.in_flight() == 3
+            began = time.monotonic()
+            while run.in_flight() > 1:
+                assert time.monotonic() - began < 20, "its groups are not given up"
+                time.sleep(0.1)
+            time.sleep(max(0.0, 4.5 - (time.monotonic() - began)))  # Longer than the silence.
+            assert run.in_flight() == 1
+            push_group(slow, grant, "slow", 0)
+            until(slow, 0)
+            os.kill(child.pid, signal.SIGCONT)
+            assert child.stdout.readline() == "stored\n"
+            assert child.wait(20) == 0
+        finally:
+            child.kill()
+            child.wait(10)
+            child.stdout.close()
+        status = run.learner.status()
+        assert status[m.EPISODES] == 4
+        assert status[m.DROPPED_DEADLINE] == 2, "the one it had sent, and the one that came late"
+        slow.leave(1.0)
+
+
+def test_of_two_actors_with_one_name_the_older_ends(tmp_path: Path, endpoint: str) -> None:
+    with Run(tmp_path, endpoint):
+        older = ZmqActorPort(endpoint, "far")
+        acquire(older)
+        newer = ZmqActorPort(endpoint, "far")
+        acquire(newer)
+
+        def go_on() -> None:
+            for _ in range(100):
+                older.acquire_group(0.1)
+
+        with pytest.raises(ReplayError, match="another actor called 'far' took this one's place"):
+            go_on()
+        for _ in range(15):  # It is not thrown out in turn.
+            newer.acquire_group(0.1)
+        older._link.close()
+        newer.leave(1.0)
+
+
+def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, socket, clock = scripted
+    socket.say(b"a", "acquire", turn=0)
+    service.turn(0)
+    clock.now += 100.0
+    service._turned -= 100.0
+    service.turn(0)
+    assert list(service.core.limiter.open) == [0]
+    clock.now += 31.0
+    service.turn(0)
+    assert not service.core.limiter.open
+
+
+def test_a_complete_group_that_waits_for_the_disk_is_not_given_back(tmp_path: Path) -> None:
+    clock = Clock()
+    core = make_core(tmp_path, make_limiter(clock=clock))
+    core.begin("s", 0)
+    core.hello("a", "sa")
+    for turn in range(2):
+        assert core.grant("a", turn) is not None
+    for member in range(2):
+        core.limiter.judge(make_episode(0, member, versions=(0,)))
+    core.leave("a")
+    assert list(core.limiter.open) == [0]
+    clock.now += 100.0
+    core.tend()
+    assert list(core.limiter.open) == [0]
+    core.close()

@@ -1,0 +1,211 @@
+"""Several uses and other orders than the oldest first: bounds hold, runs end, and the seed decides."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.observability import metrics_replay as m
+from asyncrl.replay.groups import ReadyGroup
+from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.replay import Replay
+from asyncrl.replay.samplers import Order, pick_in_order
+from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay_tools.episodes import read_outcomes
+from support.episodes import make_episode
+from support.replay import Clock
+
+ORDERS = ["oldest", "newest", "uniform", "prioritized"]
+
+
+def open_replay(
+    folder: Path,
+    *,
+    per_update: int = 2,
+    max_lag: int = 2,
+    uses: int = 1,
+    order: Order = "oldest",
+    seed: int = 0,
+    max_age: int = 0,
+) -> Replay:
+    limiter = Limiter(
+        group_size=2,
+        groups_per_update=per_update,
+        max_lag=max_lag,
+        uses=uses,
+        order=order,
+        seed=seed,
+        group_deadline=1e6,
+        clock=Clock(),
+    )
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=10**9), limiter, max_age=max_age)
+
+
+def imagine_all(core: Replay) -> None:
+    """Take all credit and complete every group with the learner's version. Every third group has a spread."""
+    while (grant := core.grant("actor-0")) is not None:
+        assert grant.min_version <= core.limiter.version
+        for member in range(2):
+            won = bool(member) and grant.number % 3 == 0
+            versions = (core.limiter.version,)
+            core.admit(
+                make_episode(
+                    grant.number,
+                    member,
+                    versions=versions,
+                    image=1,
+                    success=won,
+                    episode_id=random.randbytes(16).hex(),
+                )
+            )
+
+
+def batch_of(core: Replay, version: int, groups: int) -> list[int]:
+    batch = core.sample(groups, version, f"request-{version}")
+    assert batch is not None, core.contents()
+    for group in batch:
+        assert all(version - episode.oldest_version <= core.limiter.max_lag for episode in group)
+    return [int(group[0].group_id) for group in batch]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(ORDERS),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.integers(0, 9),
+    st.sets(st.integers(0, 7)),
+)
+def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+    order: Order,
+    uses: int,
+    max_lag: int,
+    per_update: int,
+    seed: int,
+    restarts: set[int],
+) -> None:
+    runs = list[list[list[int]]]()
+    for restarting in (False, True):
+        folder, batches, count = tmp_path_factory.mktemp("replay"), list[list[int]](), Counter[int]()
+
+        def reopened(folder: Path = folder) -> Replay:
+            about = {"per_update": per_update, "max_lag": max_lag, "uses": uses}
+            return open_replay(folder, order=order, seed=seed, **about)  # type: ignore[arg-type]
+
+        core = reopened()
+        core.begin("learner", 0)
+        for version in range(8):
+            core.set_version(version)
+            if restarting and version in restarts:
+                before = (core.limiter.ready, core.limiter.used_at, core.counters.episodes, core.limiter.used)
+                core.close()
+                core = reopened()
+                core.begin("learner", version)
+                after = (core.limiter.ready, core.limiter.used_at, core.counters.episodes, core.limiter.used)
+                assert before == after
+            imagine_all(core)
+            numbers = batch_of(core, version, per_update)
+            assert len(set(numbers)) == per_update, "different groups"
+            count.update(numbers)
+            batches.append(numbers)
+            assert max(count.values()) <= uses
+            assert core.limiter.used == per_update * (version + 1)
+        assert set(count) <= core.store.group_files.keys()
+        core.close()
+        runs.append(batches)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path, order: Order) -> None:
+    core = open_replay(tmp_path, uses=2, order=order)
+    core.begin("first", 0)
+    batches = list[list[int]]()
+    for version in range(6):
+        core.set_version(version)
+        imagine_all(core)
+        batches.append(batch_of(core, version, 2))
+    core.close()
+    core = open_replay(tmp_path, uses=2, order=order)
+    core.begin("resumed from a checkpoint", 3)
+    again = list[list[int]]()
+    for version in range(3, 6):
+        core.set_version(version)
+        imagine_all(core)
+        again.append(batch_of(core, version, 2))
+    assert again == batches[3:]
+    used = read_outcomes(tmp_path, print).used
+    assert all(used[number] == 5 for number in again[-1])
+    core.close()
+
+
+def test_used_groups_that_become_too_old_are_no_drops(tmp_path: Path) -> None:
+    core = open_replay(tmp_path, uses=2, max_lag=1, per_update=1)
+    core.begin("learner", 0)
+    imagine_all(core)
+    assert batch_of(core, 0, 1) == [0]
+    assert sorted(core.limiter.ready) == [0]
+    core.set_version(2)
+    assert not core.limiter.ready
+    assert core.limiter.closed[0] == "duplicate"
+    assert core.status()[m.DROPPED_LAG] == 0
+    core.close()
+
+
+def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> None:
+    core = open_replay(tmp_path, max_lag=0, per_update=1)
+    core.begin("learner", 0)
+    assert core.grant("actor-0") is not None
+    for member in range(2):
+        core.admit(make_episode(0, member, versions=(0, 0, 0), image=1))
+    core.set_version(1)
+    for _ in range(2):
+        assert core.status()[m.DROPPED_LAG] == 2
+        assert core.status()[m.DROPPED_LAG_DECISIONS] == 6
+        core.close()
+        core = open_replay(tmp_path, max_lag=0, per_update=1)
+    core.close()
+
+
+def test_orders_by_definition() -> None:
+    usable = {n: ReadyGroup(oldest_version=0, newest_version=0, spread=0.5 * (n == 4)) for n in range(8)}
+    assert pick_in_order(usable, 3, "oldest", seed=0, cursor=0) == [0, 1, 2]
+    assert pick_in_order(usable, 3, "newest", seed=0, cursor=0) == [7, 6, 5]
+    firsts = {
+        order: Counter(pick_in_order(usable, 1, order, seed=1, cursor=cursor)[0] for cursor in range(4000))
+        for order in ("uniform", "prioritized")
+    }
+    assert all(400 < firsts["uniform"][n] < 600 for n in range(8))
+    expected = 4000 * 0.5 / (0.5 + 7 * 0.05)
+    assert abs(firsts["prioritized"][4] - expected) < 150
+    assert len(firsts["prioritized"]) == 8, "groups without spread come, too"
+
+
+def test_old_files_are_deleted_by_age_but_nothing_that_may_be_used(tmp_path: Path) -> None:
+    core = open_replay(tmp_path, max_lag=3, per_update=1, max_age=1, order="newest")
+    core.begin("learner", 0)
+    for version in range(5):
+        core.set_version(version)
+        imagine_all(core)
+        batch_of(core, version, 1)
+        assert core.limiter.ready.keys() <= core.store.group_files.keys()
+        closed = core.store.group_files.keys() - core.limiter.ready.keys() - set(core.session.batch)
+        assert all(core.store.group_files[number].newest_version >= version - 1 for number in closed)
+    assert len(core.store.group_files) < core.limiter.next_number
+    core.close()
+
+
+def test_more_uses_than_the_lag_lets_a_group_live_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--replay\.uses is 4.*at most 3"):
+        TrainConfig(replay=ReplaySettings(uses=4, max_lag=2))
+    with pytest.raises(ConfigError, match="--synchronous"):
+        TrainConfig(replay=ReplaySettings(uses=2), synchronous=True)

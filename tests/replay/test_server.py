@@ -1,0 +1,341 @@
+"""The replay over real sockets: nothing is lost, nothing is used twice, and a stop reaches everybody."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+
+from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
+from asyncrl.messaging.sockets import bind_router, connect_dealer
+from asyncrl.messaging.wire import decode, encode
+from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
+from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.interface import RunStopped
+from asyncrl.replay.replay import open_replay
+from asyncrl.replay.server import ReplayServer, serve_replay
+from support.episodes import assert_same, make_episode
+from support.replay import Clock
+from support.replay_server import (
+    CONFIG,
+    ScriptedSocket,
+    Served,
+    acquire,
+    answer,
+    kill,
+    push_group,
+    start_server,
+    until,
+)
+
+
+def imagine_until_stopped(endpoint: str, name: str, version: list[int], pushed: dict[str, list[str]]) -> None:
+    port = ZmqActorPort(endpoint, name)
+    try:
+        while True:
+            grant = port.acquire_group(10.0)
+            if grant is not None:
+                push_group(port, grant, name, max(grant.min_version, version[0] - 1))
+                pushed[name].append(grant.group_id)
+    except RunStopped:
+        assert port.stopped
+        port.report({s.ACTORS_WAITING: 0.5})
+    finally:
+        port.close(10.0)
+
+
+def test_two_actors_and_a_learner_use_every_group_once(tmp_path: Path, endpoint: str) -> None:
+    pushed: dict[str, list[str]] = {"a": [], "b": []}
+    version, used, updates = [0], list[str](), 8
+    with Served(tmp_path, endpoint) as served:
+        learner = ZmqLearnerPort(endpoint)
+        actors = [
+            threading.Thread(target=imagine_until_stopped, args=(endpoint, name, version, pushed))
+            for name in pushed
+        ]
+        for actor in actors:
+            actor.start()
+        for v in range(updates):
+            for group in learner.sample(groups=2, version=v, timeout=20.0):
+                assert [episode.member for episode in group] == [0, 1]
+                assert all(0 <= v - episode.oldest_version <= 1 for episode in group)
+                for episode in group:
+                    number = int(episode.group_id)
+                    ids = make_episode(number, episode.member, versions=(episode.oldest_version,))
+                    assert episode.frames.tobytes() == ids.frames.tobytes()
+                used.append(group[0].group_id)
+            version[0] = v + 1
+            learner.report_version(v + 1)
+        status = learner.status()
+        learner.stop()
+        for actor in actors:
+            actor.join(15)
+            assert not actor.is_alive(), "the stop did not reach an actor"
+        served.thread.join(3)
+        assert not served.thread.is_alive(), "the replay waits for actors that left"
+        learner.close()
+    assert len(used) == len(set(used)) == 2 * updates
+    assert set(used) <= set(pushed["a"] + pushed["b"])
+    assert all(pushed.values()), "both actors took part"
+    assert status[s.WIRE_BYTES] > 0
+    assert status[s.WIRE_ERRORS] == status[m.DUPLICATES] == status[m.DROPPED_INVALID] == 0
+    assert status[m.EPISODES] >= 2 * len(used)
+
+
+def test_a_killed_replay_loses_nothing_and_uses_nothing_twice(tmp_path: Path, endpoint: str) -> None:
+    server = start_server(tmp_path, endpoint)
+    learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+    try:
+        with pytest.raises(SampleTimeout):  # Introduces the learner.
+            learner.sample(groups=1, version=0, timeout=0.5)
+        stored, half = acquire(actor), acquire(actor)
+        push_group(actor, stored, "actor-0", 0)
+        until(actor, 0)
+        first = make_episode(half.number, 0, versions=(0,))
+        actor.push(first)
+        until(actor, 1)
+        kill(server)
+        second = make_episode(half.number, 1, versions=(0,))
+        actor.push(second)  # While nobody listens.
+        server = start_server(tmp_path, endpoint)
+        until(actor, 0)
+        learner.status()  # The restarted replay grants nothing before it heard from the learner.
+        third = acquire(actor)
+        assert third.number == 2, "the restarted replay knows what was granted"
+        batch = learner.sample(groups=1, version=0, timeout=15.0)
+        kill(server)
+        server = start_server(tmp_path, endpoint)
+        batch += learner.sample(groups=1, version=0, timeout=15.0)
+        assert [group[0].group_id for group in batch] == ["00000000", "00000001"]
+        assert_same(batch[1][0], first)
+        assert_same(batch[1][1], second)
+        with pytest.raises(SampleTimeout, match=r"0 groups ready, 1 in flight"):
+            learner.sample(groups=1, version=0, timeout=0.2)
+    finally:
+        learner.stop()
+        learner.close()
+        actor.close(1.0)
+        server.wait(10)
+        kill(server)
+
+
+def test_an_episode_sent_twice_is_recognised(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        grant = acquire(actor)
+        push_group(actor, grant, "actor-0", 0)
+        until(actor, 0)
+        push_group(actor, grant, "actor-0", 0)
+        until(actor, 0)
+        status = learner.status()
+        assert status[m.DUPLICATES] == 2
+        assert status[m.EPISODES] == 2
+        assert status[m.GROUPS_READY] == 1
+        actor.close(1.0)
+        learner.close()
+
+
+def test_the_deadline_of_a_sample_says_what_the_replay_holds(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        push_group(actor, acquire(actor), "actor-0", 0)
+        actor.push(make_episode(acquire(actor).number, 0, versions=(0,)))
+        until(actor, 1)
+        expected = (
+            "holds 1 groups ready, 1 in flight with 1 episodes; episodes dropped: none; "
+            "actors seen: actor-0; version 0, credit for 2 more groups"
+        )
+        with pytest.raises(SampleTimeout, match=expected):
+            learner.sample(groups=2, version=0, timeout=0.3)
+        with pytest.raises(ReplayError, match="1 episodes of actor 'actor-0' were not acknowledged"):
+            actor.close(0.3)
+        learner.close()
+
+
+def test_a_batch_that_comes_after_the_timeout_is_not_lost(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        with pytest.raises(SampleTimeout):
+            learner.sample(groups=1, version=0, timeout=0.3)
+        push_group(actor, acquire(actor), "actor-0", 0)
+        until(actor, 0)  # Given away now, while the learner does not wait.
+        batch = learner.sample(groups=1, version=0, timeout=10.0)
+        assert [group[0].group_id for group in batch] == ["00000000"]
+        actor.close(1.0)
+        learner.close()
+
+
+def test_without_a_replay_the_learner_says_so(endpoint: str) -> None:
+    learner = ZmqLearnerPort(endpoint)
+    with pytest.raises(SampleTimeout, match="does not answer"):
+        learner.sample(groups=1, version=0, timeout=0.1)
+    learner.close()
+
+
+def test_an_actor_with_a_full_window_waits(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0", window=1)
+        learner.status()
+        grant = acquire(actor)
+        actor.push(make_episode(grant.number, 0, versions=(0,)))
+        assert actor.acquire_group(0.2) is None
+        actor.push(make_episode(grant.number, 1, versions=(0,)))
+        assert acquire(actor).number == 1
+        actor.close(1.0)
+        learner.close()
+
+
+def test_no_group_is_granted_before_the_learner_said_its_version(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        actor = ZmqActorPort(endpoint, "actor-0")
+        assert actor.acquire_group(0.3) is None
+        learner = ZmqLearnerPort(endpoint, version=5)
+        learner.status()
+        grant = acquire(actor)
+        assert (grant.number, grant.min_version) == (10, 4)
+        actor.close(1.0)
+        learner.close()
+
+
+def test_invalid_messages_are_answered_counted_and_survived(tmp_path: Path, endpoint: str) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with Served(tmp_path, endpoint):
+        stranger = connect_dealer(context, endpoint, b"stranger")
+        hello = encode("hello", role="king", name="x", session="y", version=0)
+        for frames in ([b"garbage!!"], [b""] * 40, [bytes(hello[0])[:-1] + b"x"], hello):
+            stranger.send_multipart(frames)
+            assert stranger.poll(5000)
+            assert decode(stranger.recv_multipart()).kind == "refused"
+        stranger.send_multipart(encode("stop"))  # Not introduced: not obeyed.
+        assert stranger.poll(5000)
+        assert decode(stranger.recv_multipart()).fields["known"] is False
+        learner = ZmqLearnerPort(endpoint)
+        assert learner.status()[s.WIRE_ERRORS] == 4
+        learner.close()
+        context.destroy(linger=0)
+
+
+def test_an_episode_whose_last_receipt_was_lost_is_settled_later(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.replay.outbox.HELD_RESEND_AFTER", 0.2)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    replay, actor = bind_router(context, endpoint), ZmqActorPort(endpoint, "actor-0")
+    answer(replay, actor, "hello", reply="welcome", boot="b", known=True)
+    episode = make_episode(0, 0)
+    actor.push(episode)
+    receipt = {"reply": "receipt", "episode_id": episode.episode_id, "reason": ""}
+    answer(replay, actor, "episode", status="held", **receipt)
+    until(actor, 1)  # Its group becomes complete, but the receipt gets lost.
+    answer(replay, actor, "episode", status="duplicate", **receipt)
+    until(actor, 0)
+    actor.close(1.0)
+    context.destroy(linger=0)
+
+
+def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
+) -> None:
+    service, socket, _ = scripted
+    socket.deaf = {b"b"}
+    socket.say(b"b", "acquire", turn=0)
+    service.turn(0)  # Granted, but b did not hear of it.
+    socket.deaf = set()
+    socket.say(b"a", "acquire", turn=0)
+    service.turn(0)
+    socket.say(b"b", "acquire", turn=0)
+    service.turn(0)
+    assert (socket.grants(b"a"), socket.grants(b"b")) == ([], [0])
+
+
+def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:
+    """An actor that hangs loses its group after the deadline, and another one gets the credit."""
+    service, socket, clock = scripted
+    for turn in (0, 1):
+        socket.say(b"a", "acquire", turn=turn)
+        service.turn(0)
+    assert socket.grants(b"a") == [0]
+    for _ in range(5):
+        clock.now += 7.0  # In all 35 s; the deadline is 30 s.
+        socket.say(b"b", "acquire", turn=0)
+        service.turn(0)
+    assert (socket.grants(b"a"), socket.grants(b"b")) == ([0], [1])
+    socket.say(b"a", "acquire", turn=1)
+    service.turn(0)
+    assert service.core.limiter.credit == 0
+    assert socket.grants(b"a") == [0], "it asks again, but somebody else has the credit now"
+
+
+def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
+) -> None:
+    service, socket, clock = scripted
+    socket.say(b"a", "report", readings={s.ACTOR_WORLD.name: 0.5, s.ACTOR_MEMORY.name: 5e9})
+    socket.say(b"b", "report", readings={s.ACTOR_WORLD.name: 7.0, s.ACTOR_MEMORY.name: 2e9})
+    service.turn(0)
+    status = service.core.status()
+    assert (status[s.ACTOR_WORLD], status[s.ACTOR_MEMORY]) == (0.75, 5e9), "mean of shares, largest peak"
+    socket.say(b"a", "bye")
+    service.turn(0)
+    assert service.core.status()[s.ACTOR_MEMORY] == 2e9
+    clock.now += 1000.0
+    assert s.ACTOR_MEMORY not in service.core.status(), "nor do the silent count"
+
+
+def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:
+    service, socket, _ = scripted
+    socket.say(b"a", "report", readings={m.EPISODES.name: 1e9})
+    service.turn(0)
+    to, message = socket.sent[-1]
+    assert (to, message.kind) == (b"a", "refused")
+    assert "do not report 'replay/episodes'" in message["reason"]
+    assert service.core.status()[m.EPISODES] == 0
+
+
+def test_an_endpoint_in_use_elsewhere_is_named() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    taken = context.socket(zmq.REP)
+    port = taken.bind_to_random_port("tcp://127.0.0.1")
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+        serve_replay(InertCore(), f"tcp://127.0.0.1:{port}")  # type: ignore[arg-type]
+    context.destroy(linger=0)
+
+
+class InertCore:
+    """A core that is only closed."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
+    core = open_replay(tmp_path, CONFIG)
+    actor = InlineActorPort(core)
+
+    def imagine() -> None:
+        actor.serve()
+        grant = actor.acquire_group(1.0)
+        if grant is not None:
+            push_group(actor, grant, "whoever", grant.min_version)
+
+    learner = InlineLearnerPort(core, imagine=imagine)
+    numbers = []
+    for version in range(3):
+        batch = learner.sample(groups=2, version=version, timeout=10.0)
+        numbers += [int(group[0].group_id) for group in batch]
+        learner.report_version(version + 1)
+    assert numbers == [0, 1, 2, 3, 4, 5]
+    actor.report({s.ACTORS_WAITING: 0.25})
+    status = learner.status()
+    assert status[m.EPISODES] == 12
+    assert status[s.ACTORS_WAITING] == 0.25
+    with pytest.raises(SampleTimeout, match="holds 0 groups ready"):
+        InlineLearnerPort(core, version=3).sample(groups=2, version=3, timeout=0.0)
+    learner.stop()
+    with pytest.raises(RunStopped):
+        actor.acquire_group(0.0)
+    actor.close(0.0)
+    learner.close()

@@ -1,0 +1,311 @@
+"""A disk that is really full: a tmpfs of 8 MB, mounted in a namespace of its own where that is allowed.
+
+Each scene is a function of this module that runs in a child process with the small disk's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.errors import DiskFull, ReplayError
+from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.observability import metrics_replay as m
+from asyncrl.records import Episode
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.files import writer
+from asyncrl.replay.files.reader import read_group
+from asyncrl.replay.ledger import SPARE_BYTES, Ledger
+from asyncrl.replay.replay import open_replay
+from asyncrl.replay.server import serve_replay
+from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay_tools.commands import run_inspection
+from support import child_environment
+from support.episodes import assert_same, make_episode
+from support.replay import Clock, fill, make_core, make_limiter
+
+PAGE = 4096
+MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
+WIDE = TrainConfig(
+    algorithm=AlgorithmSettings(group_size=2, groups_per_update=16),
+    replay=ReplaySettings(max_lag=1, group_deadline=60.0),
+)
+
+
+def on_a_small_disk(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a namespace in which `folder` is a disk of 8 MB."""
+    whole = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNT, str(folder), *command]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=120, env=child_environment())
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[[Callable[[Path], None]], str]:
+    """Play a scene on a small disk; returns what it printed."""
+    try:
+        probe = on_a_small_disk(tmp_path, "true")
+    except FileNotFoundError as error:
+        pytest.skip(f"no small disk can be made here: {error}")
+    if probe.returncode:
+        pytest.skip(f"mounting in a user namespace is not allowed here: {probe.stderr.strip()}")
+
+    def play(scene: Callable[[Path], None]) -> str:
+        done = on_a_small_disk(tmp_path, sys.executable, __file__, scene.__name__, str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return play
+
+
+def free(folder: Path) -> int:
+    about = os.statvfs(folder)
+    return about.f_bavail * about.f_frsize
+
+
+def leave(folder: Path, nbytes: int) -> Path:
+    """Write the ballast anew so that exactly `nbytes` (whole pages) are free."""
+    ballast = folder / "ballast"
+    ballast.unlink(missing_ok=True)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free(folder) - nbytes)
+    assert free(folder) == nbytes
+    return ballast
+
+
+def open_files(folder: Path) -> list[str]:
+    """Files in `folder` that this process holds open, deleted ones too."""
+    found = []
+    for handle in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(str(handle.readlink()))
+        except FileNotFoundError:  # The one that lists them.
+            continue
+    return [path for path in found if path.startswith(str(folder))]
+
+
+class Actor:
+    """Imagines groups, `left` more, as long as it runs; knows which episodes were acknowledged."""
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self.pushed: dict[str, tuple[int, int]] = {}
+        """Episode id -> group and member."""
+        self.acknowledged: set[str] = set()
+        self.left = 1000
+        self._stop, self._name = threading.Event(), name
+        self._port = ZmqActorPort(endpoint, name)
+        self.thread = threading.Thread(target=self._work)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            grant = self._port.acquire_group(0.05) if self.left else self._port.serve()
+            if grant is not None:
+                self.left -= 1
+                for member in range(2):
+                    episode = big(grant.number, member, actor=self._name)
+                    self.pushed[episode.episode_id] = (grant.number, member)
+                    self._port.push(episode)
+            self.acknowledged = self.pushed.keys() - self._port._outbox._items.keys()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.thread.join(20)
+        self._port.close(10.0)
+
+
+def big(number: int, member: int, actor: str = "actor-0") -> Episode:
+    """An episode of about 200 kB."""
+    return make_episode(number, member, versions=(0,) * 5, image=105, actor=actor)
+
+
+def wait_for(what: Callable[[], bool], name: str, deadline: float = 30.0) -> float:
+    """Seconds until `what` holds."""
+    begin = time.monotonic()
+    while not what():
+        assert time.monotonic() - begin < deadline, f"waited {deadline:g} s for {name}"
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def two_actors_fill_the_disk(disk: Path) -> None:
+    lines, stop, ready, folder = list[str](), threading.Event(), threading.Event(), disk / "replay"
+    ballast = leave(disk, 5 << 20)
+    endpoint = ipc_endpoint(private_folder())
+    core = open_replay(folder, WIDE, lines.append)
+    served = threading.Thread(
+        target=serve_replay, args=(core, endpoint), kwargs={"stop_event": stop, "ready": ready.set}
+    )
+    served.start()
+    assert ready.wait(10)
+    learner = ZmqLearnerPort(endpoint)
+    learner.status()
+    actors = [Actor(endpoint, f"actor-{n}") for n in range(2)]
+    wait_for(lambda: learner.status()[m.DISK_WAITING] > 1.0, "a full disk")
+    granted = core.limiter.next_number
+    held = [number for number in core.limiter.open if core.limiter.complete(number)]
+    assert held
+    assert len(lines) == 1
+    assert "waiting for disk space, actors get no new groups" in lines[0]
+    assert "--replay.max-gigabytes" in lines[0]
+    check_readable(folder, actors)
+    wait_for(lambda: learner.status()[m.DISK_WAITING] > 4.0, "a longer wait")
+    assert core.limiter.next_number == granted, "nothing is granted while the disk is full"
+    assert set(held) <= core.limiter.open.keys(), "nothing that was held is given up"
+
+    for actor in actors:
+        actor.left = 2  # More would fill the disk again.
+    ballast.unlink()
+    resumed = wait_for(lambda: core.limiter.next_number > granted, "work after space returned")
+    print(f"goes on {resumed:.2f} s after space returned")
+    wait_for(lambda: "goes on after" in lines[-1], "the message that it goes on")
+    wait_for(lambda: core.store.group_files.keys() >= set(held), "the groups that waited")
+    for actor in actors:
+        actor.stop()
+    learner.close()
+    stop.set()
+    served.join(20)
+    check_readable(folder, actors)
+    assert run_inspection(["verify", str(folder)]) == 0
+
+
+def check_readable(folder: Path, actors: list[Actor]) -> None:
+    """Every acknowledged episode is in a sealed file, bit for bit."""
+    acknowledged = {x: actor.pushed[x] for actor in actors for x in actor.acknowledged}
+    assert acknowledged, "a check of nothing"
+    for episode_id, (number, member) in acknowledged.items():
+        found = read_group(folder / f"group-{number:08d}.h5")[member]
+        assert found.episode_id == episode_id
+        assert found.frames.tobytes() == big(number, member).frames.tobytes()
+
+
+def test_actors_fill_the_disk_and_go_on_when_space_returns(play: Callable[..., str]) -> None:
+    said = play(two_actors_fill_the_disk)
+    assert float(said.split("goes on ")[1].split()[0]) < 3.0
+
+
+def every_amount_of_free_space(disk: Path) -> None:
+    """A group is stored whole or not at all, whatever is free; also when nobody asked before."""
+    members = [make_episode(0, member, versions=(0,) * 5, image=40) for member in range(2)]
+    store = EpisodeStore(disk / "replay", group_size=2, max_bytes=10**9, warn=print)
+    for ask in (True, False):
+        if not ask:
+            never = ModuleType("os")
+            never.__dict__.update(os.__dict__, posix_fallocate=lambda handle, offset, length: None)
+            writer.os = never  # pyright: ignore[reportPrivateImportUsage]
+        outcomes = []
+        for pages in range(48):
+            leave(disk, pages * PAGE)
+            outcomes.append(seals(store, members, pages * PAGE))
+        assert outcomes == sorted(outcomes), "with more space than was enough it is enough"
+        print(f"enough with {outcomes.index(True) * PAGE} bytes free, not with less; asked first: {ask}")
+    store.close()
+
+
+def seals(store: EpisodeStore, members: list[Episode], space: int) -> bool:
+    """Try to seal group 0 and delete it again; when it cannot be stored, nothing of it is left."""
+    before = open_files(store.folder)
+    names = sorted(path.name for path in store.folder.iterdir())
+    try:
+        group_file = store.store_group(0, members)
+    except DiskFull:
+        assert not store.group_files
+        assert sorted(path.name for path in store.folder.iterdir()) == names
+        assert free(store.folder) == space, "space is lost to a file that is still open"
+        assert open_files(store.folder) == before
+        return False
+    for found, made in zip(read_group(group_file.path), members, strict=True):
+        assert_same(found, made)
+    store.remove(0)
+    return True
+
+
+def test_a_group_is_stored_whole_or_not_at_all_whatever_is_free(play: Callable[..., str]) -> None:
+    assert play(every_amount_of_free_space).count("enough with") == 2
+
+
+def the_ledger_fills_the_disk(disk: Path) -> None:
+    """Lines are durable until the spare space is used up too; then it says so, and no line is lost."""
+    ledger = Ledger(disk / "ledger.log", print)
+    spare = disk / "ledger.spare"
+    leave(disk, PAGE)
+    written, line = 0, "x" * 1000
+    while spare.exists():
+        ledger.append(refused=line, n=written)
+        written += 1
+    assert 1 <= written <= 6
+    written = append_until_refused(ledger, line, written)
+    size = (disk / "ledger.log").stat().st_size
+    assert SPARE_BYTES - 4 * PAGE < size < SPARE_BYTES + 4 * PAGE
+    ledger.close()
+    again = Ledger(disk / "ledger.log", print)
+    assert [entry["n"] for entry in list(again.read())] == list(range(written))
+    assert not spare.exists() or not spare.stat().st_size
+    (disk / "ballast").unlink()
+    again.keep_spare()
+    assert spare.stat().st_size == SPARE_BYTES
+    again.append(refused="after")
+    again.close()
+    assert list(Ledger(disk / "ledger.log", print).read())[-1] == {"refused": "after"}
+
+
+def append_until_refused(ledger: Ledger, line: str, begin: int) -> int:
+    """Append lines; the number of the one that the disk did not take."""
+    for n in range(begin, 5000):
+        try:
+            ledger.append(refused=line, n=n)
+        except ReplayError:
+            return n
+    raise AssertionError("the disk never became full")
+
+
+def test_the_ledger_uses_its_spare_space_and_loses_no_line(play: Callable[..., str]) -> None:
+    play(the_ledger_fills_the_disk)
+
+
+def decisions_without_space(disk: Path) -> None:
+    """Uses and drops are noted while groups wait, and a restart knows them."""
+    folder, clock = disk / "replay", Clock()
+    core = make_core(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
+    core.begin("learner", 0)
+    for turn in range(2):
+        core.grant("actor-0", turn)
+    fill(core, 0, (0,))
+    leave(disk, 0)
+    assert fill(core, 1, (0,)) == ["held", "held"]
+    batch = core.sample(1, 0, "r")
+    assert batch is not None
+    core.set_version(1)
+    core.close()
+    again = make_core(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
+    assert again.limiter.used_at == {0: (0,)}
+    assert again.limiter.closed[1] == "dropped_lag"
+    again.close()
+
+
+def test_decisions_are_noted_while_groups_wait(play: Callable[..., str]) -> None:
+    play(decisions_without_space)
+
+
+def a_new_run_without_space(disk: Path) -> None:
+    """A run that cannot begin says what to do, and begins once there is space."""
+    leave(disk, 0)
+    with pytest.raises(ReplayError, match="disk space"):
+        EpisodeStore(disk / "replay", group_size=2, max_bytes=10**9)
+    (disk / "ballast").unlink()
+    EpisodeStore(disk / "replay", group_size=2, max_bytes=10**9).close()
+
+
+def test_a_run_that_finds_no_space_says_so(play: Callable[..., str]) -> None:
+    play(a_new_run_without_space)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,262 @@
+"""The store: what was acknowledged is readable, what is readable is whole."""
+
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl.errors import ReplayError
+from asyncrl.replay.files import format
+from asyncrl.replay.files.format import read_group_file
+from asyncrl.replay.files.reader import read_group
+from asyncrl.replay.files.writer import write_group
+from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.store import EpisodeStore
+from support import child_environment
+from support.episodes import assert_same
+from support.replay_store import group_of, open_store
+
+
+def test_a_group_comes_back_exactly(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.store_group(3, group_of(3)[::-1])
+    store.close()
+    store = open_store(tmp_path)
+    loaded = store.load(3)
+    assert loaded is not None
+    for one, other in zip(loaded, group_of(3), strict=True):
+        assert_same(one, other)
+    group_file = store.group_files[3]
+    assert (group_file.oldest_version, group_file.newest_version) == (3, 4)
+    assert group_file.attributes["successes"] == 1
+    assert all(store.holds(3, episode.episode_id) for episode in loaded)
+    store.close()
+
+
+def test_any_hdf5_tool_reads_a_file_without_our_types(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    path = store.store_group(0, group_of(0)).path
+    store.close()
+    file: Any
+    with h5py.File(path, "r") as file:
+        assert file.attrs["format"] == b"asyncrl-replay"
+        assert file["frames"].shape == (3, 4, 4, 3)
+        assert file["final_frame"].shape == (2, 4, 4, 3)
+        assert file["frames"].attrs["letters"] == b"N,H,W,3"
+        assert file["episodes"]["N_end"].tolist() == [1, 3]
+        assert file["episodes"]["M_end"].tolist() == [0, 16]
+        for dataset in file.values():
+            kinds = {dataset.dtype[name].kind for name in dataset.dtype.names or ()} or {dataset.dtype.kind}
+            assert kinds <= set("iufS")
+            assert dataset.compression is None
+
+
+def test_a_new_file_never_replaces_another(tmp_path: Path) -> None:
+    write_group(tmp_path / "x.h5", 0, group_of(0))
+    with pytest.raises(FileExistsError):
+        write_group(tmp_path / "x.h5", 0, group_of(0))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "flipped"])
+def test_a_damaged_file_goes_to_quarantine_and_the_rest_stays(tmp_path: Path, damage: str) -> None:
+    store = open_store(tmp_path)
+    whole = store.store_group(0, group_of(0)).path.read_bytes()
+    store.store_group(1, group_of(1))
+    store.close()
+    path = tmp_path / "group-00000000.h5"
+    frames = group_of(0)[0].frames.tobytes()
+    at = whole.index(frames)
+    path.write_bytes(
+        {
+            "cut": whole[: len(whole) // 2],
+            "empty": b"",
+            "garbage": b"\x89HDF\r\n\x1a\n" + bytes(range(256)) * 4,
+            "flipped": whole[:at] + bytes([frames[0] ^ 1]) + whole[at + 1 :],
+        }[damage]
+    )
+    warnings: list[str] = []
+    store = open_store(tmp_path, warnings)
+    assert 1 in store.group_files
+    if damage == "flipped":  # Found when it is read, not when the folder is opened.
+        assert store.load(0) is None
+    assert 0 not in store.group_files
+    assert [p.name for p in (tmp_path / "quarantine").iterdir()] == [path.name]
+    assert len(warnings) == 1
+    assert "damaged" in warnings[0]
+    loaded = store.load(1)
+    assert loaded is not None
+    assert_same(loaded[1], group_of(1)[1])
+    store.close()
+
+
+def test_every_flipped_byte_of_content_is_noticed(tmp_path: Path) -> None:
+    write_group(tmp_path / "x.h5", 0, group_of(0, image=1))
+    whole = (tmp_path / "x.h5").read_bytes()
+    with h5py.File(tmp_path / "x.h5", "r") as file:
+        places = [
+            dataset.id.get_offset() + i
+            for dataset in file.values()
+            for i in range(0, dataset.nbytes, max(1, dataset.nbytes // 12))
+        ]
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place] ^= 0x10
+        (tmp_path / "y.h5").write_bytes(flipped)
+        with pytest.raises(ReplayError, match="checksum"):
+            read_group(tmp_path / "y.h5")
+
+
+def test_unfinished_files_are_removed(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    (tmp_path / "group-00000007.h5.tmp").write_bytes(b"half")
+    store = open_store(tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert not store.group_files
+    store.close()
+
+
+def test_the_oldest_expendable_groups_are_deleted_beyond_the_limit(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    size = store.store_group(0, group_of(0)).size
+    for number in (1, 2, 3):
+        store.store_group(number, group_of(number))
+    store.max_bytes = 2 * size
+    assert store.trim([3, 1, 0]) == [0, 1]
+    assert store.trim([3]) == []
+    assert sorted(p.name for p in tmp_path.glob("*.h5")) == ["group-00000002.h5", "group-00000003.h5"]
+    store.close()
+
+
+def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(ReplayError, match="another process"):
+        open_store(tmp_path)
+    store.close()
+    open_store(tmp_path).close()
+
+
+def test_another_group_size_or_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    path = store.store_group(0, group_of(0)).path
+    store.close()
+    with pytest.raises(ReplayError, match="group_size 2, this run has 4"):
+        EpisodeStore(tmp_path, group_size=4, max_bytes=1)
+    monkeypatch.setattr(format, "SCHEMA_VERSION", 2)
+    with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 2"):
+        read_group_file(path)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ReplayError, match=r"--replay\.max-gigabytes"):
+        store.store_group(0, group_of(0))
+    assert not list(tmp_path.glob("group-*"))
+    assert not store.group_files
+    store.close()
+
+
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+from asyncrl.errors import ReplayError
+from support.replay_store import group_of, open_store
+store = open_store(Path(sys.argv[1]))
+store.ledger.append(used=[1, 2], request="", version=0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (70, 70))  # No file can become larger, as on a full disk.
+entry = {"used": [3, 4], "request": "", "version": 1}
+for write in (lambda: store.store_group(0, group_of(0)), lambda: store.ledger.append(**entry)):
+    try:
+        write()
+    except ReplayError as error:
+        print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_disk_that_becomes_full_while_writing_is_said_in_the_same_way(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "group 0 could not be written" in done.stdout, done.stderr
+    assert f"{tmp_path / 'ledger.log'} could not be written" in done.stdout, done.stderr
+    assert done.stdout.count("--replay.max-gigabytes") == 2
+    assert not list(tmp_path.glob("group-*"))
+    warnings: list[str] = []
+    ledger = Ledger(tmp_path / "ledger.log", warnings.append)
+    assert (list(ledger.read()), warnings) == ([{"used": [1, 2], "request": "", "version": 0}], [])
+    ledger.close()
+
+
+def test_a_torn_last_line_of_the_ledger_is_forgotten(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    ledger = Ledger(tmp_path / "ledger.log", warnings.append)
+    ledger.append(used=[1, 2], request="", version=0)
+    ledger.append(refused="dropped_lag")
+    ledger.close()
+    with (tmp_path / "ledger.log").open("ab") as file:
+        file.write(b'{"used":[3')
+    ledger = Ledger(tmp_path / "ledger.log", warnings.append)
+    ledger.append(refused="dropped_invalid")
+    ledger.close()
+    entries = Ledger(tmp_path / "ledger.log", warnings.append).read()
+    assert [list(entry) for entry in entries] == [["used", "request", "version"], ["refused"], ["refused"]]
+    assert not warnings
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from support.replay_store import group_of, open_store
+store = open_store(Path(sys.argv[1]))
+for number in range(max(store.group_files, default=-1) + 1, 100_000):
+    store.store_group(number, group_of(number, image=48))
+    print(number, flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_moment_loses_nothing_it_acknowledged(tmp_path: Path) -> None:
+    """Ten kills of the same folder's writer; the moments follow from the writer's own progress."""
+    moments, acknowledged = random.Random(0), set[int]()
+    for _ in range(10):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, env=child_environment()
+        )
+        assert writer.stdout is not None
+        for _ in range(moments.randint(1, 6)):
+            acknowledged.add(int(writer.stdout.readline()))
+        multiprocessing.Event().wait(moments.uniform(0, 0.02))  # Into the middle of the next file.
+        writer.kill()
+        acknowledged |= {int(line) for line in writer.stdout if line.endswith(b"\n")}
+        writer.stdout.close()
+        writer.wait(10)
+    warnings: list[str] = []
+    store = open_store(tmp_path, warnings)
+    assert not warnings
+    assert not (tmp_path / "quarantine").exists()
+    assert acknowledged <= store.group_files.keys()
+    assert len(store.group_files) - len(acknowledged) <= 10, (
+        "at most one stored, not yet acknowledged, per kill"
+    )
+    for number in store.group_files:
+        loaded = store.load(number)
+        assert loaded is not None
+        np.testing.assert_array_equal(loaded[1].video, group_of(number, image=48)[1].video)
+    store.close()

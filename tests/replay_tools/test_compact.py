@@ -1,0 +1,255 @@
+"""`asyncrl replay compact`: smaller files with the same episodes, for every reader."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl.errors import CodecMissing, ReplayError
+from asyncrl.replay.files import compression
+from asyncrl.replay.files.format import GroupFileParts, get_dataset
+from asyncrl.replay.files.reader import Buffers, GroupReader, read_group, read_layout
+from asyncrl.replay_tools import cleanup
+from asyncrl.replay_tools.commands import run_inspection
+from support.episodes import assert_same
+from support.format_page import run_program
+from support.recorded_run import IDS, episode_of, make_run, open_store
+
+HAS_PLUGIN = importlib.util.find_spec("hdf5plugin") is not None
+CLOSED, WAITS = (0, 1, 3), 2
+"""The groups of `make_run` that were used, filtered or dropped; the one that waits."""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path)
+
+
+def file_of(run: Path, number: int) -> Path:
+    return run / "replay" / f"group-{number:08d}.h5"
+
+
+def compact(run: Path, *flags: str) -> int:
+    return run_inspection(["compact", str(run), *flags])
+
+
+def is_compressed(path: Path) -> bool:
+    return cleanup.codec_in(path) is not None
+
+
+def test_closed_groups_are_compressed_and_every_episode_stays_as_it_was(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inode = file_of(run_dir, WAITS).stat().st_ino
+    assert compact(run_dir) == 0
+    assert "compressed 3 of 4 groups with gzip" in capsys.readouterr().out
+    for number in range(4):
+        assert is_compressed(file_of(run_dir, number)) == (number in CLOSED)
+        for member, found in enumerate(read_group(file_of(run_dir, number))):
+            assert_same(found, episode_of(number, member))
+    assert file_of(run_dir, WAITS).stat().st_ino == inode, "a group that waits is not touched"
+    assert not list((run_dir / "replay").glob("*.tmp"))
+    assert compact(run_dir) == 0
+    assert "compressed 0 of 4 groups" in capsys.readouterr().out
+    assert compact(run_dir, "--all") == 0
+    assert is_compressed(file_of(run_dir, WAITS))
+
+
+def test_only_the_images_are_compressed(run_dir: Path) -> None:
+    with h5py.File(file_of(run_dir, 0)) as file:
+        before = {name: {key: np.array(value) for key, value in x.attrs.items()} for name, x in file.items()}
+        root = {key: np.array(value) for key, value in file.attrs.items()}
+    compact(run_dir)
+    with h5py.File(file_of(run_dir, 0)) as file:
+        assert {name for name in map(str, file) if get_dataset(file, name).chunks} == set(cleanup.IMAGES)
+        frames = get_dataset(file, "frames")
+        assert frames.chunks == (4, *frames.shape[1:]), "up to 8 images"
+        after = {name: {key: np.array(value) for key, value in x.attrs.items()} for name, x in file.items()}
+        assert repr(after) == repr(before), "types of attributes too"
+        assert repr({key: np.array(value) for key, value in file.attrs.items()}) == repr(root)
+
+
+@pytest.mark.parametrize("flags", [[], ["--all"]], ids=["mixed", "all"])
+def test_every_reader_works_on_a_compacted_run(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    commands = [["list"], ["show", "0123"], ["stats", "--json"], ["verify"]]
+
+    def said() -> list[str]:
+        found = []
+        for name, *rest in commands:
+            assert run_inspection([name, str(run_dir), *rest]) == 0
+            found.append(capsys.readouterr().out)
+        return found
+
+    before = said()
+    assert compact(run_dir, *flags) == 0
+    capsys.readouterr()
+    assert said() == before
+    out = run_dir / "out"
+    out.mkdir()
+    assert run_inspection(["video", str(run_dir), "0123", "--out", str(out)]) == 0
+    assert run_inspection(["sheet", str(run_dir), "--out", str(out / "sheet.png")]) == 0
+    assert run_inspection(["export", str(run_dir), "--format", "robomimic", "--out", str(out / "x.h5")]) == 0
+    for _ in range(2):  # First by the files, then by the index that was written anew.
+        store = open_store(run_dir)
+        assert sorted(store.group_files) == [0, 1, 2, 3]
+        buffers = Buffers()
+        for number in (3, 0, 2, 0):
+            members = store.load(number, buffers=buffers)
+            assert members is not None
+            for member, found in enumerate(members):
+                assert_same(found, episode_of(number, member))
+        store.close()
+
+
+def test_a_stranger_reads_a_compacted_file(run_dir: Path) -> None:
+    compact(run_dir)
+    done = run_program(str(file_of(run_dir, 0)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(IDS[0][0])
+
+
+def test_the_places_of_small_arrays_need_no_decoder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compact(run_dir)
+    monkeypatch.setattr("asyncrl.replay.files.reader.read_compressed", None)
+    found = GroupReader().read(file_of(run_dir, 0), ["rewards"])
+    assert found[0].rewards.tobytes() == episode_of(0, 0).rewards.tobytes()
+
+
+def knowing(path: Path, layout: GroupFileParts) -> GroupReader:
+    """A reader that found the file sound before."""
+    reader = GroupReader()
+    reader.remember(path, layout)
+    return reader
+
+
+def test_a_flipped_bit_anywhere_is_found_before_a_decoder_sees_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compact(run_dir)
+    path = file_of(run_dir, 0)
+    whole = path.read_bytes()
+    layout = read_layout(path)
+    written = path.stat().st_mtime_ns
+
+    def never(*_: object) -> None:
+        raise AssertionError("libhdf5 was given a damaged file")
+
+    with monkeypatch.context() as opened:
+        opened.setattr(h5py, "File", never)
+        for place in range(0, len(whole), max(1, len(whole) // 500)):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+            os.utime(path, ns=(written, written))  # As a bit that flips on the disk: it is the same file.
+            with pytest.raises(ReplayError, match="damaged"):
+                read_group(path)
+            with pytest.raises(ReplayError, match="damaged"):
+                knowing(path, layout).read(path)
+    path.write_bytes(whole)
+    read_group(path)
+
+
+def test_a_live_run_is_left_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(run_dir)
+    assert compact(run_dir) == 2
+    assert "written by a live run" in capsys.readouterr().err
+    assert compact(run_dir, "--dry-run") == 0
+    assert "would compress 3 of 4 groups" in capsys.readouterr().out
+    store.close()
+    assert compact(run_dir, "--dry-run") == 0
+    assert not any(is_compressed(file_of(run_dir, number)) for number in range(4))
+
+
+def test_a_damaged_file_is_reported_and_left(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file_of(run_dir, 0)
+    content = path.read_bytes()
+    place = content.index(episode_of(0, 0).frames.tobytes())
+    damaged = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    path.write_bytes(damaged)
+    assert compact(run_dir) == 1
+    said = capsys.readouterr()
+    assert "checksum of frames does not match" in said.err
+    assert "cannot be read (1)" in said.out
+    assert path.read_bytes() == damaged
+    assert is_compressed(file_of(run_dir, 1)), "the others are compressed"
+
+
+def test_what_was_written_wrongly_never_replaces_a_file(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, before = cleanup._copy, file_of(run_dir, 0).read_bytes()
+
+    def wrong(old: h5py.File, new: h5py.File, settings: dict[str, object]) -> None:
+        copy(old, new, settings)
+        get_dataset(new, "frames")[0, 0, 0] ^= 1
+
+    monkeypatch.setattr(cleanup, "_copy", wrong)
+    assert compact(run_dir) == 1
+    assert "checksum of frames does not match" in capsys.readouterr().err
+    assert file_of(run_dir, 0).read_bytes() == before
+    assert not list((run_dir / "replay").glob("*.tmp"))
+
+
+def test_what_a_killed_attempt_left_is_replaced(run_dir: Path) -> None:
+    left = file_of(run_dir, 0).with_suffix(".h5.tmp")
+    left.write_bytes(b"half of a file")
+    assert compact(run_dir) == 0
+    assert not left.exists()
+    assert is_compressed(file_of(run_dir, 0))
+
+
+def test_a_full_disk_leaves_the_old_file(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = file_of(run_dir, 0).read_bytes()
+    monkeypatch.setattr(cleanup, "sync", full)
+    assert compact(run_dir) == 2
+    assert "Free disk space" in capsys.readouterr().err
+    assert file_of(run_dir, 0).read_bytes() == before
+    assert not list((run_dir / "replay").glob("*.tmp"))
+
+
+def test_an_unknown_codec_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compact(run_dir, "--codec", "zip")
+    assert "zstd" in capsys.readouterr().err
+
+
+def test_a_codec_that_is_not_installed_names_the_extra(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compression, "find_spec", lambda name: None)
+    assert compact(run_dir, "--codec", "zstd") == 2
+    assert "asyncrl[compression]" in capsys.readouterr().err
+    assert not is_compressed(file_of(run_dir, 0))
+
+
+def test_a_file_whose_codec_is_not_installed_is_not_taken_for_damaged(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compact(run_dir)
+    monkeypatch.setattr(h5py.h5z, "filter_avail", lambda number: False)
+    monkeypatch.setattr(compression, "find_spec", lambda name: None)
+    store = open_store(run_dir)
+    with pytest.raises(CodecMissing, match=r"asyncrl\[compression\]"):
+        store.load(0)
+    assert file_of(run_dir, 0).exists(), "it is not moved to quarantine"
+    store.close()
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="hdf5plugin is not installed")
+@pytest.mark.parametrize("codec", ["zstd", "lz4", "blosc"])
+def test_plugin_codecs_keep_every_episode(run_dir: Path, codec: str) -> None:
+    assert compact(run_dir) == 0
+    assert compact(run_dir, "--codec", codec) == 0
+    assert cleanup.codec_in(file_of(run_dir, 0)) == codec
+    for member, found in enumerate(read_group(file_of(run_dir, 0))):
+        assert_same(found, episode_of(0, member))

@@ -1,0 +1,194 @@
+"""`asyncrl replay export`: what was written is read back with h5py and pyarrow."""
+
+import json
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl.replay_tools.commands import run_inspection
+from asyncrl.replay_tools.export import samples_of
+from asyncrl.replay_tools.lerobot import RunningStatistics
+from support.recorded_run import IDS, IMAGE, episode_of, make_run, open_store
+
+CAMERA = "observation.images.agentview"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path)
+
+
+def export(run: Path, out: Path, *flags: str) -> int:
+    kind = "robomimic" if out.suffix else "lerobot"
+    return run_inspection(["export", str(run), "--format", kind, "--out", str(out), *flags])
+
+
+def test_each_observation_is_what_was_seen_before_its_action() -> None:
+    episode = episode_of(0, 1)
+    samples = samples_of(episode, "step")
+    assert samples is not None
+    assert np.array_equal(samples.images[0], episode.frames[0])
+    assert np.array_equal(samples.images[1:], episode.video[:-1])
+    assert np.array_equal(samples.images[8], episode.frames[1]), "decision 1 acts on frame 8"
+    assert np.array_equal(samples.actions, episode.actions.reshape(16, 7))
+    assert samples.dones.tolist() == [False] * 15 + [True]
+
+
+def test_what_follows_the_success_is_left_out() -> None:
+    samples = samples_of(episode_of(0, 0), "step")
+    assert samples is not None
+    assert len(samples.images) == len(samples.actions) == len(samples.rewards) == 12
+    assert samples.rewards.tolist() == [0.0] * 11 + [1.0]
+
+
+def test_robomimic_at_the_rate_of_steps(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(run_dir)  # As on a live run.
+    assert export(run_dir, run_dir / "x.h5") == 0
+    store.close()
+    assert "2 episodes, 28 samples, one per step; 6 episodes left out" in capsys.readouterr().out
+    with h5py.File(run_dir / "x.h5") as file:
+        assert file["data"].attrs["total"] == 28
+        assert json.loads(file["data"].attrs["env_args"])["env_kwargs"]["sample"] == "step"
+        assert sorted(file["data"]) == ["demo_0", "demo_1"]
+        assert [name.decode() for name in file["mask/success"][...]] == ["demo_0"]
+        assert [name.decode() for name in file["mask/failure"][...]] == ["demo_1"]
+        demo = file["data/demo_0"]
+        assert (demo.attrs["num_samples"], demo.attrs["episode_id"]) == (12, IDS[0][0])
+        assert set(demo) == {"obs", "actions", "rewards", "dones"}
+        images = demo["obs/agentview_image"]
+        assert (images.dtype, images.shape) == (np.uint8, (12, IMAGE, IMAGE, 3))
+        assert np.array_equal(images[1:], episode_of(0, 0).video[:11])
+        assert (demo["actions"].dtype, demo["actions"].shape) == (np.float32, (12, 7))
+        assert demo["rewards"][...].tolist() == [0.0] * 11 + [1.0]
+        assert demo["dones"][...].tolist() == [0] * 11 + [1]
+
+
+def test_robomimic_at_the_rate_of_decisions_has_every_episode(run_dir: Path) -> None:
+    assert export(run_dir, run_dir / "x.hdf5", "--rate", "decision", "--task", "drawer") == 0
+    with h5py.File(run_dir / "x.hdf5") as file:
+        assert file["data"].attrs["total"] == 8
+        assert len(file["data"]) == 4
+        demo, episode = file["data/demo_1"], episode_of(2, 1)
+        assert np.array_equal(demo["obs/agentview_image"], episode.frames)
+        assert np.array_equal(demo["actions"], episode.actions[:, 0])
+        assert np.array_equal(demo["actions_chunk"], episode.actions.reshape(2, 56))
+        assert demo["rewards"][...].tolist() == [0.0, 1.0]
+        assert json.loads(file["data"].attrs["env_args"])["env_kwargs"]["sample"] == "decision"
+
+
+def test_a_mask_without_names_can_be_read(run_dir: Path) -> None:
+    assert export(run_dir, run_dir / "x.h5", "--no-success") == 0
+    with h5py.File(run_dir / "x.h5") as file:
+        assert file["mask/success"].shape == (0,)
+
+
+def test_episodes_without_video_are_not_invented(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(run_dir, run_dir / "x.h5", "--task", "drawer") == 2
+    said = capsys.readouterr().err
+    assert "--replay.keep-video-every 1" in said
+    assert "--rate decision" in said
+    assert not (run_dir / "x.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "flags"),
+    [
+        ("x.txt", []),
+        ("x", ["--rate", "decision"]),
+        ("no/x.h5", []),
+        ("replay", []),
+    ],
+)
+def test_exports_that_cannot_work_exit_with_2(run_dir: Path, out: str, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        export(run_dir, run_dir / out, *flags)
+    assert exit_info.value.code == 2
+
+
+def test_an_interrupted_export_is_noticed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "x.h5.tmp").write_bytes(b"half")
+    with pytest.raises(SystemExit):
+        export(run_dir, run_dir / "x.h5")
+    assert "was interrupted" in " ".join(capsys.readouterr().err.split())
+
+
+def test_lerobot_without_pyarrow_says_what_to_install(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.replay_tools.lerobot.find_spec", lambda name: None)
+    assert export(run_dir, run_dir / "lerobot") == 2
+    assert "pip install 'asyncrl[lerobot]'" in capsys.readouterr().err
+    assert not (run_dir / "lerobot").exists()
+
+
+def test_lerobot_folder_is_read_back(run_dir: Path) -> None:
+    pytest.importorskip("pyarrow")
+    av = pytest.importorskip("av")
+    import pyarrow.parquet as pq
+
+    out = run_dir / "lerobot"
+    assert export(run_dir, out) == 0
+    info = json.loads((out / "meta/info.json").read_text())
+    assert (info["codebase_version"], info["fps"], info["splits"]) == ("v3.0", 20, {"train": "0:2"})
+    assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (2, 28, 1)
+    assert info["features"][CAMERA]["shape"] == [IMAGE, IMAGE, 3]
+    place = {"chunk_index": 0, "file_index": 0}
+    rows = pq.read_table(out / info["data_path"].format(**place)).to_pylist()
+    assert set(rows[0]) == info["features"].keys() - {CAMERA}
+    assert [row["index"] for row in rows] == list(range(28))
+    assert [row["episode_index"] for row in rows] == [0] * 12 + [1] * 16
+    assert [row["frame_index"] for row in rows] == [*range(12), *range(16)]
+    np.testing.assert_allclose([row["timestamp"] for row in rows[:12]], np.arange(12) / 20, atol=1e-6)
+    actions = np.array([row["action"] for row in rows], np.float32)
+    assert np.array_equal(actions[:12], episode_of(0, 0).actions.reshape(-1, 7)[:12])
+    assert np.array_equal(actions[12:], episode_of(0, 1).actions.reshape(-1, 7))
+    assert [n for n, row in enumerate(rows) if row["next.done"]] == [11, 27]
+    assert [n for n, row in enumerate(rows) if row["next.success"]] == [11]
+    episodes = pq.read_table(out / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    assert [(e["dataset_from_index"], e["dataset_to_index"], e["length"]) for e in episodes] == [
+        (0, 12, 12),
+        (12, 28, 16),
+    ]
+    assert episodes[0]["tasks"] == ["put the red cube into the bowl"]
+    assert episodes[1][f"videos/{CAMERA}/from_timestamp"] == pytest.approx(0.6)
+    assert episodes[1][f"videos/{CAMERA}/to_timestamp"] == pytest.approx(1.4)
+    tasks = pq.read_table(out / "meta/tasks.parquet")
+    assert tasks.to_pylist() == [{"task_index": 0, "task": "put the red cube into the bowl"}]
+    assert json.loads(tasks.schema.metadata[b"pandas"])["index_columns"] == ["task"]
+    with av.open(str(out / info["video_path"].format(video_key=CAMERA, **place))) as container:
+        assert int(container.streams.video[0].average_rate) == 20
+        short_path = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert [frame.shape for frame in short_path] == [(IMAGE, IMAGE, 3)] * 28
+    grey = [frame.astype(float).mean(axis=2).ravel() for frame in [*short_path, episode_of(0, 1).frames[0]]]
+    alike = np.corrcoef(grey)[-1, :-1]
+    assert alike.argmax() == 12, "the second episode begins at frame 12"
+    assert alike.max() > 0.8
+    stats = json.loads((out / "meta/stats.json").read_text())
+    np.testing.assert_allclose(stats["action"]["mean"], actions.mean(axis=0), rtol=1e-4)
+    assert np.array(stats[CAMERA]["mean"]).shape == (3, 1, 1)
+
+
+def test_running_statistics_are_those_of_all_values() -> None:
+    parts = [np.random.default_rng(n).normal(size=(n + 2, 3)) for n in range(3)]
+    running = RunningStatistics()
+    for part in parts:
+        running.add(part)
+    said, whole = running.as_dict(), np.concatenate(parts)
+    for name in ("min", "max", "mean", "std"):
+        np.testing.assert_allclose(said[name], getattr(whole, name)(axis=0))
+    assert said["count"] == [len(whole)]
+
+
+def test_looking_does_not_load_the_export_packages() -> None:
+    import subprocess
+
+    check = (
+        "import sys, asyncrl.replay_tools.commands; print({'pyarrow', 'av', 'torch'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,184 @@
+"""`asyncrl replay video|sheet`: the movies and pictures show what was stored."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageSequence
+
+from asyncrl.replay_tools import video
+from asyncrl.replay_tools.commands import run_inspection
+from asyncrl.replay_tools.drawing import GREEN, INK, RED, captioned, fitted, font
+from asyncrl.replay_tools.episodes import read_rows
+from asyncrl.replay_tools.sheet import SPACE, spread
+from support.recorded_run import IMAGE, episode_of, make_run, open_store, remove_after_listing
+
+TIMES = video.WIDTH // IMAGE
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path)
+
+
+def pictures_of(path: Path) -> list[np.ndarray]:
+    """The frames of a movie, ``[H, W, 3]`` each."""
+    if path.suffix == ".gif":
+        with Image.open(path) as image:
+            return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+    av = pytest.importorskip("av")
+    with av.open(str(path)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+def shrunk(picture: np.ndarray) -> np.ndarray:
+    """The stored frame that was enlarged into the upper part of a movie's frame."""
+    return picture[: IMAGE * TIMES : TIMES, : IMAGE * TIMES : TIMES]
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".gif"])
+def test_a_kept_video_is_shown_frame_by_frame(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    if suffix == ".mp4":
+        pytest.importorskip("av")
+    out = run_dir / f"x{suffix}"
+    assert run_inspection(["video", str(run_dir), "0123", "--out", str(out)]) == 0
+    assert "every imagined frame" in capsys.readouterr().out
+    frames, episode = pictures_of(out), episode_of(0, 0)
+    assert len(frames) == 17
+    for short_path, stored in zip(frames, [episode.frames[0], *episode.video], strict=True):
+        centre = short_path[TIMES // 2 : IMAGE * TIMES : TIMES, TIMES // 2 : IMAGE * TIMES : TIMES]
+        assert np.abs(centre.astype(int) - stored).mean() < 40  # Noise, after 256 colours or compression.
+    assert all(frame.shape == frames[0].shape for frame in frames)
+    assert frames[0].shape[0] > IMAGE * TIMES, "the text stands below the picture"
+
+
+def test_without_video_the_observations_are_shown_and_it_says_so(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_dir / "x.gif"
+    assert run_inspection(["video", str(run_dir), "a", "--out", str(out)]) == 0
+    assert "3 frames" in (said := capsys.readouterr().out)
+    assert "no video was kept" in said
+    assert len(pictures_of(out)) == 3
+
+
+def test_the_drawn_frames_are_exact_and_the_edge_turns_green_at_the_success() -> None:
+    frames = [np.asarray(frame) for frame in video.movie_of(episode_of(0, 0))]
+    episode = episode_of(0, 0)
+    assert np.array_equal(shrunk(frames[0]), episode.frames[0])
+    assert all(np.array_equal(shrunk(a), b) for a, b in zip(frames[1:], episode.video, strict=True))
+    edges = [tuple(frame[-1, 0].tolist()) for frame in frames]
+    assert edges == [INK] * 12 + [GREEN] * 5  # 12 steps led to the success.
+    assert not np.array_equal(frames[1][IMAGE * TIMES :], frames[2][IMAGE * TIMES :]), "the text changes"
+
+
+def test_several_episodes_go_into_a_folder(run_dir: Path) -> None:
+    out = run_dir / "movies"
+    out.mkdir()
+    assert run_inspection(["video", str(run_dir), "a", "0123", "--out", str(out)]) == 0
+    assert {path.stem for path in out.iterdir()} == {"a" * 12, "0123" + "0" * 8}
+
+
+def test_without_pyav_it_writes_gif_and_says_how_to_get_mp4(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(video, "find_spec", lambda name: None)
+    assert run_inspection(["video", str(run_dir), "a", "--out", str(run_dir)]) == 0
+    assert "pip install 'asyncrl[video]'" in capsys.readouterr().out
+    assert len(pictures_of(run_dir / f"{'a' * 12}.gif")) == 3
+
+
+def test_mp4_without_pyav_is_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    assert run_inspection(["video", str(run_dir), "a", "--out", str(run_dir / "x.mp4")]) == 2
+    assert "needs the package av" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "b", "--out", "{run}/x.gif"], "is one file, but 2 episodes"),
+        (["a", "--out", "{run}/x.avi"], "neither an existing folder nor a name ending in"),
+        (["a", "--out", "{run}/no/x.gif"], "not in an existing folder"),
+        (["no-such", "--out", "{run}"], "no stored episode"),
+    ],
+)
+def test_movies_that_cannot_be_written_are_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run_inspection(["video", str(run_dir), *(text.format(run=run_dir) for text in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_sheet_shows_four_frames_of_each_episode(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_dir / "sheet.png"
+    store = open_store(run_dir)  # As on a live run.
+    remove_after_listing(run_dir)
+    assert run_inspection(["sheet", str(run_dir), "--out", str(out)]) == 0
+    store.close()
+    assert "2 of 2 successes, 6 of 6 failures" in capsys.readouterr().out
+    with Image.open(out) as image:
+        sheet = np.asarray(image.convert("RGB"))
+    rows, columns = np.nonzero((sheet == GREEN).all(axis=2))
+    assert columns.min() == SPACE, "successes stand at the left"
+    top = int(rows.min()) - 96  # The edge begins below the pictures of the first episode.
+    times, episode = 96 // IMAGE, episode_of(0, 0)
+    short_path = [episode.frames[0], episode.frames[0], episode.frames[1], episode.final_frame]
+    for place, frame in enumerate(short_path):
+        left = SPACE + place * (96 + 2)
+        assert np.array_equal(sheet[top : top + 96 : times, left : left + 96 : times], frame)
+    assert np.nonzero((sheet == RED).all(axis=2))[1].min() > columns.max()
+
+
+def test_the_sheet_of_one_kind_has_one_column(run_dir: Path) -> None:
+    sizes = []
+    for flags in ([], ["--success"]):
+        out = run_dir / f"sheet{len(flags)}.png"
+        assert run_inspection(["sheet", str(run_dir), "--out", str(out), *flags]) == 0
+        with Image.open(out) as image:
+            sizes.append(image.size)
+    assert sizes[1][0] < sizes[0][0]
+    assert sizes[1][1] < sizes[0][1]
+
+
+def test_episodes_are_chosen_over_all_versions(run_dir: Path) -> None:
+    rows = list(read_rows(run_dir / "replay"))
+    assert [row.episode.oldest_version for row in spread(rows, 3)] == [0, 1, 2]
+    assert spread(rows, 0) == []
+    assert len(spread(rows, 1)) == 1
+    assert len(spread(rows, 99)) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--task", "blue"], "no episode that fits"), (["--success", "--successes", "0"], "no episode to draw")],
+)
+def test_a_sheet_of_nothing_is_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert run_inspection(["sheet", str(run_dir), "--out", str(run_dir / "s.png"), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--out", "s.gif"], ["--out", "no/s.png"], ["--out", "s.png", "--successes", "-1"], []]
+)
+def test_sheet_flags_that_cannot_work_exit_with_2(run_dir: Path, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        run_inspection(["sheet", str(run_dir), *flags])
+    assert exit_info.value.code == 2
+
+
+def test_long_captions_are_shortened() -> None:
+    text = "a very long instruction " * 9
+    short = fitted(text, 200, 13)
+    assert short.endswith("...")
+    assert font(13).getlength(short) <= 200
+    assert fitted("short", 200, 13) == "short"
+    assert captioned(Image.new("RGB", (50, 20)), [text], edge=RED).width == 50

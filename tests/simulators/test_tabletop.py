@@ -1,0 +1,359 @@
+import ctypes.util
+import itertools
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import AssetError, ConfigError, RunError
+from asyncrl.simulators import rendering
+from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.rendering import box_average, find_backend, require_backend
+from asyncrl.simulators.tabletop import scene
+from asyncrl.simulators.tabletop.expert import Expert
+from asyncrl.simulators.tabletop.simulator import (
+    MAX_STEPS,
+    TASKS,
+    TRANSLATION,
+    Tabletop,
+    rotation_matrix,
+    steps_taken,
+)
+
+needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
+
+
+def success_rate(seeds, noise=0.0, grasp_offset=(0.0, 0.0)):
+    """Share of episodes in which the expert fulfils the task within the allowed steps."""
+    simulator = Tabletop(render=False)
+    return np.mean([fulfils(simulator, seed, noise, grasp_offset) for seed in seeds])
+
+
+def fulfils(simulator, seed, noise, grasp_offset):
+    simulator.reset(seed)
+    expert = Expert(noise, grasp_offset, np.random.default_rng(seed))
+    return any(simulator.step(expert.act(simulator)).success for _ in range(MAX_STEPS))
+
+
+def put(simulator, cube, plate):
+    """Set a cube down on a plate by hand, and let it come to rest."""
+    x, y, _ = simulator.plate_position(plate)
+    height = scene.PLATE_HEIGHT + scene.CUBE_HALF
+    simulator.data.qpos[9 + 7 * cube : 16 + 7 * cube] = [x, y, height, 1, 0, 0, 0]
+    for _ in range(3):
+        simulator.step(np.array([0, 0, 0, 0, 0, 0, -1.0]))
+
+
+def random_actions(shape, seed=0):
+    return np.random.default_rng(seed).uniform(-1, 1, (*shape, 7)).astype(np.float32)
+
+
+def test_the_nine_tasks_have_a_fixed_order():
+    assert len(TASKS) == 9
+    assert TASKS[0] == "put the red cube on the yellow plate"
+    assert TASKS[5] == "put the green cube on the white plate"
+    assert TASKS[8] == "put the blue cube on the white plate"
+
+
+def test_every_task_occurs():
+    simulator = Tabletop(render=False)
+    assert {simulator.reset(seed).task for seed in range(100)} == set(TASKS)
+
+
+def test_a_seed_decides_everything_whatever_happened_before():
+    fresh, used = Tabletop(render=False), Tabletop(render=False)
+    used.reset(7)
+    for action in random_actions((10,), seed=1):
+        used.step(action)
+    assert fresh.reset(3).task == used.reset(3).task
+    for action in random_actions((12,)):
+        fresh.step(action)
+        used.step(action)
+        np.testing.assert_array_equal(fresh.data.qpos, used.data.qpos)
+
+
+@pytest.mark.render
+@needs_opengl
+def test_pictures_are_the_same_under_the_same_seed_and_differ_between_seeds():
+    one, two = Tabletop(), Tabletop()
+    np.testing.assert_array_equal(one.reset(5).image, two.reset(5).image)
+    for action in random_actions((6,)):
+        np.testing.assert_array_equal(one.step(action).image, two.step(action).image)
+    assert one.reset(5).image.shape == (64, 64, 3)
+    assert (one.reset(5).image != two.reset(6).image).any(axis=-1).sum() > 50
+
+
+@pytest.mark.render
+@needs_opengl
+def test_the_named_cube_and_plate_are_in_the_picture_in_their_colours():
+    simulator = Tabletop()
+    names = [*scene.CUBE_COLOURS, *scene.PLATE_COLOURS]
+    palette = {**scene.CUBE_COLOURS, **scene.PLATE_COLOURS}
+    for seed in range(6):
+        seen = simulator.reset(seed)
+        for name in (name for name in names if name in seen.task.split()):
+            colour = np.array([float(x) for x in palette[name].split()])
+            direction = colour / np.linalg.norm(colour)
+            pixels = seen.image.reshape(-1, 3) / 255.0
+            brightness = np.linalg.norm(pixels, axis=1)
+            alike = (pixels @ direction) / np.maximum(brightness, 1e-6) > 0.985
+            assert (alike & (brightness > 0.35)).sum() >= 15, (seed, name)
+
+
+def test_only_the_named_cube_on_the_named_plate_is_a_success():
+    simulator = Tabletop(render=False)
+    for seed in range(4):
+        for cube in range(2):
+            for plate in range(2):
+                simulator.reset(seed)
+                put(simulator, cube, plate)
+                assert simulator.success == (cube == simulator.cube and plate == simulator.plate)
+
+
+def test_a_cube_that_is_still_held_is_no_success():
+    simulator = Tabletop(render=False)
+    simulator.reset(0)
+    put(simulator, simulator.cube, simulator.plate)
+    assert simulator.success
+    assert not simulator.step(np.array([0, 0, 0, 0, 0, 0, 1.0])).success
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_a_translation_moves_the_tool_along_that_axis(axis, sign):
+    simulator = Tabletop(render=False)
+    simulator.reset(0)
+    before = simulator.tool_position
+    action = np.zeros(7)
+    action[axis] = sign * 0.5
+    for _ in range(2):
+        simulator.step(action)
+    moved = simulator.tool_position - before
+    assert 0.4 * TRANSLATION < sign * moved[axis] < 1.6 * TRANSLATION
+    assert np.abs(np.delete(moved, axis)).max() < 0.2 * TRANSLATION
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_rotation_turns_the_tool_about_that_world_axis(axis):
+    simulator = Tabletop(render=False)
+    simulator.reset(0)
+    before = simulator.tool_rotation
+    action = np.zeros(7)
+    action[3 + axis] = 1.0
+    for _ in range(2):
+        simulator.step(action)
+    turn = simulator.tool_rotation @ before.T
+    vector = 0.5 * np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]])
+    assert 0.2 < vector[axis] < 0.6
+    assert np.abs(np.delete(vector, axis)).max() < 0.1
+
+
+def test_plus_one_closes_the_gripper_and_minus_one_opens_it():
+    simulator = Tabletop(render=False)
+    simulator.reset(0)
+    openings = []
+    for command in (1.0, -1.0):
+        for _ in range(4):
+            simulator.step(np.array([0, 0, 0, 0, 0, 0, command]))
+        openings.append(simulator.finger_opening)
+    assert openings[0] < 0.01
+    assert openings[1] > 0.075
+
+
+def test_actions_beyond_one_are_clipped_and_ragged_ones_refused():
+    one, two = Tabletop(render=False), Tabletop(render=False)
+    one.reset(0)
+    two.reset(0)
+    one.step(np.full(7, 9.0))
+    two.step(np.full(7, 1.0))
+    np.testing.assert_array_equal(one.data.qpos, two.data.qpos)
+    with pytest.raises(ValueError, match="7 finite numbers"):
+        one.step(np.zeros(6))
+    with pytest.raises(ValueError, match="7 finite numbers"):
+        one.step(np.full(7, np.nan))
+
+
+def test_rotation_matrix_of_a_quarter_turn():
+    quarter = rotation_matrix(np.array([0, 0, np.pi / 2]))
+    np.testing.assert_allclose(quarter, [[0, -1, 0], [1, 0, 0], [0, 0, 1]], atol=1e-12)
+
+
+def test_the_expert_succeeds_and_each_flaw_makes_it_worse():
+    assert success_rate(range(30)) >= 0.95
+    assert success_rate(range(15), noise=0.4) <= 0.6
+    assert success_rate(range(10), grasp_offset=(0.0, 0.010)) >= 0.9
+    assert success_rate(range(10), grasp_offset=(0.0, 0.030)) <= 0.2
+    assert success_rate(range(10), grasp_offset=(0.030, 0.0)) <= 0.2
+
+
+@pytest.mark.parametrize("offset", [(0.0, 0.0), (0.0, 0.03), (-0.02, 0.0)])
+def test_a_badly_calibrated_expert_sets_the_cube_down_beside_the_centre(offset):
+    simulator, beside = Tabletop(render=False), []
+    for seed in range(6):
+        simulator.reset(seed)
+        expert = Expert(0.0, (0.0, 0.0), np.random.default_rng(seed), place_offset=offset)
+        for _ in range(MAX_STEPS):
+            simulator.step(expert.act(simulator))
+        cube, plate = simulator.cube_position(simulator.cube), simulator.plate_position(simulator.plate)
+        beside.append((cube - plate)[:2])
+    np.testing.assert_allclose(np.mean(beside, axis=0), offset, atol=0.008)
+
+
+@pytest.mark.parametrize("retry", [True, False])
+def test_only_a_retrying_expert_recovers_from_a_dropped_cube(retry):
+    simulator = Tabletop(render=False)
+    simulator.reset(3)
+    expert = Expert(0.0, (0.0, 0.0), np.random.default_rng(0), retry=retry)
+    while simulator.cube_position(simulator.cube)[2] < 0.05:
+        simulator.step(expert.act(simulator))
+    for _ in range(3):
+        simulator.step(np.array([0, 0, 0, 0, 0, 0, -1.0]))
+    assert any(simulator.step(expert.act(simulator)).success for _ in range(MAX_STEPS)) == retry
+
+
+def test_expert_actions_are_calm():
+    simulator = Tabletop(render=False)
+    simulator.reset(2)
+    expert = Expert(0.0, (0.0, 0.0), np.random.default_rng(0))
+    actions = []
+    for _ in range(30):
+        actions.append(expert.act(simulator))
+        simulator.step(actions[-1])
+    motion = np.abs(np.array(actions)[:, :6])
+    assert motion.max() <= 1.0
+    assert (motion[:, :3].max(axis=1) == 1.0).mean() < 0.3
+    assert set(np.unique(np.array(actions)[:, 6])) == {-1.0, 1.0}
+
+
+def test_every_step_is_counted():
+    simulator = Tabletop(render=False)
+    before = steps_taken()
+    simulator.reset(0)
+    assert steps_taken() == before
+    for _ in range(3):
+        simulator.step(np.zeros(7))
+    assert steps_taken() == before + 3
+
+
+def test_box_average_rounds_half_up():
+    image = np.zeros((2, 4, 3), np.uint8)
+    image[:, :2, 0] = [[1, 0], [1, 0]]
+    image[:, 2:] = 255
+    np.testing.assert_array_equal(box_average(image, 2), [[[1, 0, 0], [255, 255, 255]]])
+
+
+def test_a_missing_opengl_library_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.setattr(rendering.platform, "system", lambda: "Linux")
+    nowhere = {"egl": ("libnotthere-egl.so",), "osmesa": ("libnotthere-osmesa.so",)}
+    monkeypatch.setattr(rendering, "LIBRARIES", nowhere)
+    assert find_backend() is None
+    with pytest.raises(AssetError, match=r"apt-get install libegl1 .* set MUJOCO_GL"):
+        require_backend()
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    with pytest.raises(AssetError, match="MUJOCO_GL is 'egl'"):
+        require_backend()
+    monkeypatch.setenv("MUJOCO_GL", "disable")
+    with pytest.raises(AssetError, match="turns rendering off"):
+        require_backend()
+
+
+def test_an_impossible_picture_size_is_refused():
+    with pytest.raises(ConfigError, match="image_size is 8"):
+        Tabletop(8, render=False)
+
+
+def test_an_unknown_simulator_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="tabletop"):
+        SimulatorPool("table", 0, 1, 64)
+
+
+@pytest.mark.render
+@needs_opengl
+def test_a_pool_of_processes_equals_the_same_environments_in_process():
+    actions = random_actions((3, 2, 8))
+    results = []
+    for workers, per_worker in ((0, 4), (2, 2)):
+        with SimulatorPool("tabletop", workers, per_worker, 32) as pool:
+            assert pool.slots == 4
+            images, tasks = pool.reset([3, 0, 2], [11, 12, 13])
+            chunks = [pool.step_chunk([3, 0, 2], actions[:, decision]) for decision in range(2)]
+            results.append((images, tasks, *chunks[0], *chunks[1]))
+    assert results[0][1] == results[1][1]
+    for here, there in zip(results[0], results[1], strict=True):
+        np.testing.assert_array_equal(here, there)
+    alone = Tabletop(32)
+    np.testing.assert_array_equal(alone.reset(12).image, results[1][0][1])
+    for step in range(8):
+        np.testing.assert_array_equal(alone.step(actions[1, 0, step]).image, results[1][2][1, step])
+
+
+@pytest.mark.render
+@needs_opengl
+def test_a_dead_worker_stops_the_pool_with_its_exit_code():
+    with SimulatorPool("tabletop", 1, 1, 32) as pool:
+        pool.reset([0], [0])
+        os.kill(pool._members[0]._process.pid, signal.SIGKILL)
+        with pytest.raises(RunError, match="exit code -9"):
+            pool.step_chunk([0], random_actions((1, 8)))
+        with pytest.raises(RunError, match="closed"):
+            pool.reset([0], [0])
+
+
+@pytest.mark.render
+@needs_opengl
+def test_a_pool_refuses_indices_and_actions_that_do_not_fit():
+    with SimulatorPool("tabletop", 0, 2, 32) as pool:
+        with pytest.raises(ValueError, match=r"different and in 0\.\.1"):
+            pool.reset([0, 0], [1, 2])
+        with pytest.raises(ValueError, match="actions must be finite"):
+            pool.step_chunk([0], random_actions((1, 7))[..., :6])
+        with pytest.raises(ValueError, match="actions must be finite"):
+            pool.step_chunk([0], random_actions((1, 0)))
+
+
+@pytest.mark.render
+@needs_opengl
+def test_a_pool_makes_as_many_steps_as_there_are_actions():
+    actions = random_actions((2, 11))
+    results = []
+    for cuts in ([1] * 11, [8, 3], [11]):
+        with SimulatorPool("tabletop", 0, 2, 32) as pool:
+            pool.reset([0, 1], [4, 5])
+            ends = np.cumsum([0, *cuts])
+            parts = [pool.step_chunk([0, 1], actions[:, a:b]) for a, b in itertools.pairwise(ends)]
+        assert [part[0].shape[1] for part in parts] == [part[1].shape[1] for part in parts] == cuts
+        results.append([np.concatenate(made, axis=1) for made in zip(*parts, strict=True)])
+    for frames, success in results[1:]:
+        np.testing.assert_array_equal(frames, results[0][0])
+        np.testing.assert_array_equal(success, results[0][1])
+
+
+def test_a_library_that_loads_but_is_not_egl_is_not_usable(monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.setattr(rendering, "LIBRARIES", {"egl": (ctypes.util.find_library("c"),)})
+    assert find_backend() is None
+
+
+@pytest.mark.render
+@needs_opengl
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+def test_workers_die_when_their_parent_is_killed():
+    script = (
+        "from asyncrl.simulators.pool import SimulatorPool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = SimulatorPool('tabletop', 1, 1, 32)\n"
+        "    print(pool._members[0]._process.pid, flush=True)\n"
+        "    input()\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        worker = os.pidfd_open(int(parent.stdout.readline()))
+        assert select.select([worker], [], [], 0)[0] == []
+        parent.kill()
+        assert select.select([worker], [], [], 20)[0] == [worker]
+        os.close(worker)

@@ -1,0 +1,78 @@
+"""Episodes of random numbers, their messages, and a comparison that looks at every field."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+
+from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
+
+SAMPLES: dict[type, Any] = {str: "é x", int: -7, float: 0.1, bool: True, dict: {"wire/bytes": 1.5}}
+
+
+def unpack(frames: list[Any]) -> tuple[dict[str, Any], list[bytes]]:
+    return json.loads(bytes(frames[0])[8:]), [bytes(frame) for frame in frames[1:]]
+
+
+def pack(header: Any, frames: list[bytes] | None = None) -> list[bytes]:
+    """A message with a valid checksum around any header."""
+    body = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return [b"ARL1" + struct.pack("<I", zlib.crc32(body)) + body, *(frames or [])]
+
+
+def make_episode(
+    number: int = 0,
+    member: int = 0,
+    *,
+    group_size: int = 2,
+    versions: tuple[int, ...] = (0, 1),
+    actor: str = "actor-0",
+    image: int = 4,
+    video: bool = False,
+    success: bool = False,
+    episode_id: str | None = None,
+) -> Episode:
+    """A sound episode whose content follows from its arguments."""
+    n = len(versions)
+    random = np.random.default_rng([number, member])
+    drawn_id = random.bytes(16).hex()
+    rewards = np.zeros((n, 8), np.float32)
+    rewards[-1, 3] = float(success)
+    return Episode(
+        episode_id=episode_id or drawn_id,
+        group_id=f"{number:08d}",
+        member=member,
+        group_size=group_size,
+        actor=actor,
+        task="put the red cube into the bowl",
+        start_state="tabletop-7",
+        world_version=3,
+        seed=-(2**62) + number,
+        temperature=0.1,
+        top_k=5,
+        end_reason="success" if success else "truncated",
+        frames=random.integers(0, 256, (n, image, image, 3)).astype(np.uint8),
+        tokens=random.integers(0, 256, (n, 8, 7)).astype(np.int32),
+        logprobs=-random.random((n, 8, 7)).astype(np.float32),
+        values=np.full(n, np.nan, np.float32),
+        actions=random.standard_normal((n, 8, 7)).astype(np.float32),
+        rewards=rewards,
+        success_scores=random.random((n, 8)).astype(np.float32),
+        policy_versions=np.array(versions, np.int64),
+        noise_seeds=random.integers(-(2**63), 2**63 - 1, n),
+        final_frame=random.integers(0, 256, (image, image, 3)).astype(np.uint8),
+        video=random.integers(0, 256, (n * 8 if video else 0, image, image, 3)).astype(np.uint8),
+    )
+
+
+def assert_same(one: Episode, other: Episode) -> None:
+    for name in EPISODE_SCALARS:
+        assert getattr(one, name) == getattr(other, name), name
+        assert type(getattr(one, name)) is type(getattr(other, name)), name
+    for name in EPISODE_ARRAYS:
+        a, b = getattr(one, name), getattr(other, name)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name

@@ -1,0 +1,165 @@
+"""A learner among in-memory ports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
+from asyncrl.errors import SampleTimeout, WeightSyncError
+from asyncrl.learner.learner import Learner, LearnerSettings
+from asyncrl.learner.update import Update
+from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability.metrics import Metric
+from asyncrl.records import Episode
+from asyncrl.storage.checkpoint import Checkpoints
+from support.table_policy import TablePolicy, groups_of
+
+
+class SlowPolicy(TablePolicy):
+    """Every call takes a second of the clock, and may do something on the way."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.on_evaluate: Callable[[], None] = lambda: None
+
+    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
+        self.clock.now += 1
+        self.on_evaluate()
+        return super().evaluate(inputs, tokens, sampling, **through)
+
+
+class MemoryLog:
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.rows: dict[int, dict[Metric, float]] = {}
+
+    def write(self, step: int, values: Mapping[Metric, float]) -> None:
+        self.events.append(f"log {step}")
+        self.rows[step] = dict(values)
+
+
+class MemoryReplay:
+    """Group batches decided by the version alone; `seconds_to_fill` of waiting for each of them."""
+
+    def __init__(self, events: list[str], clock: Clock, *, seconds_to_fill: float = 0.0) -> None:
+        self.events, self.clock, self.seconds_to_fill = events, clock, seconds_to_fill
+        self.timeouts: list[float] = []
+        self.still = seconds_to_fill
+        self.interrupt = False
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        self.timeouts.append(timeout)
+        if self.interrupt:
+            raise KeyboardInterrupt
+        if self.still > timeout:
+            self.clock.now += timeout
+            self.still -= timeout
+            raise SampleTimeout("The replay holds 1 complete group; 7 were dropped for their lag.")
+        self.clock.now += self.still
+        self.still = self.seconds_to_fill
+        self.events.append(f"sample at {version}")
+        return groups_of([[3, -1], [-1, 12]][:groups], seed=version, versions=(version, version))
+
+    def report_version(self, version: int) -> None:
+        self.events.append(f"report {version}")
+
+    def status(self) -> dict[Metric, float]:
+        return {r.GROUPS_READY: 5.0}
+
+    def stop(self) -> None:
+        self.events.append("stop")
+
+    def close(self) -> None:
+        raise AssertionError("whoever opened the port closes it")
+
+
+class Clock:
+    """Time that passes only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class MemoryPublisher:
+    """Keeps a copy of every version."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.published: dict[int, Tensor] = {}
+        self.broken = False
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self.events.append(f"publish {version}")
+        self.published[version] = tensors["logits"].clone()
+
+    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+        self.events.append(f"first {version} within {deadline:g} s")
+        if self.broken:
+            raise WeightSyncError("actor-1 did not take version 0")
+
+    def status(self) -> dict[Metric, float]:
+        return {s.WEIGHTS_VERSION: float(max(self.published))}
+
+    def close(self) -> None:
+        raise AssertionError("whoever opened the publisher closes it")
+
+
+class Run:
+    """A learner with everything around it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        updates: int = 3,
+        every: int = 100,
+        max_wait: float = 60.0,
+        seconds_to_fill: float = 0.0,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.events: list[str] = []
+        self.clock = Clock()
+        self.policy = SlowPolicy(self.clock)
+        self.replay = MemoryReplay(self.events, self.clock, seconds_to_fill=seconds_to_fill)
+        self.publisher = MemoryPublisher(self.events)
+        self.log = MemoryLog(self.events)
+        self.learner = Learner(
+            Update(
+                self.policy,
+                TrainConfig(
+                    algorithm=AlgorithmSettings(group_size=2),
+                    optimizer=OptimizerSettings(learning_rate=0.05),
+                ),
+            ),
+            self.replay,
+            self.publisher,
+            self.log,
+            Checkpoints(folder, keep=10),
+            LearnerSettings(
+                updates=updates,
+                groups_per_update=2,
+                checkpoint_every=every,
+                max_wait=max_wait,
+                first_weights_deadline=30.0,
+                config_hash="abc",
+            ),
+            copy_policy=self.copy_policy,
+            acting_tensors=self.policy.acting_tensors,
+            stop_requested=stop,
+            clock=self.clock,
+        )
+
+    def copy_policy(self) -> Callable[[Path], None]:
+        self.events.append(f"save {self.learner.version}")
+        copies = {name: tensor.clone() for name, tensor in self.policy.state_dict().items()}
+        return lambda folder: save_file(copies, folder / "model.safetensors")

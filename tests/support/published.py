@@ -1,0 +1,128 @@
+"""A small checkpoint as other stacks write it, and a small policy of the same size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl import cli
+from asyncrl.policies.action_tokens import NormStats
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.vision import TowerConfig
+
+STATS = NormStats(q01=(-0.5,) * 7, q99=(0.9,) * 7, mask=(True,) * 6 + (False,))
+CONFIG = OpenVLAOFTConfig.tiny(
+    norm_key="desk_no_noops",
+    norm_stats={"desk_no_noops": STATS},
+    gripper="libero",
+    dino=TowerConfig(width=24, depth=3, heads=3, mlp=48),
+    siglip=TowerConfig(width=32, depth=4, heads=2, mlp=40),
+    llm_layers=1,
+)
+TASK = "put the red cube on the white plate"
+DINO, SIGLIP = "vision_backbone.featurizer.", "vision_backbone.fused_featurizer."
+
+
+def some_policy(config: OpenVLAOFTConfig = CONFIG) -> OpenVLAOFT:
+    torch.manual_seed(0)
+    policy = OpenVLAOFT(config).eval()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return policy
+
+
+def published_tensors() -> dict[str, Tensor]:
+    """A checkpoint as other stacks write it: every tensor random, also those that never matter."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return 0.2 * torch.randn(*shape, generator=generator)
+
+    tensors: dict[str, Tensor] = {f"{DINO}cls_token": normal(1, 1, 24), f"{DINO}reg_token": normal(1, 4, 24)}
+    for tower, d, m, depth in ((DINO, 24, 48, 3), (SIGLIP, 32, 40, 4)):
+        tensors |= {
+            f"{tower}pos_embed": normal(1, 64, d),
+            f"{tower}patch_embed.proj.weight": normal(d, 3, 8, 8),
+        }
+        tensors |= {f"{tower}{n}": normal(d) for n in ("patch_embed.proj.bias", "norm.weight", "norm.bias")}
+        for i in range(depth):
+            shapes = {"attn.qkv": (3 * d, d), "attn.proj": (d, d), "mlp.fc1": (m, d), "mlp.fc2": (d, m)}
+            shapes |= {"norm1": (d,), "norm2": (d,)}
+            for name, shape in shapes.items():
+                tensors[f"{tower}blocks.{i}.{name}.weight"] = normal(*shape)
+                tensors[f"{tower}blocks.{i}.{name}.bias"] = normal(shape[0])
+            if tower == DINO:
+                tensors |= {f"{tower}blocks.{i}.ls{n}.scale_factor": normal(d) for n in (1, 2)}
+    pool = {
+        "q": (32, 32),
+        "kv": (64, 32),
+        "proj": (32, 32),
+        "norm": (32,),
+        "mlp.fc1": (40, 32),
+        "mlp.fc2": (32, 40),
+    }
+    tensors[f"{SIGLIP}attn_pool.latent"] = normal(1, 1, 32)
+    for name, shape in pool.items():
+        tensors[f"{SIGLIP}attn_pool.{name}.weight"] = normal(*shape)
+        tensors[f"{SIGLIP}attn_pool.{name}.bias"] = normal(shape[0])
+    for name, out, into in (("fc1", 224, 56), ("fc2", 128, 224), ("fc3", 128, 128)):
+        tensors |= {f"projector.{name}.weight": normal(out, into), f"projector.{name}.bias": normal(out)}
+    llama = "language_model.model."
+    layer = {f"self_attn.{p}_proj": (128, 128) for p in "qkvo"}
+    layer |= {"mlp.gate_proj": (384, 128), "mlp.up_proj": (384, 128), "mlp.down_proj": (128, 384)}
+    layer |= {"input_layernorm": (128,), "post_attention_layernorm": (128,)}
+    tensors |= {f"{llama}layers.0.{name}.weight": normal(*shape) for name, shape in layer.items()}
+    tensors |= {f"{llama}embed_tokens.weight": normal(512, 128), f"{llama}norm.weight": normal(128)}
+    return tensors | {"language_model.lm_head.weight": normal(512, 128)}
+
+
+def write_published(
+    folder: Path, tensors: dict[str, Tensor], *, config: OpenVLAOFTConfig | None = None, **fields: object
+) -> Path:
+    """Write tensors as a published folder; with `config`, the sizes are in its config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    some_policy().tokenizer.save(folder / "tokenizer.json")
+    stats = {"desk_no_noops": {"action": {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 6 + [False]}}}
+    content = {"model_type": "openvla", "norm_stats": stats} | fields
+    if config is not None:
+        content["asyncrl"] = {
+            k: v for k, v in config.to_json().items() if k not in ("norm_stats", "norm_key")
+        }
+    (folder / "config.json").write_text(json.dumps(content))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+LLAMA = "language_model.model."
+
+
+def all_tensors(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()
+    }
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit: also -0.0 differs from 0.0."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        same = found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
+        assert torch.equal(*same), name
+
+
+def run_cli(*arguments: object) -> int:
+    return cli.run("convert", [str(argument) for argument in arguments])
+
+
+def logits_of(policy: OpenVLAOFT) -> Tensor:
+    frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
+    with torch.no_grad():
+        return policy.lm_head(policy.readout(policy.preprocess(frames, [TASK, "lift it"])))

@@ -1,0 +1,74 @@
+"""Learner ranks for tests: `run_ranks(function, ...)` calls it in N spawned processes that form a gloo group.
+
+The function must be importable (of a test file or of a module in tests/support). It gets the arguments,
+and may return something that can be pickled; `run_ranks` returns what the ranks returned, in their order.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+
+def run_ranks(
+    function: Callable[..., Any], *arguments: Any, ranks: int = 2, deadline: float = 60.0
+) -> list[Any]:
+    """Call `function(*arguments)` on every rank; an error or a missing answer fails with the traceback."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        processes: list[BaseProcess] = [
+            context.Process(target=_rank, args=(answers, store, rank, ranks, function, arguments))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            found = dict(pickle.loads(answers.get(timeout=deadline)) for _ in range(ranks))
+        except Empty:
+            raise AssertionError(f"not all of {ranks} ranks answered within {deadline:g} s") from None
+        finally:
+            for process in processes:
+                process.join(2.0)
+                process.kill()
+    failed = [text for text in found.values() if isinstance(text, _Failed)]
+    assert not failed, "\n".join(map(str, failed))
+    return [found[rank] for rank in range(ranks)]
+
+
+class _Failed(str):
+    """A traceback."""
+
+
+def _rank(
+    answers: Any, store: str, rank: int, ranks: int, function: Callable[..., Any], arguments: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=30),
+    )
+    try:
+        # As bytes: the queue itself would lend tensors from a process that has ended when they are read.
+        answers.put(pickle.dumps((rank, function(*arguments))))
+    except BaseException:
+        answers.put(pickle.dumps((rank, _Failed(f"rank {rank}: {traceback.format_exc()}"))))
+        sys.stderr.flush()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""A replay and its limiter with a clock that is set by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.replay import Replay
+from asyncrl.replay.store import EpisodeStore
+from support.episodes import make_episode
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fill(core: Replay, number: int, versions: tuple[int, ...]) -> list[str]:
+    """Push all members of a group; return what became of them."""
+    size = core.limiter.group_size
+    return [
+        core.admit(make_episode(number, member, group_size=size, versions=versions)).status
+        for member in range(size)
+    ]
+
+
+def make_limiter(
+    *, group_size: int = 2, per_update: int = 2, max_lag: int = 1, clock: Clock | None = None
+) -> Limiter:
+    return Limiter(
+        group_size=group_size,
+        groups_per_update=per_update,
+        max_lag=max_lag,
+        group_deadline=30.0,
+        keep_video_every=3,
+        clock=clock or Clock(),
+    )
+
+
+def make_core(folder: Path, limiter: Limiter) -> Replay:
+    return Replay(EpisodeStore(folder, group_size=limiter.group_size, max_bytes=10**9), limiter)

@@ -1,0 +1,55 @@
+"""An actor of tiny real models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.actors.actor import Actor, ActorSettings
+from asyncrl.actors.imagination import Imagination
+from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.records import StartState
+from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.worlds.start_states import StartStateStream
+
+TASKS = ("put the red cube on the white plate", "put the blue cube on the yellow plate")
+GROUP = 2
+
+
+def start(number: int) -> StartState:
+    rng = np.random.default_rng(number)
+    return StartState(
+        name=f"start-{number}",
+        task=TASKS[number % 2],
+        frame=rng.integers(0, 256, (64, 64, 3), dtype=np.uint8),
+        context_frames=np.zeros((0, 64, 64, 3), np.uint8),
+        context_actions=np.zeros((0, 7), np.float32),
+    )
+
+
+def actor_with(
+    models: Imagination, folder: Path, *, slots: int, stages: int = 1, decisions: int = 1, groups: int = 1
+) -> tuple[Actor, Replay, InlineLearnerPort]:
+    config = TrainConfig(
+        algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=groups),
+        replay=ReplaySettings(max_lag=0, keep_video_every=1),
+    )
+    core = open_replay(folder, config)
+    learner = InlineLearnerPort(core)
+    publisher, receiver = build_inline()
+    publisher.publish(models.policy.trainable_tensors(), 0)
+    settings = ActorSettings(
+        name="inline",
+        slots=slots,
+        stages=stages,
+        group_size=GROUP,
+        max_decisions=decisions,
+        success_threshold=1.0,
+        run_seed=0,
+    )
+    fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
+    starts = StartStateStream([start(0), start(1)], seed=0)
+    return Actor(fresh, starts, InlineActorPort(core), receiver, settings), core, learner

@@ -1,0 +1,115 @@
+"""Policies of a few tensors, an actor process that receives them, and how to compare their bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from asyncrl.weights.interface import Receiver
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.receiver import build_receiver
+
+SHAPES = {"even": (4, 6), "odd": (5, 3), "one_row": (1, 7), "large": (257, 33), "line": (11,)}
+TYPES = dict.fromkeys(SHAPES, torch.bfloat16) | {"line": torch.float32}
+ELEMENTS = 1_000_000
+PATIENCE = 30.0
+
+
+def masters() -> dict[str, Tensor]:
+    """Float32 values, most of which bfloat16 has to round, and a NaN, an infinity and a subnormal."""
+    generator = torch.Generator().manual_seed(0)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    found["odd"][4, 2], found["odd"][0, 0], found["large"][256, 32] = torch.nan, -torch.inf, 1e-40
+    return found
+
+
+class Actor:
+    """The test's handle of an actor process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=actor, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def ask(self, order: object) -> object:
+        self.pipe.send(order)
+        return self.answer()
+
+    def answer(self) -> object:
+        assert self.pipe.poll(2 * PATIENCE), f"actor process {self.process.pid} does not answer"
+        return self.pipe.recv()
+
+    def join(
+        self,
+        publisher: BroadcastPublisher,
+        name: str,
+        transport: str = "gloo",
+        device: str = "cpu",
+        deadline: float = 1.0,
+    ) -> None:
+        assert self.ask((transport, publisher.endpoint, name, device, deadline)) == "joined"
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+def policy(seed: int, elements: int = ELEMENTS, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """A float32, a bfloat16 and an int64 tensor, all decided by the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "body": torch.randn(elements, generator=generator),
+        "head.weight": torch.randn(5, 7, generator=generator).to(torch.bfloat16),
+        "steps": torch.tensor(seed),
+    }
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def actor(pipe: Connection) -> None:
+    """Do what the test orders: join a channel (a tuple), wait for a version, leave, or be a learner."""
+    torch.set_num_threads(1)
+    receiver, tensors = None, {}
+    while (order := pipe.recv()) is not None:
+        if isinstance(order, tuple):
+            transport, endpoint, name, device, deadline = order
+            tensors = policy(0, device=device)
+            receiver = build_receiver(transport, endpoint, name, tensors, device=device, deadline=deadline)
+            pipe.send("joined")
+        elif order == "learn":
+            channel = build_publisher("gloo", deadline=5.0)
+            channel.publish(policy(0), 0)
+            pipe.send(channel.endpoint)
+        elif order == "leave":
+            receiver.close()
+            pipe.send("left")
+        else:
+            pipe.send((swap_until(receiver, tensors, order), raw(tensors)))
+
+
+def timed_publish(publisher: BroadcastPublisher, version: int, device: str = "cpu") -> float:
+    tensors = policy(version, device=device)
+    begun = time.monotonic()
+    publisher.publish(tensors, version)
+    return time.monotonic() - begun
+
+
+def swap_until(receiver: Receiver, tensors: dict[str, torch.Tensor], version: int) -> int:
+    """Swap again and again until `version` is there; return what is held when time is up."""
+    until = time.monotonic() + PATIENCE
+    while (held := receiver.swap_into(tensors)) < version and time.monotonic() < until:
+        time.sleep(0.005)
+    return held
+
+
+def raw(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {n: t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for n, t in tensors.items()}

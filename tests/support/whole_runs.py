@@ -1,0 +1,57 @@
+"""Whole runs as a user starts them: commands, environment, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from asyncrl import cli
+from support import ROOT
+from support.chaos_run import marked
+
+TRAIN = [sys.executable, "-m", "asyncrl", "train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A short TMPDIR of its own (unix sockets), so that leftovers are seen; no torchrun variables."""
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
+    temporary = tmp_path / "tmp"
+    temporary.mkdir(exist_ok=True)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(temporary), "MARK": str(tmp_path)}
+    return kept | more
+
+
+def left_over(tmp_path: Path, patience: float = 5.0) -> list[str]:
+    """Processes that were started with this test's environment and still run after `patience` seconds."""
+    until = time.monotonic() + patience
+    while (found := marked(f"MARK={tmp_path}")) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def exit_code(arguments: list[str]) -> int:
+    try:
+        return cli.run("train", arguments)
+    except SystemExit as end:  # How tyro refuses a flag.
+        return int(end.code or 0)
+
+
+def reach(run: Path, updates: int, process: subprocess.Popen[str], deadline: float) -> None:
+    """Wait until the run has logged `updates` updates."""
+    until = time.monotonic() + deadline
+    path = run / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < updates:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, f"{path} has not {updates} rows after {deadline} s"
+        time.sleep(0.05)

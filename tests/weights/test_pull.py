@@ -1,0 +1,396 @@
+"""Weights fetched piece by piece: bit-exact, the newest, only for the admitted, and damage is noticed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from asyncrl.errors import ConfigError, WeightSyncError, WireError
+from asyncrl.messaging import weight_messages
+from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
+from asyncrl.messaging.sockets import connect_dealer
+from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
+from asyncrl.observability import metrics_system as m
+from asyncrl.weights import pull_client, pull_server
+from asyncrl.weights.double_buffer import DoubleBuffer
+from asyncrl.weights.interface import ChannelClosed, as_weight_source
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.pull_client import PulledReceiver, build_pulled_receiver
+from asyncrl.weights.pull_server import PullSettings
+from support.weights import PATIENCE, policy, raw, swap_until
+
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+@contextmanager
+def opened(security: Any = None, silence: float = 30.0) -> Iterator[tuple[BroadcastPublisher, str]]:
+    channel = build_publisher(
+        "gloo", deadline=1.0, pulls=PullSettings(listen=LOOPBACK, security=security, silence=silence)
+    )
+    assert channel.pulls is not None
+    try:
+        yield channel, channel.pulls.endpoint
+    finally:
+        channel.close()
+
+
+@pytest.fixture
+def channel() -> Iterator[tuple[BroadcastPublisher, str]]:
+    with opened() as made:
+        yield made
+
+
+@contextmanager
+def receiving(
+    endpoint: str, name: str = "far", elements: int = 1_000_000, **more: Any
+) -> Iterator[PulledReceiver]:
+    receiver = build_pulled_receiver(endpoint, name, policy(0, elements), **more)
+    try:
+        yield receiver
+    finally:
+        receiver.close()
+        assert not receiver._thread.is_alive()
+
+
+def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
+    channel: tuple[BroadcastPublisher, str],
+) -> None:
+    publisher, endpoint = channel
+    tensors = policy(0)
+    assert 4 * tensors["body"].numel() > 3 * CHUNK
+    with receiving(endpoint, "far") as one, receiving(endpoint, "further") as two:
+        publisher.publish(policy(10), 0)
+        publisher.wait_for_first(0, PATIENCE, actors=2)
+        assert one.wait_for_first(PATIENCE) == two.wait_for_first(PATIENCE) == 0
+        assert one.swap_into(tensors) == 0
+        assert raw(tensors) == raw(policy(10))
+        for version in range(1, 6):
+            publisher.publish(policy(version), version)
+            for receiver in (one, two):
+                assert swap_until(receiver, tensors, version) == version
+                assert raw(tensors) == raw(policy(version))
+        publisher.wait_for_first(5, PATIENCE, actors=2)
+        status = publisher.status()
+        assert status[m.WEIGHTS_MEMBERS] == status[m.WEIGHTS_JOINED] == 2
+        assert status[m.WEIGHTS_PULLED_BYTES] == 2 * 6 * status[m.WEIGHTS_BYTES]
+        assert status[m.WEIGHTS_PULL_SECONDS] > 0
+    assert publisher.pulls is not None
+    expected = ["joined (1", "joined (2", "left (1", "left (0"]
+    told = until_told(publisher, 4)
+    assert all(part in line for part, line in zip(expected, told, strict=True)), told
+    assert publisher.status()[m.WEIGHTS_JOINED] == 0
+    assert publisher.pulls._copies.versions == [], "without actors there is no copy of a version"
+
+
+def until_told(publisher: BroadcastPublisher, lines: int) -> list[str]:
+    assert publisher.pulls is not None
+    told, until = list[str](), time.monotonic() + PATIENCE
+    while len(told) < lines and time.monotonic() < until:
+        told += publisher.pulls.pop_events()
+        time.sleep(0.02)
+    return told
+
+
+def test_without_a_puller_nothing_is_copied(channel: tuple[BroadcastPublisher, str]) -> None:
+    publisher, _ = channel
+    publisher.publish(policy(0), 0)
+    publisher.publish(policy(1), 1)
+    time.sleep(0.2)
+    assert publisher.pulls is not None
+    assert publisher.pulls._copies.versions == []
+
+
+def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
+    outbox = DoubleBuffer(torch.device("cpu"))
+    outbox.pack(as_weight_source(policy(0)), 0)
+    assert outbox.promote().version == outbox.sending == 0
+    with outbox.holding() as held:
+        before = [buffer.clone() for buffer in outbox.buffer_pair[held.buffer_index]]
+        for version in (1, 2):
+            outbox.pack(as_weight_source(policy(version)), version)
+            assert outbox.promote().version == 0
+        for kept, now in zip(before, outbox.buffer_pair[held.buffer_index], strict=True):
+            assert torch.equal(kept, now)
+    assert outbox.promote().version == 2
+
+
+def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, endpoint = channel
+    genuine, go_on, began = PulledReceiver._tell_piece, threading.Event(), threading.Event()
+
+    def wait(self: PulledReceiver, version: int, piece: tuple[int, int, int]) -> bool:
+        if self._name == "slow" and piece[1]:
+            began.set()
+            assert go_on.wait(PATIENCE)
+        return genuine(self, version, piece)
+
+    monkeypatch.setattr(PulledReceiver, "_tell_piece", wait)
+    tensors = policy(0)
+    publisher.publish(policy(0), 0)
+    with receiving(endpoint, "slow") as slow, receiving(endpoint, "fast") as fast:
+        assert began.wait(PATIENCE)
+        for version in range(1, 7):
+            publisher.publish(policy(version), version)
+            assert swap_until(fast, tensors, version) == version
+        assert publisher.pulls is not None
+        assert publisher.pulls._copies.versions == [0, 6], "what nobody reads is not kept"
+        go_on.set()
+        assert slow.wait_for_first(PATIENCE) == 0
+
+
+def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_follows(
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, endpoint = channel
+    pieces, go_on, half = [0], threading.Event(), threading.Event()
+    genuine = PulledReceiver._tell_piece
+
+    def slowly(self: PulledReceiver, version: int, piece: tuple[int, int, int]) -> bool:
+        pieces[0] += 1
+        if pieces[0] == 3:
+            half.set()
+            assert go_on.wait(PATIENCE)
+        return genuine(self, version, piece)
+
+    monkeypatch.setattr(pull_client, "IN_FLIGHT", 1)
+    monkeypatch.setattr(PulledReceiver, "_tell_piece", slowly)
+    publisher.publish(policy(0), 0)
+    with receiving(endpoint) as receiver:
+        assert half.wait(PATIENCE)
+        for version in range(1, 8):  # More than there are buffers: the learner never waits.
+            began = time.monotonic()
+            publisher.publish(policy(version), version)
+            assert time.monotonic() - began < 0.5
+            time.sleep(0.05)
+        go_on.set()
+        assert receiver.wait_for_first(PATIENCE) == 0
+        tensors = policy(99)
+        assert swap_until(receiver, tensors, 7) == 7
+        assert raw(tensors) == raw(policy(7))
+
+
+def test_a_version_that_is_gone_is_begun_again_with_the_newest(
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, endpoint = channel
+    genuine, forgot = PulledReceiver._tell_piece, [0]
+
+    def forget(self: PulledReceiver, version: int, piece: tuple[int, int, int]) -> bool:
+        forgot[0] += 1
+        return genuine(self, version - (forgot[0] == 2), piece)
+
+    monkeypatch.setattr(PulledReceiver, "_tell_piece", forget)
+    publisher.publish(policy(3), 3)
+    with receiving(endpoint) as receiver:
+        monkeypatch.setattr(pull_client, "ASK_AGAIN", 0.3)
+        tensors = policy(0)
+        assert swap_until(receiver, tensors, 3) == 3
+        assert raw(tensors) == raw(policy(3))
+    assert forgot[0] > 4
+
+
+def damaging(monkeypatch: pytest.MonkeyPatch, times: int, place: str) -> list[int]:
+    """Damage the first `times` chunks that are sent: in a byte of the payload, or before its checksum."""
+    genuine, damaged = weight_messages.encode, [0]
+
+    def encode_badly(kind: str, payload: Buffer | None = None, **fields: Any) -> list[Buffer]:
+        if kind != "chunk" or damaged[0] >= times or payload is None:
+            return genuine(kind, payload, **fields)
+        damaged[0] += 1
+        bad = bytearray(payload)
+        bad[len(bad) // 2] ^= 4
+        if place == "memory":
+            return genuine(kind, bytes(bad), **fields)
+        return [genuine(kind, payload, **fields)[0], bytes(bad)]
+
+    monkeypatch.setattr(pull_server, "encode", encode_badly)
+    return damaged
+
+
+@pytest.mark.parametrize("place", ["network", "memory"])
+def test_damaged_pieces_are_noticed_and_fetched_again(
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    publisher, endpoint = channel
+    damaged = damaging(monkeypatch, 1, place)
+    publisher.publish(policy(1), 1)
+    with receiving(endpoint) as receiver:
+        tensors = policy(0)
+        assert swap_until(receiver, tensors, 1) == 1
+        assert raw(tensors) == raw(policy(1))
+    assert damaged == [1]
+
+
+@pytest.mark.parametrize("place", ["network", "memory"])
+def test_a_network_that_always_damages_ends_the_actor(
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    publisher, endpoint = channel
+    damaging(monkeypatch, 10_000, place)
+    publisher.publish(policy(1), 1)
+    with receiving(endpoint) as receiver, pytest.raises(WeightSyncError, match=r"damaged weights .* 3 times"):
+        receiver.wait_for_first(PATIENCE)
+
+
+def test_another_policy_is_refused_by_the_tensor_that_differs(
+    channel: tuple[BroadcastPublisher, str],
+) -> None:
+    publisher, endpoint = channel
+    publisher.publish(policy(0, elements=10), 0)
+    differs = r"'body' is float32 \[10\] on the learner but float32 \[11\]"
+    with receiving(endpoint, elements=11) as receiver, pytest.raises(WeightSyncError, match=differs):
+        receiver.wait_for_first(PATIENCE)
+    publisher.publish(policy(1, elements=10), 1)  # The learner goes on.
+
+
+def test_an_actor_that_leaves_with_a_full_queue_is_still_heard(
+    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, endpoint = channel
+    publisher.publish(policy(0), 0)
+    monkeypatch.setattr(PulledReceiver, "_receive", insatiable(PulledReceiver._receive))
+    with receiving(endpoint):
+        assert "joined" in until_told(publisher, 1)[0]
+    assert "left (0" in until_told(publisher, 1)[0]
+
+
+def insatiable(genuine: Any) -> Any:
+    """Ask for a piece as often as the queue takes it before this actor closes."""
+
+    def receive(self: PulledReceiver) -> Any:
+        while self._closing.is_set() and self._tell_piece(0, (0, 0, CHUNK)):
+            pass
+        return genuine(self)
+
+    return receive
+
+
+def test_a_closed_channel_ends_the_actor_in_order() -> None:
+    with opened() as (publisher, endpoint), receiving(endpoint) as early:
+        publisher.close()
+        with pytest.raises(ChannelClosed):
+            early.wait_for_first(PATIENCE)
+        assert early.ended
+    with opened() as (publisher, endpoint), receiving(endpoint) as late:
+        publisher.publish(policy(1), 0)
+        tensors = policy(0)
+        assert late.wait_for_first(PATIENCE) == 0
+        began = time.monotonic()
+        publisher.close()
+        assert time.monotonic() - began < 5
+        late._thread.join(PATIENCE)
+        assert late.ended
+        assert late.swap_into(tensors) == 0
+        assert raw(tensors) == raw(policy(1))
+
+
+def test_a_learner_that_vanished_is_an_error_after_the_deadline() -> None:
+    silent = r"no answer from the learner .* 0\.5 s \(--weights.deadline\)"
+    with (
+        receiving("tcp://127.0.0.1:1", deadline=0.5) as receiver,
+        pytest.raises(WeightSyncError, match=silent),
+    ):
+        receiver.wait_for_first(PATIENCE)
+
+
+def test_an_actor_that_vanished_is_found_out_and_one_that_comes_back_is_welcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pull_client, "ASK_AGAIN", 0.5)
+    with opened(silence=1.5) as (publisher, endpoint), receiving(endpoint) as receiver:
+        publisher.publish(policy(0), 0)
+        assert receiver.wait_for_first(PATIENCE) == 0
+        publisher.wait_for_first(0, PATIENCE)
+        assert publisher.pulls is not None
+        for puller in publisher.pulls._pullers.values():
+            puller.heard -= 10.0
+        assert "was not heard of for 1.5 s (0" in until_told(publisher, 2)[1]
+        publisher.publish(policy(1), 1)
+        tensors = policy(0)
+        assert swap_until(receiver, tensors, 1) == 1
+        assert "joined (1" in until_told(publisher, 1)[0]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    create_keys(tmp_path / "keys", ["learner", "far"])
+    return tmp_path / "keys"
+
+
+def test_listed_keys_are_admitted_and_all_else_is_told(keys: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    mine = load_client_keys(keys, "far")
+    with opened(load_server_keys(keys)) as (publisher, endpoint):
+        publisher.publish(policy(1, elements=10), 0)
+        with receiving(endpoint, elements=10, security=mine) as receiver:
+            assert receiver.wait_for_first(PATIENCE) == 0
+        wrong = [
+            (replace(mine, public=public, secret=secret), "server of weights .* not on its allow-list"),
+            (None, "one side uses keys"),
+            (replace(mine, server=public), "is not its public key"),
+        ]
+        for security, why in wrong:
+            refused = pytest.raises(WeightSyncError, match=why)
+            with receiving(endpoint, elements=10, security=security) as receiver, refused:
+                receiver.wait_for_first(PATIENCE)
+
+
+def test_the_server_beyond_loopback_needs_keys() -> None:
+    for listen in ("tcp://10.0.0.5:0", "tcp://0.0.0.0:0", "tcp://*:5"):
+        with pytest.raises(ConfigError, match="neither is set"):
+            build_publisher("gloo", pulls=PullSettings(listen=listen, security=None, silence=1.0))
+
+
+def test_senseless_requests_are_refused_and_survived(channel: tuple[BroadcastPublisher, str]) -> None:
+    publisher, endpoint = channel
+    publisher.publish(policy(0, elements=10), 0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = connect_dealer(context, endpoint, b"stranger")
+
+    def ask(frames: list[Buffer]) -> str:
+        stranger.send_multipart(frames)
+        assert stranger.poll(5000)
+        return decode(stranger.recv_multipart()).kind
+
+    piece: dict[str, Any] = {"version": 0, "buffer": 0, "offset": 0, "length": 8}
+    assert ask([b"garbage!!"]) == "refused"
+    assert ask(encode("unchanged")) == "refused"
+    assert ask(encode("bytes", **piece)) == "gone", "it never asked what is newest"
+    assert ask(encode("newest", name="\x1b[2J", held=-1)) == "refused"
+    assert ask(encode("newest", name="far", held=-1)) == "offer"
+    assert ask(encode("bytes", **piece)) == "chunk"
+    for change in ({"buffer": 9}, {"buffer": -1}, {"offset": 10**9}, {"offset": -1}, {"length": 0}):
+        assert ask(encode("bytes", None, **(piece | change))) == "refused"
+    assert ask(encode("bytes", None, **(piece | {"length": 2**40}))) == "refused"
+    publisher.publish(policy(1, elements=10), 1)
+    context.destroy(linger=0)
+
+
+def test_a_message_that_breaks_the_format_is_a_wire_error() -> None:
+    samples: dict[type, Any] = {str: "x", int: 7}
+    for kind, about in KINDS.items():
+        fields: dict[str, Any] = {
+            name: samples[expected] for name, expected in about.items() if name != "crc"
+        }
+        frames = encode(kind, b"payload" if kind in WITH_PAYLOAD else None, **fields)
+        assert decode(frames).fields.items() >= fields.items()
+        for place, frame in enumerate(frames):
+            for byte in range(len(frame)):
+                changed = bytearray(frame)
+                changed[byte] ^= 1
+                with pytest.raises(WireError):
+                    decode([*frames[:place], bytes(changed), *frames[place + 1 :]])
+        for wrong in ([], frames[1:], [*frames, b"x"]):
+            with pytest.raises(WireError):
+                decode(wrong)

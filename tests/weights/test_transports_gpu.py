@@ -1,0 +1,214 @@
+"""The GPU transports of the weight channel, with real actor processes."""
+
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from asyncrl.learner import weight_export
+from asyncrl.learner.weight_export import Gathering
+from asyncrl.observability import metrics_system as m
+from asyncrl.weights import packing
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.swap_buffer import BufferedReceiver
+from support.ranks import run_ranks
+from support.weights import PATIENCE, TYPES, Actor, policy, raw, timed_publish
+from support.weights import masters as gathering_masters
+
+pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
+DEADLINE = 5.0
+
+
+@pytest.fixture(scope="module", params=["cuda_ipc", "nccl", "nccl+ipc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    needed = {"cuda_ipc": 1, "nccl": 2, "nccl+ipc": 2}[request.param]
+    if needed > GPUS:
+        pytest.skip(f"{request.param} needs {needed} GPUs, found {GPUS}")
+    return request.param
+
+
+def devices(transport: str) -> list[str]:
+    """Where the actors live; the learner has cuda:0."""
+    if transport == "cuda_ipc":
+        return ["cuda:0", "cuda:0"]
+    remote = [f"cuda:{i}" for i in range(1, min(GPUS, 3))]
+    return ["cuda:0", *remote] if transport == "nccl+ipc" else remote
+
+
+@pytest.fixture(scope="module")
+def crew(transport: str):
+    crew = [Actor() for _ in devices(transport)]
+    yield crew
+    for each in crew:
+        each.end()
+
+
+@pytest.fixture
+def publisher(transport: str):
+    channel = build_publisher(transport, device="cuda:0", deadline=DEADLINE)
+    yield channel
+    channel.close()
+
+
+def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others() -> None:
+    """The group of both kinds becomes one of NCCL only, and again one of both."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, found {GPUS}")
+    channel = build_publisher("nccl+ipc", device="cuda:0", deadline=DEADLINE)
+    near, far = Actor(), Actor()
+    near.join(channel, "near", "nccl+ipc", "cuda:0", DEADLINE)
+    far.join(channel, "far", "nccl+ipc", "cuda:1", DEADLINE)
+    timed_publish(channel, 0, "cuda:0")
+    channel.wait_for_first(0, 2 * PATIENCE, actors=2)
+    near.signal(signal.SIGKILL)
+    timed_publish(channel, 1, "cuda:0")
+    assert far.ask(1) == (1, raw(policy(1)))
+    near.end()
+    near = Actor()
+    near.join(channel, "near", "nccl+ipc", "cuda:0", DEADLINE)
+    assert near.ask(1) == (1, raw(policy(1)))
+    for each in (near, far):
+        assert each.ask("leave") == "left"
+        each.end()
+    channel.close()
+
+
+def test_the_sum_for_gpus_is_the_same_on_both_kinds_of_device() -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**63), 2**63 - 1, (1000 * packing.FOLD + 3,), generator=generator)
+    assert int(packing.weighted_sum(words.to("cuda:0"))) == int(packing.weighted_sum(words))
+
+
+def test_a_swap_waits_for_nothing_and_is_not_overtaken_by_the_next_version() -> None:
+    device = torch.device("cuda", 0)
+    tensors = {"body": torch.zeros(2**24, device=device)}
+    receiver = BufferedReceiver("actor-0", "here", packing.build_manifest(tensors), device, 1.0)
+    receiving = torch.cuda.Stream(device)
+
+    def arrive(version: int) -> None:
+        with torch.cuda.stream(receiving):
+            receiver._room()[0].fill_(version)
+        receiver._accept(version)
+
+    arrive(0)
+    receiving.synchronize()
+    torch.cuda._sleep(10**9)  # About half a second of the actor's stream.
+    began = time.monotonic()
+    assert receiver.swap_into(tensors) == 0
+    assert time.monotonic() - began < 0.2
+    assert not torch.cuda.current_stream(device).query()
+    arrive(1)
+    arrive(2)  # Into the buffers that the swap is still to read.
+    torch.cuda.synchronize(device)
+    assert tensors["body"].unique().tolist() == [0.0]
+    assert receiver.swap_into(tensors) == 2
+    torch.cuda.synchronize(device)
+    assert tensors["body"].unique().tolist() == [2.0]
+
+
+def masters() -> dict[str, torch.Tensor]:
+    """Without the NaN: GPUs write it with other bits (0x7fff) than CPUs (0x7fc0), and none is ever sent."""
+    return {name: torch.where(t.isnan(), 0.0, t) for name, t in gathering_masters().items()}
+
+
+def cast() -> dict[str, bytes]:
+    return raw({name: t.to(TYPES[name]) for name, t in masters().items()})
+
+
+def test_what_is_packed_on_a_gpu_is_what_the_cpu_casts() -> None:
+    assert packed({name: t.to("cuda:0") for name, t in masters().items()}) == cast()
+
+
+def packed(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """What lies in a packed buffer on this rank's GPU; nothing on other ranks than 0."""
+    manifest = packing.build_manifest(tensors, TYPES)
+    buffers = packing.allocate(manifest, torch.device("cuda", torch.cuda.current_device()))
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    places = packing.places_in(manifest, buffers) if leads else {}
+    Gathering(tensors, TYPES).write(tensors, places)
+    torch.cuda.synchronize()
+    return raw(places)
+
+
+def gather_over_nccl(bucket: int) -> dict[str, bytes]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    weight_export.BUCKET = bucket
+    torch.cuda.set_device(dist.get_rank())
+    mesh = DeviceMesh.from_group(dist.new_group(backend="nccl"), "cuda")
+    own = {name: t.to("cuda") for name, t in masters().items()}
+    sharded = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in own.items() if n != "even"}
+    return packed({**sharded, "even": own["even"]})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("bucket", [2**28, 128])
+def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, found {GPUS}")
+    assert run_ranks(gather_over_nccl, bucket, deadline=100.0) == [cast(), {}]
+
+
+def join_all(crew: list[Actor], publisher: BroadcastPublisher, transport: str) -> None:
+    for i, (each, device) in enumerate(zip(crew, devices(transport), strict=True)):
+        each.join(publisher, f"actor-{i}", transport, device, DEADLINE)
+    timed_publish(publisher, 0, "cuda:0")
+    publisher.wait_for_first(0, 2 * PATIENCE, actors=len(crew))
+
+
+def test_versions_arrive_bit_exact_on_every_gpu(
+    publisher: BroadcastPublisher, crew: list[Actor], transport: str
+) -> None:
+    join_all(crew, publisher, transport)
+    for version in range(1, 20):
+        assert timed_publish(publisher, version, "cuda:0") < 0.5
+    for each in crew:
+        assert each.ask(19) == (19, raw(policy(19)))
+    assert publisher.status()[m.WEIGHTS_MEMBERS] == len(crew)
+    for each in crew:
+        assert each.ask("leave") == "left"
+
+
+def test_a_killed_gpu_actor_stops_nobody_and_its_successor_joins(
+    publisher: BroadcastPublisher, crew: list[Actor], transport: str
+) -> None:
+    join_all(crew, publisher, transport)
+    slowest = 0.0
+    for version in range(1, 60):
+        slowest = max(slowest, timed_publish(publisher, version, "cuda:0"))
+        if version == 30:
+            crew[-1].signal(signal.SIGKILL)
+    assert slowest < 0.5
+    for survivor in crew[:-1]:
+        assert survivor.ask(59) == (59, raw(policy(59)))
+    crew[-1].end()
+    crew[-1] = Actor()
+    crew[-1].join(publisher, f"actor-{len(crew) - 1}", transport, devices(transport)[-1], DEADLINE)
+    assert crew[-1].ask(59) == (59, raw(policy(59)))
+    for each in crew:
+        assert each.ask("leave") == "left"
+
+
+def test_a_stopped_gpu_actor_is_left_behind_and_comes_back(
+    publisher: BroadcastPublisher, crew: list[Actor], transport: str
+) -> None:
+    join_all(crew, publisher, transport)
+    crew[-1].signal(signal.SIGSTOP)
+    try:
+        newest, until = 0, time.monotonic() + 4 * DEADLINE
+        while time.monotonic() < until:  # all of: the broadcast hangs, is aborted, the actor is left behind
+            newest += 1
+            assert timed_publish(publisher, newest, "cuda:0") < 0.5
+        for survivor in crew[:-1]:
+            assert survivor.ask(newest) == (newest, raw(policy(newest)))
+    finally:
+        crew[-1].signal(signal.SIGCONT)
+    for each in crew:
+        assert each.ask(newest) == (newest, raw(policy(newest)))
+    publisher.wait_for_first(newest, PATIENCE, actors=len(crew))
+    for each in crew:
+        assert each.ask("leave") == "left"

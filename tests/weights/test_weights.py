@@ -1,0 +1,574 @@
+"""Policy weights travel from the learner to actors that come, stall and die."""
+
+import signal
+import statistics
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import Store
+
+from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.observability import metrics_system as m
+from asyncrl.weights import membership, packing
+from asyncrl.weights.deadlines import run_bounded
+from asyncrl.weights.interface import ChannelClosed
+from asyncrl.weights.membership import WakeUpSocket
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.receiver import BroadcastReceiver, build_receiver
+from asyncrl.weights.rendezvous_store import connect, epoch_store
+from asyncrl.weights.transports.cuda_ipc import import_handle
+from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.weights.transports.nccl_and_ipc import Groups, NcclAndIpcTransport, divide
+from asyncrl.weights.transports.transports import BufferPair, GlooTransport, Link
+from support.weights import PATIENCE, Actor, policy, raw, swap_until, timed_publish
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pair = [Actor(), Actor()]
+    yield pair
+    for each in pair:
+        each.end()
+
+
+@pytest.fixture
+def actors(pair: list[Actor]) -> list[Actor]:
+    """Two living actor processes."""
+    for i, each in enumerate(pair):
+        if not each.process.is_alive():
+            each.end()
+            pair[i] = Actor()
+    return pair
+
+
+@pytest.fixture
+def publisher():
+    channel = build_publisher("gloo", deadline=1.0)
+    yield channel
+    channel.close()
+
+
+# --- layout ---
+
+
+def test_packing_puts_every_tensor_at_a_multiple_of_16_bytes() -> None:
+    tensors = {
+        "b": torch.tensor([1.0, 2.0, 3.0]),
+        "a": torch.tensor([[4.0]]),
+        "c": torch.tensor([1, 2], dtype=torch.int64),
+    }
+    manifest = packing.build_manifest(tensors)
+    buffers = packing.allocate(manifest, torch.device("cpu"))
+    packing.fill(packing.places_in(manifest, buffers), tensors)
+    assert manifest.dtypes == ["float32", "int64"]
+    assert buffers[0].numpy().tobytes() == struct.pack("<8f", 4, 0, 0, 0, 1, 2, 3, 0)
+    assert buffers[1].numpy().tobytes() == struct.pack("<2q", 1, 2)
+    assert packing.total_bytes(buffers) == 48
+
+
+def test_unpacking_gives_back_what_was_packed_even_into_views() -> None:
+    source = policy(3, elements=12)
+    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    target["body"] = torch.zeros(3, 8)[:, ::2].t().t().reshape(-1)[:12]
+    manifest = packing.build_manifest(source)
+    buffers = packing.allocate(manifest, torch.device("cpu"))
+    places = packing.places_in(manifest, buffers)
+    packing.fill(places, source)
+    packing.fill(target, places)
+    assert raw(target) == raw(source)
+
+
+def test_a_manifest_survives_json_and_does_not_depend_on_the_order_of_the_tensors() -> None:
+    tensors = policy(0, elements=10)
+    manifest = packing.build_manifest(tensors)
+    assert packing.Manifest.from_json(manifest.to_json()) == manifest
+    assert packing.build_manifest(dict(reversed(tensors.items()))) == manifest
+
+
+def test_the_checksum_is_the_crc32_of_the_bytes_one_buffer_after_the_other() -> None:
+    buffers = [
+        torch.tensor(list(b"1234"), dtype=torch.uint8),
+        torch.tensor(list(b"56789"), dtype=torch.uint8),
+    ]
+    assert packing.checksum(buffers) == 0xCBF43926  # the check value of CRC-32
+
+
+@pytest.mark.parametrize("words", [3, packing.FOLD, 2 * packing.FOLD + 5])
+def test_the_sum_for_gpus_is_each_word_times_an_odd_number_of_its_own(words: int) -> None:
+    """The factors follow from the sums of buffers with a single 1; any other sum must be made of them."""
+    places = sorted({0, 1, words // 2, words - 1})
+    buffer = torch.zeros(words, dtype=torch.int64)
+    factors = []
+    for place in places:
+        buffer[place] = 1
+        factors.append(int(packing.weighted_sum(buffer)))
+        buffer[place] = 0
+    assert all(factor % 2 for factor in factors)
+    assert len(set(factors)) == len(places)
+    values = [-(2**63), 7, -1, 2**62 + 1][: len(places)]
+    for place, value in zip(places, values, strict=True):
+        buffer[place] = value
+    expected = sum(f * v for f, v in zip(factors, values, strict=True)) % 2**64
+    assert int(packing.weighted_sum(buffer.view(torch.bfloat16))) % 2**64 == expected
+
+
+def test_the_sum_for_gpus_sees_words_rows_and_columns_that_changed_places() -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(-(2**63), 2**63 - 1, (6, packing.FOLD), generator=generator)
+    rows, columns, shifted = whole.roll(1, 0), whole.roll(1, 1), whole.flatten().roll(8)
+    corners = whole.clone()
+    corners[0, 0], corners[3, 9] = whole[3, 9], whole[0, 0]
+    sums = {int(packing.weighted_sum(t.flatten())) for t in (whole, rows, columns, shifted, corners)}
+    assert len(sums) == 5
+
+
+def test_copies_are_cast_whatever_their_size_and_layout() -> None:
+    generator = torch.Generator().manual_seed(0)
+    source = [torch.randn(shape, generator=generator).t() for shape in ((2, 3), (1100, 2000), (1, 1))]
+    into = [torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in source]
+    assert into[1].nbytes > packing.LARGE > into[0].nbytes
+    packing.copy(into, source)
+    for target, tensor in zip(into, source, strict=True):
+        assert torch.equal(target, tensor.to(torch.bfloat16))
+
+
+def test_a_mismatch_names_the_first_tensor_and_both_shapes() -> None:
+    learner = packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 8), "z": torch.zeros(1)})
+    actor = packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 16)})
+    with pytest.raises(
+        WeightSyncError, match=r"'lora' is float32 \[4, 8\] on the learner but float32 \[4, 16\] on actor-1"
+    ):
+        packing.require_same(learner, actor, "actor-1")
+    with pytest.raises(WeightSyncError, match=r"'z' is float32 \[1\] on the learner but absent on actor-1"):
+        packing.require_same(
+            learner, packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 8)}), "actor-1"
+        )
+
+
+def test_nothing_to_send_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="no trainable tensors"):
+        packing.build_manifest({})
+
+
+# --- inline ---
+
+
+def test_inline_hands_over_the_newest_version_once() -> None:
+    publisher, receiver = build_inline()
+    tensors = policy(0, elements=10)
+    assert receiver.swap_into(tensors) == -1
+    publisher.publish(policy(7, elements=10), 0)
+    publisher.publish(policy(8, elements=10), 1)
+    publisher.wait_for_first(1, 0.0)
+    assert receiver.wait_for_first(0.0) == 1
+    assert receiver.swap_into(tensors) == 1
+    assert raw(tensors) == raw(policy(8, elements=10))
+    tensors["steps"].fill_(99)
+    assert receiver.swap_into(tensors) == 1
+    assert tensors["steps"].item() == 99  # nothing new, nothing copied
+    with pytest.raises(WeightSyncError, match="Version 1 was published after version 1"):
+        publisher.publish(tensors, 1)
+
+
+# --- bells, bounded actions and transports ---
+
+
+def test_a_bell_wakes_who_waits_and_one_that_rang_before_is_not_lost() -> None:
+    mine, yours = WakeUpSocket(), WakeUpSocket()
+    mine.ring_all([yours.port, yours.port, 0])
+    mine.ring(yours.port)
+    assert yours.wait(PATIENCE)
+    assert not yours.wait(0.0)  # One wait answers all that rang.
+    ringing = threading.Timer(0.05, mine.ring, [yours.port])
+    ringing.start()
+    began = time.monotonic()
+    assert yours.wait(PATIENCE)
+    assert time.monotonic() - began < PATIENCE / 2
+    ringing.join()
+    yours.close()
+    mine.ring(yours.port)  # Nobody is there: no error.
+    mine.close()
+    mine.ring(yours.port)
+
+
+class Fleet:
+    """Members of one epoch over gloo links, each on a pretended GPU, within this process."""
+
+    def __init__(self, publisher: BroadcastPublisher, devices: list[str]) -> None:
+        self.endpoint, self.devices = publisher.endpoint, devices
+        self.buffers = [[torch.full((4,), float(rank))] for rank in range(len(devices))]
+        self.made: list[tuple[str, int]] = []
+
+    def transport(self, rank: int) -> NcclAndIpcTransport:
+        near, far = GlooTransport(2.0), GlooTransport(2.0)
+        for name, transport in (("near", near), ("far", far)):
+            self._note(name, transport)
+        return NcclAndIpcTransport(near, far, self.devices[rank])
+
+    def _note(self, name: str, transport: GlooTransport) -> None:
+        connect_root = transport.connect_root
+
+        def noted(store: Store, size: int, buffer_pair: BufferPair) -> Link:
+            self.made.append((name, size))
+            return connect_root(store, size, buffer_pair)
+
+        transport.connect_root = noted  # type: ignore[method-assign]
+
+    def member(self, rank: int) -> None:
+        store = epoch_store(self.endpoint, 77, PATIENCE)
+        if rank:
+            link = self.transport(rank).connect_member(store, rank, len(self.devices))
+            link.receive(0, self.buffers[rank])
+        else:
+            buffer_pair = (self.buffers[0], self.buffers[0])
+            link = self.transport(rank).connect_root(store, len(self.devices), buffer_pair)
+            link.send(0)
+        link.abort()
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self.member, args=[rank]) for rank in range(len(self.devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("devices", "links"),
+    [
+        (["gpu-a", "gpu-b", "gpu-a", "gpu-c"], [("far", 3), ("near", 2)]),
+        (["gpu-a", "gpu-a"], [("near", 2)]),
+        (["gpu-a", "gpu-b", "gpu-c"], [("far", 3)]),
+    ],
+)
+def test_each_member_gets_its_weights_by_the_way_that_its_place_allows(
+    publisher: BroadcastPublisher, devices: list[str], links: list[tuple[str, int]]
+) -> None:
+    fleet = Fleet(publisher, devices)
+    fleet.run()
+    assert fleet.made == links
+    assert [float(buffers[0][0]) for buffers in fleet.buffers] == [0.0] * len(devices)
+
+
+def test_two_members_on_a_gpu_that_is_not_the_learners_are_refused() -> None:
+    assert divide(["a", "b", "a", "c"]) == Groups(local=(2,), remote=(1, 3))
+    with pytest.raises(WeightSyncError, match=r"Two actors share GPU b.*--weights\.transport gloo"):
+        divide(["a", "b", "a", "b"])
+
+
+def test_an_action_that_blocks_fails_or_is_given_up_ends_with_an_error_that_names_it() -> None:
+    never = threading.Event()
+    with pytest.raises(WeightSyncError, match=r"broadcasting did not end within 0\.05 s"):
+        run_bounded(never.wait, seconds=0.05, what="broadcasting", given_up=str)
+    with pytest.raises(WeightSyncError, match=r"broadcasting was given up: a newer epoch\."):
+        run_bounded(never.wait, seconds=PATIENCE, what="broadcasting", given_up=lambda: "a newer epoch")
+    with pytest.raises(WeightSyncError, match=r"broadcasting failed: .* by zero"):
+        run_bounded(lambda: 1 // 0, seconds=PATIENCE, what="broadcasting", given_up=str)
+    assert run_bounded(lambda: 7, seconds=PATIENCE, what="counting", given_up=str) == 7
+    never.set()
+
+
+def test_a_truncated_ipc_handle_is_refused() -> None:
+    head = struct.pack("<QQQBHHH", 16, 0, 0, 0, 64, 10, 64)
+    with pytest.raises(WeightSyncError, match=r"has 32 bytes, expected 169"):
+        import_handle(head + b"x", torch.device("cuda", 0))
+
+
+class DamagingTransport(GlooTransport):
+    """Flips one bit of everything it receives."""
+
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
+        link = super().connect_member(store, rank, size)
+        receive = link.receive
+
+        def receive_damaged(buffer_index: int, into: packing.Buffers) -> None:
+            receive(buffer_index, into)
+            into[0].view(torch.uint8)[0] ^= 1
+
+        link.receive = receive_damaged
+        return link
+
+
+# --- gloo, receivers in this process ---
+
+
+def test_damaged_weights_are_never_swapped_in(publisher: BroadcastPublisher) -> None:
+    manifest = packing.build_manifest(policy(0, elements=10))
+    store = connect(publisher.endpoint, PATIENCE)
+    receiver = BroadcastReceiver(DamagingTransport(1.0), store, publisher.endpoint, "actor-0", manifest, 1.0)
+    publisher.publish(policy(0, elements=10), 0)
+    with pytest.raises(WeightSyncError, match=r"actor-0 received version 0 with checksum .* expected"):
+        receiver.wait_for_first(PATIENCE)
+    with pytest.raises(WeightSyncError, match=r"took it: nobody; did not: actor-0"):
+        publisher.wait_for_first(0, 0.1)
+    receiver.close()
+
+
+def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(publisher: BroadcastPublisher) -> None:
+    publisher.publish(policy(0, elements=10), 0)
+    publisher.publish(policy(1, elements=10), 1)  # replaces 0: nobody was there to take it
+    late = build_receiver("gloo", publisher.endpoint, "late", policy(0, elements=10))
+    assert late.wait_for_first(PATIENCE) == 1
+    later = build_receiver("gloo", publisher.endpoint, "later", policy(0, elements=10))
+    assert later.wait_for_first(PATIENCE) == 1
+    tensors = policy(0, elements=10)
+    assert later.swap_into(tensors) == 1
+    assert raw(tensors) == raw(policy(1, elements=10))
+    publisher.wait_for_first(1, PATIENCE, actors=2)
+    status = publisher.status()
+    assert status[m.WEIGHTS_VERSION] == 1
+    assert status[m.WEIGHTS_MEMBERS] == 2
+    assert (
+        status[m.WEIGHTS_BYTES] == 48 + 80 + 16
+    )  # 10 float32, 35 bfloat16, 1 int64, each padded to 16 bytes
+    assert 0 < status[m.WEIGHTS_SECONDS] < PATIENCE
+    later.close()
+    late.close()
+
+
+def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(publisher: BroadcastPublisher) -> None:
+    publisher.publish(policy(0, elements=10), 0)
+    receiver = build_receiver("gloo", publisher.endpoint, "odd", policy(0, elements=12))
+    shapes = r"'body' is float32 \[10\] on the learner but float32 \[12\] on odd"
+    with pytest.raises(WeightSyncError, match=shapes):
+        receiver.wait_for_first(PATIENCE)
+    with pytest.raises(WeightSyncError, match=shapes):
+        receiver.swap_into(policy(0, elements=12))
+    with pytest.raises(WeightSyncError, match=rf"took it: nobody.*odd refused it: .*{shapes}"):
+        publisher.wait_for_first(0, PATIENCE)
+    receiver.close()
+
+
+def test_a_first_version_that_does_not_arrive_names_who_has_it_and_who_is_absent(
+    publisher: BroadcastPublisher,
+) -> None:
+    publisher.publish(policy(0, elements=10), 0)
+    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    receiver.wait_for_first(PATIENCE)
+    publisher.wait_for_first(0, PATIENCE)
+    with pytest.raises(
+        WeightSyncError, match=r"1 have it .*took it: actor-0; did not: nobody; never registered: 1"
+    ):
+        publisher.wait_for_first(0, 0.1, actors=2)
+    receiver.close()
+
+
+def test_a_receiver_without_a_publish_says_what_it_waits_for(publisher: BroadcastPublisher) -> None:
+    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    with pytest.raises(WeightSyncError, match=r"actor-0 waited .* 0\.1 s.*to publish its first version"):
+        receiver.wait_for_first(0.1)
+    receiver.close()
+
+
+def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
+    publisher: BroadcastPublisher,
+) -> None:
+    receiver = build_receiver("gloo", publisher.endpoint, "late", policy(0, elements=10))
+    ended: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            receiver.wait_for_first(10 * PATIENCE)
+        except ChannelClosed as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    publisher.close()
+    waiting.join(PATIENCE)
+    assert [str(error) for error in ended] == ["The learner ended the run before late had weights."]
+    receiver.close()
+
+
+def test_two_actors_of_one_name_are_told_apart(publisher: BroadcastPublisher) -> None:
+    publisher.publish(policy(0, elements=10), 0)
+    first = build_receiver("gloo", publisher.endpoint, "twin", policy(0, elements=10))
+    first.wait_for_first(PATIENCE)
+    second = build_receiver("gloo", publisher.endpoint, "twin", policy(0, elements=10))
+    second.wait_for_first(PATIENCE)
+    publisher.publish(policy(1, elements=10), 1)
+    tensors = policy(0, elements=10)
+    assert swap_until(second, tensors, 1) == 1
+    with pytest.raises(WeightSyncError, match="Two actors are called 'twin'"):
+        swap_until(first, tensors, 1)
+    first.close()
+    second.close()
+
+
+def test_versions_must_grow_and_shapes_must_stay(publisher: BroadcastPublisher) -> None:
+    publisher.publish(policy(0, elements=10), 5)
+    with pytest.raises(WeightSyncError, match="Version 5 was published after version 5"):
+        publisher.publish(policy(0, elements=10), 5)
+    with pytest.raises(WeightSyncError, match=r"'body' is float32 \[11\] on the learner but float32 \[10\]"):
+        publisher.publish(policy(0, elements=11), 6)
+    publisher.close()
+    with pytest.raises(WeightSyncError, match="was closed"):
+        publisher.publish(policy(0, elements=10), 7)
+
+
+def test_every_listening_socket_of_the_channel_is_bound_to_loopback(publisher: BroadcastPublisher) -> None:
+    publisher.publish(policy(0, elements=10), 0)
+    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    receiver.wait_for_first(PATIENCE)
+    links = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+        listening += [row[1] for row in rows if row[3] == "0A" and row[9] in mine]
+    port = int(publisher.endpoint.split(":")[1])
+    assert f"0100007F:{port:04X}" in listening
+    assert {address.split(":")[0] for address in listening} == {"0100007F"}
+    receiver.close()
+
+
+def test_a_store_that_others_could_reach_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:0.*replace the policy.*127\.0\.0\.1:0"):
+        build_publisher("gloo", store_listen="0.0.0.0:0")
+    with pytest.raises(ConfigError, match=r"nccl.*between GPUs.*cpu"):
+        build_publisher("nccl")
+
+
+def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
+    publisher: BroadcastPublisher,
+) -> None:
+    """Ten versions in a row, each waited for at both ends, then a pause; looks alone would take a second."""
+    publisher.publish(policy(0, elements=10), 0)
+    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    publisher.wait_for_first(0, PATIENCE)
+    took = []
+    for version in range(1, 11):
+        time.sleep(0.03)  # Both ends wait by now.
+        began = time.monotonic()
+        publisher.publish(policy(version, elements=10), version)
+        publisher.wait_for_first(version, PATIENCE)
+        took.append(time.monotonic() - began)
+    assert statistics.median(took) < membership.LOOK_SECONDS / 4
+    assert publisher.sent.version == 10
+    stages = (publisher.sent.packing, publisher.sent.summing, publisher.sent.seconds)
+    assert all(stage > 0 for stage in stages)
+    assert sum(stages) <= took[-1]
+    clock = time.pthread_getcpuclockid(receiver._thread.ident or 0)
+    spent = time.clock_gettime(clock)
+    time.sleep(1.0)
+    assert time.clock_gettime(clock) - spent < 0.05
+    receiver.close()
+
+
+# --- gloo, real actor processes ---
+
+
+def test_a_version_arrives_bit_exact_in_two_processes(
+    publisher: BroadcastPublisher, actors: list[Actor]
+) -> None:
+    for i, each in enumerate(actors):
+        each.join(publisher, f"actor-{i}")
+    publisher.publish(policy(10), 0)
+    publisher.wait_for_first(0, PATIENCE, actors=2)
+    for each in actors:
+        assert each.ask(0) == (0, raw(policy(10)))
+    for version in range(1, 20):
+        assert timed_publish(publisher, version) < 0.5
+    for each in actors:
+        assert each.ask(19) == (19, raw(policy(19)))
+    for each in actors:
+        assert each.ask("leave") == "left"
+
+
+def test_a_killed_actor_stops_nobody_and_its_successor_joins(
+    publisher: BroadcastPublisher, actors: list[Actor]
+) -> None:
+    for i, each in enumerate(actors):
+        each.join(publisher, f"actor-{i}")
+    publisher.publish(policy(0), 0)
+    publisher.wait_for_first(0, PATIENCE, actors=2)
+    slowest = 0.0
+    for version in range(1, 60):
+        slowest = max(slowest, timed_publish(publisher, version))
+        if version == 30:
+            actors[1].signal(signal.SIGKILL)
+    assert slowest < 0.5
+    assert actors[0].ask(59) == (59, raw(policy(59)))
+    publisher.wait_for_first(59, PATIENCE)
+    assert publisher.status()[m.WEIGHTS_MEMBERS] == 1
+
+    actors[1].end()
+    actors[1] = Actor()
+    actors[1].join(publisher, "actor-1")
+    assert actors[1].ask(59) == (59, raw(policy(59)))  # no new publish was needed
+    publisher.publish(policy(60), 60)
+    for each in actors:
+        assert each.ask(60) == (60, raw(policy(60)))
+    publisher.wait_for_first(60, PATIENCE, actors=2)
+    for each in actors:
+        assert each.ask("leave") == "left"
+
+
+def test_a_stopped_actor_is_left_behind_and_comes_back(
+    publisher: BroadcastPublisher, actors: list[Actor]
+) -> None:
+    for i, each in enumerate(actors):
+        each.join(publisher, f"actor-{i}")
+    publisher.publish(policy(0), 0)
+    publisher.wait_for_first(0, PATIENCE, actors=2)
+    actors[1].signal(signal.SIGSTOP)
+    try:
+        newest, until = 0, time.monotonic() + PATIENCE
+        while publisher.status()[m.WEIGHTS_MEMBERS] == 2 and time.monotonic() < until:
+            newest += 1
+            assert timed_publish(publisher, newest) < 0.5
+        assert publisher.status()[m.WEIGHTS_MEMBERS] == 1
+        assert actors[0].ask(newest) == (newest, raw(policy(newest)))
+    finally:
+        actors[1].signal(signal.SIGCONT)
+    assert actors[1].ask(newest) == (newest, raw(policy(newest)))
+    publisher.wait_for_first(newest, PATIENCE, actors=2)
+    publisher.publish(policy(newest + 1), newest + 1)
+    for each in actors:
+        assert each.ask(newest + 1) == (newest + 1, raw(policy(newest + 1)))
+        assert each.ask("leave") == "left"
+
+
+def test_an_actor_keeps_its_weights_after_the_learner_closed(publisher: BroadcastPublisher) -> None:
+    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10), deadline=0.1)
+    publisher.publish(policy(0, elements=10), 0)
+    receiver.wait_for_first(PATIENCE)
+    publisher.close()
+    receiver._thread.join(PATIENCE)
+    assert not receiver._thread.is_alive()  # it read the goodbye
+    tensors = policy(1, elements=10)
+    assert receiver.swap_into(tensors) == 0
+    assert raw(tensors) == raw(policy(0, elements=10))
+
+
+def test_an_actor_whose_learner_vanished_says_so_after_the_deadline(actors: list[Actor]) -> None:
+    endpoint = actors[1].ask("learn")
+    receiver = build_receiver("gloo", endpoint, "actor-0", policy(0), deadline=5.0)
+    assert receiver.wait_for_first(PATIENCE) == 0
+    actors[1].signal(signal.SIGKILL)
+    receiver._thread.join(PATIENCE)
+    tensors = policy(1)
+    assert receiver.swap_into(tensors) == 0
+    assert raw(tensors) == raw(policy(0))
+    receiver._deadline = 0.0
+    with pytest.raises(WeightSyncError, match=f"actor-0 lost the learner at {endpoint} .* version 0"):
+        receiver.swap_into(tensors)
+    with pytest.raises(WeightSyncError, match="Nobody serves the learner's weight store"):
+        build_receiver("gloo", endpoint, "actor-1", policy(0), deadline=0.5)
+
+
+def test_a_closing_actor_is_not_waited_for(publisher: BroadcastPublisher) -> None:
+    receivers = [build_receiver("gloo", publisher.endpoint, name, policy(0)) for name in "ab"]
+    publisher.publish(policy(0), 0)
+    publisher.wait_for_first(0, PATIENCE, actors=2)
+    receivers[1].close()
+    publisher.publish(policy(1), 1)
+    assert swap_until(receivers[0], policy(0), 1) == 1
+    publisher.wait_for_first(1, PATIENCE)
+    assert publisher.status()[m.WEIGHTS_MEMBERS] == 1
+    receivers[0].close()

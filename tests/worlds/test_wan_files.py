@@ -1,0 +1,517 @@
+"""The published Wan folder: true names and shapes, variants, round trips, and what cannot be read."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import asyncrl.storage.tensor_files as tensor_files
+from asyncrl.config.run import TrainConfig, parse
+from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.launch.environment import build_environment, check_environment
+from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_reward
+from asyncrl.rewards.libero_tasks import SUITES, suite_of
+from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.storage.tensor_files import TensorFiles, fill, write_pth
+from asyncrl.worlds.wan.files import load_world, open_world, save_world
+from asyncrl.worlds.wan.published_world import (
+    ACTION_MODEL,
+    AUTOENCODER,
+    export_world,
+    fingerprint,
+    recognise_transformer,
+)
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.world import WanWorld
+
+SMALL = replace(TransformerConfig.full(), heads=1, layers=2, ffn_dim=64, freq_dim=32)
+SMALL_VAE = replace(VaeConfig.full(), base_dim=4, decoder_base_dim=4)
+SMALL_REWARD = replace(RewardConfig.full(), widths=(4, 4, 8, 8))
+SPATIAL, GOAL = SUITES["libero_spatial"], SUITES["libero_goal"]
+MODEL = "model-00001.safetensors"
+VAE = "Wan2.2_VAE.pth"
+
+
+def small_world() -> WanWorld:
+    torch.manual_seed(0)
+    transformer = ActionWanTransformer(SMALL).eval().requires_grad_(False).to(torch.bfloat16)
+    vae = WanVae(SMALL_VAE).eval().requires_grad_(False).to(torch.bfloat16)
+    return WanWorld(transformer, vae, image_size=256, schedule_steps=5)
+
+
+def small_reward(tasks: tuple[str, ...] = ()) -> RewardModel:
+    torch.manual_seed(1)
+    config = replace(SMALL_REWARD, tasks=tasks)
+    network = build_network(config).requires_grad_(False)
+    for name, tensor in network.state_dict().items():
+        if name.endswith("running_mean"):
+            tensor.normal_()
+    return RewardModel(network, config, rounded=True)
+
+
+def write_trajectory(path: Path, task: str, *, frames: int = 1, size: int = 256) -> None:
+    random = np.random.default_rng(len(path.name))
+    array = np.empty(frames, dtype=object)
+    for i in range(frames):
+        image = random.integers(0, 256, (size, size, 3), dtype=np.uint8)
+        array[i] = {"image": image, "delta_action": random.normal(size=7), "instruction": task}
+    path.parent.mkdir(exist_ok=True)
+    np.save(path, array, allow_pickle=True)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like RLinf-Wan-LIBERO-Spatial, small."""
+    folder = tmp_path_factory.mktemp("wan") / "RLinf-Wan-LIBERO-Spatial"
+    export_world(folder, small_world())
+    export_reward(folder, small_reward())
+    write_trajectory(folder / "dataset" / "traj0.npy", SPATIAL[3])
+    write_trajectory(folder / "dataset" / "traj1.npy", SPATIAL[4], size=100)
+    write_trajectory(folder / "dataset" / "traj0_kir.npy", SPATIAL[3], frames=5)
+    return folder
+
+
+@pytest.fixture
+def copy(published: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    target = tmp_path / "world"
+    target.mkdir()
+    for file in published.iterdir():
+        if file.is_file():
+            (target / file.name).write_bytes(file.read_bytes())
+    (target / "dataset").symlink_to(published / "dataset")
+    return target
+
+
+# ---- true names and shapes -----------------------------------------------------------------------
+
+
+def listed(name: str) -> dict[str, torch.Size]:
+    """Names and shapes of a published file, from tests/data."""
+    rows = (Path(__file__).parents[1] / "data" / f"{name}.txt").read_text().splitlines()
+    split = [row.partition(" ") for row in rows]
+    return {name: torch.Size(int(size) for size in sizes.split("x") if size) for name, _, sizes in split}
+
+
+def sparse_safetensors(path: Path, shapes: dict[str, torch.Size]) -> None:
+    """A file of the true size whose numbers are a hole: it takes no space."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 2 * shape.numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    content = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(content)) + content)
+        file.truncate(8 + len(content) + offset)
+
+
+def sparse_pth(path: Path, shapes: dict[str, torch.Size], wrapper: str | None = None) -> None:
+    with FakeTensorMode():
+        state = {name: torch.empty(shape) for name, shape in shapes.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state if wrapper is None else {wrapper: state}, path)
+
+
+@pytest.mark.parametrize("wrapper", [None, "model_state"])
+def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
+    tmp_path: Path, wrapper: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse_safetensors(tmp_path / MODEL, listed("wan_action_transformer"))
+    sparse_pth(tmp_path / VAE, listed("wan_vae"), wrapper)
+    assert (tmp_path / MODEL).stat().st_size > 10_000_000_000
+    assert (tmp_path / VAE).stat().st_size > 2_800_000_000
+    with caplog.at_level(logging.INFO):
+        files = open_world(tmp_path)
+    assert (files.transformer_size, files.vae_size) == (TransformerConfig.full(), VaeConfig.full())
+    assert (files.image_size, files.schedule_steps, files.dtype) == (256, 5, torch.bfloat16)
+    assert files.check() == 2 * (5_025_334_464 + 704_688_668)
+    assert f"is the published action-conditioned Wan2.2-TI2V-5B ({ACTION_MODEL})" in caplog.text
+    assert f"is the published autoencoder of Wan 2.2 ({AUTOENCODER})" in caplog.text
+    assert "unknown" not in caplog.text
+
+
+@pytest.mark.parametrize(("name", "count"), [("resnet_rm", 127), ("taskemb_resnet_rm", 130)])
+def test_reward_files_of_the_true_size_are_told_apart_by_their_tensors(
+    tmp_path: Path, name: str, count: int
+) -> None:
+    shapes = listed(name)
+    assert len(shapes) == count
+    sparse_pth(tmp_path / "resnet_rm.pth", shapes, "model_state_dict")  # whatever the file is called
+    files = open_reward(tmp_path, [GOAL[7], GOAL[2]])
+    assert files.config == RewardConfig.full(GOAL if name.startswith("taskemb") else ())
+    assert files.rounded
+    assert files.check() > 44_700_000
+
+
+def published_shapes(*, token: int = 7, vector: int = 28) -> dict[str, torch.Size]:
+    """The transformer's tensors when its actions have other numbers; 0: it lacks that input."""
+    shapes = {n: s for n, s in listed("wan_action_transformer").items() if not n.startswith("action_")}
+    for name, inputs, inner in (("action_mlp1", token, 3072), ("action_mlp2", vector, 12288)):
+        if inputs:
+            sizes = {
+                "0.weight": (inner, inputs),
+                "0.bias": (inner,),
+                "2.weight": (3072, inner),
+                "2.bias": (3072,),
+            }
+            shapes |= {f"{name}.{part}": torch.Size(size) for part, size in sizes.items()}
+    return shapes
+
+
+TEXT = {
+    "text_embedding.0.weight": torch.Size([3072, 4096]),
+    "text_embedding.0.bias": torch.Size([3072]),
+    "text_embedding.2.weight": torch.Size([3072, 3072]),
+    "text_embedding.2.bias": torch.Size([3072]),
+}
+SCALAR = torch.Size([])
+VARIANTS = {
+    "1f5ab7703c6fc803fdded85ff040c316": (published_shapes(token=0, vector=0) | TEXT, "takes no actions"),
+    "6efc7e19e87c1755f17dec14be3d0bf1": (
+        published_shapes(token=0),
+        r"modulation only \(TI2V3: no action_mlp1\)",
+    ),
+    "d3abb829": (
+        published_shapes(token=0) | {"action_scale": SCALAR},
+        "modulation only.*scaled by action_scale",
+    ),
+    "3f4e3743": (
+        published_shapes(vector=0) | {"action_scale1": SCALAR},
+        "cross-attention only.*action_scale1",
+    ),
+    "c435810b": (published_shapes(token=14, vector=56), "takes actions of 14 numbers"),
+    "": (published_shapes() | {"action_scale": SCALAR}, "scales its actions by action_scale, and how is not"),
+}
+
+
+@pytest.mark.parametrize("known", VARIANTS)
+def test_variants_that_are_steered_otherwise_are_refused_by_name(tmp_path: Path, known: str) -> None:
+    shapes, words = VARIANTS[known]
+    assert fingerprint(shapes).startswith(known)
+    sparse_safetensors(tmp_path / MODEL, {f"pipe.dit.{name}": shape for name, shape in shapes.items()})
+    with pytest.raises(CheckpointError, match=rf"model-00001\.safetensors .*{words}.*TI2V2"):
+        recognise_transformer(TensorFiles([tmp_path / MODEL]))
+
+
+# ---- round trips ---------------------------------------------------------------------------------
+
+
+def test_a_published_world_comes_back_bit_for_bit(published: Path) -> None:
+    world, loaded = small_world(), load_world(published)
+    assert (loaded.transformer.size, loaded.vae.size) == (SMALL, SMALL_VAE)
+    assert (loaded.image_size, loaded.schedule_steps, loaded.version) == (256, 5, 0)
+    for mine, theirs in ((world.transformer, loaded.transformer), (world.vae, loaded.vae)):
+        expected, found = mine.state_dict(), theirs.state_dict()
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+        assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+    assert not any(parameter.requires_grad for parameter in loaded.transformer.parameters())
+    assert loaded.vae.decoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert load_world(published, dtype=torch.float32).transformer.proj_out.weight.dtype == torch.float32
+
+
+def test_the_depth_of_an_autoencoder_is_read_from_its_names(tmp_path: Path) -> None:
+    world = small_world()
+    shallow = WanVae(replace(SMALL_VAE, res_blocks=1)).to(torch.bfloat16)
+    export_world(tmp_path, WanWorld(world.transformer, shallow, image_size=256))
+    loaded = load_world(tmp_path).vae
+    assert loaded.size == shallow.size
+    assert all(torch.equal(t, shallow.state_dict()[name]) for name, t in loaded.state_dict().items())
+
+
+def test_published_files_have_the_published_names_and_types(published: Path) -> None:
+    transformer = load_file(published / MODEL)
+    names = listed("wan_action_transformer").keys()
+    two_layers = {n for n in names if not n.startswith("blocks.") or int(n.split(".")[1]) < SMALL.layers}
+    assert transformer.keys() == two_layers
+    assert {tensor.dtype for tensor in transformer.values()} == {torch.bfloat16}
+    vae = torch.load(published / VAE, weights_only=True)
+    assert vae.keys() == listed("wan_vae").keys()
+    assert {tensor.dtype for tensor in vae.values()} == {torch.float32}
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in vae.values())
+
+
+def test_a_published_world_imagines(published: Path) -> None:
+    dreams = build_environment(TrainConfig(world=str(published)), torch.device("cpu"))
+    actions = torch.zeros(3, 8, 7)
+    frames, state = dreams.world.imagine(dreams.world.start(dreams.starts), actions, [1, 2, 3])
+    assert frames.shape == (3, 8, 256, 256, 3)
+    assert state.finite.all()
+    scores = dreams.reward.score(frames, [start.task for start in dreams.starts])
+    assert set(scores.unique().tolist()) <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize("layout", ["prefix", "shards", "index"])
+def test_prefix_shards_and_index_hold_the_same_world(published: Path, copy: Path, layout: str) -> None:
+    tensors = load_file(copy / MODEL)
+    names = sorted(tensors)
+    (copy / MODEL).unlink()
+    if layout == "prefix":
+        save_file({f"pipe.dit.{name}": tensor for name, tensor in tensors.items()}, copy / MODEL)
+    else:
+        files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        if layout == "index":
+            files = ["model-00001.safetensors", "model-00002.safetensors"]
+            weight_map = {name: files[i % 2] for i, name in enumerate(names)}
+            (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        for i, file in enumerate(files):
+            save_file({name: tensors[name] for name in names[i::2]}, copy / file)
+    expected, found = (load_world(folder).transformer.state_dict() for folder in (published, copy))
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    if layout == "shards":
+        (copy / files[1]).unlink()
+        with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"):
+            load_world(copy)
+
+
+def test_unknown_tensors_are_reported_by_name_once_all_others_are_there(
+    copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = load_file(copy / MODEL)
+    save_file({**tensors, "old_head.bias": torch.zeros(3)}, copy / MODEL)
+    load_world(copy)
+    assert "holds 1 tensors the model has no use for: old_head.bias" in caplog.text
+    assert "has the unknown fingerprint" in caplog.text
+    del tensors["blocks.1.ffn.2.bias"]
+    save_file({**tensors, "old_head.bias": torch.zeros(3)}, copy / MODEL)
+    with pytest.raises(CheckpointError, match=r"lacks tensor blocks\.1\.ffn\.net\.2\.bias of shape \[128\]"):
+        load_world(copy)
+
+
+@pytest.mark.parametrize("tasks", [(), GOAL])
+def test_a_published_reward_model_comes_back_bit_for_bit(tmp_path: Path, tasks: tuple[str, ...]) -> None:
+    reward = small_reward(tasks)
+    export_reward(tmp_path, reward)
+    assert [file.name for file in tmp_path.iterdir()] == [
+        "taskemb_resnet_rm.pth" if tasks else "resnet_rm.pth"
+    ]
+    loaded = load_reward(tmp_path, tasks=[GOAL[4]])
+    assert (loaded.config, loaded.rounded) == (reward.config if tasks else loaded.config, True)
+    assert loaded.config.widths == SMALL_REWARD.widths
+    expected, found = reward.network.state_dict(), loaded.network.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    assert loaded.task_ids([GOAL[4]]).tolist() == [4 if tasks else 0]
+
+
+def test_what_the_published_layout_cannot_say_is_not_written(tmp_path: Path) -> None:
+    world = small_world()
+    other = WanWorld(world.transformer, world.vae, image_size=64)
+    with pytest.raises(CheckpointError, match=r"64 pixels cannot be written in the published layout"):
+        export_world(tmp_path, other)
+    with pytest.raises(CheckpointError, match=r"1 tasks at 256 pixels cannot be written"):
+        export_reward(tmp_path, small_reward(("fly",)))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, width = 24, 1024  # 96 MiB in the files, 48 MiB in the module
+    tensors = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    write_pth(tmp_path / "a.pth", tensors)
+    del tensors
+    monkeypatch.setattr(tensor_files, "_OPEN_BYTES", 2**23)
+    for name in ("a.safetensors", "a.pth"):
+        with torch.device("meta"):
+            module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again and count for nothing
+        before = reset_peak_memory()
+        fill(module, TensorFiles([tmp_path / name]), dtype=torch.bfloat16, device="cpu")
+        grown = memory("VmHWM") - before
+        assert [layer.weight[0, 0].item() for layer in module] == list(range(layers))
+        assert 2**20 * 30 < grown < 2**20 * 80, f"{name}: {grown / 2**20:.0f} MiB for 48 MiB of weights"
+
+
+def memory(name: str) -> int:
+    """Bytes: VmRSS, what this process holds; VmHWM, the most it held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def reset_peak_memory() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+@pytest.mark.gpu
+def test_weights_for_a_gpu_pass_through_host_memory_one_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    layers, width = 16, 4096  # 1 GiB in the file, half of it on the GPU
+    tensors = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    del tensors
+    monkeypatch.setattr(tensor_files, "_OPEN_BYTES", 2**26)
+    with torch.device("meta"):
+        module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    torch.zeros(1, device="cuda")
+    ctypes.CDLL(None).malloc_trim(0)
+    before = reset_peak_memory()
+    fill(module, TensorFiles([tmp_path / "a.safetensors"]), dtype=torch.bfloat16, device="cuda")
+    grown = memory("VmHWM") - before
+    assert all(layer.weight.is_cuda for layer in module)
+    assert [layer.weight[0, 0].item() for layer in module] == list(range(layers))
+    assert grown < 2**20 * 400, f"{grown / 2**20:.0f} MiB for 1 GiB of weights"
+
+
+def test_loaded_weights_do_not_hang_on_the_file(published: Path, copy: Path) -> None:
+    loaded = load_world(copy)
+    before = loaded.transformer.proj_out.weight.clone()
+    content = bytearray((copy / MODEL).read_bytes())
+    content[-2000:] = bytes(2000)
+    (copy / MODEL).write_bytes(content)
+    content[-len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    with (copy / MODEL).open("r+b") as file:  # the very same file, over what was mapped
+        file.write(content)
+    assert torch.equal(loaded.transformer.proj_out.weight, before)
+
+
+# ---- one path for all ----------------------------------------------------------------------------
+
+
+def test_one_path_gives_world_reward_and_start_states(published: Path) -> None:
+    found = check_environment(parse(["--world", str(published)]))
+    assert (found.folder, found.image_size) == (published, 256)
+    assert [start.name for start in found.starts] == ["traj0", "traj0_kir", "traj1"]
+    assert [len(start.context_frames) for start in found.starts] == [0, 4, 0]
+    assert {start.frame.shape for start in found.starts} == {(256, 256, 3)}  # traj1 was 100 pixels
+    world = small_world()
+    modules = (world.transformer, world.vae)
+    weights = sum(2 * p.numel() for module in modules for p in module.parameters())
+    rewards = sum(tensor.nbytes for tensor in small_reward().network.state_dict().values())
+    assert found.nbytes == weights + rewards
+    plain = check_environment(parse(["--world", str(published), "--no-keyframes"]))
+    assert [start.name for start in plain.starts] == ["traj0", "traj1"]
+
+
+def test_the_suite_of_a_reward_model_follows_from_the_start_states(copy: Path, tmp_path: Path) -> None:
+    (copy / "resnet_rm.pth").unlink()
+    export_reward(copy, small_reward(SPATIAL))
+    dreams = build_environment(TrainConfig(world=str(copy)), torch.device("cpu"))
+    assert dreams.reward.config.tasks == SPATIAL
+    assert dreams.reward.task_ids([SPATIAL[3]]).tolist() == [3]
+    others = tmp_path / "others"
+    write_trajectory(others / "traj0.npy", SPATIAL[0])
+    write_trajectory(others / "traj1.npy", GOAL[0])
+    config = TrainConfig(world=str(copy), start_states=str(others))
+    with pytest.raises(CheckpointError, match="the start states are of libero_goal and libero_spatial"):
+        check_environment(config)
+    write_trajectory(others / "traj1.npy", "Open the fridge")
+    with pytest.raises(CheckpointError, match="'open the fridge' is an instruction of none"):
+        check_environment(config)
+
+
+def test_every_suite_has_its_ten_instructions() -> None:
+    assert [len(set(tasks)) for tasks in SUITES.values()] == [10, 10, 10, 10]
+    assert all(suite_of(tasks) == name for name, tasks in SUITES.items())
+    assert all(list(tasks) == sorted(tasks) for tasks in SUITES.values())
+    with pytest.raises(CheckpointError, match="start states are of none"):
+        suite_of([])
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (
+            MODEL,
+            r"--world .* with the published model-00001\.safetensors and Wan2\.2_VAE\.pth .*Looked for these",
+        ),
+        (VAE, r"no autoencoder: .*Wan2\.2_VAE\.pth does not exist"),
+        ("resnet_rm.pth", r"no readable reward model \(looked for reward\.json, resnet_rm\.pth, taskemb"),
+        ("dataset", r"brings no start states: .*dataset is not a folder.*--start-states"),
+    ],
+)
+def test_what_is_missing_is_named_with_where_it_was_looked_for(copy: Path, missing: str, words: str) -> None:
+    (copy / missing).unlink()
+    with pytest.raises(CheckpointError, match=words):
+        check_environment(TrainConfig(world=str(copy)))
+
+
+def broken_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+
+
+def code_in_the_autoencoder(folder: Path) -> None:
+    torch.save({"model_state": Path("x")}, folder / VAE)
+
+
+def no_tensors(folder: Path) -> None:
+    torch.save([1, 2], folder / VAE)
+
+
+def other_latents(folder: Path) -> None:
+    write_pth(folder / VAE, {"conv2.weight": torch.zeros(16, 16, 1, 1, 1)})
+
+
+def cut_transformer(folder: Path) -> None:
+    (folder / MODEL).write_bytes((folder / MODEL).read_bytes()[:-1000])
+
+
+def other_model(folder: Path) -> None:
+    save_file({"layer.weight": torch.zeros(3)}, folder / MODEL)
+
+
+def other_reward(folder: Path) -> None:
+    write_pth(folder / "resnet_rm.pth", {"fc.weight": torch.zeros(3)})
+
+
+def larger_reward(folder: Path) -> None:
+    state: dict[str, Tensor] = torch.load(folder / "resnet_rm.pth", weights_only=True)
+    write_pth(folder / "resnet_rm.pth", state | {"net.9.weight": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (broken_index, "is not an index of weights"),
+        (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth cannot be read"),
+        (no_tensors, r"Wan2\.2_VAE\.pth is not a state dict of tensors"),
+        (other_latents, "has 16 latent channels; Wan 2.2 has 48"),
+        (cut_transformer, r"model-00001\.safetensors cannot be read"),
+        (other_model, "is no Wan transformer"),
+        (other_reward, r"no reward model for world models: it lacks net\.0\.0\.weight"),
+        (larger_reward, r"holds net\.9\.weight, which the model has no use for"),
+    ],
+)
+def test_files_that_are_something_else_are_refused(copy: Path, breaks, words: str) -> None:
+    breaks(copy)
+    with pytest.raises(CheckpointError, match=words):
+        check_environment(TrainConfig(world=str(copy)))
+
+
+def test_weights_of_pytorch_before_1_6_are_read_too(copy: Path) -> None:
+    state = torch.load(copy / VAE, weights_only=True)
+    torch.save(state, copy / VAE, _use_new_zipfile_serialization=False)
+    expected = small_world().vae.state_dict()
+    assert all(torch.equal(t, expected[name]) for name, t in load_world(copy).vae.state_dict().items())
+
+
+def test_a_fitted_world_without_start_states_begins_at_the_shipped_ones(tmp_path: Path) -> None:
+    size = TransformerConfig(heads=1, head_dim=24, layers=1, ffn_dim=8, channels=32, patch=1, freq_dim=8)
+    vae = replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)
+    save_world(tmp_path, WanWorld(ActionWanTransformer(size), WanVae(vae), image_size=64))
+    reward = RewardConfig.tiny(())
+    save_reward(tmp_path, RewardModel(build_network(reward), reward))
+    assert len(check_environment(TrainConfig(world=str(tmp_path))).starts) > 0
+    assert open_world(tmp_path).dtype == torch.float32
+
+
+def test_an_index_cannot_lead_out_of_its_folder(published: Path, tmp_path: Path) -> None:
+    outside = {"weight_map": {"patch_embedding.weight": str(published / MODEL)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(outside))
+    with pytest.raises(AsyncRLError, match="is neither a shipped world"):
+        check_environment(TrainConfig(world=str(tmp_path)))
