@@ -9,7 +9,7 @@ from typing import Final
 
 from asyncrl.errors import CheckpointError
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 DEFAULT: Final = "tabletop"
 """The shipped collection that settings name until they are set."""
 WAN_TRANSFORMER: Final = "model-00001.safetensors"
