@@ -31,7 +31,7 @@ import tyro
 
 from asyncrl.observability import process_status
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.transports.transports import TransportName
+from asyncrl.weights.transports.interface import TransportName
 
 
 @dataclass(frozen=True, kw_only=True)

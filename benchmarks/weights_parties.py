@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncrl.learner.weight_export import Gathering
 from asyncrl.weights.packing import build_manifest
 from asyncrl.weights.receiver import build_receiver
-from asyncrl.weights.transports.transports import TransportName
+from asyncrl.weights.transports.interface import TransportName
 
 Kind = Literal["full", "lora"]
 Shapes = dict[str, tuple[int, ...]]

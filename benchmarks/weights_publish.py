@@ -43,7 +43,7 @@ from weights_parties import (
 )
 
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.transports.transports import TransportName
+from asyncrl.weights.transports.interface import TransportName
 
 STAGES = ("packing", "summing", "announcing", "broadcasting", "receipts")
 

@@ -50,7 +50,7 @@ def check_placement(examination: Examination) -> Finding:
     import torch
 
     from asyncrl.launch import build, learner_ranks
-    from asyncrl.weights.transports.transports import build_transport
+    from asyncrl.weights.transports.interface import build_transport
 
     config = examination.config
     try:

@@ -96,7 +96,7 @@ def exchange(task: Task, device: str) -> list[float]:
 
     from asyncrl.errors import WeightSyncError
     from asyncrl.weights.rendezvous_store import epoch_store
-    from asyncrl.weights.transports.transports import build_transport
+    from asyncrl.weights.transports.interface import build_transport
 
     on = torch.device(device)
     transport = build_transport("gloo" if on.type == "cpu" else "nccl", on, task.seconds)

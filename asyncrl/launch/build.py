@@ -37,7 +37,7 @@ from asyncrl.records import StartState
 from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 from asyncrl.weights.interface import Publisher
-from asyncrl.weights.transports.transports import TransportName
+from asyncrl.weights.transports.interface import TransportName
 from asyncrl.worlds.wan.world import WanState, WanWorld
 
 

@@ -18,7 +18,7 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.replay import open_replay
-from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 
 
@@ -36,7 +36,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     start = build.prepare(config, device)
     run_dir = start.run_dir
     process_status.join(run_dir, "inline")
-    publisher, receiver = build_inline(device)
+    publisher, receiver = build_in_process(device)
     environment = build_environment(config, device)
     imagination = build.build_imagination(config, build.build_policy(config, device), environment)
     core = open_replay(run_dir / "replay", config)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights.rendezvous_store import first_line
-from asyncrl.weights.transports.transports import Link
+from asyncrl.weights.transports.interface import Link
 
 ABORT_SECONDS = 10.0
 """Longest wait for an aborted link; NCCL needs about half a second."""

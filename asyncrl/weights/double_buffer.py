@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.weights import packing
-from asyncrl.weights.interface import WeightSource
-from asyncrl.weights.transports.in_process import stale_version
-from asyncrl.weights.transports.transports import BufferPair
+from asyncrl.weights.interface import WeightSource, stale_version
+from asyncrl.weights.transports.interface import BufferPair
 
 
 @dataclass(frozen=True, kw_only=True)

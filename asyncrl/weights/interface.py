@@ -125,3 +125,11 @@ class Receiver(Protocol):
     def close(self) -> None:
         """Leave the group and stop. May be called twice."""
         ...
+
+
+def stale_version(version: int, newest: int) -> WeightSyncError:
+    """Return the error for a version that does not come after the newest one."""
+    return WeightSyncError(
+        f"Version {version} was published after version {newest}, but actors only ever take a newer one. "
+        "Publish once per update, with the update's number."
+    )

@@ -39,7 +39,7 @@ from asyncrl.weights.membership import (
 )
 from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.rendezvous_store import epoch_store, open_store
-from asyncrl.weights.transports import transports
+from asyncrl.weights.transports.interface import Transport, TransportName, build_transport
 
 PACKING_LOOK_SECONDS = 0.0005
 """Pause between two looks at whether the device has packed a version."""
@@ -75,7 +75,7 @@ class BroadcastPublisher:
 
     def __init__(
         self,
-        transport: transports.Transport,
+        transport: Transport,
         store: Store,
         endpoint: str,
         deadline: float,
@@ -339,7 +339,7 @@ class BroadcastPublisher:
 
 
 def build_publisher(
-    transport: transports.TransportName,
+    transport: TransportName,
     store_listen: str = "127.0.0.1:0",
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
@@ -357,7 +357,7 @@ def build_publisher(
     Raises:
         ConfigError: an address is not allowed or taken, or the transport needs a GPU.
     """
-    carrier = transports.build_transport(transport, torch.device(device), deadline)
+    carrier = build_transport(transport, torch.device(device), deadline)
     store, endpoint = open_store(store_listen)
 
     def serve(outbox: DoubleBuffer) -> PullServer:

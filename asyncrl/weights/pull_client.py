@@ -30,14 +30,12 @@ from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
 from asyncrl.weights import packing
-from asyncrl.weights.swap_buffer import BufferedReceiver
+from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
 
 IN_FLIGHT: Final = 8
 """Pieces asked for at the same time: what queues is at most this many."""
 ASK_AGAIN: Final = 10.0
 """Seconds without any answer until what was asked is asked again."""
-MAX_DAMAGED: Final = 3
-"""Damaged answers or versions in a row after which the receiver gives up."""
 CLOSE_SECONDS: Final = 10.0
 """Longest wait of `close`; saying good-bye takes up to 2 s when nobody listens."""
 _SLICE: Final = 0.1

@@ -25,11 +25,9 @@ from asyncrl.weights import packing
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
 from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, Membership, VersionHeader, WakeUpSocket
 from asyncrl.weights.rendezvous_store import LOST, connect, epoch_store, first_line
-from asyncrl.weights.swap_buffer import BufferedReceiver
-from asyncrl.weights.transports import transports
+from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
+from asyncrl.weights.transports.interface import Transport, TransportName, build_transport
 
-MAX_DAMAGED = 3
-"""Broadcasts in a row with a wrong checksum after which the receiver gives up."""
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +36,7 @@ class BroadcastReceiver(BufferedReceiver):
 
     def __init__(
         self,
-        transport: transports.Transport,
+        transport: Transport,
         store: Store,
         endpoint: str,
         name: str,
@@ -196,7 +194,7 @@ class BroadcastReceiver(BufferedReceiver):
 
 
 def build_receiver(
-    transport: transports.TransportName,
+    transport: TransportName,
     endpoint: str,
     name: str,
     manifest_tensors: Mapping[str, Tensor],
@@ -217,6 +215,6 @@ def build_receiver(
         WeightSyncError: nobody serves the store.
         ConfigError: the endpoint is not an address, or the transport needs a GPU.
     """
-    carrier = transports.build_transport(transport, torch.device(device), deadline)
+    carrier = build_transport(transport, torch.device(device), deadline)
     manifest = packing.build_manifest(manifest_tensors)
     return BroadcastReceiver(carrier, connect(endpoint, deadline), endpoint, name, manifest, deadline)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import packing
 from asyncrl.weights.interface import ChannelClosed, Named
+
+MAX_DAMAGED: Final = 3
+"""Damaged messages or versions in a row after which a receiver gives up."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import EPISODE_ARRAYS, StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.replay import open_replay
-from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.failing_models import GROUP, IMAGE, RowState, config, start
 
@@ -84,7 +84,7 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
     """An actor of 8 slots, its learner's port and its core."""
     models: Any = Integers(policy, world, cycles)
     core = open_replay(folder, config())
-    publisher, receiver = build_inline()
+    publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(
         name="inline",
@@ -155,7 +155,7 @@ def test_weights_that_change_between_launches_are_those_of_the_later_one(tmp_pat
     gpu = torch.device("cuda", 0)
     actor, _, core = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
     actor.round(0.0)
-    publisher, actor.receiver = build_inline()
+    publisher, actor.receiver = build_in_process()
     publisher.publish({"weight": torch.full((1,), -100.0, device=gpu)}, 5)
     actor.round(0.0)
     actor.round(0.0)

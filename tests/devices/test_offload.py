@@ -23,7 +23,7 @@ from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, Offl
 from asyncrl.launch.build import actor_parking, learner_parking
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import EPISODE_ARRAYS, Episode
-from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.weights.transports.in_process import build_in_process
 from support.memory_learner import Run
 from support.tiny_actor import GROUP, actor_with
 
@@ -280,7 +280,7 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
     """A group of version 0 and, after a wait for credit, one of version 1, whose weights are others."""
     original = {name: tensor.clone() for name, tensor in models.policy.trainable_tensors().items()}
     actor, core, learner = actor_with(models, folder, slots=GROUP)
-    publisher, actor.receiver = build_inline()
+    publisher, actor.receiver = build_in_process()
     publisher.publish(original, 0)
     while not core.limiter.ready:
         actor.round(0.0)

@@ -24,7 +24,7 @@ from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.quarantine import COUNTERS
 from asyncrl.replay.replay import Replay, open_replay
-from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream, start_state_at
 
 GROUP = 2
@@ -164,7 +164,7 @@ def actor_of(
     poisoned: Poisoned, port: ActorPort, *, starts: int = 4, slots: int = 4, stages: int = 1
 ) -> Actor:
     models: Any = RowModels(poisoned)
-    publisher, receiver = build_inline()
+    publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(
         name="inline",

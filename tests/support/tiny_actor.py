@@ -12,7 +12,7 @@ from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.records import StartState
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.replay import Replay, open_replay
-from asyncrl.weights.transports.in_process import build_inline
+from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 
 TASKS = ("put the red cube on the white plate", "put the blue cube on the yellow plate")
@@ -39,7 +39,7 @@ def actor_with(
     )
     core = open_replay(folder, config)
     learner = InlineLearnerPort(core)
-    publisher, receiver = build_inline()
+    publisher, receiver = build_in_process()
     publisher.publish(models.policy.trainable_tensors(), 0)
     settings = ActorSettings(
         name="inline",

@@ -21,9 +21,10 @@ from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import BroadcastReceiver, build_receiver
 from asyncrl.weights.rendezvous_store import connect, epoch_store
 from asyncrl.weights.transports.cuda_ipc import import_handle
-from asyncrl.weights.transports.in_process import build_inline
-from asyncrl.weights.transports.nccl_and_ipc import Groups, NcclAndIpcTransport, divide
-from asyncrl.weights.transports.transports import BufferPair, GlooTransport, Link
+from asyncrl.weights.transports.gloo import GlooTransport
+from asyncrl.weights.transports.in_process import build_in_process
+from asyncrl.weights.transports.interface import BufferPair, Link
+from asyncrl.weights.transports.nccl_and_ipc import LocalAndRemote, NcclAndIpcTransport, divide
 from support.weights import PATIENCE, Actor, policy, raw, swap_until, timed_publish
 
 
@@ -158,7 +159,7 @@ def test_nothing_to_send_is_refused() -> None:
 
 
 def test_inline_hands_over_the_newest_version_once() -> None:
-    publisher, receiver = build_inline()
+    publisher, receiver = build_in_process()
     tensors = policy(0, elements=10)
     assert receiver.swap_into(tensors) == -1
     publisher.publish(policy(7, elements=10), 0)
@@ -256,7 +257,7 @@ def test_each_member_gets_its_weights_by_the_way_that_its_place_allows(
 
 
 def test_two_members_on_a_gpu_that_is_not_the_learners_are_refused() -> None:
-    assert divide(["a", "b", "a", "c"]) == Groups(local=(2,), remote=(1, 3))
+    assert divide(["a", "b", "a", "c"]) == LocalAndRemote(local=(2,), remote=(1, 3))
     with pytest.raises(WeightSyncError, match=r"Two actors share GPU b.*--weights\.transport gloo"):
         divide(["a", "b", "a", "b"])
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import struct
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights.packing import Buffers, as_bytes
-from asyncrl.weights.transports.transports import BufferPair, Link
+from asyncrl.weights.transports.interface import BufferPair, Link, high_priority_stream, require_gpu
 
 _HEAD = struct.Struct("<QQQBHHH")
 """Storage bytes, storage offset, reference counter offset, event sync flag; lengths of the three handles."""
@@ -39,26 +39,32 @@ class CudaIpcTransport:
         self._stream = stream
         self._handles: list[list[bytes]] = []
 
+    @classmethod
+    def build(cls, device: torch.device, deadline: float) -> Self:
+        """Return a transport within a GPU. See `interface.Transport`."""
+        require_gpu("cuda_ipc", device)
+        return cls(device, high_priority_stream(device))
+
     def side_stream(self) -> AbstractContextManager[object]:
         """Return a context on the copies' stream."""
         return torch.cuda.stream(self._stream)
 
-    def connect_root(self, store: Store, size: int, slots: BufferPair) -> Link:
-        """Hand out the handles of both buffer sets. See `transports.Transport`."""
+    def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
+        """Hand out the handles of both buffer sets. See `interface.Transport`."""
         if not self._handles:  # each export wraps the storage once more, so there is only one per buffer
-            self._handles = [[export_handle(buffer) for buffer in buffers] for buffers in slots]
-        for slot, handles in enumerate(self._handles):
+            self._handles = [[export_handle(buffer) for buffer in half] for half in buffers]
+        for index, handles in enumerate(self._handles):
             for i, handle in enumerate(handles):
-                store.set(f"ipc/{slot}/{i}", handle)  # pyright: ignore[reportArgumentType]
+                store.set(f"ipc/{index}/{i}", handle)  # pyright: ignore[reportArgumentType]
         store.set("ipc/buffers", str(len(self._handles[0])))
         return _CudaIpcLink(self._stream, ([], []))
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
-        """Map both buffer sets of the learner. See `transports.Transport`."""
+        """Map both buffer sets of the learner. See `interface.Transport`."""
         count = int(store.get("ipc/buffers"))
         mapped = [
-            [import_handle(store.get(f"ipc/{slot}/{i}"), self.device) for i in range(count)]
-            for slot in (0, 1)
+            [import_handle(store.get(f"ipc/{index}/{i}"), self.device) for i in range(count)]
+            for index in (0, 1)
         ]
         return _CudaIpcLink(self._stream, (mapped[0], mapped[1]))
 
@@ -67,12 +73,12 @@ class _CudaIpcLink:
     def __init__(self, stream: torch.cuda.Stream, mapped: tuple[list[Tensor], list[Tensor]]) -> None:
         self._stream, self._mapped = stream, mapped
 
-    def send(self, slot: int) -> None:
+    def send(self, buffer_index: int) -> None:
         """Do nothing: the version already lies where the actors look."""
 
-    def receive(self, slot: int, into: Buffers) -> None:
+    def receive(self, buffer_index: int, into: Buffers) -> None:
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            for target, source in zip(into, self._mapped[slot], strict=True):
+            for target, source in zip(into, self._mapped[buffer_index], strict=True):
                 as_bytes(target).copy_(source)
             self._stream.synchronize()
 

@@ -12,7 +12,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
-from asyncrl.weights.interface import Named, WeightSource, as_weight_source
+from asyncrl.weights.interface import Named, WeightSource, as_weight_source, stale_version
 
 
 class _SharedVersion:
@@ -27,7 +27,7 @@ class _SharedVersion:
         self.seconds = 0.0
 
 
-class InlinePublisher:
+class InProcessPublisher:
     """The learner's end of the box."""
 
     def __init__(self, box: _SharedVersion) -> None:
@@ -65,7 +65,7 @@ class InlinePublisher:
         """Do nothing: there is nobody to tell."""
 
 
-class InlineReceiver:
+class InProcessReceiver:
     """The actor's end of the box."""
 
     def __init__(self, box: _SharedVersion) -> None:
@@ -95,15 +95,7 @@ class InlineReceiver:
         """Do nothing: the box ends with its holders."""
 
 
-def build_inline(device: torch.device | str = "cpu") -> tuple[InlinePublisher, InlineReceiver]:
+def build_in_process(device: torch.device | str = "cpu") -> tuple[InProcessPublisher, InProcessReceiver]:
     """Return the two ends of one channel within this process; versions are kept on `device`."""
     box = _SharedVersion(torch.device(device))
-    return InlinePublisher(box), InlineReceiver(box)
-
-
-def stale_version(version: int, newest: int) -> WeightSyncError:
-    """Return the error for a version that does not come after the newest one."""
-    return WeightSyncError(
-        f"Version {version} was published after version {newest}, but actors only ever take a newer one. "
-        "Publish once per update, with the update's number."
-    )
+    return InProcessPublisher(box), InProcessReceiver(box)

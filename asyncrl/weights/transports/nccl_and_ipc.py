@@ -5,7 +5,7 @@ the whole list, so all come to the same two groups:
 
     local    members on rank 0's GPU, which copy out of its buffers (`cuda_ipc`); NCCL refuses a second
              rank on one GPU
-    remote   the others, in the order of their ranks: an NCCL group with rank 0 (`transports.NcclTransport`)
+    remote   the others, in the order of their ranks: an NCCL group with rank 0 (`nccl`)
 
 Rank 0 first starts the broadcast, then nothing: the local ones copy when they are told of the version, as the
 remote ones take part. Either group may be empty, and then only the other one is made. Deadlines, receipts,
@@ -17,17 +17,26 @@ from __future__ import annotations
 import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights.packing import Buffers
-from asyncrl.weights.transports.transports import BufferPair, Link, Transport
+from asyncrl.weights.transports.cuda_ipc import CudaIpcTransport
+from asyncrl.weights.transports.interface import (
+    BufferPair,
+    Link,
+    Transport,
+    high_priority_stream,
+    require_gpu,
+)
+from asyncrl.weights.transports.nccl import NcclTransport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class LocalAndRemote:
     """Who gets the weights by which way."""
 
     local: tuple[int, ...]
@@ -36,7 +45,7 @@ class Groups:
     """The others; remote[i] has rank i + 1 in the NCCL group."""
 
 
-def divide(devices: list[str]) -> Groups:
+def divide(devices: list[str]) -> LocalAndRemote:
     """Divide the members of an epoch by where they are.
 
     Args:
@@ -54,7 +63,7 @@ def divide(devices: list[str]) -> Groups:
                 "process per GPU. Give each of them a GPU of its own or the learner's, or use "
                 "--weights.transport gloo."
             )
-    return Groups(local=local, remote=remote)
+    return LocalAndRemote(local=local, remote=remote)
 
 
 class NcclAndIpcTransport:
@@ -72,23 +81,31 @@ class NcclAndIpcTransport:
         self.device: torch.device = far.device
         """See `Transport.device`."""
 
+    @classmethod
+    def build(cls, device: torch.device, deadline: float) -> Self:
+        """Return a transport of a GPU. See `interface.Transport`."""
+        require_gpu("nccl+ipc", device)
+        stream = high_priority_stream(device)
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        return cls(CudaIpcTransport(device, stream), NcclTransport(device, deadline, stream), gpu)
+
     def side_stream(self) -> AbstractContextManager[object]:
         """Return a context on the stream of both."""
         return self._far.side_stream()
 
-    def connect_root(self, store: Store, size: int, slots: BufferPair) -> Link:
-        """Form both links as rank 0. See `transports.Transport`."""
+    def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
+        """Form both links as rank 0. See `interface.Transport`."""
         devices = [self._name] + [store.get(f"device/{rank}").decode() for rank in range(1, size)]
         store.set("devices", json.dumps(devices))
         groups, links = divide(devices), list[Link]()
         if groups.remote:
-            links.append(self._far.connect_root(PrefixStore("far", store), 1 + len(groups.remote), slots))
+            links.append(self._far.connect_root(PrefixStore("far", store), 1 + len(groups.remote), buffers))
         if groups.local:
-            links.append(self._near.connect_root(PrefixStore("near", store), 1 + len(groups.local), slots))
+            links.append(self._near.connect_root(PrefixStore("near", store), 1 + len(groups.local), buffers))
         return _Links(links)
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
-        """Form the link of this member's group. See `transports.Transport`."""
+        """Form the link of this member's group. See `interface.Transport`."""
         store.set(f"device/{rank}", self._name)
         groups = divide(json.loads(store.get("devices")))
         if rank in groups.local:
@@ -104,11 +121,11 @@ class _Links:
     def __init__(self, links: list[Link]) -> None:
         self._links = links
 
-    def send(self, slot: int) -> None:
+    def send(self, buffer_index: int) -> None:
         for link in self._links:
-            link.send(slot)
+            link.send(buffer_index)
 
-    def receive(self, slot: int, into: Buffers) -> None:
+    def receive(self, buffer_index: int, into: Buffers) -> None:
         raise AssertionError("rank 0 sends")
 
     def abort(self) -> None:

@@ -1,0 +1,148 @@
+"""The interface of what carries one version from the learner's buffers into an actor's, one link per epoch.
+
+    gloo       a broadcast between CPU buffers over loopback sockets
+    nccl       a broadcast between GPUs, one rank per GPU
+    cuda_ipc   actors copy out of the learner's buffers, which they mapped: learner and actor share one GPU
+    nccl+ipc   the one or the other for each actor, by where it is (`nccl_and_ipc`)
+
+A link need not notice a dead peer: `deadlines` gives every action a deadline, and `abort` ends the link.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from asyncrl.errors import ConfigError
+from asyncrl.weights.packing import Buffers
+
+TransportName = Literal["gloo", "nccl", "cuda_ipc", "nccl+ipc"]
+BufferPair = tuple[Buffers, Buffers]
+"""The learner's two buffer sets, by buffer index: one is sent while the other is packed."""
+
+
+class Link(Protocol):
+    """The connection of one epoch between the learner (rank 0) and its members."""
+
+    def send(self, buffer_index: int) -> None:
+        """Send one of the learner's two buffer sets to all members. Rank 0 only; blocks until it is sent.
+
+        Args:
+            buffer_index: 0 or 1, of the pair that `Transport.connect_root` was given.
+
+        Raises:
+            Exception: whatever the library raises when a peer is gone or the link was aborted.
+        """
+        ...
+
+    def receive(self, buffer_index: int, into: Buffers) -> None:
+        """Fill `into` with what the learner sends. Other ranks only; blocks until all of it is there.
+
+        Args:
+            buffer_index: 0 or 1: which of the learner's buffer sets is sent.
+            into: One ``[E]`` buffer per dtype, on `Transport.device`, of the learner's sizes and order.
+
+        Raises:
+            Exception: as `send` does.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End the link from any thread; what blocks in it is freed at once, or (gloo) at its timeout."""
+        ...
+
+
+class Transport(Protocol):
+    """Makes links. One object per process, used for all epochs of a run."""
+
+    device: torch.device
+    """Where the buffers have to be."""
+
+    @classmethod
+    def build(cls, device: torch.device, deadline: float) -> Self:
+        """Return a transport for a process.
+
+        Args:
+            device: This process's device; a transport may keep its buffers elsewhere (gloo: on the CPU).
+            deadline: Seconds after which a broadcast has failed.
+
+        Raises:
+            ConfigError: the transport needs a GPU and `device` is none.
+        """
+        ...
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Return a context in which work on the buffers does not queue behind the models'."""
+        ...
+
+    def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
+        """Form a link as rank 0 of `size`; blocks until all are there.
+
+        Args:
+            store: Of this epoch alone; the same for all ranks.
+            size: Ranks, the learner included; at least 2.
+            buffers: What `Link.send` sends; the same tensors for every link of a run.
+        """
+        ...
+
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
+        """Form a link as rank `rank` (1 or more) of `size`; blocks until all are there."""
+        ...
+
+
+_CLASSES: Final = {
+    "gloo": "gloo:GlooTransport",
+    "nccl": "nccl:NcclTransport",
+    "cuda_ipc": "cuda_ipc:CudaIpcTransport",
+    "nccl+ipc": "nccl_and_ipc:NcclAndIpcTransport",
+}
+
+
+def build_transport(name: str, device: torch.device, deadline: float) -> Transport:
+    """Return the transport called `name`; only its module is imported.
+
+    Args:
+        name: A `TransportName`.
+        device: See `Transport.build`.
+        deadline: Seconds after which a broadcast has failed.
+
+    Raises:
+        ConfigError: the transport needs a GPU and `device` is none.
+    """
+    module, _, kind = _CLASSES[name].partition(":")
+    transport: type[Transport] = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
+    return transport.build(device, deadline)
+
+
+def require_gpu(name: TransportName, device: torch.device) -> None:
+    """Check that a device is one certain GPU.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if device.type != "cuda" or device.index is None:
+        raise ConfigError(
+            f"--weights.transport is {name}, which carries weights between GPUs, but the device is {device}. "
+            "Use gloo, or a device such as cuda:0."
+        )
+
+
+def high_priority_stream(device: torch.device) -> torch.cuda.Stream:
+    """Make the stream on which a GPU's weights are carried.
+
+    Of high priority: what the models have queued would otherwise hold a broadcast up for a whole kernel.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def broadcast_options() -> Any:
+    """Return the options of a broadcast from rank 0."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return options
