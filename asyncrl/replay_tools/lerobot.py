@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.replay_tools.episodes import StoredEpisode
-from asyncrl.replay_tools.export import STEPS_PER_SECOND, Rate, Samples
+from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples
 from asyncrl.replay_tools.video import can_write_mp4, write_mp4
 
 IMAGE: Final = "observation.images.agentview"

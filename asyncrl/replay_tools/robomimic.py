@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 
 from asyncrl.replay_tools.episodes import StoredEpisode
-from asyncrl.replay_tools.export import STEPS_PER_SECOND, Rate, Samples
+from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples
 
 GYM = 2
 """The number of robomimic's EnvType.GYM_TYPE; the environment itself cannot be made from the file."""

@@ -10,15 +10,15 @@ A link need not notice a dead peer: `deadlines` gives every action a deadline, a
 
 from __future__ import annotations
 
-import importlib
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import ConfigError
+from asyncrl.registry import resolve
 from asyncrl.weights.packing import Buffers
 
 TransportName = Literal["gloo", "nccl", "cuda_ipc", "nccl+ipc"]
@@ -95,27 +95,18 @@ class Transport(Protocol):
         ...
 
 
-_CLASSES: Final = {
-    "gloo": "gloo:GlooTransport",
-    "nccl": "nccl:NcclTransport",
-    "cuda_ipc": "cuda_ipc:CudaIpcTransport",
-    "nccl+ipc": "nccl_and_ipc:NcclAndIpcTransport",
-}
-
-
 def build_transport(name: str, device: torch.device, deadline: float) -> Transport:
-    """Return the transport called `name`; only its module is imported.
+    """Return the transport called `name`.
 
     Args:
-        name: A `TransportName`.
+        name: A `TransportName`, or 'package.module:Class' of the user.
         device: See `Transport.build`.
         deadline: Seconds after which a broadcast has failed.
 
     Raises:
-        ConfigError: the transport needs a GPU and `device` is none.
+        ConfigError: nothing is called so, or the transport needs a GPU and `device` is none.
     """
-    module, _, kind = _CLASSES[name].partition(":")
-    transport: type[Transport] = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
+    transport: type[Transport] = resolve("transport", name)
     return transport.build(device, deadline)
 
 
