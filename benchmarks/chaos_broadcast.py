@@ -138,7 +138,9 @@ class Learner:
 def broadcasting(run_dir: Path) -> bool:
     """Whether the publisher's thread is sending now."""
     return any(
-        "broadcasting" in doing.what for process in process_status.read(run_dir) for doing in process.doing
+        "broadcasting" in activity.what
+        for process in process_status.read(run_dir)
+        for activity in process.activities
     )
 
 
@@ -180,7 +182,7 @@ def main() -> None:
     chance = random.Random(settings.seed)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
-        process_status.join(run_dir, "learner-0")
+        process_status.publish_as(run_dir, "learner-0")
         publisher = build_publisher(
             settings.transport, device=settings.devices[0], deadline=settings.deadline
         )

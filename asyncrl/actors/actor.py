@@ -66,15 +66,15 @@ class Actor:
         port: ActorPort,
         receiver: Receiver,
         settings: ActorSettings,
-        parking: IdleOffload = NO_OFFLOAD,
+        offload: IdleOffload = NO_OFFLOAD,
     ) -> None:
-        """Join the parts; `parking` moves the models to host memory while there is nothing to imagine."""
+        """Join the parts; `offload` moves the models to host memory while there is nothing to imagine."""
         self.imagination = imagination
         self.starts = starts
         self.port = port
         self.receiver = receiver
         self.settings = settings
-        self.parking = parking
+        self.offload = offload
         self.slots = Slots(settings.slots, run_seed=settings.run_seed)
         self._idle_stages = deque(
             Stage[Any](places=places) for places in split_slots(settings.slots, settings.stages)
@@ -84,7 +84,7 @@ class Actor:
         self.version = -1
         self._logged: set[str] = set()
         """Start states whose poison is in the log."""
-        self.readings = ActorTelemetry(imagination, parking)
+        self.readings = ActorTelemetry(imagination, offload)
 
     def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
         """Imagine until the replay (or, before there are weights, the learner) says that the run is over.
@@ -114,7 +114,7 @@ class Actor:
         self._acquire(0.0)
         # Between two launches: those before read the old weights first, for copies keep the stream's order.
         self.version = self.receiver.swap_into(
-            lambda: self.parking.host_views(self.imagination.policy.acting_tensors())
+            lambda: self.offload.host_views(self.imagination.policy.acting_tensors())
         )
         set_activity(f"imagining with version {self.version}", self.settings.hang_after)
         launched = any(self._launch(stage) for stage in list(self._idle_stages))
@@ -133,7 +133,7 @@ class Actor:
         if not live:
             stage.keep([])
             return False
-        self.parking.back()
+        self.offload.restore()
         if places:
             self._give_up(self.imagination.begin(self.slots, stage, places))
             live = [place for place in live if self.slots.places[place] is not None]
@@ -167,7 +167,7 @@ class Actor:
     def _idle(self, wait: float) -> None:
         """Nothing to imagine: wait for credit, or (holding a grant) for the policy version it asks for."""
         began = time.monotonic()
-        self.parking.waiting()
+        self.offload.offload_if_idle()
         if self.slots.pending:
             with waits.waiting(waits.NEWER_WEIGHTS):
                 self.receiver.wait_newer(self.version, wait)

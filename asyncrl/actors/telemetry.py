@@ -20,8 +20,8 @@ REPORT_EVERY: Final = 2.0
 class ActorTelemetry:
     """Adds up seconds between two reports."""
 
-    def __init__(self, imagination: Imagination[Any], parking: IdleOffload) -> None:
-        self._imagination, self._parking = imagination, parking
+    def __init__(self, imagination: Imagination[Any], offload: IdleOffload) -> None:
+        self._imagination, self._offload = imagination, offload
         self._seconds: dict[Metric, float] = {}
         self._since = time.monotonic()
         self._every = FIRST_REPORT
@@ -53,7 +53,7 @@ class ActorTelemetry:
         shares = {metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()}
         self._seconds, self._since = {}, now
         readings = {m.ACTORS_WAITING: 0.0, m.ACTOR_MEMORY: peak_memory(self._imagination.devices)} | shares
-        if self._parking.enabled:
-            moving, parked = self._parking.take()
-            readings |= {m.ACTOR_PARKING: min(1.0, moving / elapsed), m.ACTOR_PARKED: float(parked)}
+        if self._offload.enabled:
+            moving, offloaded = self._offload.pop_readings()
+            readings |= {m.ACTOR_OFFLOAD: min(1.0, moving / elapsed), m.ACTOR_OFFLOADED: float(offloaded)}
         return readings

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         )
     for process in processes:
         print(f"{process.role:<12}{process.pid:>8}  {'alive' if process.alive else 'dead'}")
-        for activity in process.activity:
+        for activity in process.activities:
             late = f", more than {activity.allowed:.0f} s" if process.alive and activity.overdue else ""
             print(f"    {activity.thread:<20}{activity.what}, {activity.seconds:.1f} s{late}")
     if config.stacks and (files := process_status.dump_stacks(run)):

@@ -14,7 +14,7 @@ import torch
 from asyncrl.errors import RunError
 from asyncrl.observability import waits
 
-LOOK_EVERY: Final = 0.0002
+POLL_INTERVAL: Final = 0.0002
 """Seconds between two looks at a device; a call that blocks until it is done could not have a deadline."""
 
 
@@ -56,5 +56,5 @@ def wait_for(moments: Sequence[DeviceEvent], deadline: float) -> float:
                     f"The device did not finish one decision of a part of the slots within {deadline:g} s "
                     "(--hang-after). Use fewer --actor.slots, or a larger --hang-after if it is only slow."
                 )
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_INTERVAL)
     return time.monotonic() - began

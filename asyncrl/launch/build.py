@@ -50,13 +50,13 @@ class HoldsAddresses(Protocol):
         ...
 
 
-def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world: WanWorld) -> IdleOffload:
-    """Park an actor's models; what the receiver holds stays, and new weights reach the parked copy.
+def actor_offload(config: TrainConfig, imagination: Imagination[WanState], world: WanWorld) -> IdleOffload:
+    """Offload an idle actor's models; what the receiver holds stays, and new weights reach the host's copy.
 
     Args:
         config: Of the run.
-        imagination: Policy and reward model are parked.
-        world: Its world model.
+        imagination: Its policy and reward model are offloaded.
+        world: Its world model is offloaded too.
     """
     if not config.actor.offload:
         return NO_OFFLOAD
@@ -69,13 +69,13 @@ def actor_parking(config: TrainConfig, imagination: Imagination[WanState], world
             partial(_tensors_of, models),
             lambda: policy.acting_tensors().values(),
             imagination.devices,
-            leaving=lambda: [model.weights_moved() for model in movable],
+            on_offload=lambda: [model.weights_moved() for model in movable],
         )
     )
 
 
-def learner_parking(config: TrainConfig, update: Update) -> IdleOffload:
-    """Park this rank's part of weights, gradient and optimizer state."""
+def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
+    """Offload, while it waits, this rank's part of weights, gradient and optimizer state."""
     if not config.learner.offload:
         return NO_OFFLOAD
     reference = getattr(update.reference, "policy", None)
@@ -86,7 +86,7 @@ def learner_parking(config: TrainConfig, update: Update) -> IdleOffload:
             partial(_tensors_of, models),
             partial(_training_tensors, update),
             {update.device},
-            leaving=lambda: [model.weights_moved() for model in movable],
+            on_offload=lambda: [model.weights_moved() for model in movable],
         )
     )
 
@@ -328,7 +328,7 @@ def build_learner(
         copy_policy=partial(copy_policy, start.policy, group),
         acting_tensors=lambda: acting,
         group=group,
-        parking=learner_parking(config, update),
+        offload=learner_offload(config, update),
         stop_requested=stop_requested,
     )
     if start.checkpoint is not None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-LOOK_EVERY = 0.5
+POLL_INTERVAL = 0.5
 """Seconds between two looks after the parent where the kernel does not tell."""
 _PR_SET_PDEATHSIG = 1
 
@@ -66,5 +66,5 @@ def die_with_parent(parent: int) -> None:
 
 def _end_after_parent(parent: int) -> None:
     while os.getppid() == parent:  # Ended by the parent's death; that is its purpose, so it has no deadline.
-        time.sleep(LOOK_EVERY)
+        time.sleep(POLL_INTERVAL)
     os._exit(1)

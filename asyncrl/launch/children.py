@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from asyncrl.weights.interface import Publisher, WeightSource
 
-LOOK_EVERY: Final = 0.05
+POLL_INTERVAL: Final = 0.05
 """Seconds between two looks."""
 
 
@@ -54,7 +54,7 @@ class ChildThread:
         with self._changed:
             self._pending.append(make)
             while self._pending:  # Ended by the thread, which spawns in milliseconds or fails.
-                self._changed.wait(LOOK_EVERY)
+                self._changed.wait(POLL_INTERVAL)
             refusal, self._spawn_error = self._spawn_error, None
         if refusal is not None:
             raise refusal
@@ -71,7 +71,7 @@ class ChildThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_EVERY):
+        while not self._over.wait(POLL_INTERVAL):
             with self._changed:
                 self._spawn()
                 if not self._ending and self.failure is None:
@@ -161,7 +161,7 @@ class ChildProcesses:
         self.poll()
         with waits.waiting(waits.RESPAWN):
             while self._caretaker.states.get(name) is ChildState.BACKING_OFF:
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_INTERVAL)
                 self.poll()
 
     def run_until_done(self, over: Callable[[], bool]) -> None:
@@ -174,7 +174,7 @@ class ChildProcesses:
             states = list(self._caretaker.states.values())
             if states and all(state is ChildState.FINISHED for state in states):
                 return
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_INTERVAL)
 
     def end(self, deadline: float) -> None:
         """Let the children end by themselves for `deadline` seconds in all, then end those that are left."""
@@ -240,7 +240,7 @@ class WatchedPublisher:
             while self._publisher.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
                 if self._crew.poll():
                     raise KeyboardInterrupt
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_INTERVAL)
             self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()), actors)
 
     def status(self) -> dict[Metric, float]:

@@ -35,7 +35,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     device = pick_device(config.device)
     start = build.prepare(config, device)
     run_dir = start.run_dir
-    process_status.join(run_dir, "inline")
+    process_status.publish_as(run_dir, "inline")
     publisher, receiver = build_in_process(device)
     environment = build_environment(config, device)
     imagination = build.build_imagination(config, build.build_policy(config, device), environment)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ANSWER_DEADLINE: Final = 30.0
 """Seconds the replay has to tell the run's settings."""
-FAREWELL: Final = 5.0
+SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0
 """Seconds the replay has to take the last finished episodes."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _RESERVED: Final = re.compile(r"actor-\d+|learner|replay|inline")
@@ -81,7 +81,7 @@ def run(settings: JoinOptions) -> int:
             actor.run(should_leave=lambda: stop.set or receiver.ended)
             over = port.stopped or receiver.ended
         finally:
-            log_errors(partial(port.leave, FAREWELL), print)
+            log_errors(partial(port.leave, SHUTDOWN_TIMEOUT_EPISODES), print)
             receiver.close()
     print(f"{name}: {'the run is over' if over else 'left the run'}", flush=True)
     return 0
@@ -115,7 +115,7 @@ def _join(
 
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
-    from asyncrl.launch.build import actor_parking
+    from asyncrl.launch.build import actor_offload
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.placement import pick_device, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
@@ -147,7 +147,7 @@ def _join(
             port,
             receiver,
             build.actor_settings(config, name),
-            actor_parking(config, imagination, environment.world),
+            actor_offload(config, imagination, environment.world),
         )
     except BaseException:
         receiver.close()

@@ -15,7 +15,7 @@ from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, world_size
 from asyncrl.observability import process_status, waits
 
-FAREWELL = 5.0
+SHUTDOWN_TIMEOUT_EPISODES = 5.0
 """Seconds an actor has to hand over its last episodes."""
 
 
@@ -25,7 +25,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
 
     from asyncrl.actors.actor import Actor
     from asyncrl.launch import build, endpoints
-    from asyncrl.launch.build import actor_parking
+    from asyncrl.launch.build import actor_offload
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
@@ -33,7 +33,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.worlds.start_states import StartStateStream
 
     config, info = _read(config_json, info_json)
-    process_status.join(Path(info.run_dir), name)
+    process_status.publish_as(Path(info.run_dir), name)
     process_status.set_activity("loading models", config.start_deadline)
     placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
@@ -67,11 +67,11 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             port,
             receiver,
             build.actor_settings(config, name),
-            actor_parking(config, imagination, environment.world),
+            actor_offload(config, imagination, environment.world),
         )
         actor.run()
-        with waits.waiting(waits.FAREWELL, FAREWELL):
-            port.close(FAREWELL)
+        with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):
+            port.close(SHUTDOWN_TIMEOUT_EPISODES)
     finally:
         receiver.close()
 
@@ -85,7 +85,7 @@ def replay_main(config_json: str, info_json: str) -> None:
     from asyncrl.replay.server import serve_replay
 
     config, info = _read(config_json, info_json)
-    process_status.join(Path(info.run_dir), "replay")
+    process_status.publish_as(Path(info.run_dir), "replay")
     process_status.set_activity("opening the files", config.start_deadline)
     core = open_replay(Path(info.run_dir) / "replay", config)
     actors = len(parse_placement(config.placement, world_size(), 0, joined=True).actors)

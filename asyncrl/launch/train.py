@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from asyncrl.weights.interface import Publisher
     from asyncrl.weights.publisher import BroadcastPublisher
 
-ACTOR_FAREWELL = 8.0
+SHUTDOWN_TIMEOUT_ACTOR = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
-FAREWELL = 4.0
+SHUTDOWN_TIMEOUT_CHILDREN = 4.0
 """Seconds the children have to end by themselves once the run is over."""
 
 
@@ -84,7 +84,9 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
     info, rank = rendezvous.receive(config.start_deadline), rendezvous.rank()
     config = load_file(Path(info.run_dir) / "config.json")
-    process_status.join(Path(info.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
+    process_status.publish_as(
+        Path(info.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}"
+    )
     children = ChildProcesses(stop)
     if placement.imagines(rank):
         children.spawn(partial(_actor, config, info, rank))
@@ -95,7 +97,7 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             learner_ranks.run_follower_rank(info, placement, children)
         else:
             children.run_until_done(over=lambda: not (Path(info.sockets).exists() and _learner_lives(info)))
-        children.end(ACTOR_FAREWELL if _learner_lives(info) else 0.0)
+        children.end(SHUTDOWN_TIMEOUT_ACTOR if _learner_lives(info) else 0.0)
     finally:
         children.end(0.0)
     return 0
@@ -138,7 +140,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     start = build.prepare(config, device, rendezvous.run_of_earlier_attempt())
     run_dir = start.run_dir
     rendezvous.remember_run(run_dir)
-    process_status.join(run_dir, "learner-0")
+    process_status.publish_as(run_dir, "learner-0")
     with (
         MetricsLogger(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
@@ -234,5 +236,5 @@ def _train(
         complain = partial(print, file=sys.stderr)
         log_errors(port.stop, complain)
         log_errors(publisher.close, complain)
-        log_errors(partial(children.end, FAREWELL), complain)
+        log_errors(partial(children.end, SHUTDOWN_TIMEOUT_CHILDREN), complain)
         log_errors(port.close, complain)

@@ -34,7 +34,7 @@ from asyncrl.records import Episode
 
 COLLECTIVE_DEADLINE: Final = 300.0
 """Seconds that every rank has to join a collective; all make the same calls at about the same time."""
-LOOK_EVERY: Final = 0.02
+POLL_INTERVAL: Final = 0.02
 """Seconds between two looks at a word that is awaited."""
 
 
@@ -121,7 +121,7 @@ class DistributedRanks:
             while not awaited.is_completed() and time.monotonic() < until:
                 self.while_waiting()
                 while_waiting()
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_INTERVAL)
         if not awaited.is_completed():
             raise RunError(
                 f"Learner rank {self.rank} waited {self.patience:g} s for rank 0 to deal a batch. It hangs: "

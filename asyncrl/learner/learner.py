@@ -68,7 +68,7 @@ class LearnerSettings:
 
 SAMPLE_SLICE: Final = 1.0
 """Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""
-FAREWELL: Final = 60.0
+SHUTDOWN_TIMEOUT_CHECKPOINT: Final = 60.0
 """Seconds that a checkpoint has to be written when the run has failed."""
 
 _log = logging.getLogger(__name__)
@@ -89,14 +89,14 @@ class Learner:
         copy_policy: Callable[[], Callable[[Path], None]],
         acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
         group: LearnerRanks | None = None,
-        parking: IdleOffload = NO_OFFLOAD,
+        offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join the parts.
 
         `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files;
-        `acting_tensors` gives what actors need, of which this rank may hold a part; `parking` moves what only
+        `acting_tensors` gives what actors need, of which this rank may hold a part; `offload` moves what only
         updates need to host memory while this rank waits; `stop_requested` is asked on rank 0.
         """
         self.update = update
@@ -108,7 +108,7 @@ class Learner:
         self.copy_policy = copy_policy
         self.acting_tensors = acting_tensors
         self.group = group or SingleRank()
-        self.parking = parking
+        self.offload = offload
         self.throughput = Throughput(update.policy, update.config, self.group)
         self.stop_requested = stop_requested
         self.clock = clock
@@ -176,9 +176,9 @@ class Learner:
         """Wait for the batch (rank 0 only) and for this rank's part of it, which is None at the end."""
         try:
             batch = self._next_batch()
-            return batch, self.group.scatter_groups(batch, self.parking.waiting)
+            return batch, self.group.scatter_groups(batch, self.offload.offload_if_idle)
         finally:
-            self.parking.back()
+            self.offload.restore()
 
     def _next_batch(self) -> Groups | None:
         """Rank 0: wait for the actors, then for a batch; None when the run shall stop. Others: None."""
@@ -199,12 +199,12 @@ class Learner:
         began = self.clock()
         while not self.stop_requested():
             left = self.settings.max_wait - (self.clock() - began)
-            self.parking.waiting()
+            self.offload.offload_if_idle()
             try:
                 groups = self.replay.sample(
                     groups=self.settings.groups_per_update,
                     version=self.version,
-                    timeout=min(SAMPLE_SLICE, self.parking.next_check_in, max(left, 0.0)),
+                    timeout=min(SAMPLE_SLICE, self.offload.next_check_in, max(left, 0.0)),
                 )
             except SampleTimeout as error:
                 if self.clock() - began >= self.settings.max_wait:
@@ -244,7 +244,7 @@ class Learner:
                 f"--optimizer.learning-rate, or begin with another --policy. {self._where_to_go_on()}"
             )
 
-    def _where_to_go_on(self, deadline: float = FAREWELL) -> str:
+    def _where_to_go_on(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> str:
         """Name the newest checkpoint, once it is whole."""
         self._finish_after_failure(deadline)
         newest = self.checkpoints.newest
@@ -262,7 +262,7 @@ class Learner:
         return {
             **self.replay.status(),
             **self.publisher.status(),
-            **waits.readings(),
+            **waits.wait_metrics(),
             m.GROUPS_PER_MINUTE: 60 * self.settings.groups_per_update / seconds,
             m.LEARNER_WAITING: waited / seconds,
             m.CHECKPOINT_WAITING: self.checkpoints.waited(),
@@ -274,9 +274,9 @@ class Learner:
         readings: dict[Metric, float] = {}
         if (device := self.update.device).type == "cuda":
             readings[m.LEARNER_MEMORY] = peak_memory([device])
-        if self.parking.enabled:
-            seconds, parked = self.parking.take()
-            readings |= {m.LEARNER_PARKING: seconds, m.LEARNER_PARKED: float(parked)}
+        if self.offload.enabled:
+            seconds, offloaded = self.offload.pop_readings()
+            readings |= {m.LEARNER_OFFLOAD: seconds, m.LEARNER_OFFLOADED: float(offloaded)}
         return readings
 
     def _save(self) -> None:
@@ -299,7 +299,7 @@ class Learner:
         )
         self._saved_version = self.version
 
-    def _finish_after_failure(self, deadline: float = FAREWELL) -> None:
+    def _finish_after_failure(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> None:
         """Let a checkpoint that is being written become whole: it is where the run can go on."""
         try:
             self.checkpoints.finish(deadline)

@@ -117,7 +117,7 @@ ACTOR_HOST = define(
     "Hidden behind the devices with --actor.stages 2; with 1 it adds to their time. On the CPU the models' "
     "own time is not in it.",
 )
-ACTOR_PARKING = define(
+ACTOR_OFFLOAD = define(
     "time/actor_parking",
     Reduction.MEAN,
     "share",
@@ -125,7 +125,7 @@ ACTOR_PARKING = define(
     "Well below `time/actors_waiting`, within which most of it happens. Otherwise the waits are too short to "
     "pay: leave --actor.offload out.",
 )
-LEARNER_PARKING = define(
+LEARNER_OFFLOAD = define(
     "time/learner_parking",
     Reduction.SUM,
     "s",
@@ -181,7 +181,7 @@ ACTOR_MEMORY = define(
     "Levels off within the first episodes. Near the device's size: fewer --actor.slots, --actor.stages 2, or "
     "policy and world on two devices (--placement).",
 )
-ACTOR_PARKED = define(
+ACTOR_OFFLOADED = define(
     "actor/parked_bytes",
     Reduction.MAX,
     "bytes",
@@ -196,7 +196,7 @@ LEARNER_MEMORY = define(
     "Levels off after the first update. Near the device's size: a smaller --algorithm.micro-batch, "
     "--learner.gradient-checkpointing, --lora.rank, or more learner ranks.",
 )
-LEARNER_PARKED = define(
+LEARNER_OFFLOADED = define(
     "learner/parked_bytes",
     Reduction.MAX,
     "bytes",

@@ -1,12 +1,12 @@
-"""What every process of a run is doing, and since when: named activities in, a table for anyone out.
+"""Show what every process of a run is doing and since when, to anyone who reads the run's folder.
 
     run/processes/actor-1     which process it is; one row per thread: what, since when, how long it may; and
                               how many seconds went into each of `waits.WAITS`
     run/processes/actor-1.stacks   where its threads were, each time somebody asked (`dump_stacks`)
 
-The file is shared memory: telling costs microseconds, nothing is sent, and what a process was doing can still
-be read when it hangs or is dead. A signal makes the interpreter write the stacks, even while it is stuck in a
-library and runs no Python.
+The file is shared memory: an entry costs microseconds, nothing is sent, and what a process was doing can
+still be read when it hangs or is dead. A signal makes the interpreter write the stacks, even while it is
+stuck in a library and runs no Python.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Process:
     role: str
     pid: int
     alive: bool
-    activity: tuple[ThreadActivity, ...]
+    activities: tuple[ThreadActivity, ...]
+    """One for each thread that named one."""
 
 
 class _StatusFile:
@@ -75,52 +76,54 @@ class _StatusFile:
         with fresh.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         fresh.replace(path)
-        self._places: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
+        """Thread's identifier -> its row."""
         self._lock = threading.Lock()
 
     def write(self, what: str, allowed: float) -> None:
-        """Set the row of this thread. A board without a free row stays as it is."""
-        place = self._place()
-        if place >= _ROWS:
+        """Set the row of this thread. Nothing is written when no row is free."""
+        row = self._row()
+        if row >= _ROWS:
             return
-        begin = _HEAD.size + place * _ROW.size
+        begin = _HEAD.size + row * _ROW.size
         thread = threading.current_thread().name.encode()[:24]
         self._memory[begin : begin + 8] = bytes(8)
         since = time.monotonic() if what else 0.0
-        row = _ROW.pack(since, allowed, thread, what.encode()[:88])
-        self._memory[begin + 8 : begin + _ROW.size] = row[8:]
-        self._memory[begin : begin + 8] = row[:8]
+        content = _ROW.pack(since, allowed, thread, what.encode()[:88])
+        self._memory[begin + 8 : begin + _ROW.size] = content[8:]
+        self._memory[begin : begin + 8] = content[:8]
 
-    def add(self, place: int, seconds: float) -> None:
-        """Add to one of the totals."""
+    def add(self, index: int, amount: float) -> None:
+        """Add to the total number `index`."""
         with self._lock:
-            total = struct.unpack_from("<d", self._memory, _COUNTED_FROM + 8 * place)[0]
-            struct.pack_into("<d", self._memory, _COUNTED_FROM + 8 * place, total + seconds)
+            total = struct.unpack_from("<d", self._memory, _COUNTED_FROM + 8 * index)[0]
+            struct.pack_into("<d", self._memory, _COUNTED_FROM + 8 * index, total + amount)
 
-    def _place(self) -> int:
+    def _row(self) -> int:
+        """Return the number of this thread's row."""
         thread = threading.get_ident()
-        place = self._places.get(thread)
-        if place is None:
+        row = self._rows.get(thread)
+        if row is None:
             with self._lock:  # Rows of ended threads are free again: Python reuses their numbers.
-                place = self._places.setdefault(thread, len(self._places))
-        return place
+                row = self._rows.setdefault(thread, len(self._rows))
+        return row
 
 
-_board: _StatusFile | None = None
+_own_file: _StatusFile | None = None
 _run_dir = Path()
 _stacks: TextIO | None = None
 _early = dict[int, float]()
-"""Totals from before `join`."""
+"""Totals from before `publish_as`."""
 _now = threading.local()
 
 
-def join(run_dir: Path, role: str) -> None:
-    """Tell from now on what this process does, as `role` of the run in `run_dir`."""
-    global _board, _run_dir, _stacks
+def publish_as(run_dir: Path, role: str) -> None:
+    """Publish from now on what this process does, as `role` of the run in `run_dir`."""
+    global _own_file, _run_dir, _stacks
     path = run_dir / FOLDER / role
-    _board, _run_dir = _StatusFile(path), run_dir
+    _own_file, _run_dir = _StatusFile(path), run_dir
     while _early:
-        _board.add(*_early.popitem())
+        _own_file.add(*_early.popitem())
     before, _stacks = _stacks, path.with_name(role + STACKS).open("a")
     faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True, chain=False)
     if before is not None:
@@ -129,7 +132,7 @@ def join(run_dir: Path, role: str) -> None:
 
 @contextmanager
 def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
-    """Tell what this thread does within the block; afterwards it does again what it did before.
+    """Publish what this thread does within the block; afterwards it does again what it did before.
 
     Args:
         what: Name of the activity.
@@ -144,47 +147,47 @@ def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
 
 
 def set_activity(what: str, allowed: float = 0.0) -> None:
-    """Tell what this thread does from now on; does nothing in a process that did not `join` a run."""
+    """Publish what this thread does from now on, in a process that called `publish_as`."""
     _now.activity = (what, allowed)
-    if _board is not None:
-        _board.write(what, allowed)
+    if _own_file is not None:
+        _own_file.write(what, allowed)
 
 
 @contextmanager
-def timed(place: int) -> Iterator[None]:
-    """Add the seconds of the block to the total number `place` of this process."""
+def timed(index: int) -> Iterator[None]:
+    """Add the seconds of the block to the total number `index` of this process."""
     began = time.monotonic()
     try:
         yield
     finally:
-        count(place, time.monotonic() - began)
+        count(index, time.monotonic() - began)
 
 
-def count(place: int, amount: float) -> None:
-    """Add to the total number `place` of this process."""
-    if _board is None:
-        _early[place] = _early.get(place, 0.0) + amount
+def count(index: int, amount: float) -> None:
+    """Add to the total number `index` of this process."""
+    if _own_file is None:
+        _early[index] = _early.get(index, 0.0) + amount
     else:
-        _board.add(place, amount)
+        _own_file.add(index, amount)
 
 
 def totals() -> tuple[float, ...]:
-    """Read the totals of `count`, summed over the processes on this host of the run that this one joined.
+    """Read the totals of `count`, summed over the processes on this host of this one's run.
 
     Returns:
-        Nothing in a process that did not `join` one.
+        Nothing in a process that did not `publish_as` a role.
     """
-    boards = _boards(_run_dir).values() if _board is not None else ()
-    return tuple(map(sum, zip(*(_TOTALS.unpack_from(board, _COUNTED_FROM) for board in boards), strict=True)))
+    files = _status_files(_run_dir).values() if _own_file is not None else ()
+    return tuple(map(sum, zip(*(_TOTALS.unpack_from(file, _COUNTED_FROM) for file in files), strict=True)))
 
 
 def read(run_dir: Path) -> list[Process]:
     """Read what the processes of a run on this host are doing, or were doing when they died."""
-    return [_process(role, content) for role, content in _boards(run_dir).items()]
+    return [_process(role, content) for role, content in _status_files(run_dir).items()]
 
 
 def dump_stacks(run_dir: Path) -> list[Path]:
-    """Make every living process of a run append the stacks of its threads; returns the files."""
+    """Make every living process of a run append the stacks of its threads; return the files."""
     asked = []
     for process in read(run_dir):
         if process.alive:
@@ -194,7 +197,7 @@ def dump_stacks(run_dir: Path) -> list[Path]:
 
 
 def started(pid: int) -> int:
-    """When a process began, in clock ticks since boot: with its id it names one process for ever.
+    """Read when a process began, in clock ticks since boot: with its id it names one process for ever.
 
     Returns:
         0 when it is gone, or where the system does not tell.
@@ -204,20 +207,24 @@ def started(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was halted, by SIGSTOP or a debugger."""
+    """Tell whether a process was halted, by SIGSTOP or a debugger."""
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (number 3 in its manual page)."""
+    """Read the fields of /proc/PID/stat from the state on (number 3 in its manual page)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
-def _boards(run_dir: Path) -> dict[str, bytes]:
-    """Role -> content of its file; files of another kind are left out."""
+def _status_files(run_dir: Path) -> dict[str, bytes]:
+    """Read the files of all roles; those of another kind are left out.
+
+    Returns:
+        Role -> content of its file.
+    """
     found = {}
     for path in sorted((run_dir / FOLDER).glob("[!.]*")):
         with contextlib.suppress(OSError):  # A process that begins anew replaces its file.
@@ -229,14 +236,14 @@ def _boards(run_dir: Path) -> dict[str, bytes]:
 
 def _process(role: str, content: bytes) -> Process:
     _, pid, began = _HEAD.unpack_from(content)
-    rows = (_ROW.unpack_from(content, _HEAD.size + place * _ROW.size) for place in range(_ROWS))
+    rows = (_ROW.unpack_from(content, _HEAD.size + number * _ROW.size) for number in range(_ROWS))
     now = time.monotonic()
-    activity = tuple(
+    activities = tuple(
         ThreadActivity(thread=_text(thread), what=_text(what), seconds=now - since, allowed=allowed)
         for since, allowed, thread, what in rows
         if since > 0
     )
-    return Process(role=role, pid=pid, alive=started(pid) == began, activity=activity)
+    return Process(role=role, pid=pid, alive=started(pid) == began, activities=activities)
 
 
 def _text(raw: bytes) -> str:

@@ -1,7 +1,7 @@
-"""Every wait of a run, defined once: who waits for what, how long at most, and what happens then.
+"""Define every wait of a run once: who waits for what, how long at most, and what happens then.
 
-`waiting` tells others of it while it lasts (`activity`) and adds the seconds to its metric. The table in
-`docs/waits.md` is generated from here.
+`waiting` shows a wait to others while it lasts (`process_status`) and adds the seconds to its metric. The
+table in `docs/waits.md` is generated from here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.observability.metrics import Metric, Reduction, define
 
 _PREFIX: Final = "wait/"
 _RESPAWNS: Final = 31
-"""Where respawns are counted in `activity`."""
+"""Number of the total of respawns in `process_status`."""
 GRACE: Final = 60.0
 """Seconds beyond its own deadline after which a wait counts as a hang."""
 
@@ -35,8 +35,8 @@ class Wait:
     """What ends it in a run that is well."""
     then: str
     """What happens at the deadline."""
-    place: int
-    """Where its seconds are counted in `activity`."""
+    total: int
+    """Number of the total of its seconds in `process_status`."""
     metric: Metric
 
 
@@ -59,7 +59,7 @@ def _define(
         deadline=deadline,
         ended_by=ended_by,
         then=then,
-        place=len(WAITS),
+        total=len(WAITS),
         metric=metric,
     )
     return WAITS[key]
@@ -230,7 +230,7 @@ DISK = _define(
 
 @contextmanager
 def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]:
-    """Tell and count a wait for the length of the block.
+    """Show and count a wait for the length of the block.
 
     Args:
         wait: Which.
@@ -239,7 +239,7 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
     """
     with (
         process_status.activity(wait.name + about, allowed + GRACE if allowed else 0.0),
-        process_status.timed(wait.place),
+        process_status.timed(wait.total),
     ):
         yield
 
@@ -249,17 +249,17 @@ def note_respawn() -> None:
     process_status.count(_RESPAWNS, 1)
 
 
-def readings() -> dict[Metric, float]:
-    """Seconds of every wait, and respawns; of the processes on this host since each of them began."""
+def wait_metrics() -> dict[Metric, float]:
+    """Read the seconds of every wait, and respawns, of this host's processes since each of them began."""
     totals = process_status.totals()
     if not totals:
         return {}
-    waited = {w.metric: totals[w.place] for w in WAITS.values() if w.metric.name.startswith(_PREFIX)}
+    waited = {w.metric: totals[w.total] for w in WAITS.values() if w.metric.name.startswith(_PREFIX)}
     return waited | {metrics_system.RESPAWNS: totals[_RESPAWNS]}
 
 
 def as_markdown() -> str:
-    """The reference page of all waits."""
+    """Write the reference page of all waits."""
     lines = [
         "# Waits",
         "",

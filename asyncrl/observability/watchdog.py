@@ -1,6 +1,6 @@
-"""Ends hangs: what the processes of a run are doing in, all their stacks and the end of a stuck one out.
+"""End a process of a run that hangs, after writing down the stacks of all.
 
-the watch's thread (rank 0)  consumes   activities, once a second     ended by: `close`
+watchdog's thread (rank 0)   consumes   activities, once a second     ended by: `close`
                              produces   run/processes/*.stacks, and SIGKILL for a child or SIGABRT for itself
 
 A child that was ended is respawned like one that died. A learner that was ended is a failed rank: torchrun
@@ -19,16 +19,16 @@ from typing import Final
 
 from asyncrl.observability import process_status
 
-LOOK_EVERY: Final = 1.0
+POLL_INTERVAL: Final = 1.0
 STACKS_SECONDS: Final = 2.0
 """Time that processes get to write their stacks before one of them is ended."""
 
 
 class Watchdog:
-    """Looks after the processes of a run on this host."""
+    """Ends the processes of a run on this host that take longer than they may."""
 
     def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
-        """Start looking; `tell` receives a line per hang."""
+        """Start checking; `tell` receives a line per hang."""
         self.run_dir, self._tell = run_dir, tell
         self.hangs = 0
         """Processes that were ended because they hung."""
@@ -36,21 +36,21 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """End what takes longer than it may."""
         for process in process_status.read(self.run_dir):
-            late = next((activity for activity in process.activity if activity.overdue), None)
+            late = next((activity for activity in process.activities if activity.overdue), None)
             if process.alive and late is not None:
                 self._end(process, late)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop checking."""
         self._closing.set()
-        self._thread.join(LOOK_EVERY + 2 * STACKS_SECONDS)
+        self._thread.join(POLL_INTERVAL + 2 * STACKS_SECONDS)
 
     def _run(self) -> None:
-        while not self._closing.wait(LOOK_EVERY):
-            self.look()
+        while not self._closing.wait(POLL_INTERVAL):
+            self.check()
 
     def _end(self, process: process_status.Process, late: process_status.ThreadActivity) -> None:
         process_status.dump_stacks(self.run_dir)

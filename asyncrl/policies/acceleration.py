@@ -53,7 +53,7 @@ def compile(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
     choose: Choose = policy.choose
     if policy.device.type == "cuda":
         choose = GraphedChoice(policy.choose)
-        policy.weights_moved = choose.forget  # type: ignore[assignment]  # asked for when weights are parked
+        policy.weights_moved = choose.forget  # type: ignore[assignment]  # called when weights are offloaded
     policy.choose = FixedShape(choose, rows, masked=len(lengths) > 1)  # type: ignore[method-assign]
 
 

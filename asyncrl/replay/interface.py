@@ -39,9 +39,9 @@ REPORTED: Final = {
         m.ACTOR_WORLD,
         m.ACTOR_REWARD,
         m.ACTOR_HOST,
-        m.ACTOR_PARKING,
+        m.ACTOR_OFFLOAD,
         m.ACTOR_MEMORY,
-        m.ACTOR_PARKED,
+        m.ACTOR_OFFLOADED,
     )
 }
 """Readings that an actor reports of itself, by name."""

@@ -38,7 +38,7 @@ POLL_MS: Final = 100
 """Longest sleep of the loop."""
 HANGS_AFTER: Final = 300.0
 """Seconds that handling what is there may take; a disk that needs longer is not there any more."""
-FAREWELL: Final = 5.0
+SHUTDOWN_TIMEOUT: Final = 5.0
 """Seconds the actors have to leave after the stop."""
 HELD_UP: Final = 2.0
 """Seconds of a turn (a slow disk, a suspended machine) that are not counted as the actors' silence."""
@@ -123,11 +123,11 @@ class ReplayServer:
 
     def run(self, stop_event: threading.Event) -> None:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
-        parent, farewell = os.getppid(), float("inf")
-        while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < farewell:
+        parent, serve_until = os.getppid(), float("inf")
+        while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < serve_until:
             self.request_number(1 if self.core.writing else 5 if self._batch else POLL_MS)
             if self.core.stopped:
-                farewell = min(farewell, time.monotonic() + FAREWELL)
+                serve_until = min(serve_until, time.monotonic() + SHUTDOWN_TIMEOUT)
                 if not self.peers.actors:
                     return
 

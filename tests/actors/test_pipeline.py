@@ -329,5 +329,5 @@ def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     status = run.core.status()
     assert status[m.ACTOR_MEMORY] > 1e6
     assert 0 < status[m.ACTOR_HOST] <= 1
-    assert m.ACTOR_PARKED not in status
+    assert m.ACTOR_OFFLOADED not in status
     run.core.close()

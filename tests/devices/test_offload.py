@@ -1,4 +1,4 @@
-"""Parking: tensors go to host memory and come back as they were; what uses them does not notice."""
+"""Offloading: tensors go to host memory and come back as they were; what uses them does not notice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
-from asyncrl.launch.build import actor_parking, learner_parking
+from asyncrl.launch.build import actor_offload, learner_offload
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import EPISODE_ARRAYS, Episode
 from asyncrl.weights.transports.in_process import build_in_process
@@ -34,7 +34,7 @@ def nothing() -> list[Tensor]:
     return []
 
 
-def parked_module(model: nn.Module, device: torch.device = CPU, **more: Any) -> OffloadedTensors:
+def offloaded_module(model: nn.Module, device: torch.device = CPU, **more: Any) -> OffloadedTensors:
     """Only the first layer's weight changes."""
     first = next(model.parameters())
     return OffloadedTensors(
@@ -71,13 +71,13 @@ def test_what_is_parked_takes_no_memory_and_comes_back_bit_for_bit() -> None:
     model, _ = trainer()
     before = copy.deepcopy(model.state_dict())
     identities = [id(p) for p in model.parameters()]
-    parked = parked_module(model)
-    parked.park()
+    offloaded = offloaded_module(model)
+    offloaded.offload()
     tensors = [*model.parameters(), *model.buffers()]
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    assert parked.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    parked.restore_all()
-    assert parked.bytes == 0
+    assert offloaded.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    offloaded.restore()
+    assert offloaded.bytes == 0
     assert [id(p) for p in model.parameters()] == identities
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -86,22 +86,22 @@ def test_what_is_parked_takes_no_memory_and_comes_back_bit_for_bit() -> None:
 def test_parking_and_coming_back_twice_is_the_same_as_once() -> None:
     model, _ = trainer()
     before = copy.deepcopy(model.state_dict())
-    parked = parked_module(model)
+    offloaded = offloaded_module(model)
     for _ in range(2):
-        parked.restore_all()
-        parked.park()
-        parked.park()
-    parked.restore_all()
+        offloaded.restore()
+        offloaded.offload()
+        offloaded.offload()
+    offloaded.restore()
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_views_of_one_storage_are_moved_once_and_stay_views() -> None:
     whole = torch.arange(12.0)
     left, right = whole[:6].view(2, 3), whole[6:]
-    parked = OffloadedTensors(nothing, lambda: [left, right, whole.detach()], {CPU})
-    parked.park()
-    assert parked.bytes == 48
-    parked.restore_all()
+    offloaded = OffloadedTensors(nothing, lambda: [left, right, whole.detach()], {CPU})
+    offloaded.offload()
+    assert offloaded.bytes == 48
+    offloaded.restore()
     right[0] = -1.0
     assert whole.tolist() == [0, 1, 2, 3, 4, 5, -1, 7, 8, 9, 10, 11]
     assert left.tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -109,15 +109,15 @@ def test_views_of_one_storage_are_moved_once_and_stay_views() -> None:
 
 def test_steps_of_adam_after_parking_equal_those_without_it() -> None:
     (plain, plain_optimizer), (model, optimizer) = trainer(), trainer()
-    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {CPU})
+    offloaded = OffloadedTensors(nothing, training_tensors(model, optimizer), {CPU})
     for number in range(4):
         step(plain, plain_optimizer, number)
-        parked.park()
+        offloaded.offload()
         assert next(model.parameters()).untyped_storage().nbytes() == 0
-        parked.restore_all()
+        offloaded.restore()
         step(model, optimizer, number)
         if number:
-            assert parked.seconds > 0
+            assert offloaded.seconds > 0
     for one, other in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
@@ -127,63 +127,65 @@ def test_steps_of_adam_after_parking_equal_those_without_it() -> None:
 
 def test_a_frozen_tensor_is_copied_once_and_a_changing_one_each_time() -> None:
     frozen, changing = torch.ones(3), torch.ones(3)
-    parked = OffloadedTensors(lambda: [frozen, changing], lambda: [changing], {CPU})
-    parked.park()
-    parked.restore_all()
+    offloaded = OffloadedTensors(lambda: [frozen, changing], lambda: [changing], {CPU})
+    offloaded.offload()
+    offloaded.restore()
     frozen += 1  # which is against the agreement, and shows that nobody looked again
     changing += 1
-    parked.park()
-    parked.restore_all()
+    offloaded.offload()
+    offloaded.restore()
     assert (frozen.tolist(), changing.tolist()) == ([1, 1, 1], [2, 2, 2])
 
 
 def test_a_frozen_tensor_that_begins_to_change_is_copied_again() -> None:
     tensor, changing = torch.ones(3), list[Tensor]()
-    parked = OffloadedTensors(lambda: [tensor], lambda: changing, {CPU})
-    parked.park()
-    parked.restore_all()
+    offloaded = OffloadedTensors(lambda: [tensor], lambda: changing, {CPU})
+    offloaded.offload()
+    offloaded.restore()
     changing.append(tensor)
     tensor += 1
-    parked.park()
-    parked.restore_all()
+    offloaded.offload()
+    offloaded.restore()
     assert tensor.tolist() == [2, 2, 2]
 
 
 def test_a_gradient_that_was_let_go_is_not_kept() -> None:
     model, optimizer = trainer()
     step(model, optimizer, 0)
-    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {CPU})
-    parked.park()
-    whole = parked.bytes
-    parked.restore_all()
+    offloaded = OffloadedTensors(nothing, training_tensors(model, optimizer), {CPU})
+    offloaded.offload()
+    whole = offloaded.bytes
+    offloaded.restore()
     weight = next(model.parameters())
     weight.grad = None
-    assert parked._places == {}, "no reference to its memory"
-    parked.park()
-    assert parked.bytes == whole - weight.numel() * 4
-    parked.restore_all()
+    assert offloaded._copies == {}, "no reference to its memory"
+    offloaded.offload()
+    assert offloaded.bytes == whole - weight.numel() * 4
+    offloaded.restore()
 
 
 def test_tensors_elsewhere_stay() -> None:
     here, there = torch.ones(2), torch.ones(2, device="meta")
-    parked = OffloadedTensors(nothing, lambda: [here, there], {CPU})
-    parked.park()
-    assert parked.bytes == 8
-    parked.restore_all()
+    offloaded = OffloadedTensors(nothing, lambda: [here, there], {CPU})
+    offloaded.offload()
+    assert offloaded.bytes == 8
+    offloaded.restore()
     nowhere = OffloadedTensors(nothing, lambda: [here], {torch.device("cuda", 0)})
-    assert nowhere._found() == {}
+    assert nowhere._host_copies() == {}
 
 
 def test_what_is_written_to_a_stand_in_comes_back() -> None:
     model, _ = trainer()
-    parked = parked_module(model)
+    offloaded = offloaded_module(model)
     first = next(model.parameters())
-    assert parked.host_views({"w": first.detach()})["w"].data_ptr() == first.data_ptr(), "not parked: itself"
-    parked.park()
-    stand_in = parked.host_views({"w": first.detach()})["w"]
+    assert offloaded.host_views({"w": first.detach()})["w"].data_ptr() == first.data_ptr(), (
+        "not offloaded: itself"
+    )
+    offloaded.offload()
+    stand_in = offloaded.host_views({"w": first.detach()})["w"]
     assert (stand_in.shape, stand_in.dtype) == (first.shape, first.dtype)
     stand_in.fill_(7.0)
-    parked.restore_all()
+    offloaded.restore()
     assert (first == 7.0).all()
 
 
@@ -191,10 +193,10 @@ def test_who_knows_addresses_is_told() -> None:
     model, _ = trainer()
     told: list[int] = []
     weight = next(model.parameters())
-    parked = parked_module(model, leaving=lambda: told.append(weight.untyped_storage().nbytes()))
-    parked.park()
-    parked.park()
-    parked.restore_all()
+    offloaded = offloaded_module(model, on_offload=lambda: told.append(weight.untyped_storage().nbytes()))
+    offloaded.offload()
+    offloaded.offload()
+    offloaded.restore()
     assert told == [0], "once, when all have left"
 
 
@@ -202,32 +204,32 @@ def test_who_knows_addresses_is_told() -> None:
 
 
 def test_only_a_wait_that_lasts_is_used_for_parking() -> None:
-    parked, clock = parked_module(trainer()[0]), [100.0]
-    owner = IdleOffload(parked, lambda: clock[0])
+    offloaded, clock = offloaded_module(trainer()[0]), [100.0]
+    owner = IdleOffload(offloaded, lambda: clock[0])
     assert owner.next_check_in == OFFLOAD_AFTER
     for _ in range(3):  # short waits, between which it works
-        owner.waiting()
+        owner.offload_if_idle()
         clock[0] += 0.9 * OFFLOAD_AFTER
-        owner.waiting()
-        assert not parked.parked
+        owner.offload_if_idle()
+        assert not offloaded.offloaded
         assert owner.next_check_in == pytest.approx(0.1 * OFFLOAD_AFTER)
-        owner.back()
-    owner.waiting()
+        owner.restore()
+    owner.offload_if_idle()
     clock[0] += OFFLOAD_AFTER + 0.01
-    owner.waiting()
-    assert parked.parked
+    owner.offload_if_idle()
+    assert offloaded.offloaded
     assert owner.next_check_in == float("inf")
-    owner.back()
-    assert not parked.parked
-    seconds, most = owner.take()
+    owner.restore()
+    assert not offloaded.offloaded
+    seconds, most = owner.pop_readings()
     assert (seconds >= 0, most) == (True, (5 * 7 + 7 + 4 * 7 + 7 * 3 + 3) * 4 + 8)
-    assert owner.take() == (0.0, 0)
+    assert owner.pop_readings() == (0.0, 0)
 
 
 def test_who_never_parks_needs_no_turns() -> None:
-    NO_OFFLOAD.waiting()
-    NO_OFFLOAD.back()
-    assert (NO_OFFLOAD.enabled, NO_OFFLOAD.next_check_in, NO_OFFLOAD.take()) == (
+    NO_OFFLOAD.offload_if_idle()
+    NO_OFFLOAD.restore()
+    assert (NO_OFFLOAD.enabled, NO_OFFLOAD.next_check_in, NO_OFFLOAD.pop_readings()) == (
         False,
         float("inf"),
         (0.0, 0),
@@ -245,13 +247,13 @@ def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.Mon
             if len(attempts) < 3:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(offload, "_ROOM_EVERY", 0.001)
+    monkeypatch.setattr(offload, "_RETRY_INTERVAL", 0.001)
     crowded: Any = Crowded()
     place = offload._Place(storage=crowded, host=torch.zeros(4, dtype=torch.uint8), frozen=True)
     offload._make_room(place)
     assert attempts == [4, 4, 4]
     attempts.clear()
-    monkeypatch.setattr(offload, "ROOM_DEADLINE", -1.0)
+    monkeypatch.setattr(offload, "MEMORY_TIMEOUT", -1.0)
     with pytest.raises(torch.OutOfMemoryError):
         offload._make_room(place)
 
@@ -263,15 +265,15 @@ def offloading(actor: Actor) -> OffloadedTensors:
     """Give an actor what --actor.offload does."""
     config = TrainConfig(actor=ActorSettings(offload=True))
     world: Any = actor.imagination.world
-    actor.parking = actor_parking(config, actor.imagination, world)
-    actor.readings = ActorTelemetry(actor.imagination, actor.parking)
-    assert actor.parking._parked is not None
-    return actor.parking._parked
+    actor.offload = actor_offload(config, actor.imagination, world)
+    actor.readings = ActorTelemetry(actor.imagination, actor.offload)
+    assert actor.offload._tensors is not None
+    return actor.offload._tensors
 
 
-def idle_until_parked(actor: Actor, parked: OffloadedTensors) -> None:
+def idle_until_offloaded(actor: Actor, offloaded: OffloadedTensors) -> None:
     until = time.monotonic() + 10
-    while not parked.parked:
+    while not offloaded.offloaded:
         assert not actor.round(0.05)
         assert time.monotonic() < until
 
@@ -285,20 +287,20 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
     while not core.limiter.ready:
         actor.round(0.0)
     (first,) = learner.sample(groups=1, version=0, timeout=0.0)
-    parked = offloading(actor) if offload else None
-    if parked is not None:
-        idle_until_parked(actor, parked)
-        assert parked.bytes > 1_000_000
+    offloaded = offloading(actor) if offload else None
+    if offloaded is not None:
+        idle_until_offloaded(actor, offloaded)
+        assert offloaded.bytes > 1_000_000
     publisher.publish({name: 1.5 * tensor for name, tensor in original.items()}, 1)
     assert not actor.round(0.0)
     assert actor.version == 1
-    if parked is not None:
-        assert parked.parked, "new weights reached the copy in host memory"
+    if offloaded is not None:
+        assert offloaded.offloaded, "new weights reached the copy in host memory"
     learner.report_version(1)
     while not core.limiter.ready:
         actor.round(0.0)
     (second,) = learner.sample(groups=1, version=1, timeout=0.0)
-    assert parked is None or not parked.parked
+    assert offloaded is None or not offloaded.offloaded
     core.close()
     for name, tensor in models.policy.trainable_tensors().items():
         tensor.copy_(original[name])
@@ -321,13 +323,13 @@ def test_an_actor_reports_what_it_parked(
 ) -> None:
     monkeypatch.setattr("asyncrl.actors.telemetry.REPORT_EVERY", 0.0)
     actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
-    parked = offloading(actor)
+    offloaded = offloading(actor)
     while not core.limiter.ready:
         actor.round(0.0)
-    idle_until_parked(actor, parked)
+    idle_until_offloaded(actor, offloaded)
     actor.round(0.0)
-    assert core.status()[m.ACTOR_PARKED] == parked.bytes > 1_000_000
-    actor.parking.back()
+    assert core.status()[m.ACTOR_OFFLOADED] == offloaded.bytes > 1_000_000
+    actor.offload.restore()
     core.close()
 
 
@@ -338,8 +340,8 @@ def test_a_learner_parks_while_it_waits_and_learns_the_same(
     plain, run = Run(tmp_path / "plain"), Run(tmp_path / "run", seconds_to_fill=3.0)
     plain.learner.run()
     config = TrainConfig(learner=LearnerSettings(offload=offload))
-    run.learner.parking = learner_parking(config, run.learner.update)
-    run.learner.parking._clock = run.clock
+    run.learner.offload = learner_offload(config, run.learner.update)
+    run.learner.offload._clock = run.clock
     here: list[int] = []
     sample = run.replay.sample
 
@@ -356,19 +358,19 @@ def test_a_learner_parks_while_it_waits_and_learns_the_same(
     if offload:
         assert run.replay.timeouts[:2] == [OFFLOAD_AFTER, 1.0]
         assert here[:3] == [weights, 0, 0], "not at once"
-        assert row[m.LEARNER_PARKED] >= 4 * weights, "gradient and moments too"
-        assert row[m.LEARNER_PARKING] > 0
+        assert row[m.LEARNER_OFFLOADED] >= 4 * weights, "gradient and moments too"
+        assert row[m.LEARNER_OFFLOAD] > 0
     else:
         assert set(here) == {weights}
-        assert m.LEARNER_PARKED not in row
+        assert m.LEARNER_OFFLOADED not in row
 
 
 def test_a_learner_that_is_stopped_while_it_is_parked_saves_its_weights(tmp_path: Path) -> None:
     looks = iter([False] * 7 + [True])
     run = Run(tmp_path, seconds_to_fill=50.0, stop=lambda: next(looks))
     config = TrainConfig(learner=LearnerSettings(offload=True))
-    run.learner.parking = learner_parking(config, run.learner.update)
-    run.learner.parking._clock = run.clock
+    run.learner.offload = learner_offload(config, run.learner.update)
+    run.learner.offload._clock = run.clock
     before = {name: p.detach().clone() for name, p in run.policy.named_parameters()}
     run.learner.run()
     assert run.learner.version == 0
@@ -391,15 +393,17 @@ def test_on_a_gpu_memory_falls_by_what_was_parked_and_comes_back() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    parked = OffloadedTensors(nothing, training_tensors(model, optimizer), {device})
+    offloaded = OffloadedTensors(nothing, training_tensors(model, optimizer), {device})
     for _ in range(2):
-        parked.park()
+        offloaded.offload()
         weights = 8 * (1024 * 1024 + 1024) * 4
-        assert parked.bytes == 4 * weights, "weights, gradient and two moments; steps are counted on the host"
-        assert allocated - torch.cuda.memory_allocated() == parked.bytes
-        assert torch.cuda.mem_get_info()[0] - free > 0.9 * parked.bytes, "other processes can have it"
-        assert all(place.host.is_pinned() for place in parked._places.values())
-        parked.restore_all()
+        assert offloaded.bytes == 4 * weights, (
+            "weights, gradient and two moments; steps are counted on the host"
+        )
+        assert allocated - torch.cuda.memory_allocated() == offloaded.bytes
+        assert torch.cuda.mem_get_info()[0] - free > 0.9 * offloaded.bytes, "other processes can have it"
+        assert all(copy.host.is_pinned() for copy in offloaded._copies.values())
+        offloaded.restore()
         assert torch.cuda.memory_allocated() == allocated
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.cpu(), before[name]), name

@@ -157,18 +157,18 @@ def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) ->
 def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
     flags: list[str], tmp_path: Path
 ) -> None:
-    """In turns with the learner, so that both wait long enough to park."""
+    """In turns with the learner, so that both wait long enough to offload."""
     run = tmp_path / "run"
     placed = ["--placement", "learner=0,policy=1,world=2", "--actor.stages", "2", "--synchronous"]
-    parked = ["--actor.offload", "--learner.offload", "--updates", "4", "--run-dir", str(run)]
-    command = [sys.executable, "-m", "asyncrl", "train", *flags, *placed, *parked]
+    offload = ["--actor.offload", "--learner.offload", "--updates", "4", "--run-dir", str(run)]
+    command = [sys.executable, "-m", "asyncrl", "train", *flags, *placed, *offload]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 learner + 1 actor on 2 devices" in done.stdout
     found = rows(run)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert {row[r.LAG_MAX.name] for row in found} == {0}
-    assert found[-1][s.LEARNER_PARKED.name] > 1e6
+    assert found[-1][s.LEARNER_OFFLOADED.name] > 1e6
     assert found[-1][s.ACTOR_MEMORY.name] > 1e6
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["actor-1.log", "replay.log"]
     assert left_over(tmp_path) == []

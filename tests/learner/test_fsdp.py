@@ -200,8 +200,8 @@ def test_episodes_come_through_bit_for_bit() -> None:
         np.testing.assert_array_equal(was.frames, now.frames)
 
 
-def two_steps_of_adam(*, parked: bool) -> tuple[dict[str, Tensor], int]:
-    """Parameters of this rank after two steps, and the most bytes parked while it waited between them."""
+def two_steps_of_adam(*, offloaded: bool) -> tuple[dict[str, Tensor], int]:
+    """Parameters of this rank after two steps, and the most bytes offloaded while it waited between them."""
     group, policy, most = DistributedRanks(20.0), shard(policy_of(), CPU, "fp32"), 0
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
 
@@ -209,25 +209,29 @@ def two_steps_of_adam(*, parked: bool) -> tuple[dict[str, Tensor], int]:
         moments = [x for state in optimizer.state.values() for x in state.values()]
         return [*policy.parameters(), *(p.grad for p in policy.parameters() if p.grad is not None), *moments]
 
-    parking = IdleOffload(OffloadedTensors(policy.buffers, tensors, {CPU})) if parked else IdleOffload(None)
+    offload = (
+        IdleOffload(OffloadedTensors(policy.buffers, tensors, {CPU})) if offloaded else IdleOffload(None)
+    )
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
         (2 * loss_of(policy, slice(2 * group.rank, 2 * group.rank + 2))).backward()
         optimizer.step()
         if group.rank == 0:
-            time.sleep(0.5)  # The other one waits for the word that follows, and parks.
-            parking.waiting()
+            time.sleep(0.5)  # The other one waits for the word that follows, and offloads.
+            offload.offload_if_idle()
             time.sleep(0.25)
-            parking.waiting()
-        group.scatter_groups(groups_of([[3, -1], [-1, 12]]) if group.rank == 0 else None, parking.waiting)
-        parking.back()
-        most = max(most, parking.take()[1])
+            offload.offload_if_idle()
+        group.scatter_groups(
+            groups_of([[3, -1], [-1, 12]]) if group.rank == 0 else None, offload.offload_if_idle
+        )
+        offload.restore()
+        most = max(most, offload.pop_readings()[1])
     return {n: p.to_local().clone() for n, p in policy.named_parameters()}, most  # type: ignore[attr-defined]
 
 
 def parked_shards_learn_the_same() -> None:
-    plain, nothing = two_steps_of_adam(parked=False)
-    found, most = two_steps_of_adam(parked=True)
+    plain, nothing = two_steps_of_adam(offloaded=False)
+    found, most = two_steps_of_adam(offloaded=True)
     assert nothing == 0
     assert most > 3 * sum(tensor.nbytes for tensor in plain.values()), "weights, gradient, both moments"
     for name, tensor in plain.items():

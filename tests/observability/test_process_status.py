@@ -25,15 +25,15 @@ from asyncrl.observability import process_status
 from asyncrl.observability import waits
 from asyncrl.observability import metrics_system as m
 
-process_status.join(Path(sys.argv[1]), "actor-1")
+process_status.publish_as(Path(sys.argv[1]), "actor-1")
 
 def receive():
-    process_status.now_doing("waiting for version 3")
+    process_status.set_activity("waiting for version 3")
     time.sleep(60)
 
 threading.Thread(target=receive, name="receiver", daemon=True).start()
 def stuck_in_a_library():
-    with process_status.doing("imagining", float(sys.argv[2])):
+    with process_status.activity("imagining", float(sys.argv[2])):
         lock, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
         library.pthread_mutex_lock(lock)
         library.pthread_mutex_lock(lock)  # For ever, and PyDLL keeps the interpreter's lock: no Python runs.
@@ -60,7 +60,7 @@ def child(tmp_path: Path, request: pytest.FixtureRequest):
     assert process.stdout.readline() == "ready\n"
     wait_for(
         lambda: any(
-            "imagining" in activity.what for p in process_status.read(tmp_path) for activity in p.activity
+            "imagining" in activity.what for p in process_status.read(tmp_path) for activity in p.activities
         )
     )
     yield process
@@ -72,7 +72,7 @@ def child(tmp_path: Path, request: pytest.FixtureRequest):
 def test_every_thread_says_what_it_does_and_since_when(child: subprocess.Popen[str], tmp_path: Path) -> None:
     (process,) = process_status.read(tmp_path)
     assert (process.role, process.pid, process.alive) == ("actor-1", child.pid, True)
-    said = {activity.thread: activity for activity in process.activity}
+    said = {activity.thread: activity for activity in process.activities}
     assert said["MainThread"].what == "imagining"
     assert said["receiver"].what == "waiting for version 3"
     assert 0 <= said["MainThread"].seconds < 10
@@ -84,7 +84,7 @@ def test_the_dead_still_say_what_they_did(child: subprocess.Popen[str], tmp_path
     child.wait(10)
     (process,) = process_status.read(tmp_path)
     assert not process.alive
-    assert "imagining" in [activity.what for activity in process.activity]
+    assert "imagining" in [activity.what for activity in process.activities]
     assert process_status.dump_stacks(tmp_path) == []
 
 
@@ -123,36 +123,37 @@ def test_a_stopped_process_and_a_reused_number_are_told_apart(child: subprocess.
 
 
 def test_activities_nest_and_damaged_files_are_left_out(tmp_path: Path) -> None:
-    process_status.join(tmp_path, "learner-0")
+    process_status.publish_as(tmp_path, "learner-0")
+    process_status.set_activity("")  # An earlier test may have left one.
     (tmp_path / "processes" / "noise").write_bytes(b"\1" * 10)
     with process_status.activity("updating", 5.0):
         with process_status.activity("reading", 1.0):
             (process,) = process_status.read(tmp_path)
-            assert [activity.what for activity in process.activity] == ["reading"]
+            assert [activity.what for activity in process.activities] == ["reading"]
         (process,) = process_status.read(tmp_path)
-        assert [(activity.what, activity.allowed) for activity in process.activity] == [("updating", 5.0)]
+        assert [(activity.what, activity.allowed) for activity in process.activities] == [("updating", 5.0)]
     (process,) = process_status.read(tmp_path)
-    assert process.activity == ()
+    assert process.activities == ()
 
 
 def test_waits_are_counted_also_from_before_the_process_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_status, "_board", None)
+    monkeypatch.setattr(process_status, "_own_file", None)
     with waits.waiting(waits.MEETING, 10.0):
         time.sleep(0.05)
-    assert waits.readings() == {}
-    process_status.join(tmp_path, "learner-1")
+    assert waits.wait_metrics() == {}
+    process_status.publish_as(tmp_path, "learner-1")
     with waits.waiting(waits.BATCH, 10.0, " of 4 groups"):
         (process,) = process_status.read(tmp_path)
         time.sleep(0.02)
-    (activity,) = process.activity
+    (activity,) = process.activities
     assert (activity.what, activity.allowed) == ("waiting for a batch of 4 groups", 10.0 + waits.GRACE)
-    process_status.join(tmp_path, "learner-0")  # The file of another process of the run counts too.
+    process_status.publish_as(tmp_path, "learner-0")  # The file of another process of the run counts too.
     with waits.waiting(waits.BATCH, 10.0):
         time.sleep(0.02)
     waits.note_respawn()
-    found = waits.readings()
+    found = waits.wait_metrics()
     assert 0.05 <= found[waits.MEETING.metric] < 5.0
     assert 0.04 <= found[waits.BATCH.metric] < 5.0
     assert found[m.RESPAWNS] == 1

@@ -144,14 +144,14 @@ class Chaos:
         chosen = set(self.random.choices(roles, list(WEIGHTS.values()), k=self.plan.at_once))
         moment, plain = self.random.choice(MOMENTS), self.random.choice(SIGNALS)
         until = time.monotonic() + 1.0
-        while moment and not any(moment in d.what for p in self._living() for d in p.doing):
+        while moment and not any(moment in d.what for p in self._living() for d in p.activities):
             if time.monotonic() > until:
                 break
         hits = []
         for process in self._living():
             if process.role in chosen and len(self.report.hits) < self.plan.kills:
                 number = plain if process.role not in ("learner-0", "rank-1") else signal.SIGKILL
-                what = "; ".join(doing.what for doing in process.doing) or "nothing"
+                what = "; ".join(activity.what for activity in process.activities) or "nothing"
                 os.kill(process.pid, number)
                 name = signal.Signals(number).name
                 hits.append(
@@ -210,7 +210,7 @@ class Chaos:
 
     def describe(self) -> str:
         """Say what every process does, for an error message."""
-        told = [f"{p.role} alive={p.alive}: {p.doing}" for p in process_status.read(self.run)]
+        told = [f"{p.role} alive={p.alive}: {p.activities}" for p in process_status.read(self.run)]
         return "\n".join([f"version {self._version}, {len(self.report.hits)} hits", *told])
 
     def _look_at_what_is_left(self) -> None:
@@ -239,7 +239,7 @@ class Chaos:
 
 def at_work(process: process_status.Process) -> bool:
     """Whether a process has started up."""
-    said = " ".join(doing.what for doing in process.doing)
+    said = " ".join(activity.what for activity in process.activities)
     return any(x in said for x in ("imagining", "credit", "serving", "batch", "updating")) or (
         process.role.startswith("rank-")
     )
