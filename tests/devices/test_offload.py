@@ -203,7 +203,7 @@ def test_who_knows_addresses_is_told() -> None:
 # ---- when ----------------------------------------------------------------------------------------
 
 
-def test_only_a_wait_that_lasts_is_used_for_parking() -> None:
+def test_only_a_wait_that_lasts_is_used_for_offloading() -> None:
     offloaded, clock = offloaded_module(trainer()[0]), [100.0]
     owner = IdleOffload(offloaded, lambda: clock[0])
     assert owner.next_check_in == OFFLOAD_AFTER
@@ -249,13 +249,13 @@ def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(offload, "_RETRY_INTERVAL", 0.001)
     crowded: Any = Crowded()
-    place = offload._Place(storage=crowded, host=torch.zeros(4, dtype=torch.uint8), frozen=True)
-    offload._make_room(place)
+    copy = offload._HostCopy(storage=crowded, host=torch.zeros(4, dtype=torch.uint8), frozen=True)
+    offload._allocate(copy)
     assert attempts == [4, 4, 4]
     attempts.clear()
     monkeypatch.setattr(offload, "MEMORY_TIMEOUT", -1.0)
     with pytest.raises(torch.OutOfMemoryError):
-        offload._make_room(place)
+        offload._allocate(copy)
 
 
 # ---- an actor and a learner ----------------------------------------------------------------------

@@ -47,8 +47,7 @@ class Answering:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    for module in ("crew", "caretaker"):
-        monkeypatch.setattr(f"asyncrl.launch.{module}.POLL_INTERVAL", 0.001)
+    monkeypatch.setattr("asyncrl.launch.children.POLL_INTERVAL", 0.001)
 
 
 @pytest.fixture
