@@ -142,7 +142,7 @@ def _episode(
         group_size=config.algorithm.group_size, actor="actor-0", task=TASK, start_state="noise",
         world_version=0, seed=0, temperature=sampling.temperature, top_k=sampling.top_k,
         end_reason="truncated" if success < 0 else "success", frames=frames,
-        tokens=act.tokens.cpu().numpy(), logprobs=act.logprob.cpu().numpy(),
+        sample={"tokens": act.tokens.cpu().numpy()}, logprobs=act.logprob.cpu().numpy(),
         values=np.full(decisions, np.nan, np.float32), actions=act.actions.cpu().numpy(), rewards=rewards,
         success_scores=rewards.copy(), policy_versions=np.zeros(decisions, np.int64),
         noise_seeds=np.arange(decisions), final_frame=frames[-1], video=frames[:0],

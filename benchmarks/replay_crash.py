@@ -79,7 +79,9 @@ def episode(group: int, member: int) -> Episode:
 def content(of: Episode) -> int:
     """A checksum of what must come back."""
     return crc32(
-        b"".join(x.tobytes() for x in (of.frames, of.tokens, of.logprobs, of.actions, of.final_frame))
+        b"".join(
+            x.tobytes() for x in (of.frames, of.sample["tokens"], of.logprobs, of.actions, of.final_frame)
+        )
     )
 
 

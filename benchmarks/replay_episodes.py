@@ -77,7 +77,7 @@ def make_episode(
         top_k=0,
         end_reason="success" if success else "truncated",
         frames=random.integers(0, 256, (decisions, image, image, 3), np.uint8),
-        tokens=random.integers(0, 256, shape, np.int32),
+        sample={"tokens": random.integers(0, 256, shape, np.int32)},
         logprobs=-random.random(shape, np.float32),
         values=np.zeros(decisions, np.float32),
         actions=random.random(shape, np.float32),

@@ -31,7 +31,7 @@ from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_ser
 from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
-from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
+from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupGrant, Receipt
 from asyncrl.replay.quarantine import Quarantine
@@ -98,7 +98,8 @@ class RawCore:
         members.append(episode)
         if len(members) < GROUP_SIZE:
             return Receipt(episode_id=episode.episode_id, status="held")
-        parts = [as_bytes(getattr(member, name)) for name in EPISODE_ARRAYS for member in members]
+        arrays = [episode_arrays(member) for member in members]
+        parts = [as_bytes(member[name]) for name in arrays[0] for member in arrays]
         write_raw(self.folder / episode.group_id, parts)
         for sibling in self._members.pop(episode.group_id)[:-1]:
             self._receipts.append((sibling.actor, Receipt(episode_id=sibling.episode_id, status="stored")))
@@ -142,7 +143,7 @@ def act(number: int, size: str, endpoint: str, keys: Path | None, start: Barrier
         grant = None
     port.close(300.0)
     done.write_rows(
-        (began, time.monotonic(), groups * sum(getattr(e, a).nbytes for e in made for a in EPISODE_ARRAYS))
+        (began, time.monotonic(), groups * sum(a.nbytes for e in made for a in episode_arrays(e).values()))
     )
 
 

@@ -31,14 +31,14 @@ import h5py
 import numpy as np
 from replay_episodes import make_group, write_raw
 
-from asyncrl.records import EPISODE_ARRAYS, Episode
+from asyncrl.records import TOKENS, Episode, array_specs, episode_arrays
 from asyncrl.replay.files.format import GroupFileParts
 from asyncrl.replay.files.reader import Buffers, GroupReader, read_layout
 from asyncrl.replay.store import EpisodeStore, sync
 
 SIZES = {"tabletop": (6, 64), "large": (32, 224)}
 """Decisions and pixels per side of an episode."""
-SMALL = tuple(name for name in EPISODE_ARRAYS if name not in ("frames", "final_frame", "video"))
+SMALL = tuple(name for name in array_specs(TOKENS) if name not in ("frames", "final_frame", "video"))
 
 
 def by_memmap(path: Path, layout: GroupFileParts) -> Callable[[], Any]:
@@ -77,8 +77,9 @@ class TorchRL:
 
     def write(self, place: int, group: list[Episode]) -> None:
         """Store a group durably: copy it into the mapping, write that back, sync the files."""
-        names = [name for name in EPISODE_ARRAYS if name != "video"]
-        parts = {name: self._torch.from_numpy(np.stack([getattr(e, name) for e in group])) for name in names}
+        arrays = [episode_arrays(episode) for episode in group]
+        names = [name for name in arrays[0] if name != "video"]
+        parts = {name: self._torch.from_numpy(np.stack([e[name] for e in arrays])) for name in names}
         self._storage.set(self._rows(place), self._dict(parts, [self._size]))
         for path in self._folder.rglob("*.memmap"):
             sync(path)
@@ -110,7 +111,7 @@ def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) 
         seconds[name].append(time.perf_counter() - began)
 
     raw = [
-        [getattr(e, n).reshape(-1).view(np.uint8).data for n in EPISODE_ARRAYS for e in g] for g in episodes
+        [a.reshape(-1).view(np.uint8).data for e in g for a in episode_arrays(e).values()] for g in episodes
     ]
     peer = torchrl_or_none(episodes, folder / "torchrl")
     for turn in range(rounds):

@@ -27,7 +27,7 @@ from replay_episodes import make_group
 from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
 from asyncrl.messaging.wire import decode, encode
-from asyncrl.records import EPISODE_ARRAYS, Episode
+from asyncrl.records import Episode, episode_arrays
 from asyncrl.replay.connection import Connection
 from asyncrl.replay.outbox import Outbox
 
@@ -158,7 +158,7 @@ def measure(size: Size, rounds: int) -> tuple[list[float], list[float], float]:
     video = random.integers(0, 256, (size.video, size.image, size.image, 3), np.uint8)
     group = make_group(0, size=GROUP, decisions=size.decisions, image=size.image)
     episodes = [dataclasses.replace(episode, video=video.copy()) for episode in group]
-    megabytes = sum(getattr(episodes[0], name).nbytes for name in EPISODE_ARRAYS) / 1e6
+    megabytes = sum(array.nbytes for array in episode_arrays(episodes[0]).values()) / 1e6
     shared: list[float] = []
     socket: list[float] = []
     with served() as endpoint:

@@ -43,10 +43,10 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"tokens": TOKENS.astype(np.int64)}, "tokens is int64"),
+        ({"sample": {"tokens": TOKENS.astype(np.int64)}}, "tokens is int64"),
         ({"values": np.zeros((3, 1), np.float32)}, "values is float32[3, 1]"),
         ({"noise_seeds": np.zeros(2, np.int64)}, "noise_seeds has shape [2], expected N = 3"),
-        ({"rewards": np.zeros((3, 7), np.float32)}, "rewards has shape [3, 7], expected 8 = 8"),
+        ({"rewards": np.zeros((3, 7), np.float32)}, "rewards has shape [3, 7], expected C = 8"),
         ({"final_frame": np.zeros((4, 2, 3), np.uint8)}, "final_frame has shape [4, 2, 3], expected H = 2"),
         ({"video": np.zeros((23, 2, 2, 3), np.uint8)}, "3 decisions and 23 video frames"),
         ({"member": 2}, "member 2 of a group of 2"),
@@ -54,8 +54,8 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
         ({"logprobs": with_one(LOGPROBS, np.nan)}, "finite"),
         ({"logprobs": with_one(LOGPROBS, -np.inf)}, "finite"),
         ({"logprobs": with_one(LOGPROBS, 1e-3)}, "at most 0"),
-        ({"tokens": with_one(TOKENS, 256)}, "0..255"),
-        ({"tokens": with_one(TOKENS, -1)}, "0..255"),
+        ({"sample": {"tokens": with_one(TOKENS, 256)}}, "0..255"),
+        ({"sample": {"tokens": with_one(TOKENS, -1)}}, "0..255"),
         ({"policy_versions": np.array([0, -1, 0])}, "negative"),
         ({"end_reason": "crashed"}, "end_reason is 'crashed'"),
     ],
@@ -65,7 +65,7 @@ def test_an_unsound_episode_is_told_what_is_wrong(changes: dict[str, Any], probl
 
 
 def test_an_episode_without_decisions_is_unsound() -> None:
-    arrays = ("frames", "tokens", "logprobs", "values", "actions", "rewards", "success_scores")
+    arrays = ("frames", "logprobs", "values", "actions", "rewards", "success_scores")
     arrays += ("policy_versions", "noise_seeds")
-    empty = {name: getattr(sound(), name)[:0] for name in arrays}
+    empty = {name: getattr(sound(), name)[:0] for name in arrays} | {"sample": {"tokens": TOKENS[:0]}}
     assert "0 decisions" in (problem_with(sound(**empty)) or "nothing")

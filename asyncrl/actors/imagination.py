@@ -159,7 +159,7 @@ class Imagination(Generic[State]):
             policy_version=policy_version,
             noise_seeds=seeds,
             frames=frames_B,
-            tokens=_to_host(acted.tokens.int()),
+            sample={"tokens": _to_host(acted.tokens.int())},
             logprobs=_to_host(acted.logprob),
             actions=_to_host(acted.actions.float()),
             values=None if acted.value is None else _to_host(acted.value[:, 0].float()),
@@ -198,7 +198,7 @@ def _record(decision: InFlightDecision, row: int) -> DecisionRecord:
 
     return DecisionRecord(
         frame=decision.frames[row],
-        tokens=copied(decision.tokens),
+        sample={name: copied(array) for name, array in decision.sample.items()},
         logprobs=copied(decision.logprobs),
         value=float("nan") if decision.values is None else float(decision.values[row]),
         actions=copied(decision.actions),

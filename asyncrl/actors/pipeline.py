@@ -37,20 +37,20 @@ class InFlightDecision:
     noise_seeds: list[int]
     frames: NDArray[np.uint8]
     """``[B, H, W, 3]`` what the policy saw."""
-    tokens: Tensor
-    """``[B, 8, 7]`` int32."""
+    sample: dict[str, Tensor]
+    """Name -> ``[B, ...]``: what becomes of `Episode.sample`."""
     logprobs: Tensor
-    """``[B, 8, 7]`` float32."""
+    """``[B, C, A]`` float32."""
     actions: Tensor
-    """``[B, 8, 7]`` float32."""
+    """``[B, C, A]`` float32."""
     values: Tensor | None
     """``[B]`` float32 the critic's first value; None without a critic."""
     new_frames: Tensor
-    """``[B, 8, H, W, 3]`` uint8."""
+    """``[B, C, H, W, 3]`` uint8."""
     finite: Tensor
     """``[B]`` bool: `WorldState.finite` after the decision."""
     scores: Tensor
-    """``[B, 8]`` float32."""
+    """``[B, C]`` float32."""
     timed_work: list[TimedWork]
     done_events: tuple[DeviceEvent, ...]
 

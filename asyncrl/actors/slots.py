@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,17 +35,17 @@ class DecisionRecord:
 
     frame: NDArray[np.uint8]
     """``[H, W, 3]`` what the policy saw."""
-    tokens: NDArray[np.int32]
-    """``[8, 7]``."""
+    sample: Mapping[str, NDArray[Any]]
+    """One decision of each array of `Episode.sample`."""
     logprobs: NDArray[np.float32]
-    """``[8, 7]``."""
+    """``[C, A]``."""
     value: float
     actions: NDArray[np.float32]
-    """``[8, 7]``."""
+    """``[C, A]``."""
     scores: NDArray[np.float32]
-    """``[8]`` success probability of each new frame."""
+    """``[C]`` success probability of each new frame."""
     new_frames: NDArray[np.uint8]
-    """``[8, H, W, 3]``."""
+    """``[C, H, W, 3]``."""
     policy_version: int
     noise_seed: int
 
@@ -148,13 +150,13 @@ def finished_episode(
 
     It is over when a frame of the last decision scores at least `threshold`, or after `max_decisions`.
     """
-    solved_8 = slot.decisions[-1].scores >= threshold
-    if not solved_8.any() and len(slot.decisions) < max_decisions:
+    solved_C = slot.decisions[-1].scores >= threshold
+    if not solved_C.any() and len(slot.decisions) < max_decisions:
         return None
     decisions, member = slot.decisions, slot.member
-    rewards = np.zeros((len(decisions), solved_8.size), np.float32)
-    if solved_8.any():
-        rewards[-1, int(solved_8.argmax())] = 1.0
+    rewards = np.zeros((len(decisions), solved_C.size), np.float32)
+    if solved_C.any():
+        rewards[-1, int(solved_C.argmax())] = 1.0
     return Episode(
         episode_id=os.urandom(16).hex(),
         group_id=member.grant.group_id,
@@ -167,9 +169,9 @@ def finished_episode(
         seed=slot.seed,
         temperature=temperature,
         top_k=top_k,
-        end_reason="success" if solved_8.any() else "truncated",
+        end_reason="success" if solved_C.any() else "truncated",
         frames=np.stack([d.frame for d in decisions]),
-        tokens=np.stack([d.tokens for d in decisions]),
+        sample={name: np.stack([d.sample[name] for d in decisions]) for name in decisions[0].sample},
         logprobs=np.stack([d.logprobs for d in decisions]),
         values=np.array([d.value for d in decisions], np.float32),
         actions=np.stack([d.actions for d in decisions]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.records import ACTION_DIM, Episode, Uint8
+from asyncrl.records import ACTION_DIM, Episode, Uint8, decision_layout
 
 
 def valid_steps(rewards_NC: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -72,8 +73,8 @@ class Batch:
     """``[D, H, W, 3]`` observation of each decision."""
     tasks: tuple[str, ...]
     """``D`` instructions."""
-    tokens: Tensor
-    """``[D, 8, 7]`` int64, action bins, 0..255."""
+    sample: dict[str, Tensor]
+    """`Episode.sample`: name -> ``[D, ...]``, integers as int64."""
     logprob_behaviour: Tensor
     """``[D, 8, 7]`` float32, nats."""
     mask: Tensor
@@ -121,7 +122,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
     return Batch(
         frames=np.concatenate([episode.frames for episode in episodes]),
         tasks=tuple(e.task for e in episodes for _ in range(len(e.frames))),
-        tokens=torch.from_numpy(np.concatenate([e.tokens for e in episodes]).astype(np.int64)),
+        sample={name: _joined([e.sample[name] for e in episodes]) for name in episodes[0].sample},
         logprob_behaviour=torch.from_numpy(np.concatenate([e.logprobs for e in episodes])),
         mask=torch.from_numpy(token_mask(valid)),
         rewards=torch.from_numpy(np.concatenate([e.rewards for e in episodes]) * valid),
@@ -136,6 +137,12 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         temperature=episodes[0].temperature,
         top_k=episodes[0].top_k,
     )
+
+
+def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """``[D, ...]`` one array of the sample of all episodes; integers as int64."""
+    whole = np.concatenate(arrays)
+    return torch.from_numpy(whole if whole.dtype.kind == "f" else whole.astype(np.int64))
 
 
 def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[Metric, float]:
@@ -183,6 +190,7 @@ def _check_shared(episodes: Sequence[Episode], version: int) -> None:
         "temperature (--algorithm.temperature)": {episode.temperature for episode in episodes},
         "top-k (--algorithm.top-k)": {episode.top_k for episode in episodes},
         "image size": {episode.frames.shape[1:] for episode in episodes},
+        "the policy's sample": {tuple(decision_layout(episode).items()) for episode in episodes},
     }
     for name, values in shared.items():
         if len(values) > 1:

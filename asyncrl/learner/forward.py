@@ -70,7 +70,7 @@ class PolicyForward:
             batch.frames[rows_M.numpy()], [batch.tasks[row] for row in rows_M.tolist()]
         )
         sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
-        return inputs, batch.tokens[rows_M].to(self.device), sampling
+        return inputs, batch.sample["tokens"][rows_M].to(self.device), sampling
 
 
 def rows_of(place: slice | None) -> Tensor:

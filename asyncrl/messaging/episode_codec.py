@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 from asyncrl.messaging.shared_memory import SHARED_ARRAYS, RingMissing, RingReader
-from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
+from asyncrl.records import (
+    EPISODE_ARRAYS,
+    EPISODE_SCALARS,
+    MAX_SAMPLE_ARRAYS,
+    ArraySpec,
+    Episode,
+    array_specs,
+    episode_arrays,
+    sample_specs,
+)
 
 MAX_TEXT: Final = 4096
 MAX_READINGS: Final = 256
@@ -113,9 +122,10 @@ def write_arrays(
     payload: list[Buffer] = []
     lengths: list[int] = []
     sizes: dict[str, int] = {}
-    for name in EPISODE_ARRAYS:
-        array = np.ascontiguousarray(getattr(episode, name))
-        _check_shape(name, array.dtype.name, list(array.shape), sizes)
+    arrays = {name: np.ascontiguousarray(array) for name, array in episode_arrays(episode).items()}
+    specs = _specs([(name, arrays[name].dtype.name, list(arrays[name].shape)) for name in episode.sample])
+    for (name, array), spec in zip(arrays.items(), specs.values(), strict=True):
+        _check_shape(name, spec, array.dtype.name, list(array.shape), sizes)
         frame = as_bytes(array)
         entry: list[Any] = [name, array.dtype.name, list(array.shape), zlib.crc32(frame)]
         shared = name in offsets
@@ -146,30 +156,47 @@ def read_episode(
     for name, expected in EPISODE_SCALARS.items():
         check_value(name, scalars[name], expected)
     _check_id(scalars["episode_id"])
-    if not len(arrays) == len(frames) == len(EPISODE_ARRAYS):
+    fixed = len(EPISODE_ARRAYS)
+    if not (len(arrays) == len(frames) and fixed <= len(arrays) <= fixed + MAX_SAMPLE_ARRAYS):
         raise WireError(
-            f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {len(EPISODE_ARRAYS)}."
+            f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {fixed} and the sample's."
         )
-    found, shared_bytes = _locate(arrays, frames, ring)
+    for entry in arrays:
+        if not isinstance(entry, list) or len(entry) not in (4, 5):
+            raise WireError(f"the entry of an array is {shown(entry)}.")
+    sample = arrays[1 : 1 + len(arrays) - fixed]  # After the first, as in `array_specs`.
+    specs = _specs([entry[:3] for entry in sample])
+    found, shared_bytes = _locate(specs, arrays, frames, ring)
     read: dict[str, Any] = {}
-    for (name, spec), entry, content in zip(EPISODE_ARRAYS.items(), arrays, found, strict=True):
+    for (name, spec), entry, content in zip(specs.items(), arrays, found, strict=True):
         if type(entry[3]) is not int or zlib.crc32(content) != entry[3]:
             raise WireError(f"the checksum of {name} does not match: it was changed on its way.")
         little = np.dtype(spec.dtype).newbyteorder("<")
         array = np.frombuffer(memoryview(content).toreadonly(), little).reshape(entry[2])
         in_place = len(entry) == 5 or (views and little.itemsize == 1)  # Wider ones may not be aligned.
         read[name] = array.astype(spec.dtype, copy=not in_place)
-    return Episode(**scalars, **read), shared_bytes
+    shown_again = {entry[0]: read.pop(entry[0]) for entry in sample}
+    return Episode(**scalars, **read, sample=shown_again), shared_bytes
 
 
-def _locate(arrays: list[Any], frames: Sequence[Buffer], ring: RingReader | None) -> tuple[list[Buffer], int]:
+def _specs(sample: Sequence[Any]) -> dict[str, ArraySpec]:
+    """Check names, types and ranks of a sample's arrays; return all arrays of the episode."""
+    try:
+        return array_specs(sample_specs(sample))
+    except ValueError as error:
+        raise WireError(f"{error}.") from None
+
+
+def _locate(
+    specs: dict[str, ArraySpec], arrays: list[Any], frames: Sequence[Buffer], ring: RingReader | None
+) -> tuple[list[Buffer], int]:
     """Check all sizes; return where each array's bytes are, and how many of them lie in the ring."""
     sizes: dict[str, int] = {}
     found: list[Buffer] = []
-    for name, entry, frame in zip(EPISODE_ARRAYS, arrays, frames, strict=True):
-        if not isinstance(entry, list) or len(entry) not in (4, 5) or entry[0] != name:
+    for (name, spec), entry, frame in zip(specs.items(), arrays, frames, strict=True):
+        if entry[0] != name:
             raise WireError(f"the entry of array {name} is {shown(entry)}.")
-        size, shared = _check_shape(name, entry[1], entry[2], sizes), len(entry) == 5
+        size, shared = _check_shape(name, spec, entry[1], entry[2], sizes), len(entry) == 5
         if len(frame) != (0 if shared else size):
             raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
         found.append(_in_ring(name, entry[4], size, ring) if shared else frame)
@@ -190,9 +217,8 @@ def _check_id(episode_id: str) -> None:
         raise WireError(f"episode_id {episode_id[:40]!r} is not 32 lower-case hexadecimal digits.")
 
 
-def _check_shape(name: str, dtype: Any, shape: Any, sizes: dict[str, int]) -> int:
-    """Check one array's type and shape against `records`; remember letters in `sizes`; return its bytes."""
-    spec = EPISODE_ARRAYS[name]
+def _check_shape(name: str, spec: ArraySpec, dtype: Any, shape: Any, sizes: dict[str, int]) -> int:
+    """Check one array's type and shape; remember letters in `sizes`; return its bytes."""
     if dtype != spec.dtype:
         raise WireError(f"{name} is {shown(dtype)}, expected {spec.dtype}.")
     if type(shape) is not list or len(shape) != len(spec.shape):

@@ -2,11 +2,12 @@
 
     frame 0    magic b"ARL1" | u32 crc32(body) | body: JSON {"schema", "kind", fields of the kind,
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
-    frame 1..  one raw frame per array of `records.EPISODE_ARRAYS`, little-endian, C order, in that order;
+    frame 1..  one raw frame per array of `records.episode_arrays`, little-endian, C order, in that order;
                empty when the array's entry has a fifth part: its offset in the sender's ring (`shared`)
 
-Which fields a kind has, and which arrays of which type and rank an episode has, is fixed here and in
-`records`; a peer only says sizes, and every size is checked before anything is allocated. `decode` raises
+Schema version 1; 2 where the sample of the episode is other arrays than action tokens alone. Which fields a
+kind has, and which arrays of which type and rank an episode has, is fixed here and in `records`; a peer only
+names the sample's arrays and says sizes, which are checked before anything is allocated. `decode` raises
 `WireError` only.
 """
 
@@ -33,12 +34,19 @@ from asyncrl.messaging.episode_codec import (
     write_arrays,
 )
 from asyncrl.messaging.shared_memory import RingReader
-from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSION, Episode
+from asyncrl.records import (
+    EPISODE_ARRAYS,
+    MAX_SAMPLE_ARRAYS,
+    SCHEMA_VERSION,
+    SCHEMA_VERSIONS,
+    Episode,
+    schema_version,
+)
 
 MAGIC: Final = b"ARL1"
 _PREFIX: Final = struct.Struct("<4sI")
 MAX_HEADER_BYTES: Final = 64 * 1024
-MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS)
+MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS) + MAX_SAMPLE_ARRAYS
 
 KINDS: Final[dict[str, dict[str, type]]] = {
     "hello": {"role": str, "name": str, "session": str, "version": int, "package": str},
@@ -122,10 +130,11 @@ def encode(
         raise WireError(f"{kind!r} {'carries' if episode is None else 'does not carry'} an episode.")
     header: dict[str, Any] = {"kind": kind, **fields}
     payload: list[Buffer] = []
+    schema = SCHEMA_VERSION if episode is None else schema_version(episode.sample)
     if episode is not None:
         header["episode"] = scalars_of(episode)
         header["arrays"], payload = write_arrays(episode, offsets)
-    frames: list[Buffer] = [write_header(header), *payload]
+    frames: list[Buffer] = [write_header(header, schema), *payload]
     _check_sizes(frames)
     return frames
 
@@ -143,7 +152,9 @@ def decode(frames: Sequence[Buffer], ring: RingReader | None = None, *, views: b
         WireError: Whatever is wrong with it.
     """
     _check_sizes(frames)
-    header = read_header(frames[0])
+    header = _parse(frames[0])
+    with_episode = isinstance(header.get("kind"), str) and header["kind"] in WITH_EPISODE
+    schema = _check_schema(header, SCHEMA_VERSIONS if with_episode else (SCHEMA_VERSION,))
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         raise WireError(f"kind {shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
@@ -156,6 +167,8 @@ def decode(frames: Sequence[Buffer], ring: RingReader | None = None, *, views: b
             )
         return Message(kind=kind, fields=header)
     episode, shared_bytes = read_episode(scalars, arrays, frames[1:], ring, views=views)
+    if schema != schema_version(episode.sample):
+        raise WireError(f"a sample of {shown(list(episode.sample))} is not of schema version {schema}.")
     return Message(kind=kind, fields=header, episode=episode, shared_bytes=shared_bytes)
 
 
@@ -170,9 +183,9 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
     check_sizes(lengths)
 
 
-def write_header(header: dict[str, Any]) -> bytes:
+def write_header(header: dict[str, Any], schema: int = SCHEMA_VERSION) -> bytes:
     """Write the first frame of a message: magic, checksum and the fields, with the schema's version."""
-    body = json.dumps({"schema": SCHEMA_VERSION, **header}, separators=(",", ":"), allow_nan=False).encode()
+    body = json.dumps({"schema": schema, **header}, separators=(",", ":"), allow_nan=False).encode()
     return _PREFIX.pack(MAGIC, zlib.crc32(body)) + body
 
 
@@ -182,6 +195,12 @@ def read_header(frame: Buffer) -> dict[str, Any]:
     Raises:
         WireError: It is damaged, no message of asyncrl, or of another schema version.
     """
+    header = _parse(frame)
+    _check_schema(header, (SCHEMA_VERSION,))
+    return header
+
+
+def _parse(frame: Buffer) -> dict[str, Any]:
     magic, crc = _PREFIX.unpack_from(frame)
     if magic != MAGIC:
         raise WireError(f"the message begins with {magic!r}, expected {MAGIC!r}: not a message of asyncrl.")
@@ -194,14 +213,19 @@ def read_header(frame: Buffer) -> dict[str, Any]:
         raise WireError(f"the header is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(header, dict):
         raise WireError(f"the header is a {type(header).__name__}, expected an object.")
+    return header
+
+
+def _check_schema(header: dict[str, Any], allowed: tuple[int, ...]) -> int:
+    """Take the schema's version out of a header; refuse one that is not `allowed`."""
     schema = header.pop("schema", None)
-    if type(schema) is not int or schema != SCHEMA_VERSION:
+    if type(schema) is not int or schema not in allowed:
         raise WireError(
-            f"the peer speaks schema version {shown(schema)}, this side {SCHEMA_VERSION} (asyncrl "
+            f"the peer speaks schema version {shown(schema)}, this side {allowed[-1]} (asyncrl "
             f"{shown(header.get('package', 'of unknown version'))} there, {__version__!r} here). "
             "Run the same asyncrl version on both sides."
         )
-    return header
+    return schema
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

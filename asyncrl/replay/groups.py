@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from asyncrl.records import Episode
+from asyncrl.records import Episode, decision_layout
 from asyncrl.replay.files.format import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus
 from asyncrl.replay.ranges import Ranges
@@ -232,6 +232,8 @@ def mismatch(group: OpenGroup, episode: Episode, group_size: int) -> str | None:
     for sibling in group.members.values():
         if sibling.final_frame.shape != episode.final_frame.shape:
             return f"images of {episode.final_frame.shape}, its siblings have {sibling.final_frame.shape}"
+        if decision_layout(sibling) != decision_layout(episode):
+            return "its siblings have decisions of another size, or another sample"
         if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
             return "its siblings have another task or start state"
     return None

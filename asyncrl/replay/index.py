@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.records import SCHEMA_VERSION
+from asyncrl.records import SCHEMA_VERSIONS
 from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, GroupFile, fingerprint
 
-_VERSIONS: Final = {"format": FORMAT, "format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
+_VERSIONS: Final = {
+    "format": (FORMAT,),
+    "format_version": (FORMAT_VERSION,),
+    "schema_version": SCHEMA_VERSIONS,
+}
 
 
 class FileIndex:
@@ -43,7 +47,7 @@ class FileIndex:
             if [found.st_size, found.st_mtime_ns, _fingerprint(path)] != entry["file"]:
                 return None
             attributes = {key: kind(entry["attributes"][key]) for key, kind in ROOT.items()}
-            if any(attributes[key] != value for key, value in _VERSIONS.items()):
+            if any(attributes[key] not in values for key, values in _VERSIONS.items()):
                 return None
             return GroupFile(
                 path=path,

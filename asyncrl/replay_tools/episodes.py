@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
+from asyncrl.records import Episode, problem_with
 from asyncrl.replay.files.format import GroupFile, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.ledger import read_entries
@@ -187,7 +187,7 @@ def group_file_or_none(path: Path) -> GroupFile | None:
         return None
 
 
-def reread(row: StoredEpisode, names: Sequence[str] = tuple(EPISODE_ARRAYS)) -> Episode:
+def reread(row: StoredEpisode, names: Sequence[str] | None = None) -> Episode:
     """Read an episode's other arrays.
 
     Raises:
@@ -234,7 +234,7 @@ def find_row(folder: Path, beginning: str) -> StoredEpisode:
 def problem_with_file(path: Path, group_size: int) -> str | None:
     """Say what is wrong with a group's file, or None when it is sound."""
     try:
-        number, episodes = read_group_file(path).number, read_group(path, tuple(EPISODE_ARRAYS))
+        number, episodes = read_group_file(path).number, read_group(path)
     except (ReplayError, FileNotFoundError) as error:
         return str(error)
     if path.name != f"group-{number:08d}.h5":

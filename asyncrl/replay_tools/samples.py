@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.records import CHUNK, Episode
+from asyncrl.records import Episode
 
 Rate = Literal["step", "decision"]
 STEPS_PER_SECOND: Final = 20
@@ -22,9 +22,9 @@ class Samples:
     images: NDArray[np.uint8]
     """``[T, H, W, 3]`` what was seen before each action."""
     actions: NDArray[np.float32]
-    """``[T, 7]`` at the rate of decisions: only the first action of each."""
+    """``[T, A]`` at the rate of decisions: only the first action of each."""
     chunks: NDArray[np.float32]
-    """``[T, 8 * 7]`` all actions of each decision, step by step; empty at the rate of steps."""
+    """``[T, C * A]`` all actions of each decision, step by step; empty at the rate of steps."""
     rewards: NDArray[np.float32]
     """``[T]`` at the rate of decisions: the sum over the steps of each."""
     dones: NDArray[np.bool_]
@@ -56,7 +56,7 @@ def _per_step(episode: Episode) -> Samples | None:
 
 def _per_decision(episode: Episode) -> Samples:
     first = episode.first_success_step
-    length = first // CHUNK + 1 if first >= 0 else len(episode.frames)
+    length = first // episode.rewards.shape[1] + 1 if first >= 0 else len(episode.frames)
     return Samples(
         images=episode.frames[:length],
         actions=episode.actions[:length, 0],

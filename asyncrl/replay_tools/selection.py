@@ -66,13 +66,13 @@ class EpisodeSelection(ReplayCommand):
 
     def choose(self, rows: Iterable[StoredEpisode]) -> Iterator[StoredEpisode]:
         """Leave out what the flags exclude."""
-        outcomes = {True, False} if self.success == self.no_success else {self.success}
+        successes = {True, False} if self.success == self.no_success else {self.success}
         outcomes = self._outcomes()
         for row in rows:
             episode = row.episode
             if (
                 self.task in episode.task
-                and episode.success in outcomes
+                and episode.success in successes
                 and row.outcome in outcomes
                 and self._lag_fits(row.lag)
                 and self.version in (None, *episode.policy_versions.tolist())

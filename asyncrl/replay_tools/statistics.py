@@ -12,7 +12,6 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from asyncrl.errors import ConfigError
-from asyncrl.records import CHUNK
 from asyncrl.replay_tools.drawing import BLUE, FAINT, INK, PAPER, fitted, font
 from asyncrl.replay_tools.episodes import StoredEpisode
 from asyncrl.replay_tools.selection import EpisodeSelection
@@ -149,7 +148,7 @@ class Summary:
         self.by_version.setdefault(row.episode.oldest_version, SuccessCount()).add(won)
         if row.used_at is not None:
             self.lags.update(row.used_at - int(v) for v in row.episode.policy_versions)
-        self.lengths[-(-row.steps // CHUNK)] += 1
+        self.lengths[-(-row.steps // row.episode.rewards.shape[1])] += 1
         self.steps += row.steps
         self.groups[row.number] = row.outcome
 

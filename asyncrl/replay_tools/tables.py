@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 
 from asyncrl.errors import ConfigError
-from asyncrl.records import CHUNK, EPISODE_SCALARS
+from asyncrl.records import EPISODE_SCALARS
 from asyncrl.replay_tools.episodes import StoredEpisode, find_row
 from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
 from asyncrl.replay_tools.text import NOTHING, table
@@ -69,6 +69,7 @@ class Show(ReplayCommand):
             "group number": str(row.number),
             "group was": row.outcome if row.used_at is None else f"used at version {row.used_at}",
             "observations": f"{len(row.episode.frames)} of {_size(row)}",
+            "sample": _sample(row),
             "video": f"{kept} frames" if kept else "not kept",
             "ended": why_ended(row),
         }
@@ -112,7 +113,7 @@ def _decision(row: StoredEpisode, n: int) -> tuple[str, ...]:
     version = int(episode.policy_versions[n])
     return (
         str(n),
-        str(n * CHUNK),
+        str(n * episode.rewards.shape[1]),
         str(version),
         NOTHING if row.used_at is None else str(row.used_at - version),
         f"{episode.rewards[n].sum():g}",
@@ -127,6 +128,12 @@ def _decision(row: StoredEpisode, n: int) -> tuple[str, ...]:
 
 def _action(action_A: Any) -> str:
     return "[" + " ".join(f"{x:+.2f}" for x in action_A) + "]"
+
+
+def _sample(row: StoredEpisode) -> str:
+    """What the policy is shown again: name, shape and type of each array."""
+    arrays = row.episode.sample.items()
+    return ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in arrays)
 
 
 def _size(row: StoredEpisode) -> str:

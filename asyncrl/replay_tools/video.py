@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from asyncrl.errors import ConfigError
-from asyncrl.records import CHUNK, Episode
+from asyncrl.records import Episode
 from asyncrl.replay_tools.drawing import GREEN, INK, captioned, enlarged
 from asyncrl.replay_tools.episodes import find_row
 from asyncrl.replay_tools.selection import ReplayCommand
@@ -115,7 +115,9 @@ class Video(ReplayCommand):
             path = target / f"{episode.episode_id[:12]}{_suffix()}" if target.is_dir() else target
             frames = movie_of(episode)
             kept = len(episode.video) > 0
-            write_movie(path, frames, rate=self.rate if kept else max(1, self.rate // CHUNK))
+            write_movie(
+                path, frames, rate=self.rate if kept else max(1, self.rate // episode.rewards.shape[1])
+            )
             source = "every imagined frame" if kept else "one per decision and the last: no video was kept"
             print(f"{path}: {len(frames)} frames of {episode.episode_id[:12]}, {source}")
         return 0
@@ -147,7 +149,7 @@ def movie_of(episode: Episode) -> list[Image.Image]:
         shown = first + [(step + 1, frame) for step, frame in enumerate(episode.video)]
     else:
         frames = [*episode.frames, episode.final_frame]
-        shown = [(CHUNK * n, frame) for n, frame in enumerate(frames)]
+        shown = [(episode.rewards.shape[1] * n, frame) for n, frame in enumerate(frames)]
     return [_frame(episode, step, enlarged(frame, WIDTH)) for step, frame in shown]
 
 
@@ -155,7 +157,7 @@ def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
     """The picture seen after `steps` steps; the reward is the sum until then."""
     scores, rewards = episode.success_scores.reshape(-1), episode.rewards.reshape(-1)
     won = float(rewards[:steps].sum())
-    decision = max(0, steps - 1) // CHUNK
+    decision = max(0, steps - 1) // episode.rewards.shape[1]
     score = f"{scores[steps - 1]:.2f}" if steps else "-"
     lines = [
         f"step {steps} / {len(scores)}   version {episode.policy_versions[decision]}",

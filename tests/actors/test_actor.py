@@ -14,7 +14,7 @@ from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.actors.slots import DecisionRecord, PendingEpisode, Slot, Slots, finished_episode
 from asyncrl.errors import SampleTimeout
-from asyncrl.records import EPISODE_ARRAYS, Episode, problem_with
+from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.in_process_ports import InlineLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.weights.interface import ChannelClosed
@@ -127,7 +127,7 @@ def slot_with(scores: list[list[float]], *, keep_video: bool = False) -> Slot:
         slot.add(
             DecisionRecord(
                 frame=np.full((2, 2, 3), 8 * n, np.uint8),
-                tokens=np.full((8, 7), n, np.int32),
+                sample={"tokens": np.full((8, 7), n, np.int32)},
                 logprobs=np.full((8, 7), -1.0 - n, np.float32),
                 value=float("nan"),
                 actions=np.full((8, 7), 0.1 * n, np.float32),
@@ -197,8 +197,7 @@ def test_a_finished_episode_keeps_no_other_frames_alive() -> None:
     """What a round draws is one array over all slots: too much to hold until a receipt comes."""
     ended = finish(slot_with([LOW, HIGH]))
     assert ended is not None
-    for name in EPISODE_ARRAYS:
-        array = getattr(ended, name)
+    for name, array in episode_arrays(ended).items():
         assert array.base is None or array.base.nbytes == array.nbytes, name
 
 
@@ -219,7 +218,7 @@ def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[Decision
 def test_an_episode_does_not_depend_on_its_neighbours(imagination: Imagination) -> None:
     (alone,) = imagine(imagination, [(1, 1)])
     together = imagine(imagination, [(0, 0), (2, 1), (1, 1), (1, 0)])[2]
-    np.testing.assert_array_equal(alone.tokens, together.tokens)
+    np.testing.assert_array_equal(alone.sample["tokens"], together.sample["tokens"])
     np.testing.assert_allclose(alone.logprobs, together.logprobs, atol=1e-4)
     np.testing.assert_allclose(alone.scores, together.scores, atol=1e-3)
     difference = alone.new_frames.astype(int) - together.new_frames.astype(int)
@@ -230,7 +229,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(imagination: Imagination) 
 def test_siblings_share_their_start_and_nothing_else(imagination: Imagination) -> None:
     one, other = imagine(imagination, [(1, 0), (1, 1)])
     np.testing.assert_array_equal(one.frame, other.frame)
-    assert (one.tokens != other.tokens).any()
+    assert (one.sample["tokens"] != other.sample["tokens"]).any()
     assert (one.new_frames != other.new_frames).any()
 
 
@@ -240,7 +239,7 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
     with torch.no_grad():
         seen = policy.evaluate(
             policy.preprocess(decision.frame[None], [TASKS[0]]),
-            torch.from_numpy(decision.tokens)[None],
+            torch.from_numpy(decision.sample["tokens"])[None],
             imagination.sampling,
         )
     np.testing.assert_allclose(seen.logprob[0].numpy(), decision.logprobs, atol=1e-4)
@@ -286,9 +285,9 @@ def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imaginati
     for plain, halved in zip(*found, strict=True):
         assert [e.member for e in plain] == [e.member for e in halved] == [0, 1]
         for one, other in zip(plain, halved, strict=True):
-            assert (one.group_id, one.seed, len(one.tokens)) == (other.group_id, other.seed, 3)
-            for name in EPISODE_ARRAYS:
-                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
+            assert (one.group_id, one.seed, len(one.sample["tokens"])) == (other.group_id, other.seed, 3)
+            for name, array in episode_arrays(one).items():
+                np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
 
 
 def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from asyncrl.observability import metrics_replay as m
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.sampling import action_distribution, choose_tokens, logprob_of
-from asyncrl.records import EPISODE_ARRAYS
+from asyncrl.records import episode_arrays
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.quarantine import COUNTERS
@@ -78,8 +78,8 @@ def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
     assert {group for group, _ in expected} == groups
     assert {group for group, _ in found} == groups - {f"{bad:08d}"} | {"00000004"}, "its credit returned"
     for key in found.keys() & expected.keys():
-        for name in EPISODE_ARRAYS:
-            np.testing.assert_array_equal(getattr(found[key], name), getattr(expected[key], name), name)
+        for name, array in episode_arrays(found[key]).items():
+            np.testing.assert_array_equal(array, episode_arrays(expected[key])[name], name)
     assert counts(run) == {cause: float(cause == CAUSE_OF[part]) for cause in COUNTERS}
     assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.limiter.open) == ([], [], {})
     assert run.core.limiter.closed[bad] == "dropped_poisoned"

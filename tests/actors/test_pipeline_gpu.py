@@ -17,7 +17,7 @@ from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagination import Imagination
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
-from asyncrl.records import EPISODE_ARRAYS, StartState
+from asyncrl.records import StartState, episode_arrays
 from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
 from asyncrl.replay.replay import open_replay
 from asyncrl.weights.transports.in_process import build_in_process
@@ -121,8 +121,8 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
     found = learner.sample(groups=4, version=0, timeout=60.0)
     for one, other in zip(chain(*expected), chain(*found), strict=True):
         assert (one.group_id, one.member) == (other.group_id, other.member)
-        for name in EPISODE_ARRAYS:
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
+        for name, array in episode_arrays(one).items():
+            np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
     seconds = actor.imagination.pop_device_seconds()
     assert all(seconds[metric] > 0 for metric in (m.ACTOR_POLICY, m.ACTOR_WORLD, m.ACTOR_REWARD))
     core.close()

@@ -42,9 +42,9 @@ def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
     assert batch.lengths.tolist() == [11, 8, 8, 8]
     assert batch.returns.tolist() == [1.0, 0.0, 0.0, 0.0]
     first = episode(group=0, member=0, rows=(3, 4), success_at=10, versions=(5, 6))
-    np.testing.assert_array_equal(batch.tokens[:2].numpy(), first.tokens)
+    np.testing.assert_array_equal(batch.sample["tokens"][:2].numpy(), first.sample["tokens"])
     np.testing.assert_array_equal(batch.logprob_behaviour[:2].numpy(), first.logprobs)
-    assert (batch.tokens.dtype, batch.logprob_behaviour.dtype) == (torch.int64, torch.float32)
+    assert (batch.sample["tokens"].dtype, batch.logprob_behaviour.dtype) == (torch.int64, torch.float32)
 
 
 def test_metrics_of_a_batch_by_hand() -> None:
@@ -73,7 +73,7 @@ def test_the_order_of_groups_and_members_changes_no_episode(order: list[int], me
     straight = build_batch(groups, version=0)
     shuffled = build_batch([[groups[g][i] for i in members] for g in order], version=0)
     back = torch.cat([torch.arange(4) + 4 * order.index(g) for g in range(3)])
-    assert torch.equal(shuffled.tokens[back], straight.tokens)
+    assert torch.equal(shuffled.sample["tokens"][back], straight.sample["tokens"])
     assert torch.equal(shuffled.rewards[back], straight.rewards)
     assert torch.equal(shuffled.mask[back], straight.mask)
 

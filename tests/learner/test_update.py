@@ -201,7 +201,9 @@ def test_what_comes_after_the_success_changes_nothing(nonsense: float, level: st
     config, batch = recipe(algorithm__level=level, algorithm__kind="ppo"), stale_batch()
     masked = torch.where(batch.mask, batch.logprob_behaviour, nonsense)
     changed = dataclasses.replace(
-        batch, logprob_behaviour=masked, tokens=torch.where(batch.mask, batch.tokens, 17)
+        batch,
+        logprob_behaviour=masked,
+        sample={"tokens": torch.where(batch.mask, batch.sample["tokens"], 17)},
     )
     for a, b in zip(
         gradients(policy_for(config), batch, config),

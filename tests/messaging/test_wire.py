@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.messaging import sockets
 from asyncrl.messaging.wire import KINDS, WITH_EPISODE, decode, encode
-from asyncrl.records import EPISODE_ARRAYS
-from support.episodes import SAMPLES, assert_same, make_episode, pack, unpack
+from asyncrl.records import episode_arrays
+from support.episodes import SAMPLES, assert_same, make_episode, pack, unpack, with_chain
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -33,7 +33,89 @@ def test_an_episode_arrives_exactly_and_can_be_written_to(video: bool) -> None:
     received = decode(encode("episode", sent)).episode
     assert received is not None
     assert_same(received, sent)
-    assert all(getattr(received, name).flags.writeable for name in EPISODE_ARRAYS)
+    assert all(array.flags.writeable for array in episode_arrays(received).values())
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("kind", sorted(WITH_EPISODE))
+def test_the_sample_of_any_policy_arrives_exactly(kind: str, views: bool) -> None:
+    fields = {name: SAMPLES[expected] for name, expected in KINDS[kind].items()}
+    sent = with_chain(make_episode(5, 1, video=True, success=True))
+    frames = encode(kind, sent, **fields)
+    assert unpack(frames)[0]["schema"] == 2
+    received = decode(frames, views=views).episode
+    assert received is not None
+    assert_same(received, sent)
+
+
+def test_action_tokens_are_of_the_first_schema_version() -> None:
+    header, frames = unpack(encode("episode", make_episode()))
+    assert (header["schema"], [entry[0] for entry in header["arrays"]][:3]) == (
+        1,
+        ["frames", "tokens", "logprobs"],
+    )
+    with pytest.raises(WireError, match="not of schema version 2"):
+        decode(pack(header | {"schema": 2}, frames))
+    header, frames = unpack(encode("episode", with_chain(make_episode())))
+    with pytest.raises(WireError, match="not of schema version 1"):
+        decode(pack(header | {"schema": 1}, frames))
+
+
+def test_a_message_without_an_episode_has_only_the_first_schema_version() -> None:
+    with pytest.raises(WireError, match="schema version 2, this side 1"):
+        decode(pack({"schema": 2, "kind": "ping"}))
+
+
+HOSTILE_SAMPLES: dict[str, tuple[list[Any], str]] = {
+    "no text": ([7, "float32", [2, 3]], "name"),
+    "no identifier": (["a/b", "float32", [2, 3]], "name"),
+    "a parent folder": (["..", "float32", [2, 3]], "name"),
+    "a line end": (["chain\n", "float32", [2, 3]], "name"),
+    "empty": (["", "float32", [2, 3]], "name"),
+    "65 letters": (["a" * 65, "float32", [2, 3]], "name"),
+    "letters that are not ASCII": (["k\u00e4se", "float32", [2, 3]], "name"),
+    "a scalar of the episode": (["task", "float32", [2, 3]], "taken"),
+    "an array of the episode": (["video", "float32", [2, 3]], "taken"),
+    "the sample itself": (["sample", "float32", [2, 3]], "taken"),
+    "a table of the file": (["checksums", "float32", [2, 3]], "taken"),
+    "another array's": (["noise_steps", "float32", [2, 3]], "taken"),
+    "objects": (["chain", "object", [2, 3]], "one of uint8"),
+    "float64": (["chain", "float64", [2, 3]], "one of uint8"),
+    "a structure": (["chain", [["a", "int32"]], [2, 3]], "one of uint8"),
+    "no type": (["chain", None, [2, 3]], "one of uint8"),
+    "no dimension": (["chain", "float32", []], "dimensions"),
+    "9 dimensions": (["chain", "float32", [2, 3, 1, 1, 1, 1, 1, 1, 1]], "dimensions"),
+    "no shape": (["chain", "float32", 6], "dimensions"),
+    "text as shape": (["chain", "float32", "23"], "dimensions"),
+    "other decisions": (["chain", "float32", [3, 2]], "N is 2"),
+    "a negative size": (["chain", "float32", [2, -3]], "no size"),
+    "nothing": (["chain", "float32", [2, 0]], "no size"),
+    "a fraction": (["chain", "float32", [2, 3.0]], "no size"),
+    "too large": (["chain", "float32", [2, 2**40]], "no size"),
+    "more than came": (["chain", "float32", [2, 4]], "its frame has 24 bytes"),
+    "tokens that are no bins": (["tokens", "float32", [2, 3]], "tokens is 'float32', expected int32"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_SAMPLES)
+def test_an_array_that_no_sample_can_have_is_refused(what: str) -> None:
+    entry, problem = HOSTILE_SAMPLES[what]
+    sample = {"noise_steps": np.zeros(2, np.int32), "chain": np.zeros((2, 3), np.float32)}
+    header, frames = unpack(encode("episode", dataclasses.replace(make_episode(), sample=sample)))
+    assert header["arrays"][2][0] == "chain"
+    header["arrays"][2][:3] = entry
+    with pytest.raises(WireError, match=problem):
+        decode(pack(header, frames))
+
+
+def test_a_sample_has_at_most_16_arrays() -> None:
+    sample = {f"part_{i}": np.zeros((2, 1), np.uint8) for i in range(16)}
+    sent = dataclasses.replace(make_episode(), sample=sample)
+    received = decode(encode("episode", sent)).episode
+    assert received is not None
+    assert_same(received, sent)
+    with pytest.raises(WireError, match="17 arrays"):
+        encode("episode", dataclasses.replace(sent, sample={**sample, "x": sample["part_0"]}))
 
 
 def test_images_can_stay_where_they_came_and_nobody_can_write_to_them() -> None:
@@ -42,8 +124,8 @@ def test_images_can_stay_where_they_came_and_nobody_can_write_to_them() -> None:
     received = decode(frames, views=True).episode
     assert received is not None
     assert_same(received, episode)
-    for place, (name, spec) in enumerate(EPISODE_ARRAYS.items(), start=1):
-        array, stays = getattr(received, name), spec.dtype == "uint8"
+    for place, (name, array) in enumerate(episode_arrays(received).items(), start=1):
+        stays = array.dtype == np.uint8
         assert np.shares_memory(array, np.frombuffer(frames[place], np.uint8)) == stays, name
         assert array.flags.writeable != stays
         assert array.flags.aligned
@@ -159,7 +241,7 @@ def test_another_schema_version_is_named_beside_ours() -> None:
 def test_limits_are_checked_before_the_header_is_read() -> None:
     large = memoryview(bytearray(1)).cast("B")
     with pytest.raises(WireError, match="frames"):
-        decode([b"garbage!", *[large] * 12])
+        decode([b"garbage!", *[large] * 27])
     with pytest.raises(WireError, match="largest frame"):
         decode([b"garbage!", np.broadcast_to(np.zeros(1, np.uint8), 2**28 + 1)])  # type: ignore[list-item]
 
@@ -168,7 +250,7 @@ def test_limits_are_checked_before_the_header_is_read() -> None:
     "change",
     [
         {"frames": np.zeros((2, 4, 4, 3), np.float32)},
-        {"tokens": np.zeros((2, 8, 6), np.int32)},
+        {"sample": {"tokens": np.zeros((2, 8, 6), np.int32)}},
         {"task": "a\0b"},
         {"temperature": float("nan")},
         {"episode_id": "x"},

@@ -125,7 +125,7 @@ def test_checksums_are_verified_on_the_first_read_of_a_file_and_when_asked(tmp_p
     frames = reader.read(path, ("frames",))[0].frames.tobytes()
     whole, found = path.read_bytes(), path.stat()
     for name in ("frames", "tokens"):
-        pattern = frames if name == "frames" else group_of(0)[0].tokens.tobytes()
+        pattern = frames if name == "frames" else group_of(0)[0].sample["tokens"].tobytes()
         at = whole.index(pattern)
         with path.open("r+b") as file:
             file.seek(at)

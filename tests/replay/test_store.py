@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import pytest
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.files import format
-from asyncrl.replay.files.format import read_group_file
+from asyncrl.replay.files.format import append_footer, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.store import EpisodeStore
 from support import child_environment
-from support.episodes import assert_same
+from support.episodes import assert_same, with_chain
 from support.replay_store import group_of, open_store
 
 
@@ -38,6 +39,56 @@ def test_a_group_comes_back_exactly(tmp_path: Path) -> None:
     assert group_file.attributes["successes"] == 1
     assert all(store.holds(3, episode.episode_id) for episode in loaded)
     store.close()
+
+
+def test_the_sample_of_any_policy_comes_back_exactly(tmp_path: Path) -> None:
+    group = [with_chain(episode) for episode in group_of(3)]
+    with closing(open_store(tmp_path)) as store:
+        path = store.store_group(3, group).path
+    with closing(open_store(tmp_path)) as store:
+        assert store.group_files[3].attributes["schema_version"] == 2
+        loaded = store.load(3)
+    assert loaded is not None
+    for one, other in zip(loaded, group, strict=True):
+        assert_same(one, other)
+    (light, _), whole = read_group(path, ("noise_steps", "rewards")), group[0]
+    assert light.sample["noise_steps"].tolist() == whole.sample["noise_steps"].tolist()
+    assert (light.sample["denoising_chain"].size, light.sample["denoising_chain"].dtype) == (0, np.float32)
+    file: Any
+    with h5py.File(path, "r") as file:
+        assert file["denoising_chain"].attrs["letters"] == b"N,3,4,6"
+        assert file["checksums"].dtype.names[:5] == (
+            "frames", "denoising_chain", "noise_steps", "kept", "logprobs",
+        )  # fmt: skip
+
+
+def test_action_tokens_are_stored_under_the_first_schema_version(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        path = store.store_group(0, group_of(0)).path
+    file: Any
+    with h5py.File(path, "r") as file:
+        assert file.attrs["schema_version"] == 1
+        assert file["tokens"].attrs["letters"] == b"N,8,7"
+        assert file["tokens"].attrs["unit"] == b"action bin"
+
+
+def test_a_group_of_different_samples_is_not_stored(tmp_path: Path) -> None:
+    one, other = group_of(0)
+    with closing(open_store(tmp_path)) as store, pytest.raises(ValueError, match="samples or log-probs"):
+        store.store_group(0, [one, with_chain(other)])
+    assert not list(tmp_path.glob("group-*"))
+
+
+@pytest.mark.parametrize("name", ["tokens", "noise_steps"])
+def test_a_file_with_other_arrays_than_its_schema_version_says_is_damaged(tmp_path: Path, name: str) -> None:
+    with closing(open_store(tmp_path)) as store:
+        group = group_of(0) if name == "tokens" else [with_chain(episode) for episode in group_of(0)]
+        path = store.store_group(0, group).path
+    with h5py.File(path, "r+") as file:
+        file.attrs["schema_version"] = 2 if name == "tokens" else 1
+    append_footer(path)
+    with pytest.raises(ReplayError, match="not those of its schema version"):
+        read_group(path)
 
 
 def test_any_hdf5_tool_reads_a_file_without_our_types(tmp_path: Path) -> None:
@@ -148,8 +199,8 @@ def test_another_group_size_or_version_is_named(tmp_path: Path, monkeypatch: pyt
     store.close()
     with pytest.raises(ReplayError, match="group_size 2, this run has 4"):
         EpisodeStore(tmp_path, group_size=4, max_bytes=1)
-    monkeypatch.setattr(format, "SCHEMA_VERSION", 2)
-    with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 2"):
+    monkeypatch.setattr(format, "SCHEMA_VERSIONS", (8, 9))
+    with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 8 and 9"):
         read_group_file(path)
 
 

@@ -1,6 +1,7 @@
 """`asyncrl replay list|show|stats|verify|prune`: tables, checks and what may be deleted."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from PIL import Image
 
 from asyncrl.replay_tools.commands import run_inspection
 from asyncrl.replay_tools.drawing import BLUE, FAINT
+from support.episodes import with_chain
 from support.recorded_run import IDS, episode_of, make_run, open_store, remove_after_listing
 
 
@@ -112,8 +114,24 @@ def test_show_prints_decisions(run_dir: Path, capsys: pytest.CaptureFixture[str]
     assert last[-1] == str(episode.noise_seeds[1])
     assert ["seed", str(episode.seed)] in lines
     assert ["start_state", "tabletop-7"] in lines
+    assert ["sample", "tokens", "[2,", "8,", "7]", "int32"] in lines
     assert ["video", "16", "frames"] in lines
     assert any(" ".join(x).startswith("ended success after 12 steps (2 decisions)") for x in lines)
+
+
+def test_the_tools_take_the_sample_of_any_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(open_store(tmp_path)) as store:
+        store.ledger.append(grant=0, actor="actor-0", turn=0, min_version=0)
+        store.store_group(0, [with_chain(episode_of(0, member)) for member in range(2)])
+    assert run_inspection(["verify", str(tmp_path)]) == 0
+    assert run_inspection(["stats", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert run_inspection(["list", str(tmp_path), "--success"]) == 0
+    assert shown_ids(capsys) == ["0123"]
+    assert run_inspection(["show", str(tmp_path), "0123"]) == 0
+    out = capsys.readouterr().out
+    assert "denoising_chain [2, 3, 4, 6] float32, noise_steps [2] int64, kept [2, 2] uint8" in out
+    assert out.splitlines()[-1].split()[:2] == ["1", "4"]
 
 
 def test_show_says_why_a_failure_ended_and_that_it_was_not_used(

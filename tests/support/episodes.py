@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import zlib
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
+from asyncrl.records import EPISODE_SCALARS, Episode, episode_arrays
 
 SAMPLES: dict[type, Any] = {str: "é x", int: -7, float: 0.1, bool: True, dict: {"wire/bytes": 1.5}}
 
@@ -56,7 +57,7 @@ def make_episode(
         top_k=5,
         end_reason="success" if success else "truncated",
         frames=random.integers(0, 256, (n, image, image, 3)).astype(np.uint8),
-        tokens=random.integers(0, 256, (n, 8, 7)).astype(np.int32),
+        sample={"tokens": random.integers(0, 256, (n, 8, 7)).astype(np.int32)},
         logprobs=-random.random((n, 8, 7)).astype(np.float32),
         values=np.full(n, np.nan, np.float32),
         actions=random.standard_normal((n, 8, 7)).astype(np.float32),
@@ -69,10 +70,32 @@ def make_episode(
     )
 
 
+def with_chain(episode: Episode) -> Episode:
+    """The same episode by a policy that samples a chain of denoising steps, 4 steps of 6 numbers at once."""
+    n, random = len(episode.frames), np.random.default_rng(0)
+    rewards = np.zeros((n, 4), np.float32)
+    rewards[-1, 3] = float(episode.success)
+    return dataclasses.replace(
+        episode,
+        sample={
+            "denoising_chain": random.standard_normal((n, 3, 4, 6)).astype(np.float32),
+            "noise_steps": np.arange(n, dtype=np.int64),
+            "kept": random.integers(0, 256, (n, 2)).astype(np.uint8),
+        },
+        logprobs=-random.random((n, 4, 6)).astype(np.float32),
+        actions=random.standard_normal((n, 4, 6)).astype(np.float32),
+        rewards=rewards,
+        success_scores=random.random((n, 4)).astype(np.float32),
+        video=episode.video[: n * 4],
+    )
+
+
 def assert_same(one: Episode, other: Episode) -> None:
     for name in EPISODE_SCALARS:
         assert getattr(one, name) == getattr(other, name), name
         assert type(getattr(one, name)) is type(getattr(other, name)), name
-    for name in EPISODE_ARRAYS:
-        a, b = getattr(one, name), getattr(other, name)
+    ours, theirs = episode_arrays(one), episode_arrays(other)
+    assert list(ours) == list(theirs)
+    for name, a in ours.items():
+        b = theirs[name]
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name

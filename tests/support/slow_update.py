@@ -44,7 +44,7 @@ class Table:
         logp = (self.logits / batch.temperature).log_softmax(-1)
         rows = torch.from_numpy(batch.frames[:, 0, 0, 0].astype("int64"))
         entropy = -(logp.exp() * logp).sum(-1)
-        return logp[rows].gather(-1, batch.tokens[..., None])[..., 0], entropy[rows]
+        return logp[rows].gather(-1, batch.sample["tokens"][..., None])[..., 0], entropy[rows]
 
 
 def units_of(level: str) -> list[list[tuple[int, int]]]:

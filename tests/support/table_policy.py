@@ -119,7 +119,7 @@ def episode(
         top_k=top_k,
         end_reason="success" if success_at >= 0 else "truncated",
         frames=frames,
-        tokens=rng.integers(0, BINS, (n, 8, 7)).astype(np.int32),
+        sample={"tokens": rng.integers(0, BINS, (n, 8, 7)).astype(np.int32)},
         logprobs=rng.uniform(-7.0, -4.5, (n, 8, 7)).astype(np.float32),
         values=np.full(n, np.nan, np.float32),
         actions=np.zeros((n, 8, 7), np.float32),

@@ -6,9 +6,12 @@
     /episodes      [E] table: the scalars of each episode, and where its decisions (N) and video frames (M)
                    lie: N_begin, N_end, M_begin, M_end
     /checksums     [E] table: CRC-32 of each episode's part of each array, of its little-endian bytes
-    /frames, ...   the arrays of `records.EPISODE_ARRAYS`, all episodes concatenated along N or M; arrays
+    /frames, ...   the arrays of `records.episode_arrays`, all episodes concatenated along N or M; arrays
                    without either (final_frame) are stacked: [E, H, W, 3]
     each dataset   attributes: letters, unit
+
+The columns of /checksums name the arrays, so also those of the sample. Where these are other arrays than the
+action tokens alone, schema_version is 2.
 
 Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for images that
 `asyncrl replay compact` rewrote. Behind the HDF5 content lies a checksum of its structure and its tables
@@ -31,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
-from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSION
+from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSIONS
 
 _MAGIC: Final = b"ARLFOOT1"
 _EXTENT: Final = struct.Struct("<QQ")
@@ -154,7 +157,7 @@ ROOT: Final[dict[str, type]] = {
 }
 """What a file says of its group."""
 CONSTANT: Final = ("format", "format_version", "schema_version")
-"""Those of `ROOT` that are the same in every file: attributes. The others are columns of `/group`."""
+"""Those of `ROOT` that tell how to read the file: attributes. The others are columns of `/group`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +211,7 @@ class GroupFileParts:
 
 def stacking_letter(name: str) -> str:
     """Return the letter along which an array's episodes are joined: N, M, or E when they are stacked."""
-    first = EPISODE_ARRAYS[name].shape[0]
+    first = EPISODE_ARRAYS[name].shape[0] if name in EPISODE_ARRAYS else "N"  # Else of the sample.
     return str(first) if first in ("N", "M") else "E"
 
 
@@ -257,11 +260,16 @@ def read_root(path: Path, file: h5py.File) -> dict[str, Any]:
         ReplayError: The format or schema version is another.
     """
     found: dict[str, Any] = {key: file.attrs[key] for key in CONSTANT}
-    expected = {"format": FORMAT.encode(), "format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
-    for key, value in expected.items():
-        if found[key] != value:
+    expected = {
+        "format": (FORMAT.encode(),),
+        "format_version": (FORMAT_VERSION,),
+        "schema_version": SCHEMA_VERSIONS,
+    }
+    for key, values in expected.items():
+        if found[key] not in values:
             raise ReplayError(
-                f"{path} has {key} {found[key]}, this asyncrl reads {value}. Use the version that wrote it."
+                f"{path} has {key} {found[key]}, this asyncrl reads {' and '.join(map(str, values))}. "
+                "Use the version that wrote it."
             )
     row = get_dataset(file, GROUP)[0]
     found |= {key: row[key] for key in ROOT if key not in CONSTANT}

@@ -23,7 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
-from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, Episode
+from asyncrl.records import (
+    EPISODE_ARRAYS,
+    EPISODE_SCALARS,
+    ArraySpec,
+    Episode,
+    array_specs,
+    sample_specs,
+    schema_version,
+)
 from asyncrl.replay.files.compression import read_compressed
 from asyncrl.replay.files.format import (
     BOUNDS,
@@ -41,15 +49,10 @@ from asyncrl.replay.files.format import (
     stacking_letter,
 )
 
-ALL: Final = tuple(EPISODE_ARRAYS)
 LARGEST_GAP: Final = 1 << 16
 """Bytes between two arrays that are read and thrown away rather than skipped by a second call."""
 KNOWN_FILES: Final = 1024
 """Files whose layout is kept in memory, about 20 kB each."""
-
-_LETTERS: Final = {name: stacking_letter(name) for name in ALL}
-_NOTHING: Final = {name: np.empty(0, spec.dtype) for name, spec in EPISODE_ARRAYS.items()}
-"""Arrays that were not read."""
 
 Identity = tuple[int, int, int]
 """Inode, size in bytes, time of writing in nanoseconds."""
@@ -88,7 +91,7 @@ class GroupReader:
     def read(
         self,
         path: Path,
-        names: Sequence[str] = ALL,
+        names: Sequence[str] | None = None,
         *,
         buffers: Buffers | None = None,
         verify: bool = False,
@@ -98,7 +101,7 @@ class GroupReader:
 
         Args:
             path: A sealed file.
-            names: Arrays to read; the others come back empty, for a quick look.
+            names: Arrays to read; the others come back empty, for a quick look. None: all of them.
             buffers: Where to put them; the episodes are valid until the next read. None: into fresh memory.
             verify: Check all checksums again, also those that were checked before.
             attributes: What the file says of its group has to be this; None: anything.
@@ -113,6 +116,7 @@ class GroupReader:
                 raise damaged(path, "it is not the file that it was")
             if verify or not known.verified:
                 check_footer(handle)
+            names = known.names if names is None else names
             arrays = _read_arrays(handle, known.plan(tuple(names)), buffers)
             if packed := known.compressed(names):
                 read_compressed(path, packed)
@@ -169,9 +173,15 @@ class _CachedLayout:
         rows = [
             dict(zip(written.table.dtype.names or (), row, strict=True)) for row in written.table.tolist()
         ]
+        self.names: tuple[str, ...] = written.checksums.dtype.names or ()
+        """Of all arrays, in file order."""
+        self._sample = frozenset(self.names) - EPISODE_ARRAYS.keys()
+        self._letters = {name: stacking_letter(name) for name in self.names}
         self._bounds = [tuple(row[name] for name in BOUNDS) for row in rows]
-        self._members = [_scalars(row) | _NOTHING for row in rows]
-        self._checksums = {name: written.checksums[name].tolist() for name in ALL}
+        nothing = {name: np.empty(0, written.places[name].dtype) for name in self.names}
+        self._no_sample = {name: nothing.pop(name) for name in self.names if name in self._sample}
+        self._members = [_scalars(row) | nothing for row in rows]
+        self._checksums = {name: written.checksums[name].tolist() for name in self.names}
 
     def plan(self, names: tuple[str, ...]) -> tuple[_Piece, ...]:
         """Where the arrays `names` lie, but for compressed ones; neighbours are read together."""
@@ -187,13 +197,15 @@ class _CachedLayout:
 
     def episodes(self, arrays: dict[str, NDArray[Any]]) -> list[Episode]:
         """Cut the arrays of the group into episodes. The slices are views."""
-        episodes, letters = list[Episode](), [(name, array, _LETTERS[name]) for name, array in arrays.items()]
+        episodes = list[Episode]()
+        letters = [(name, array, self._letters[name]) for name, array in arrays.items()]
         for place, (member, (n, n_end, m, m_end)) in enumerate(zip(self._members, self._bounds, strict=True)):
-            fields = member.copy()
+            fields, sample = member.copy(), self._no_sample.copy()
             for name, array, letter in letters:
-                fields[name] = (
+                (sample if name in sample else fields)[name] = (
                     array[n:n_end] if letter == "N" else array[m:m_end] if letter == "M" else array[place]
                 )
+            fields["sample"] = sample
             # What `Episode(**fields)` does, in a fifteenth of its time: it sets 23 frozen fields one by one.
             episode = object.__new__(Episode)
             episode.__dict__.update(fields)
@@ -206,13 +218,14 @@ class _CachedLayout:
         Raises:
             ValueError: One does not match.
         """
-        found = [zlib.crc32(getattr(episode, name).reshape(-1).view(np.uint8)) for episode in episodes]
+        arrays = [e.sample[name] if name in self._sample else getattr(e, name) for e in episodes]
+        found = [zlib.crc32(array.reshape(-1).view(np.uint8).data) for array in arrays]
         if found != self._checksums[name]:
             raise ValueError(f"the checksum of {name} does not match")
         self.verified.add(name)
 
 
-def read_group(path: Path, names: Sequence[str] = ALL) -> list[Episode]:
+def read_group(path: Path, names: Sequence[str] | None = None) -> list[Episode]:
     """Read the episodes of a file, every checksum checked. See `GroupReader.read`."""
     return GroupReader().read(path, names)
 
@@ -228,14 +241,25 @@ def read_layout(path: Path) -> GroupFileParts:
         with h5py.File(path, "r") as file:
             root = read_root(path, file)
             table, checksums = (get_dataset(file, name)[...] for name in (TABLE, CHECKSUMS))
-            places = {name: _place(path, file, name) for name in ALL}
+            specs = _specs(file, root, checksums)
+            places = {name: _place(path, file, name, spec) for name, spec in specs.items()}
     except UNREADABLE as error:
         raise damaged(path, str(error)) from None
     return GroupFileParts(attributes=root, table=table, checksums=checksums, places=places, found=found)
 
 
-def _place(path: Path, file: h5py.File, name: str) -> ArrayExtent:
-    dataset, spec = get_dataset(file, name), EPISODE_ARRAYS[name]
+def _specs(file: h5py.File, root: dict[str, Any], checksums: NDArray[Any]) -> dict[str, ArraySpec]:
+    """The arrays of a file, by the columns of its checksums."""
+    names = checksums.dtype.names or ()
+    sample = [(name, get_dataset(file, name)) for name in names if name not in EPISODE_ARRAYS]
+    specs = array_specs(sample_specs((name, dataset.dtype.name, dataset.shape) for name, dataset in sample))
+    if tuple(specs) != names or schema_version(name for name, _ in sample) != root["schema_version"]:
+        raise ValueError(f"its arrays {', '.join(names)} are not those of its schema version")
+    return specs
+
+
+def _place(path: Path, file: h5py.File, name: str, spec: ArraySpec) -> ArrayExtent:
+    dataset = get_dataset(file, name)
     if dataset.dtype != np.dtype(spec.dtype):
         raise damaged(path, f"{name} is {dataset.dtype}, expected {spec.dtype}")
     offset = COMPRESSED if dataset.chunks else dataset.id.get_offset()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -20,7 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messaging.episode_codec import as_bytes
-from asyncrl.records import EPISODE_ARRAYS, EPISODE_SCALARS, SCHEMA_VERSION, Episode
+from asyncrl.records import (
+    EPISODE_SCALARS,
+    ArraySpec,
+    Episode,
+    array_specs,
+    decision_layout,
+    episode_arrays,
+    sample_specs,
+    schema_version,
+)
 from asyncrl.replay.files.format import (
     BOUNDS,
     CHECKSUMS,
@@ -50,17 +59,26 @@ KEPT: Final = 256
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What the structure of a file follows from. Letters as in `records`, summed over the E episodes."""
+    """What the structure of a file follows from. Letters as in `records`, N and M summed over E episodes."""
 
     E: int
     N: int
     M: int
     H: int
     W: int
+    C: int
+    A: int
+    sample: tuple[tuple[str, str, tuple[int, ...]], ...]
+    """Name, dtype and shape of one decision of each of the sample's arrays."""
     group_widths: tuple[int, ...]
     """Bytes of each text column of the table of the group."""
     episode_widths: tuple[int, ...]
     """Bytes of each text column of the table of episodes."""
+
+    @property
+    def arrays(self) -> dict[str, ArraySpec]:
+        """The arrays of the file, in the order of `records.episode_arrays`."""
+        return array_specs(sample_specs((name, dtype, (None, *shape)) for name, dtype, shape in self.sample))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +151,9 @@ def table_type(widths: tuple[int, ...]) -> np.dtype[Any]:
     return _columns(EPISODE_SCALARS | dict.fromkeys(BOUNDS, int), widths)
 
 
-CHECKSUMS_TYPE: Final = np.dtype([(name, "<u4") for name in EPISODE_ARRAYS])
-"""The type of the rows of `/checksums`."""
+def checksums_type(names: Iterable[str]) -> np.dtype[Any]:
+    """The type of the rows of `/checksums`, for arrays of these names."""
+    return np.dtype([(name, "<u4") for name in names])
 
 
 def _columns(kinds: dict[str, type], widths: tuple[int, ...]) -> np.dtype[Any]:
@@ -155,7 +174,7 @@ def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, ArrayExtent]:
         alignment_threshold=1,
         alignment_interval=ALIGNMENT,
     ) as file:
-        for name, value in {"format": FORMAT, **_versions()}.items():
+        for name, value in _constants(name for name, _, _ in dimensions.sample).items():
             _attribute(file, name, value)
         for name, (dtype, shape, letters) in _datasets(dimensions).items():
             dataset = _create(file, name, dtype, shape)
@@ -165,8 +184,12 @@ def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, ArrayExtent]:
     return dict(sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
 
 
-def _versions() -> dict[str, int]:
-    return {"format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
+def _constants(sample: Iterable[str]) -> dict[str, str | int]:
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "schema_version": schema_version(sample),
+    }
 
 
 def _datasets(dimensions: Dimensions) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], str]]:
@@ -174,14 +197,15 @@ def _datasets(dimensions: Dimensions) -> dict[str, tuple[np.dtype[Any], tuple[in
     tables = {
         GROUP: (group_type(dimensions.group_widths), (1,), "1"),
         TABLE: (table_type(dimensions.episode_widths), (dimensions.E,), "E"),
-        CHECKSUMS: (CHECKSUMS_TYPE, (dimensions.E,), "E"),
+        CHECKSUMS: (checksums_type(dimensions.arrays), (dimensions.E,), "E"),
     }
     assert tuple(tables) == TABLES
     arrays: dict[str, tuple[np.dtype[Any], tuple[int, ...], str]] = {}
-    for name, spec in EPISODE_ARRAYS.items():
+    for name, spec in dimensions.arrays.items():
         letters = spec.shape if stacking_letter(name) != "E" else ("E", *spec.shape)
         shape = tuple(x if isinstance(x, int) else getattr(dimensions, x) for x in letters)
-        arrays[name] = np.dtype(spec.dtype).newbyteorder("<"), shape, ",".join(map(str, letters))
+        shown = (getattr(dimensions, x) if x in ("C", "A") else x for x in letters)
+        arrays[name] = np.dtype(spec.dtype).newbyteorder("<"), shape, ",".join(map(str, shown))
     return tables | dict(sorted(arrays.items(), key=lambda item: -item[1][0].itemsize))
 
 
@@ -225,13 +249,18 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
         OSError: There is no space, or the disk does not take it.
         ValueError: The episodes do not fit together.
     """
+    layout = decision_layout(episodes[0])
+    if any(decision_layout(episode) != layout for episode in episodes):
+        raise ValueError("the episodes' samples or log-probs differ in name, type or shape")
     attributes = _attributes(number, episodes)
-    values = {name: [as_bytes(getattr(episode, name)) for episode in episodes] for name in EPISODE_ARRAYS}
+    members = [episode_arrays(episode) for episode in episodes]
+    values = {name: [as_bytes(member[name]) for member in members] for name in members[0]}
     checksums = np.array(
-        [tuple(map(zlib.crc32, member)) for member in zip(*values.values(), strict=True)], CHECKSUMS_TYPE
+        [tuple(map(zlib.crc32, parts)) for parts in zip(*values.values(), strict=True)],
+        checksums_type(values),
     )
     group, table, widths = _tables(attributes, episodes)
-    structure = structure_of(Dimensions(*_sizes(episodes), *widths))
+    structure = structure_of(_dimensions(episodes, widths))
     values |= {GROUP: [as_bytes(group)], TABLE: [as_bytes(table)], CHECKSUMS: [as_bytes(checksums)]}
     found = _write_file(path, _in_file_order(structure, values))
     return GroupFileParts(
@@ -279,9 +308,7 @@ def _attributes(number: int, episodes: Sequence[Episode]) -> dict[str, Any]:
     """The facts of `schema.ROOT`, in its order."""
     first = episodes[0]
     found = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "schema_version": SCHEMA_VERSION,
+        **_constants(first.sample),
         "group_number": number,
         "oldest_version": min(episode.oldest_version for episode in episodes),
         "newest_version": max(int(episode.policy_versions.max()) for episode in episodes),
@@ -319,8 +346,19 @@ def _widths(rows: list[list[Any]]) -> tuple[int, ...]:
     return tuple(max(1, -(-max(map(len, column)) // TEXT_STEP)) * TEXT_STEP for column in columns)
 
 
-def _sizes(episodes: Sequence[Episode]) -> tuple[int, int, int, int, int]:
-    """E, N, M, H, W."""
-    height, width, _ = episodes[0].final_frame.shape
-    decisions, drawn = (sum(len(getattr(e, name)) for e in episodes) for name in ("frames", "video"))
-    return len(episodes), decisions, drawn, height, width
+def _dimensions(episodes: Sequence[Episode], widths: tuple[tuple[int, ...], tuple[int, ...]]) -> Dimensions:
+    first = episodes[0]
+    height, width, _ = first.final_frame.shape
+    _, steps, numbers = first.logprobs.shape
+    return Dimensions(
+        E=len(episodes),
+        N=sum(len(episode.frames) for episode in episodes),
+        M=sum(len(episode.video) for episode in episodes),
+        H=height,
+        W=width,
+        C=steps,
+        A=numbers,
+        sample=tuple((name, array.dtype.name, array.shape[1:]) for name, array in first.sample.items()),
+        group_widths=widths[0],
+        episode_widths=widths[1],
+    )
