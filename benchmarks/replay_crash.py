@@ -34,7 +34,8 @@ import tyro
 from replay_episodes import make_episode
 from tqdm import tqdm
 
-from asyncrl.config.run import TrainConfig, overlay
+from asyncrl.config.loading import overlay
+from asyncrl.config.run import TrainConfig
 from asyncrl.records import Episode
 from asyncrl.replay.replay import Replay, open_replay
 

@@ -25,7 +25,8 @@ from typing import Any
 import zmq
 from replay_episodes import make_group, write_raw
 
-from asyncrl.config.run import TrainConfig, overlay
+from asyncrl.config.loading import overlay
+from asyncrl.config.run import TrainConfig
 from asyncrl.messaging.authentication import admitting
 from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.episode_codec import as_bytes

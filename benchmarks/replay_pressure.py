@@ -23,7 +23,8 @@ from pathlib import Path
 import tyro
 from replay_episodes import make_episode
 
-from asyncrl.config.run import TrainConfig, overlay
+from asyncrl.config.loading import overlay
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.observability import metrics_replay as m

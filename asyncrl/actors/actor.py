@@ -2,7 +2,7 @@
 
 consumes   weights      waits for: version 0           ended by: the learner publishes or leaves, deadline
 consumes   grants       waits for: credit              ended by: the learner uses a batch, or the run stops
-           decisions    waits for: the devices         ended by: the devices, --hang-after
+           decisions    waits for: the devices         ended by: the devices, --hang-timeout
 produces   episodes     never waits: the replay port keeps them until they are durable
 
 With two stages a round launches the decision of one half of the slots and then collects that of the other
@@ -50,9 +50,9 @@ class ActorSettings:
     max_decisions: int
     success_threshold: float
     run_seed: int
-    start_deadline: float = 600.0
+    startup_timeout: float = 600.0
     """Seconds until the first weights must have arrived; the learner may still be loading its models."""
-    hang_after: float = 900.0
+    hang_timeout: float = 900.0
     """Seconds that one round may take."""
 
 
@@ -93,8 +93,8 @@ class Actor:
             should_leave: Asked between two decisions; True ends this actor only.
         """
         try:
-            with waits.waiting(waits.FIRST_WEIGHTS, self.settings.start_deadline):
-                self.version = self.receiver.wait_for_first(self.settings.start_deadline)
+            with waits.waiting(waits.FIRST_WEIGHTS, self.settings.startup_timeout):
+                self.version = self.receiver.wait_for_first(self.settings.startup_timeout)
             while not (self.port.stopped or should_leave()):
                 self.round()
         except (ChannelClosed, RunStopped):
@@ -107,7 +107,7 @@ class Actor:
             False when there was nothing to imagine: no episode under way or pending, and no credit.
         """
         began = time.monotonic()
-        set_activity("talking to the replay", self.settings.hang_after)
+        set_activity("talking to the replay", self.settings.hang_timeout)
         self.port.serve()
         if (readings := self.readings.report_if_due()) is not None:
             self.port.report(readings)
@@ -116,7 +116,7 @@ class Actor:
         self.version = self.receiver.swap_into(
             lambda: self.offload.host_views(self.imagination.policy.acting_tensors())
         )
-        set_activity(f"imagining with version {self.version}", self.settings.hang_after)
+        set_activity(f"imagining with version {self.version}", self.settings.hang_timeout)
         launched = any(self._launch(stage) for stage in list(self._idle_stages))
         if self._busy_stages and not (launched and self._idle_stages):
             self._collect(self._busy_stages.popleft())
@@ -146,11 +146,11 @@ class Actor:
 
     def _collect(self, stage: Stage[Any]) -> None:
         """Take a decision from the devices and hand over the episodes that it ends."""
-        failed, waited = self.imagination.collect(self.slots, stage, self.settings.hang_after)
+        failed, waited = self.imagination.collect(self.slots, stage, self.settings.hang_timeout)
         self.readings.add_device_wait(waited)
         self._idle_stages.append(stage)
         self._give_up(failed)
-        set_activity("handing over episodes", self.settings.hang_after)
+        set_activity("handing over episodes", self.settings.hang_timeout)
         self._hand_over(stage)
 
     def _acquire(self, wait: float) -> None:

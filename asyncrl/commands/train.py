@@ -7,7 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.run import TrainConfig, parse
+from asyncrl.config.loading import parse
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.placement import parse_placement, ranks_named
 from asyncrl.storage import run_folder
 

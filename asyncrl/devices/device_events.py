@@ -54,7 +54,7 @@ def wait_for(moments: Sequence[DeviceEvent], deadline: float) -> float:
             if time.monotonic() - began > deadline:
                 raise RunError(
                     f"The device did not finish one decision of a part of the slots within {deadline:g} s "
-                    "(--hang-after). Use fewer --actor.slots, or a larger --hang-after if it is only slow."
+                    "(--hang-timeout). Use fewer --actor.slots, or a larger timeout if it is only slow."
                 )
             time.sleep(POLL_INTERVAL)
     return time.monotonic() - began

@@ -60,7 +60,7 @@ def check_placement(examination: Examination) -> Finding:
         by_rank = devices_of(config, placement)
         transport = build.transport_of(config, placement)
         if by_rank[0].type == "cpu":
-            build_transport(transport, by_rank[0], config.weights.deadline)
+            build_transport(transport, by_rank[0], config.weights.timeout)
     except ConfigError as error:
         return broken("placement", one_line(error))
     spread = ", ".join(

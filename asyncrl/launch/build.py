@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from asyncrl.actors.actor import ActorSettings
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import split_slots
-from asyncrl.config.run import TrainConfig, to_json
+from asyncrl.config.loading import to_json
+from asyncrl.config.run import TrainConfig
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.placement import Placement, only_learns, pick_device
@@ -196,7 +197,7 @@ def build_imagination(
     """Join the models of an actor, compiled if that is wanted."""
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     if config.imagination.compile:
-        rows = max(map(len, split_slots(config.actor.slots, config.actor.stages)))
+        rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
         compile(policy, rows, sorted({state.task for state in environment.starts}))
         environment.world.compile(rows)
     return Imagination(
@@ -214,13 +215,13 @@ def actor_settings(config: TrainConfig, name: str) -> ActorSettings:
     return ActorSettings(
         name=name,
         slots=config.actor.slots,
-        stages=config.actor.stages,
+        stages=config.actor.pipeline_stages,
         group_size=config.algorithm.group_size,
         max_decisions=config.actor.max_decisions,
         success_threshold=config.actor.success_threshold,
         run_seed=config.seed,
-        start_deadline=config.start_deadline,
-        hang_after=config.hang_after,
+        startup_timeout=config.startup_timeout,
+        hang_timeout=config.hang_timeout,
     )
 
 
@@ -230,8 +231,8 @@ def learner_settings(config: TrainConfig) -> LearnerSettings:
         updates=config.updates,
         groups_per_update=config.algorithm.groups_per_update,
         checkpoint_every=config.checkpoint_every,
-        max_wait=config.max_wait,
-        hang_after=config.hang_after,
+        batch_timeout=config.batch_timeout,
+        hang_timeout=config.hang_timeout,
         first_weights_deadline=first_weights_deadline(config),
         config_hash=config_hash(config),
     )
@@ -239,7 +240,7 @@ def learner_settings(config: TrainConfig) -> LearnerSettings:
 
 def first_weights_deadline(config: TrainConfig) -> float:
     """Seconds the first actor has to take the first version; one that must join first may come late."""
-    return max(config.start_deadline, config.max_wait if only_learns(config.placement) else 0.0)
+    return max(config.startup_timeout, config.batch_timeout if only_learns(config.placement) else 0.0)
 
 
 def config_hash(config: TrainConfig) -> str:

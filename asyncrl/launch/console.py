@@ -43,7 +43,7 @@ def join_hint(config: TrainConfig, endpoint: str, *, waits: bool) -> str:
     command = f"asyncrl actor --join {endpoint}{keys}"
     if not waits:
         return f"more actors can join: {command}"
-    return f"waits up to {config.max_wait:g} s (--max-wait) for actors to join: {command}"
+    return f"waits up to {config.batch_timeout:g} s (--batch-timeout) for actors to join: {command}"
 
 
 def final_summary(config: TrainConfig, run_dir: Path) -> str:

@@ -107,7 +107,9 @@ def pull_settings(config: TrainConfig, folder: Path) -> PullSettings:
     replay = config.replay.listen
     beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "weights")
     return PullSettings(
-        listen=config.weights.listen or beside, security=server_keys(config), silence=config.replay.silence
+        listen=config.weights.listen or beside,
+        security=server_keys(config),
+        silence=config.replay.heartbeat_timeout,
     )
 
 

@@ -2,7 +2,7 @@
 
 1  ask the replay for the run's settings and for where the weights are     deadline ANSWER_DEADLINE
 2  load policy, world, reward and start states as the run's own actors do
-3  fetch the first weights                                                 deadline --weights.deadline
+3  fetch the first weights                                                 deadline --weights.timeout
 4  imagine, like any actor                     ended by: the run, SIGTERM or Ctrl-C, a learner that is gone
 5  hand over what is finished, give the open groups back
 """
@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.config.run import TrainConfig, overlay
+from asyncrl.config.loading import overlay
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.children import StopFlag, log_errors
 from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
@@ -134,10 +135,10 @@ def _join(
     environment = build_environment(config, device)
     build.check_tasks(policy, environment.starts)
     receiver = build_pulled_receiver(
-        told.weights, name, policy.acting_tensors(), keys, config.weights.deadline
+        told.weights, name, policy.acting_tensors(), keys, config.weights.timeout
     )
     try:
-        version = receiver.wait_for_first(config.start_deadline)
+        version = receiver.wait_for_first(config.startup_timeout)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         port = ZmqActorPort(settings.endpoint, name, security=keys)
         imagination = build.build_imagination(config, policy, environment)

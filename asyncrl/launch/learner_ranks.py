@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.config.run import TrainConfig, load_file
+from asyncrl.config.loading import load_file
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
 from asyncrl.launch.placement import Placement, pick_device
@@ -89,7 +90,7 @@ def learner_group(
         with explain_lost_peer(
             f"learner rank {rank} of {ranks} to make its part of an update or a checkpoint"
         ):
-            patience = config.max_wait + build.first_weights_deadline(config)
+            patience = config.batch_timeout + build.first_weights_deadline(config)
             yield DistributedRanks(patience, while_waiting=while_waiting)
     finally:
         dist.destroy_process_group()

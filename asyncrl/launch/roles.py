@@ -11,7 +11,8 @@ import logging
 import os
 from pathlib import Path
 
-from asyncrl.config.run import TrainConfig, overlay
+from asyncrl.config.loading import overlay
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, world_size
 from asyncrl.observability import process_status, waits
 
@@ -34,7 +35,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
 
     config, info = _read(config_json, info_json)
     process_status.publish_as(Path(info.run_dir), name)
-    process_status.set_activity("loading models", config.start_deadline)
+    process_status.set_activity("loading models", config.startup_timeout)
     placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
     taken = (len(placement.learners) - 1) * config.learner.threads
@@ -86,7 +87,7 @@ def replay_main(config_json: str, info_json: str) -> None:
 
     config, info = _read(config_json, info_json)
     process_status.publish_as(Path(info.run_dir), "replay")
-    process_status.set_activity("opening the files", config.start_deadline)
+    process_status.set_activity("opening the files", config.startup_timeout)
     core = open_replay(Path(info.run_dir) / "replay", config)
     actors = len(parse_placement(config.placement, world_size(), 0, joined=True).actors)
     serve_replay(

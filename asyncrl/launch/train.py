@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config.run import TrainConfig, load_file, to_json
+from asyncrl.config.loading import load_file, to_json
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import endpoints, rendezvous
 from asyncrl.launch.child import die_with_parent
@@ -82,7 +83,7 @@ def _placement(config: TrainConfig) -> Placement:
 
 def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
-    info, rank = rendezvous.receive(config.start_deadline), rendezvous.rank()
+    info, rank = rendezvous.receive(config.startup_timeout), rendezvous.rank()
     config = load_file(Path(info.run_dir) / "config.json")
     process_status.publish_as(
         Path(info.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}"
@@ -150,7 +151,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         publisher = build_publisher(
             transport,
             device=device,
-            deadline=config.weights.deadline,
+            deadline=config.weights.timeout,
             pulls=endpoints.pull_settings(config, sockets),
         )
         log.banner(console.banner(config, run_dir, placement.summary, str(device)))
@@ -199,7 +200,9 @@ def _news(config: TrainConfig, placement: Placement, publisher: BroadcastPublish
     """Lines about actors that joined or went, and what the learner waits for when none is left."""
     lines = publisher.pop_events()
     if lines and not (placement.actors or publisher.joined):
-        lines.append(f"no actor is left: waits up to {config.max_wait:g} s (--max-wait) for one to join")
+        lines.append(
+            f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"
+        )
     return lines
 
 
@@ -213,7 +216,7 @@ def _start(
     rank = rendezvous.rank()
     if placement.imagines(rank):
         children.spawn(partial(_actor, config, info, rank))
-    rendezvous.share(info, config.start_deadline)
+    rendezvous.share(info, config.startup_timeout)
     security = endpoints.client_keys(config, "learner")
     port = ZmqLearnerPort(info.replay_endpoint, version=version, security=security)
     return WatchedReplay(port, children)

@@ -130,10 +130,10 @@ def importance_weights(
     own = correction_level(settings, level)
     log_ratios = reduce_to_level(log_ratios_DCA, mask_DCA, own, episode, mean=settings.geometric)
     if settings.kind == "tis":
-        weights = truncated_weights(log_ratios, low=settings.low, cap=settings.cap)
+        weights = truncated_weights(log_ratios, low=settings.min_weight, cap=settings.max_weight)
     else:
-        low = settings.low if settings.kind == "mis" else 0.0
-        weights = masked_weights(log_ratios, low=low, cap=settings.cap)
+        low = settings.min_weight if settings.kind == "mis" else 0.0
+        weights = masked_weights(log_ratios, low=low, cap=settings.max_weight)
     if settings.veto:
         dropped = vetoed(log_ratios_DCA, mask_DCA, episode, settings.veto)
         weights = torch.where(dropped[:, None, None], 0.0, weights)

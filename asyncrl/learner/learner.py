@@ -2,7 +2,7 @@
 
 produces   version v     never waits: the publisher copies the weights and sends them on its own thread
 consumes   groups        waits for: `groups_per_update` complete, fresh groups in the replay
-                         ended by: the actors fill them, a stop request (looked at every second), --max-wait
+                         ended by: the actors fill them, a stop request (looked at every second), --batch-timeout
 At the start it also waits for the actors to take the first version, so that a broken link fails at once.
 A version is published and saved only when its weights are finite.
 
@@ -56,11 +56,11 @@ class LearnerSettings:
     groups_per_update: int
     checkpoint_every: int
     """Updates between two checkpoints."""
-    max_wait: float
+    batch_timeout: float
     """Seconds to wait for one batch before the run ends with an error."""
     first_weights_deadline: float
     """Seconds the actors have to take the first version."""
-    hang_after: float = 900.0
+    hang_timeout: float = 900.0
     """Seconds that one update may take."""
     config_hash: str = ""
     """Identifies the settings of the run in its checkpoints."""
@@ -138,7 +138,7 @@ class Learner:
         """Update until `settings.updates`, a stop request or Ctrl-C; then save, and end the run for all.
 
         Raises:
-            RunError: No batch within `max_wait`, too many bad steps, or weights that are not finite. Nobody
+            RunError: No batch within `batch_timeout`, too many bad steps, or weights that are not finite. Nobody
                 is told to stop then.
             WeightSyncError: The actors did not take the first version.
             CheckpointError: A checkpoint could not be written.
@@ -162,7 +162,7 @@ class Learner:
             batch, part = self._next_part()
             if part is None:
                 return
-            with activity(f"updating version {self.version}", self.settings.hang_after):
+            with activity(f"updating version {self.version}", self.settings.hang_timeout):
                 values = self._learn(part) | batch_metrics(batch or part, version=self.version - 1)
                 self._publish()
             self.log.write(self.version, values | self._status())
@@ -188,7 +188,7 @@ class Learner:
             if not self._met_actors:
                 self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
                 self._met_actors, self._row_began = True, self.clock()
-            with waits.waiting(waits.BATCH, self.settings.max_wait):
+            with waits.waiting(waits.BATCH, self.settings.batch_timeout):
                 return self._sample()
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
@@ -198,7 +198,7 @@ class Learner:
         """Wait for a batch in slices; None when the run shall stop."""
         began = self.clock()
         while not self.stop_requested():
-            left = self.settings.max_wait - (self.clock() - began)
+            left = self.settings.batch_timeout - (self.clock() - began)
             self.offload.offload_if_idle()
             try:
                 groups = self.replay.sample(
@@ -207,11 +207,11 @@ class Learner:
                     timeout=min(SAMPLE_SLICE, self.offload.next_check_in, max(left, 0.0)),
                 )
             except SampleTimeout as error:
-                if self.clock() - began >= self.settings.max_wait:
+                if self.clock() - began >= self.settings.batch_timeout:
                     raise RunError(
-                        f"The learner waited {self.settings.max_wait:g} s (--max-wait) for "
+                        f"The learner waited {self.settings.batch_timeout:g} s (--batch-timeout) for "
                         f"{self.settings.groups_per_update} groups at version {self.version}. {error} "
-                        "Look into the actors' logs; raise --max-wait if they are only slow."
+                        "Look into the actors' logs; raise --batch-timeout if they are only slow."
                     ) from error
                 continue
             self._waited = self.clock() - began

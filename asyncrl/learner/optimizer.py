@@ -39,7 +39,7 @@ def learning_rate_share(settings: OptimizerSettings, version: int, updates: int)
     left = 1.0 - min(1.0, done)
     if settings.schedule == "cosine":
         left = (1.0 - math.cos(math.pi * left)) / 2
-    return settings.final_share + (1.0 - settings.final_share) * left
+    return settings.final_lr_share + (1.0 - settings.final_lr_share) * left
 
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,8 @@ class ClippedOptimizer:
             f"The gradient was not finite in {self.bad_in_a_row} steps in a row "
             "(--optimizer.max-bad-updates): the run cannot recover by itself. They were skipped. Continue "
             "with --resume and a lower --optimizer.learning-rate (it is "
-            f"{self.settings.learning_rate}) or --optimizer.clip-grad (it is {self.settings.clip_grad})."
+            f"{self.settings.learning_rate}) or --optimizer.max-grad-norm (it is "
+            f"{self.settings.max_grad_norm})."
         )
 
     def readings(self) -> dict[Metric, float]:
@@ -130,7 +131,7 @@ class ClippedOptimizer:
         return [g for g in self.optimizer.param_groups if self.policy_learns or _is_critic(g)]
 
     def _clip(self, group: dict[str, Any]) -> float:
-        norm: Any = torch.nn.utils.clip_grad_norm_(group["params"], self.settings.clip_grad)
+        norm: Any = torch.nn.utils.clip_grad_norm_(group["params"], self.settings.max_grad_norm)
         return float(_whole(norm))
 
 

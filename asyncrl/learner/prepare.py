@@ -51,13 +51,13 @@ class CriticValues(NamedTuple):
 def group_relative_targets(batch: Batch, config: TrainConfig, group: LearnerRanks) -> AdvantagesAndTargets:
     """Advantages of grpo; the batch's standard deviation is that of all ranks."""
     batch_std = None
-    if config.algorithm.spread == "batch_std":
+    if config.algorithm.advantage_scale == "batch_std":
         _, batch_std = moments_of_all(batch.returns, torch.ones_like(batch.returns).bool(), group)
     advantages_B = group_relative_advantages(
         batch.returns,
         batch.group_size,
         baseline=config.algorithm.baseline,
-        spread=config.algorithm.spread,
+        spread=config.algorithm.advantage_scale,
         batch_std=batch_std,
     )
     return AdvantagesAndTargets(advantages_B[batch.episode][:, None, None], None)

@@ -103,7 +103,7 @@ DROPPED_DEADLINE = define(
     Reduction.LAST,
     "episodes",
     "Dropped: their group never became complete.",
-    "Constant. Growing: an actor is stuck or restarts (its log says why); raise --replay.group-deadline when "
+    "Constant. Growing: an actor is stuck or restarts (its log says why); raise --replay.group-timeout when "
     "imagining is only slow.",
 )
 DROPPED_RESUME = define(

@@ -24,14 +24,14 @@ WEIGHTS_SECONDS = define(
     "s",
     "Duration of the last broadcast.",
     "Below `time/update`; the learner does not wait for it, but actors act on older weights meanwhile. Near "
-    "--weights.deadline: actors drop out; look at --weights.transport.",
+    "--weights.timeout: actors drop out; look at --weights.transport.",
 )
 WEIGHTS_MEMBERS = define(
     "weights/members",
     Reduction.LAST,
     "actors",
     "Actors that took part in the last broadcast, and joined ones that hold a version.",
-    "The number of actors. Fewer: one is restarting or was left behind (--weights.deadline).",
+    "The number of actors. Fewer: one is restarting or was left behind (--weights.timeout).",
 )
 WEIGHTS_JOINED = define(
     "weights/joined",
@@ -103,7 +103,7 @@ ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
             "world",
             "the world model",
             "Usually the largest. Far below 1 together with policy and reward although the actors do not "
-            "wait: the host is the bottleneck, use --actor.stages 2 or more --actor.slots.",
+            "wait: the host is the bottleneck, use --actor.pipeline-stages 2 or more --actor.slots.",
         ),
         ("reward", "the reward model", "Small beside the world's."),
     )
@@ -114,8 +114,8 @@ ACTOR_HOST = define(
     "share",
     "Share of the actors' time in which their thread worked: refilled, launched, recorded, handed over. On a "
     "GPU a launch also waits while CUDA's queue is full, which counts here.",
-    "Hidden behind the devices with --actor.stages 2; with 1 it adds to their time. On the CPU the models' "
-    "own time is not in it.",
+    "Hidden behind the devices with --actor.pipeline-stages 2; with 1 it adds to their time. On the CPU the "
+    "models' own time is not in it.",
 )
 ACTOR_OFFLOAD = define(
     "time/actor_parking",
@@ -178,8 +178,8 @@ ACTOR_MEMORY = define(
     Reduction.MAX,
     "bytes",
     "Most memory that an actor's tensors took on a GPU (on the CPU: its process), the largest of all actors.",
-    "Levels off within the first episodes. Near the device's size: fewer --actor.slots, --actor.stages 2, or "
-    "policy and world on two devices (--placement).",
+    "Levels off within the first episodes. Near the device's size: fewer --actor.slots, "
+    "--actor.pipeline-stages 2, or policy and world on two devices (--placement).",
 )
 ACTOR_OFFLOADED = define(
     "actor/parked_bytes",

@@ -124,7 +124,7 @@ GRAD_NORM = define(
     Reduction.MAX,
     "1",
     "Gradient norm before clipping.",
-    "Steady; of several steps the largest counts. Always above --optimizer.clip-grad is no harm: AdamW "
+    "Steady; of several steps the largest counts. Always above --optimizer.max-grad-norm is no harm: AdamW "
     "hardly depends on the scale. 0 means that no group differs (`replay/signal_groups`). Spikes: lower "
     "--optimizer.learning-rate or --replay.max-lag. Absent when every step was skipped "
     "(`train/bad_updates`).",
@@ -158,8 +158,8 @@ IMPORTANCE_MAX = define(
     Reduction.MAX,
     "1",
     "Largest importance weight before truncation.",
-    "Close to 1 at lag 0. Large values are what --correction.cap is for; on chunk and episode level they "
-    "multiply over tokens, so try --correction.geometric there.",
+    "Close to 1 at lag 0. Large values are what --correction.max-weight is for; on chunk and episode level "
+    "they multiply over tokens, so try --correction.geometric there.",
 )
 IMPORTANCE_CAPPED = define(
     "train/actor/importance_capped",
@@ -167,7 +167,7 @@ IMPORTANCE_CAPPED = define(
     "share",
     "Valid units whose weight a limit changed.",
     "A few percent. More: the lag is too large for the pace, lower --replay.max-lag or "
-    "--optimizer.learning-rate; raising --correction.cap trades the bias for variance.",
+    "--optimizer.learning-rate; raising --correction.max-weight trades the bias for variance.",
 )
 ESS = define(
     "train/actor/effective_sample_size",
@@ -245,8 +245,8 @@ CRITIC_GRAD_NORM = define(
     Reduction.MAX,
     "1",
     "Gradient norm of the value head before clipping.",
-    "Steady; clipped at --optimizer.clip-grad apart from the policy's. Spikes: lower --critic.learning-rate "
-    "or --critic.huber.",
+    "Steady; clipped at --optimizer.max-grad-norm apart from the policy's. Spikes: lower "
+    "--critic.learning-rate or --critic.huber.",
 )
 CRITIC_LEARNING_RATE = define(
     "train/critic/lr",

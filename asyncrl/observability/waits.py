@@ -69,7 +69,7 @@ MEETING = _define(
     "meeting",
     "waiting for rank 0 to say where the run is",
     "every rank but 0",
-    "--start-deadline",
+    "--startup-timeout",
     "rank 0, once it has loaded the models",
     "the rank ends with an error that names rank 0's address",
 )
@@ -77,7 +77,7 @@ FIRST_ACTOR = _define(
     "first_actor",
     "waiting for an actor to take the first weights",
     "learner",
-    "--start-deadline",
+    "--startup-timeout",
     "the first actor that loaded its models",
     "the run ends with an error that names who registered and what is missing",
 )
@@ -85,7 +85,7 @@ BATCH = _define(
     "batch",
     "waiting for a batch",
     "learner",
-    "--max-wait",
+    "--batch-timeout",
     "the actors; a stop request",
     "the run ends with an error that says what the replay holds",
 )
@@ -93,7 +93,7 @@ PART = _define(
     "part",
     "waiting for rank 0 to deal a batch",
     "learner ranks but 0",
-    "--max-wait + --start-deadline",
+    "--batch-timeout + --startup-timeout",
     "rank 0, or its end",
     "the rank ends with an error",
 )
@@ -125,7 +125,7 @@ FORMING = _define(
     "forming",
     "forming the weight group",
     "learner's publisher",
-    "--weights.deadline",
+    "--weights.timeout",
     "all members; the death of one; a new registration",
     "the group is given up and formed anew",
 )
@@ -133,7 +133,7 @@ BROADCAST = _define(
     "broadcast",
     "broadcasting weights",
     "learner's publisher",
-    "--weights.deadline",
+    "--weights.timeout",
     "the transport; the death of a member",
     "the group is given up and formed anew with those that answer",
 )
@@ -141,7 +141,7 @@ RECEIPTS = _define(
     "receipts",
     "waiting for the members' receipts",
     "learner's publisher",
-    "--weights.deadline",
+    "--weights.timeout",
     "the members; the death of one",
     "the group is given up and formed anew with those that answer",
 )
@@ -149,7 +149,7 @@ FIRST_WEIGHTS = _define(
     "first_weights",
     "waiting for the first weights",
     "actor",
-    "--start-deadline",
+    "--startup-timeout",
     "the learner's first version, or its end",
     "the actor ends with an error and is respawned",
 )
@@ -157,7 +157,7 @@ JOINING = _define(
     "joining",
     "forming the weight group",
     "actor's receiver",
-    "--weights.deadline",
+    "--weights.timeout",
     "all members; a newer offer",
     "the actor gives this group up and waits for the next",
 )
@@ -165,7 +165,7 @@ RECEIVING = _define(
     "receiving",
     "receiving weights",
     "actor's receiver",
-    "--weights.deadline",
+    "--weights.timeout",
     "the transport; a newer offer",
     "the actor gives this group up, goes on with the weights it has and waits for the next",
 )
@@ -189,7 +189,7 @@ DECISION = _define(
     "decision",
     "waiting for the devices to finish a decision",
     "actor",
-    "--hang-after",
+    "--hang-timeout",
     "the devices",
     "the actor ends with an error and is respawned",
 )

@@ -24,7 +24,7 @@ class Limiter(GroupTable):
         group_size: int,
         groups_per_update: int,
         max_lag: int,
-        group_deadline: float = 300.0,
+        group_timeout: float = 300.0,
         silence: float = 30.0,
         keep_video_every: int = 0,
         filter_groups: bool = False,
@@ -41,7 +41,7 @@ class Limiter(GroupTable):
         """
         super().__init__(uses=uses, horizon=max(horizon, max_lag))
         self.group_size, self.groups_per_update, self.max_lag = group_size, groups_per_update, max_lag
-        self.group_deadline, self.keep_video_every, self.clock = group_deadline, keep_video_every, clock
+        self.group_timeout, self.keep_video_every, self.clock = group_timeout, keep_video_every, clock
         self.filter_groups, self.seed, self.silence = filter_groups, seed, silence
         self.order: Order = order
         self._heard: dict[str, float] = {}
@@ -152,7 +152,7 @@ class Limiter(GroupTable):
         """
         now, found = self.clock(), []
         for number, group in self.open.items():
-            late = group.first_at is not None and group.first_at < now - self.group_deadline
+            late = group.first_at is not None and group.first_at < now - self.group_timeout
             lost = group.granted_at < now - self.silence and self.timed_out(group.actor)
             if (late or lost) and not self.complete(number):
                 found.append(number)

@@ -12,10 +12,10 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
-from asyncrl.config.run import ReplayOrder
+from asyncrl.config.run import ReplaySampler
 from asyncrl.replay.groups import ReadyGroup
 
-Order = ReplayOrder
+Order = ReplaySampler
 FLOOR: Final = 0.05
 """Least weight of a group in `prioritized`: one without spread (0 of at most 0.5) comes rarely, but comes."""
 

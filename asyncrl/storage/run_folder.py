@@ -14,7 +14,8 @@ import os
 import time
 from pathlib import Path
 
-from asyncrl.config.run import TrainConfig, to_json
+from asyncrl.config.loading import to_json
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 
 TIME = "{time}"

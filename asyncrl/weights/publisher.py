@@ -191,7 +191,7 @@ class BroadcastPublisher:
         return WeightSyncError(
             f"Policy version {version} must reach {actors} actors at {self.endpoint}{joined}, "
             f"but {len(took)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
-            "See the logs of the actors that did not, or raise --weights.deadline."
+            "See the logs of the actors that did not, or raise --weights.timeout."
         )
 
     # --- the publisher's thread ---

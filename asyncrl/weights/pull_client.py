@@ -190,7 +190,7 @@ class PulledReceiver(BufferedReceiver):
             if self._unanswered > self._deadline:
                 raise WeightSyncError(
                     f"{self._name} had no answer from the learner at {self._endpoint} for "
-                    f"{self._deadline:g} s (--weights.deadline) and still acts with version {self._version}. "
+                    f"{self._deadline:g} s (--weights.timeout) and still acts with version {self._version}. "
                     "The learner ended, or the network is down: see its log."
                 )
             return None

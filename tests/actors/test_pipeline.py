@@ -54,8 +54,8 @@ def test_places_are_cut_into_parts_that_differ_by_one_at_most() -> None:
     assert split_slots(4, 1) == [range(4)]
     assert split_slots(4, 2) == [range(2), range(2, 4)]
     assert split_slots(3, 2) == [range(1), range(1, 3)]
-    with pytest.raises(ConfigError, match=r"actor.slots is 1.*each of --actor.stages needs one"):
-        ActorSettings(slots=1, stages=2)
+    with pytest.raises(ConfigError, match=r"actor.slots is 1.*each of --actor.pipeline-stages needs one"):
+        ActorSettings(slots=1, pipeline_stages=2)
 
 
 def test_a_decision_of_all_rows_swaps_the_states_and_copies_nothing() -> None:
@@ -264,7 +264,7 @@ def test_an_actor_can_leave_while_a_half_is_in_flight(tmp_path: Path) -> None:
 def test_a_device_that_does_not_finish_ends_the_wait_at_its_deadline() -> None:
     never, soon = Slow(CPU), Slow(CPU)
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"within 0.05 s \(--hang-after\)"):
+    with pytest.raises(RunError, match=r"within 0.05 s \(--hang-timeout\)"):
         wait_for([never], 0.05)
     assert 0.05 <= time.monotonic() - began < 5
     timer = threading.Timer(0.02, lambda: setattr(soon, "reached", True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,8 @@ from asyncrl.config.algorithm import (
     LoraSettings,
     OptimizerSettings,
 )
-from asyncrl.config.run import (
-    ActorSettings,
-    ReplaySettings,
-    TrainConfig,
-    WeightSettings,
-    load_file,
-    overlay,
-    parse,
-    to_json,
-)
+from asyncrl.config.loading import RENAMED, load_file, overlay, parse, to_json
+from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig, WeightSettings
 from asyncrl.errors import ConfigError
 from support import ROOT
 
@@ -77,7 +70,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         algorithm=AlgorithmSettings(kind="ppo"),
         optimizer=OptimizerSettings(learning_rate=3e-5),
         correction=CorrectionSettings(kind="vtrace"),
-        weights=WeightSettings(transport="gloo", deadline=9.5),
+        weights=WeightSettings(transport="gloo", timeout=9.5),
     )
     path = tmp_path / "config.json"
     path.write_text(to_json(config))
@@ -93,11 +86,11 @@ def test_synchronous_means_a_lag_of_zero() -> None:
 def test_overlay_leaves_the_original_alone() -> None:
     config = TrainConfig()
     changed = overlay(config, {"replay": {"max_lag": 5}}, "here")
-    assert (config.replay.max_lag, changed.replay.max_lag, changed.replay.group_deadline) == (2, 5, 300.0)
+    assert (config.replay.max_lag, changed.replay.max_lag, changed.replay.group_timeout) == (2, 5, 300.0)
 
 
 def test_a_whole_number_may_stand_for_a_real_one() -> None:
-    assert overlay(TrainConfig(), {"max_wait": 30}, "here").max_wait == 30.0
+    assert overlay(TrainConfig(), {"batch_timeout": 30}, "here").batch_timeout == 30.0
 
 
 @pytest.mark.parametrize(
@@ -111,7 +104,7 @@ def test_a_whole_number_may_stand_for_a_real_one() -> None:
         ("zzz = 3", "which does not exist. Known: actor, algorithm"),
         ("updates = 'three'", "updates is 'three', expected int like 10"),
         ("updates = true", "updates is True, expected int"),
-        ("max_wait = true", "max_wait is True, expected float"),
+        ("batch_timeout = true", "batch_timeout is True, expected float"),
         ("replay = 3", "must be a table of settings, found int"),
         ("updates = ", "is not valid toml"),
     ],
@@ -136,17 +129,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (AlgorithmSettings, {"clip_low": 1.5}, "--algorithm.clip-low is 1.5"),
         (AlgorithmSettings, {"dual_clip": 0.9}, "--algorithm.dual-clip is 0.9"),
         (AlgorithmSettings, {"minibatches": 0}, "--algorithm.minibatches is 0"),
-        (CorrectionSettings, {"cap": 0.5}, "--correction.cap is 0.5"),
-        (CorrectionSettings, {"low": 1.0}, "--correction.low is 1.0"),
+        (CorrectionSettings, {"max_weight": 0.5}, "--correction.max-weight is 0.5"),
+        (CorrectionSettings, {"min_weight": 1.0}, "--correction.min-weight is 1.0"),
         (CorrectionSettings, {"rho_cap": 0.5}, "--correction.rho-cap is 0.5"),
         (CriticSettings, {"gamma": 1.1}, "--critic.gamma is 1.1"),
         (CriticSettings, {"huber": 0.0}, "--critic.huber is 0.0"),
-        (OptimizerSettings, {"final_share": 2.0}, "--optimizer.final-share is 2.0"),
+        (OptimizerSettings, {"final_lr_share": 2.0}, "--optimizer.final-lr-share is 2.0"),
         (LoraSettings, {"rank": -1}, "--lora.rank is -1"),
         (LearnerSettings, {"threads": 0}, "--learner.threads is 0"),
         (ReplaySettings, {"max_lag": -1}, "--replay.max-lag is -1"),
         (ActorSettings, {"success_threshold": 0.0}, "--actor.success-threshold is 0.0"),
-        (WeightSettings, {"deadline": 0.0}, "--weights.deadline is 0.0"),
+        (WeightSettings, {"timeout": 0.0}, "--weights.timeout is 0.0"),
         (TrainConfig, {"updates": 0}, "--updates is 0"),
     ],
 )
@@ -204,13 +197,13 @@ def test_the_wan_recipes_have_rlinfs_values(suite: str) -> None:
     assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
     assert (chosen.temperature, chosen.top_k) == (1.6, 0)
     assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2) == (2e-5, 0.9, 0.999)
-    assert (optimizer.eps, optimizer.weight_decay, optimizer.clip_grad) == (1e-5, 0.01, 1.0)
+    assert (optimizer.eps, optimizer.weight_decay, optimizer.max_grad_norm) == (1e-5, 0.01, 1.0)
     assert (config.lora.rank, config.learner.precision, config.learner.gradient_checkpointing) == (
         0,
         "bf16",
         True,
     )
-    assert (config.imagination.memory, config.imagination.decoder, config.imagination.steps) == (
+    assert (config.imagination.context, config.imagination.decoder, config.imagination.steps) == (
         "frames",
         "full",
         5,
@@ -227,3 +220,28 @@ def test_the_wan_ppo_recipe_has_rlinfs_values() -> None:
     assert (critic.learning_rate, critic.gamma, critic.lam) == (3e-3, 0.99, 0.95)
     assert (critic.value_clip, critic.huber) == (0.2, 10.0)
     assert (config.optimizer.learning_rate, config.lora.rank) == (5e-6, 32)
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_an_old_flag_is_answered_with_its_new_name(old: str) -> None:
+    new = RENAMED[old].replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"--{old.replace('_', '-')} is called --{new} now"):
+        parse([f"--{old.replace('_', '-')}", "3"])
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_an_old_name_in_a_file_is_answered_and_in_an_old_run_is_read(old: str, tmp_path: Path) -> None:
+    section, _, name = old.rpartition(".")
+    value = _at(TrainConfig(), RENAMED[old])
+    table: dict[str, Any] = {section: {name: value}} if section else {name: value}
+    with pytest.raises(ConfigError, match=f"It is called '{RENAMED[old].rpartition('.')[2]}' now"):
+        overlay(TrainConfig(), table, "mine.toml")
+    run = tmp_path / "config.json"
+    run.write_text(json.dumps(table))
+    assert load_file(run) == TrainConfig()
+
+
+def _at(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config

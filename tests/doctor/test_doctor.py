@@ -16,7 +16,8 @@ import torch
 
 from asyncrl import cli
 from asyncrl.commands import doctor as command
-from asyncrl.config.run import TrainConfig, WeightSettings, parse
+from asyncrl.config.loading import parse
+from asyncrl.config.run import TrainConfig, WeightSettings
 from asyncrl.doctor import checks, gpus, host, models, packages
 from asyncrl.doctor.checks import Check
 from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict, render, run_check

@@ -68,7 +68,14 @@ class Site:
         self.tmp_path, self.run, self.keys = tmp_path, tmp_path / "run", tmp_path / "keys"
         create_keys(self.keys, ["learner", "far"])
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
-        listen = ["--replay.listen", self.endpoint, "--replay.keys", str(self.keys), "--replay.silence", "8"]
+        listen = [
+            "--replay.listen",
+            self.endpoint,
+            "--replay.keys",
+            str(self.keys),
+            "--replay.heartbeat-timeout",
+            "8",
+        ]
         alone = ["--placement", "learner=0", "--updates", "100000", "--run-dir", str(self.run)]
         self.programs = [Program(tmp_path, "train", [*TRAIN, *flags, *alone, *listen])]
         self.train = self.programs[0]
@@ -93,7 +100,7 @@ class Site:
 def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[str], tmp_path: Path) -> None:
     site = Site(tmp_path, flags)
     try:
-        site.train.until("waits up to 600 s (--max-wait) for actors to join: asyncrl actor --join")
+        site.train.until("waits up to 600 s (--batch-timeout) for actors to join: asyncrl actor --join")
         first, second = site.actor("first"), site.actor("second")
         site.train.until("second joined")
         site.train.until("first joined")
@@ -104,7 +111,7 @@ def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[s
         site.train.until("second left (1 joined actor now)")
         first.process.kill()
         site.train.until("first was not heard of for 8 s (0 joined actors now)")
-        site.train.until("no actor is left: waits up to 600 s (--max-wait) for one to join")
+        site.train.until("no actor is left: waits up to 600 s (--batch-timeout) for one to join")
         third = site.actor("third")
         site.train.until("third joined (1 joined actor now)")
         site.progress(2)

@@ -223,7 +223,8 @@ def test_training_never_loads_the_simulator(models, tmp_path):
 
 
 def test_every_shipped_configuration_is_valid_and_says_what_it_is_for():
-    from asyncrl.config.run import TrainConfig, load_file
+    from asyncrl.config.loading import load_file
+    from asyncrl.config.run import TrainConfig
 
     files = sorted((ROOT / "configs").glob("*.toml"))
     assert files

@@ -159,7 +159,7 @@ def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
 ) -> None:
     """In turns with the learner, so that both wait long enough to offload."""
     run = tmp_path / "run"
-    placed = ["--placement", "learner=0,policy=1,world=2", "--actor.stages", "2", "--synchronous"]
+    placed = ["--placement", "learner=0,policy=1,world=2", "--actor.pipeline-stages", "2", "--synchronous"]
     offload = ["--actor.offload", "--learner.offload", "--updates", "4", "--run-dir", str(run)]
     command = [sys.executable, "-m", "asyncrl", "train", *flags, *placed, *offload]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=170)

@@ -98,7 +98,7 @@ def test_sums_of_every_level_match_a_loop_over_tokens(level: str, mean: bool) ->
 @pytest.mark.parametrize("geometric", [False, True])
 def test_weights_of_every_kind_and_level_match_a_loop(kind: str, level: str, geometric: bool) -> None:
     ratios, mask, episode = tokens()
-    settings = CorrectionSettings(kind=kind, level=level, geometric=geometric, low=0.7, cap=1.4)  # pyright: ignore
+    settings = CorrectionSettings(kind=kind, level=level, geometric=geometric, min_weight=0.7, max_weight=1.4)  # pyright: ignore
     actual = importance_weights(settings, ratios, mask, episode, "token").expand(3, 8, 7)
     for place in torch.nonzero(mask).tolist():
         raw = math.exp(by_loop(level, geometric)[tuple(place)].item())

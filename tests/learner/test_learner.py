@@ -88,15 +88,15 @@ def test_a_stop_request_is_seen_within_a_second_of_waiting(tmp_path: Path) -> No
 
 
 def test_waiting_too_long_ends_the_run_with_what_the_replay_holds(tmp_path: Path) -> None:
-    run = Run(tmp_path, max_wait=2.5, seconds_to_fill=1000.0)
-    message = r"waited 2\.5 s \(--max-wait\) for 2 groups at version 0.*7 were dropped for their lag"
+    run = Run(tmp_path, batch_timeout=2.5, seconds_to_fill=1000.0)
+    message = r"waited 2\.5 s \(--batch-timeout\) for 2 groups at version 0.*7 were dropped for their lag"
     with pytest.raises(RunError, match=message):
         run.learner.run()
     assert run.replay.timeouts == [1.0, 1.0, 0.5]
 
 
 def test_each_batch_has_the_whole_waiting_time(tmp_path: Path) -> None:
-    run = Run(tmp_path, updates=3, max_wait=5.0, seconds_to_fill=4.5)
+    run = Run(tmp_path, updates=3, batch_timeout=5.0, seconds_to_fill=4.5)
     run.learner.run()
     assert run.learner.version == 3
 

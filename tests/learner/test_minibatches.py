@@ -79,7 +79,7 @@ def test_a_pass_for_the_others_counts_nothing() -> None:
 )
 def test_the_learning_rate_by_hand(schedule: str, version: int, share: float) -> None:
     # Warm-up over 2 updates, decay over 8 more to a tenth: halfway at 6.
-    settings = OptimizerSettings(schedule=schedule, warmup_updates=2, final_share=0.1)  # pyright: ignore
+    settings = OptimizerSettings(schedule=schedule, warmup_updates=2, final_lr_share=0.1)  # pyright: ignore
     assert learning_rate_share(settings, version, updates=10) == pytest.approx(share)
-    longer = OptimizerSettings(schedule=schedule, warmup_updates=2, final_share=0.1, decay_updates=10)  # pyright: ignore
+    longer = OptimizerSettings(schedule=schedule, warmup_updates=2, final_lr_share=0.1, decay_updates=10)  # pyright: ignore
     assert learning_rate_share(longer, version, updates=1000) == pytest.approx(share)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.run import TrainConfig, overlay
+from asyncrl.config.loading import overlay
+from asyncrl.config.run import TrainConfig
 from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.ranges import Ranges
@@ -47,7 +48,7 @@ def open_small(
         group_size=2,
         groups_per_update=2,
         max_lag=max_lag,
-        group_deadline=1e6,
+        group_timeout=1e6,
         filter_groups=filtering,
         uses=uses,
         horizon=horizon,

@@ -41,7 +41,7 @@ def open_filter(
         group_size=2,
         groups_per_update=per_update,
         max_lag=max_lag,
-        group_deadline=1e6,
+        group_timeout=1e6,
         filter_groups=filtering,
         horizon=horizon,
         clock=Clock(),

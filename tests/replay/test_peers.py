@@ -25,7 +25,7 @@ from support.episodes import make_episode
 from support.replay import Clock, make_core, make_limiter
 from support.replay_server import CONFIG, ScriptedSocket, acquire, push_group, until
 
-QUICK = replace(CONFIG, replay=ReplaySettings(max_lag=1, silence=3.0))
+QUICK = replace(CONFIG, replay=ReplaySettings(max_lag=1, heartbeat_timeout=3.0))
 SETTINGS = JoinSettings(config='{"long": "' + 10_000 * "x" + '"}', weights="tcp://10.0.0.5:5556")
 
 

@@ -42,7 +42,7 @@ def open_replay(
         uses=uses,
         order=order,
         seed=seed,
-        group_deadline=1e6,
+        group_timeout=1e6,
         clock=Clock(),
     )
     return Replay(EpisodeStore(folder, group_size=2, max_bytes=10**9), limiter, max_age=max_age)
@@ -206,6 +206,6 @@ def test_old_files_are_deleted_by_age_but_nothing_that_may_be_used(tmp_path: Pat
 
 def test_more_uses_than_the_lag_lets_a_group_live_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--replay\.uses is 4.*at most 3"):
-        TrainConfig(replay=ReplaySettings(uses=4, max_lag=2))
+        TrainConfig(replay=ReplaySettings(max_reuse=4, max_lag=2))
     with pytest.raises(ConfigError, match="--synchronous"):
-        TrainConfig(replay=ReplaySettings(uses=2), synchronous=True)
+        TrainConfig(replay=ReplaySettings(max_reuse=2), synchronous=True)

@@ -37,7 +37,7 @@ PAGE = 4096
 MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
 WIDE = TrainConfig(
     algorithm=AlgorithmSettings(group_size=2, groups_per_update=16),
-    replay=ReplaySettings(max_lag=1, group_deadline=60.0),
+    replay=ReplaySettings(max_lag=1, group_timeout=60.0),
 )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.run import TrainConfig, load_file
+from asyncrl.config.loading import load_file
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.storage import run_folder
 

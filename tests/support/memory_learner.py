@@ -123,7 +123,7 @@ class Run:
         *,
         updates: int = 3,
         every: int = 100,
-        max_wait: float = 60.0,
+        batch_timeout: float = 60.0,
         seconds_to_fill: float = 0.0,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -149,7 +149,7 @@ class Run:
                 updates=updates,
                 groups_per_update=2,
                 checkpoint_every=every,
-                max_wait=max_wait,
+                batch_timeout=batch_timeout,
                 first_weights_deadline=30.0,
                 config_hash="abc",
             ),

@@ -36,7 +36,7 @@ def make_limiter(
         group_size=group_size,
         groups_per_update=per_update,
         max_lag=max_lag,
-        group_deadline=30.0,
+        group_timeout=30.0,
         keep_video_every=3,
         clock=clock or Clock(),
     )

@@ -21,7 +21,7 @@ from support.episodes import make_episode
 
 CONFIG = TrainConfig(
     algorithm=AlgorithmSettings(group_size=2, groups_per_update=2),
-    replay=ReplaySettings(max_lag=1, group_deadline=60.0),
+    replay=ReplaySettings(max_lag=1, group_timeout=60.0),
 )
 SERVER = """
 import sys

@@ -74,7 +74,7 @@ def group_advantages(config: TrainConfig, batch: Batch) -> dict[tuple[int, int],
         mean = sum(siblings) / size
         if chosen.baseline == "leave_one_out":
             mean = (sum(siblings) - score) / (size - 1)
-        among = {"group_std": siblings, "batch_std": returns}.get(chosen.spread)
+        among = {"group_std": siblings, "batch_std": returns}.get(chosen.advantage_scale)
         spread = 1.0 if among is None else deviation(among) + 1e-6
         scores.append((score - mean) / spread if len(set(siblings)) > 1 else 0.0)
     return {(d, c): scores[int(batch.episode[d])] for d in range(len(batch.tasks)) for c in range(8)}
@@ -288,7 +288,7 @@ def recipe(**changes: Any) -> TrainConfig:
     """Settings that leave the gradient as it is; ``algorithm__kind="ppo"`` sets ``algorithm.kind``."""
     parts: dict[str, dict[str, Any]] = {
         "algorithm": {"group_size": 3},
-        "optimizer": {"clip_grad": 1e9, "learning_rate": 0.01},
+        "optimizer": {"max_grad_norm": 1e9, "learning_rate": 0.01},
         "critic": {"learning_rate": 0.01},
         "correction": {},
     }

@@ -296,7 +296,7 @@ def test_a_closed_channel_ends_the_actor_in_order() -> None:
 
 
 def test_a_learner_that_vanished_is_an_error_after_the_deadline() -> None:
-    silent = r"no answer from the learner .* 0\.5 s \(--weights.deadline\)"
+    silent = r"no answer from the learner .* 0\.5 s \(--weights.timeout\)"
     with (
         receiving("tcp://127.0.0.1:1", deadline=0.5) as receiver,
         pytest.raises(WeightSyncError, match=silent),

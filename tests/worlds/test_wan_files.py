@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asyncrl.storage.tensor_files as tensor_files
-from asyncrl.config.run import TrainConfig, parse
+from asyncrl.config.loading import parse
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch.environment import build_environment, check_environment
 from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_reward

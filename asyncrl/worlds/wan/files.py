@@ -100,7 +100,7 @@ class WorldFiles:
             schedule_steps=settings.steps or self.schedule_steps,
             version=self.version,
             device=device,
-            memory=settings.memory,
+            memory=settings.context,
             decoder=self._tiny_decoder(device, kept) if settings.decoder == "tiny" else None,
         )
 
