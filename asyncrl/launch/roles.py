@@ -53,7 +53,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         name,
         policy.acting_tensors(),
         device,
-        config.weights.deadline,
+        config.weights.timeout,
     )
     try:
         port = ZmqActorPort(

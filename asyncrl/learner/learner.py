@@ -2,7 +2,7 @@
 
 produces   version v     never waits: the publisher copies the weights and sends them on its own thread
 consumes   groups        waits for: `groups_per_update` complete, fresh groups in the replay
-                         ended by: the actors fill them, a stop request (looked at every second), --batch-timeout
+                         ended by: the actors fill them, a stop request (seen in a second), --batch-timeout
 At the start it also waits for the actors to take the first version, so that a broken link fails at once.
 A version is published and saved only when its weights are finite.
 
@@ -138,8 +138,8 @@ class Learner:
         """Update until `settings.updates`, a stop request or Ctrl-C; then save, and end the run for all.
 
         Raises:
-            RunError: No batch within `batch_timeout`, too many bad steps, or weights that are not finite. Nobody
-                is told to stop then.
+            RunError: No batch within `batch_timeout`, too many bad steps, or weights that are not finite.
+                Nobody is told to stop then.
             WeightSyncError: The actors did not take the first version.
             CheckpointError: A checkpoint could not be written.
         """

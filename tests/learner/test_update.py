@@ -55,15 +55,15 @@ GRPO = [
     {},
     {"correction__kind": "none"},
     {"correction__kind": "naive"},
-    {"correction__kind": "tis", "correction__cap": 1.1, "correction__low": 0.9},
-    {"correction__kind": "mis", "correction__cap": 1.2, "correction__low": 0.8},
-    {"correction__kind": "decoupled", "correction__cap": 1.2},
+    {"correction__kind": "tis", "correction__max_weight": 1.1, "correction__min_weight": 0.9},
+    {"correction__kind": "mis", "correction__max_weight": 1.2, "correction__min_weight": 0.8},
+    {"correction__kind": "decoupled", "correction__max_weight": 1.2},
     {"correction__kind": "decoupled", "correction__proximal": "log_linear"},
     {"correction__level": "chunk", "correction__geometric": True},
-    {"correction__level": "episode", "correction__cap": 5.0},
+    {"correction__level": "episode", "correction__max_weight": 5.0},
     {"correction__level": "episode", "correction__geometric": True, "correction__veto": 0.5},
     {"algorithm__level": "action"},
-    {"algorithm__level": "chunk", "correction__cap": 5.0},
+    {"algorithm__level": "chunk", "correction__max_weight": 5.0},
     {"algorithm__level": "action", "correction__kind": "naive", "algorithm__dual_clip": 1.5},
     {"algorithm__objective": "cispo", "correction__kind": "naive"},
     {"algorithm__objective": "cispo", "algorithm__level": "action"},
@@ -72,8 +72,8 @@ GRPO = [
     {"algorithm__aggregation": "episode_mean"},
     {"algorithm__aggregation": "length_normalised", "algorithm__level": "action"},
     {"algorithm__aggregation": "constant", "algorithm__level": "chunk"},
-    {"algorithm__baseline": "leave_one_out", "algorithm__spread": "none"},
-    {"algorithm__spread": "batch_std"},
+    {"algorithm__baseline": "leave_one_out", "algorithm__advantage_scale": "none"},
+    {"algorithm__advantage_scale": "batch_std"},
     {"algorithm__entropy_coef": 0.3},
     {"algorithm__kl_coef": 0.7, "algorithm__kl_estimator": "k1"},
     {"algorithm__kl_coef": 0.7, "algorithm__kl_estimator": "k2", "algorithm__aggregation": "constant"},
@@ -180,7 +180,7 @@ def test_micro_batches_do_not_change_the_gradient(micro_batch: int, changes: dic
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"algorithm__kind": "ppo"}, {"algorithm__spread": "batch_std"}], ids=name_of
+    "changes", [{}, {"algorithm__kind": "ppo"}, {"algorithm__advantage_scale": "batch_std"}], ids=name_of
 )
 @settings(max_examples=6, deadline=None)
 @given(order=st.permutations(range(3)))
@@ -447,9 +447,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_after_n_in_a_r
     policy.broken = True
     update(stale_batch())
     update(stale_batch())
-    assert not update.steps.lost
+    assert not update.steps.failure_reason
     update(stale_batch())
-    assert re.search(r"3 steps in a row.*--optimizer.learning-rate", update.steps.lost)
+    assert re.search(r"3 steps in a row.*--optimizer.learning-rate", update.steps.failure_reason)
 
 
 def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were() -> None:

@@ -24,7 +24,7 @@ from support.table_policy import groups_of
 OUTCOMES = [[3, -1], [-1, -1], [-1, 12], [-1, -1], [5, -1]]
 """Five groups: rank 0 gets 0, 2 and 4, rank 1 gets 1 and 3, whose episodes all failed alike."""
 RECIPES: dict[str, dict[str, Any]] = {
-    "grpo": {"algorithm__spread": "batch_std"},
+    "grpo": {"algorithm__advantage_scale": "batch_std"},
     "ppo": {"algorithm__kind": "ppo", "algorithm__minibatches": 2, "correction__kind": "vtrace"},
     "episode": {
         "correction__level": "episode",

@@ -48,10 +48,10 @@ def test_a_dropped_group_gives_its_credit_back_under_a_new_number() -> None:
 
 def test_the_same_turn_gets_the_same_grant() -> None:
     limiter = make_limiter()
-    first = limiter.grant("a", turn=4)
-    assert limiter.grant("a", turn=4) == first
-    assert limiter.grant("b", turn=4) != first
-    assert limiter.grant("a", turn=5) != first
+    first = limiter.grant("a", request_number=4)
+    assert limiter.grant("a", request_number=4) == first
+    assert limiter.grant("b", request_number=4) != first
+    assert limiter.grant("a", request_number=5) != first
 
 
 def test_video_is_kept_for_every_third_group() -> None:

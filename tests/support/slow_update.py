@@ -181,9 +181,9 @@ def weights_of(config: TrainConfig, batch: Batch, gaps: list, d: int, unit: list
     ):
         return 0.0
     if chosen.kind == "tis":
-        return min(max(raw, chosen.low), chosen.cap)
-    low = chosen.low if chosen.kind == "mis" else 0.0
-    return raw if low <= raw <= chosen.cap else 0.0
+        return min(max(raw, chosen.min_weight), chosen.max_weight)
+    low = chosen.min_weight if chosen.kind == "mis" else 0.0
+    return raw if low <= raw <= chosen.max_weight else 0.0
 
 
 def unit_loss(config: TrainConfig, now: Tensor, proximal: Tensor, advantage: float) -> Tensor:
