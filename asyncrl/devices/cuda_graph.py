@@ -1,4 +1,4 @@
-"""A function of tensors in, the same function as one CUDA graph out: for the host, one launch per call.
+"""Run a function of tensors as one CUDA graph: for the host, one launch per call.
 
 Thousands of kernels per decision take the host longer to start than the GPU to run at small batches, and
 fill the queue between them, so that starting them waits for the GPU. A graph is one entry of that queue.

@@ -1,6 +1,6 @@
-"""Moments in a device's own time: what a stream has reached, and the seconds between two of them.
+"""Mark how far a device's stream has come, and measure the seconds between two marks.
 
-On the CPU work is done when the call returns, so every moment has passed and the clock is the host's.
+On the CPU work is done when the call returns, so every event has passed and the clock is the host's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.errors import RunError
 from asyncrl.observability import waits
 
 POLL_INTERVAL: Final = 0.0002
-"""Seconds between two looks at a device; a call that blocks until it is done could not have a deadline."""
+"""Seconds between two questions to a device; a call that blocks until it is done has no deadline."""
 
 
 class DeviceEvent:
@@ -30,27 +30,27 @@ class DeviceEvent:
 
     @property
     def passed(self) -> bool:
-        """Whether the device is there; raises what went wrong on the device before."""
+        """Whether the device has come this far; raises what went wrong on it before."""
         return self._event is None or self._event.query()
 
     def since(self, earlier: DeviceEvent) -> float:
-        """Seconds between two moments of one device that have passed."""
+        """Measure the seconds from `earlier`; both are events of one device, and have passed."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-def wait_for(moments: Sequence[DeviceEvent], deadline: float) -> float:
-    """Wait until all `moments` have passed; returns the seconds that took.
+def wait_for(events: Sequence[DeviceEvent], deadline: float) -> float:
+    """Wait until all `events` have passed; return the seconds that took.
 
     Raises:
         RunError: They did not pass within `deadline` seconds.
     """
-    if all(moment.passed for moment in moments):
+    if all(event.passed for event in events):
         return 0.0
     began = time.monotonic()
     with waits.waiting(waits.DECISION, deadline):
-        while not all(moment.passed for moment in moments):
+        while not all(event.passed for event in events):
             if time.monotonic() - began > deadline:
                 raise RunError(
                     f"The device did not finish one decision of a part of the slots within {deadline:g} s "

@@ -1,4 +1,4 @@
-"""How much memory a process needed at most: devices in, bytes out. torch is imported only for a GPU."""
+"""Measure how much memory a process needed at most. torch is imported only for a GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def host_peak() -> float:
-    """Largest resident memory this process ever had, in bytes."""
+    """Return the largest resident memory this process ever had, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
 def peak_memory(devices: Iterable[torch.device]) -> float:
-    """Most bytes that this process's tensors ever took on one of the GPUs; without a GPU, of the host."""
+    """Return the most bytes this process's tensors ever took on one GPU; without a GPU, on the host."""
     gpus = [device for device in devices if device.type == "cuda"]
     if not gpus:
         return host_peak()

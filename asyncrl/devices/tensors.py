@@ -1,4 +1,4 @@
-"""Host arrays in, tensors on a device out, without ever waiting for the device."""
+"""Copy arrays to a device without ever waiting for it, and turn pictures into numbers and back."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def to_signed(pictures: Tensor) -> Tensor:
-    """Map uint8 to float32 in [-1, 1], any shape."""
+    """Map ``[...]`` uint8 to ``[...]`` float32 in [-1, 1]."""
     return pictures.float() / 127.5 - 1
 
 
 def to_uint8(pictures: Tensor) -> Tensor:
-    """Map floats in [-1, 1] (clamped) to the nearest uint8, any shape."""
+    """Map ``[...]`` floats in [-1, 1] (clamped) to the nearest ``[...]`` uint8."""
     return ((pictures.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
@@ -27,11 +27,11 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     ordinary memory would wait until all kernels before it are done.
 
     Args:
-        array: Any shape and numeric type; may be read-only.
+        array: ``[...]`` of any numeric dtype; may be read-only.
         device: Where to.
 
     Returns:
-        A tensor of the same shape and type that shares no memory with `array`.
+        ``[...]`` of the same dtype; shares no memory with `array`.
     """
     if device.type != "cuda":
         return torch.tensor(array, device=device)
@@ -42,6 +42,9 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array that is kept: a tensor made in inference mode could not take part in a gradient later."""
+    """Copy an array that is kept: a tensor made in inference mode could not take part in a gradient later.
+
+    See `to_device` for shapes and dtypes.
+    """
     with torch.inference_mode(False):
         return to_device(array, device)

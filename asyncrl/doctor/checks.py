@@ -1,4 +1,4 @@
-"""The settings of a run in, one line per finding out, each as soon as it is known."""
+"""Check the settings of a run and yield one line per finding, each as soon as it is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check in, a `Finding` out, whatever the check does: crash, hang, or take long. No torch."""
+"""Turn a check into a `Finding`, whatever the check does: crash, hang, or take long. No torch."""
 
 from __future__ import annotations
 

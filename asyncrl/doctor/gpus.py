@@ -1,4 +1,4 @@
-"""GPUs, and what --placement puts on them, in; findings out."""
+"""Check the GPUs and what --placement puts on them."""
 
 from __future__ import annotations
 

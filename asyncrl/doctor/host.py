@@ -1,4 +1,4 @@
-"""The machine beneath: cores, memory, shared memory, open files and OpenGL in, findings out. No torch."""
+"""Check the host: cores, memory, shared memory, open files and OpenGL. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One end of a link under test: a device and tasks in, seconds out. Runs in a child of `links`.
+"""Act as one end of a link under test and measure seconds. Runs in a child of `links`.
 
     1. to the parent     {"ready": true}, once the device answers
     2. from the parent   a `Task` as JSON                 waits for: the parent; ended by: its end of the pipe

@@ -1,4 +1,4 @@
-"""Every pair of GPUs in, GB/s of a broadcast between them out; pairs that fail or hang are named.
+"""Measure a broadcast between every pair of GPUs in GB/s; name pairs that fail or hang.
 
 A child process per device (`link_member`) does what this one says, one pair after the other. A child whose
 pair hangs is killed and made anew for its next pair, because nothing else ends a hanging driver call.

@@ -1,4 +1,4 @@
-"""The settings' models in, their sizes out: loaded and fitted to each other as a run would."""
+"""Load the settings' models as a run would, check that they fit together, and measure their sizes."""
 
 from __future__ import annotations
 

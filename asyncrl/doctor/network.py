@@ -1,4 +1,4 @@
-"""Sockets, ports, the temporary folder and keys in, findings out. No torch."""
+"""Check sockets, ports, the temporary folder and keys. No torch."""
 
 from __future__ import annotations
 

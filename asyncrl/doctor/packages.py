@@ -1,4 +1,4 @@
-"""Python and the installed packages: names and lowest versions in, findings out."""
+"""Check Python and the installed packages against the lowest versions that work."""
 
 from __future__ import annotations
 

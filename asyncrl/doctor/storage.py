@@ -1,4 +1,4 @@
-"""The disk beneath --run-dir in, findings out: space, speed, the kind of file system, locks. No torch."""
+"""Check the disk beneath --run-dir: space, speed, the kind of file system, locks. No torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How good a policy is in the true simulator, and pictures of it beside imagination."""
+"""Success of a policy in the true simulator, and pictures of it beside imagination."""

@@ -1,4 +1,4 @@
-"""True and imagined episodes side by side: simulated episodes in, an animated picture out.
+"""Draw true and imagined episodes side by side as an animated picture.
 
 The imagined half gets the first true frame and the same actions, and nothing else.
 """
@@ -45,10 +45,10 @@ def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> 
 
 
 def _imagine_alike(world: World[State], episodes: Sequence[SimulatedEpisode]) -> NDArray[np.uint8]:
-    """``[B, F, H, W, 3]`` for episodes of one length."""
+    """Imagine episodes of one length: ``[B, F, H, W, 3]`` uint8."""
     actions_BFA = np.stack([episode.actions for episode in episodes])
     length = actions_BFA.shape[1]
-    missing = -(length - 1) % CHUNK  # a world draws whole chunks; the policy may have ended within one
+    missing = -(length - 1) % CHUNK  # a world draws whole decisions; the policy may have ended within one
     actions_BFA = np.concatenate([actions_BFA, np.repeat(actions_BFA[:, -1:], missing, axis=1)], axis=1)
     parts = [np.stack([episode.frames[:1] for episode in episodes])]
     state = world.start([_start_of(episode) for episode in episodes])
@@ -87,7 +87,7 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
 
 
 def _pair(episode: SimulatedEpisode, drawn: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """``[F, H + 4, 2 W + 4, 3]``: both halves with an edge in the colour of the outcome."""
+    """Join both halves in an edge of the outcome's colour: ``[F, H + 4, 2 W + 4, 3]`` uint8."""
     both = np.concatenate([episode.frames, drawn], axis=2)
     framed = np.empty((len(both), both.shape[1] + 4, both.shape[2] + 4, 3), np.uint8)
     framed[:] = _EDGE[bool(episode.success.any())]
@@ -96,7 +96,14 @@ def _pair(episode: SimulatedEpisode, drawn: NDArray[np.uint8]) -> NDArray[np.uin
 
 
 def tile(clips: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Lay clips out in rows; a clip that is over keeps its last frame."""
+    """Lay clips out in rows; a clip that is over keeps its last frame.
+
+    Args:
+        clips: ``[F, H, W, 3]`` uint8 each; F may differ.
+
+    Returns:
+        ``[F, H, W, 3]`` uint8, F of the longest clip, H and W of the whole sheet.
+    """
     length = max(map(len, clips))
     held = [np.concatenate([clip, np.repeat(clip[-1:], length - len(clip), 0)]) for clip in clips]
     held += [np.zeros_like(held[0])] * (-len(held) % COLUMNS)

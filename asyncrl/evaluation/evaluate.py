@@ -1,4 +1,4 @@
-"""Evaluate a policy in the true simulator: a checkpoint in, success rates with 95 % intervals out."""
+"""Measure a policy's success rates in the true simulator, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SuccessRate:
 
     @classmethod
     def of(cls, successes: int, episodes: int) -> SuccessRate:
-        """Wilson (1927): the interval of shares from which the observation is less than 1.96 sigma away.
+        """Compute the shares from which the observation is less than 1.96 sigma away (Wilson, 1927).
 
         Example:
             >>> SuccessRate.of(8, 10).low.__round__(3), SuccessRate.of(8, 10).high.__round__(3)
@@ -61,12 +61,12 @@ class Evaluation:
     """Steps until success, over the successful episodes."""
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def evaluation_seeds(seed: int, episodes: int) -> list[int]:
-    """Held-out start states number `seed`: simulator seeds that nothing else ever uses.
+    """Return the simulator seeds of evaluation number `seed`, which nothing else ever uses.
 
     Raises:
         ConfigError: more episodes were asked for than one evaluation owns, or the seed is negative.
@@ -80,7 +80,7 @@ def evaluation_seeds(seed: int, episodes: int) -> list[int]:
 
 
 def summarise(episodes: Sequence[SimulatedEpisode]) -> Evaluation:
-    """Success rates over all and by task."""
+    """Compute success rates over all episodes and by task."""
     solved = [bool(e.success.any()) for e in episodes]
     tasks = sorted({e.task for e in episodes})
     by_task = {

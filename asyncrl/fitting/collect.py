@@ -1,4 +1,4 @@
-"""Record the simulator: a scripted expert of adjustable quality, or a policy, in; recording folders out."""
+"""Record a scripted expert of adjustable quality, or a policy, in the simulator."""
 
 from __future__ import annotations
 
@@ -161,5 +161,5 @@ def _demonstrate(
 
 
 def _decisions_since(success: list[bool]) -> int:
-    """Whole decisions recorded after the one in which the task was first solved."""
+    """Count the whole decisions recorded after the one in which the task was first solved."""
     return (len(success) - 2) // CHUNK - (success.index(True) - 1) // CHUNK

@@ -1,4 +1,4 @@
-"""Distil a tiny decoder: latents and the full decoder's frames in, a trained decoder and its figures out.
+"""Distil a tiny decoder from the full decoder's frames, and measure how alike the two draw.
 
 Dimension letters: E episodes, B episodes of a batch, F latent frames, T frames, H W pixels.
 """
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from asyncrl.devices.tensors import to_signed, to_uint8
-from asyncrl.fitting.fit_vae import FOREGROUND_WEIGHT
+from asyncrl.devices.tensors import to_uint8
+from asyncrl.fitting.fit_vae import reconstruction_loss, to_video
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
@@ -48,7 +48,7 @@ class Recorder:
         self.frames: list[Tensor] = []
 
     def decode(self, latents_BZFhw: Tensor, cache: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
-        """Draw the next frames; see `Decoder`."""
+        """Draw the next frames, float ``[B, 3, T, H, W]``; see `Decoder.decode`."""
         frames, after = self.decoder.decode(latents_BZFhw, cache)
         self.latents.append(latents_BZFhw.float().cpu())
         self.frames.append(to_uint8(frames).permute(0, 2, 3, 4, 1).cpu())
@@ -100,7 +100,7 @@ def imagine_episodes(
             some = starts[begin : begin + batch]
             with recorded(world) as recorder:
                 tasks, state = [start.task for start in some], world.start(some)
-                seen_BHW3 = np.stack([_now(start) for start in some])
+                seen_BHW3 = np.stack([_last_frame(start) for start in some])
                 for decision in range(decisions):
                     seeds = [_seed(seed, begin + row, decision) for row in range(len(some))]
                     acted = policy.act(policy.preprocess(seen_BHW3, tasks), sampling, seeds)
@@ -115,7 +115,7 @@ def imagine_episodes(
     )
 
 
-def _now(start: StartState) -> np.ndarray:
+def _last_frame(start: StartState) -> np.ndarray:
     return start.context_frames[-1] if len(start.context_frames) else start.frame
 
 
@@ -143,31 +143,8 @@ class Likeness:
     """Share of the full decoder's episodes with a success: how much there is to disagree about."""
 
     def as_dict(self) -> dict[str, float | None]:
-        """Rounded values, for JSON, which knows no nan."""
+        """Return rounded values, for JSON, which knows no nan."""
         return {name: None if value != value else round(value, 4) for name, value in asdict(self).items()}
-
-
-def _pictures(frames: Tensor, device: torch.device) -> Tensor:
-    """uint8 ``[B, T, H, W, 3]`` to float32 ``[B, 3, T, H, W]`` in [-1, 1]."""
-    return to_signed(frames.to(device)).permute(0, 4, 1, 2, 3)
-
-
-def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background_3HW: Tensor) -> Tensor:
-    """Absolute plus twice the squared error, heavier where a pixel differs from the average picture.
-
-    What matters is small: without the weight a decoder learns the table and forgets the cubes.
-
-    Args:
-        drawn_B3THW: ``[B, 3, T, H, W]`` float, not clamped.
-        wanted_B3THW: The same shape, in [-1, 1].
-        background_3HW: ``[3, H, W]`` the average picture.
-
-    Returns:
-        Scalar, mean over all numbers.
-    """
-    away = (wanted_B3THW - background_3HW[:, None]).abs().mean(1, keepdim=True)
-    error = drawn_B3THW - wanted_B3THW
-    return ((1 + FOREGROUND_WEIGHT * away) * (error.abs() + 2 * error.square())).mean()
 
 
 def fit_decoder(
@@ -200,13 +177,13 @@ def fit_decoder(
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     some = imagined.frames[:: max(1, len(imagined) // 64)]
-    background_3HW = _pictures(some, device).mean((0, 2))
+    background_3HW = to_video(some.to(device)).mean((0, 2))
     draw = prepared(decoder, device, compiled=compiled)
 
     def loss_at(step: int) -> Tensor:
         rows = torch.randint(len(imagined), (batch,), generator=generator)
         drawn = draw(imagined.latents[rows].to(device)).float()
-        return reconstruction_loss(drawn, _pictures(imagined.frames[rows], device), background_3HW)
+        return reconstruction_loss(drawn, to_video(imagined.frames[rows].to(device)), background_3HW)
 
     decoder.train()
     loss = minimise("decoder", decoder, loss_at, steps=steps, learning_rate=learning_rate, average=0.998)
@@ -265,7 +242,14 @@ def compare(
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB of uint8 pictures: ``[..., H, W, 3]`` to ``[...]``; at most 78 dB.
+    """Compute the peak signal-to-noise ratio in dB, at most 78.
+
+    Args:
+        a: ``[..., H, W, 3]`` uint8.
+        b: The same shape and dtype.
+
+    Returns:
+        ``[...]`` float32.
 
     Example:
         >>> black = torch.zeros(1, 2, 2, 3, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Behaviour cloning: recorded demonstrations in, a policy that imitates them out."""
+"""Train a policy to imitate recorded demonstrations (behaviour cloning)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from asyncrl.records import CHUNK
 
 
 def examples(recordings: Recordings) -> np.ndarray:
-    """Rows of frames after which the recording has at least one whole chunk of actions."""
+    """Find the frames after which the recording has at least one whole decision's actions.
+
+    Returns:
+        ``[N]`` int64, rows of `recordings.frames`.
+    """
     rows = [
         np.arange(recordings.span(e).start, recordings.span(e).stop - CHUNK)
         for e in range(len(recordings))
@@ -49,8 +53,8 @@ def fit_policy(
         batch: Examples per step.
         learning_rate: Peak learning rate.
         seed: Of the choice of examples.
-        drawn: ``[F, H, W, 3]`` the frames as a world model's autoencoder draws them, for every second step:
-            the policy will act on imagined pictures and must not take them for something else.
+        drawn: ``[F, H, W, 3]`` uint8, the frames as a world model's autoencoder draws them, for every
+            second step: the policy will act on imagined pictures and must not take them for something else.
         jitter: Standard deviation in bins by which the imitated tokens are moved: neighbouring bins then
             share what is learned.
         compiled: Run the model through `torch.compile`.
@@ -114,7 +118,11 @@ class _Imitation:
         return torch.from_numpy(array).to(self.device)
 
     def draw(self, step: int, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pixels, prompt ids, prompt mask and ``[batch, 8, 7]`` tokens; the sources take turns."""
+        """Draw examples for step number `step`; the sources take turns.
+
+        Returns:
+            Pixels ``[B, H, W, 3]`` uint8, prompt ids and mask ``[B, L]`` int64, tokens ``[B, 8, 7]`` int32.
+        """
         drawn = torch.randint(len(self.rows), (batch,), generator=self.generator, device=self.device)
         rows = self.rows[drawn]
         imitated = self.tokens[rows[:, None] + self.chunk]

@@ -1,4 +1,4 @@
-"""Train the reward model: does this frame show the task solved?
+"""Train the reward model to tell whether a frame shows the task solved.
 
 It will judge frames that a world model drew, so half of what it sees has gone through the VAE.
 """
@@ -20,7 +20,16 @@ from asyncrl.worlds.wan.vae import WanVae, decode_stream
 
 @torch.no_grad()
 def redraw(vae: WanVae, latents: list[Tensor], batch: int = 64) -> np.ndarray:
-    """Decode encoded episodes back to frames, in the recordings' order: uint8 ``[F, H, W, 3]``."""
+    """Decode encoded episodes back to frames, in the recordings' order.
+
+    Args:
+        vae: Encoded the episodes.
+        latents: ``[L, z, h, w]`` float32 of each episode; see `fit_vae.encode_recordings`.
+        batch: Episodes decoded side by side, of one length.
+
+    Returns:
+        ``[F, H, W, 3]`` uint8.
+    """
     frames: list[np.ndarray | None] = [None] * len(latents)
     by_length: dict[int, list[int]] = {}
     for episode, encoded in enumerate(latents):
@@ -49,7 +58,7 @@ def fit_reward(
     Args:
         reward: Its network is trained in place.
         recordings: Frames, tasks and success.
-        drawn: ``[F, H, W, 3]`` the same frames as the VAE draws them.
+        drawn: ``[F, H, W, 3]`` uint8, the same frames as the VAE draws them.
         steps: Optimizer steps.
         batch: Frames per step.
         learning_rate: Peak learning rate.
@@ -90,7 +99,7 @@ def fit_reward(
 
 
 def _late(recordings: Recordings) -> np.ndarray:
-    """Unsolved frames of the last two decisions of each episode: the ones that look almost solved."""
+    """Find the unsolved frames of each episode's last two decisions, which look almost solved: rows."""
     rows = [
         np.arange(max(recordings.span(e).start, recordings.span(e).stop - 16), recordings.span(e).stop)
         for e in range(len(recordings))

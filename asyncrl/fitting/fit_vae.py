@@ -28,19 +28,19 @@ PRIOR_WEIGHT = 1e-4
 
 
 def stream_of(frames: Tensor) -> Tensor:
-    """The episode as the causal video that a rollout sees: the first frame five times, then the rest.
+    """Turn an episode into the causal video that a rollout sees: the first frame five times, then the rest.
 
     Args:
-        frames: ``[F, H, W, 3]``.
+        frames: ``[F, H, W, 3]`` uint8.
 
     Returns:
-        ``[F + 4, H, W, 3]``.
+        ``[F + 4, H, W, 3]`` uint8.
     """
     return torch.cat([frames[:1].expand(5, -1, -1, -1), frames[1:]])
 
 
-def _clips(recordings: Recordings, batch: int, rng: np.random.Generator) -> np.ndarray:
-    """``[batch, CLIP_FRAMES]`` frame rows; a third of the clips begin as an episode's stream does."""
+def _clips(recordings: Recordings, batch: int, rng: np.random.Generator) -> Tensor:
+    """Draw the rows of clips, ``[batch, CLIP_FRAMES]`` int64; a third begin as an episode's stream does."""
     rows = np.empty((batch, CLIP_FRAMES), np.int64)
     for i, episode in enumerate(rng.integers(len(recordings), size=batch)):
         span = recordings.span(int(episode))
@@ -49,7 +49,7 @@ def _clips(recordings: Recordings, batch: int, rng: np.random.Generator) -> np.n
         else:
             steps = int(rng.integers(span.stop - span.start)) + np.arange(CLIP_FRAMES)
         rows[i] = np.minimum(span.start + steps, span.stop - 1)
-    return rows
+    return torch.from_numpy(rows)
 
 
 def fit_vae(
@@ -64,8 +64,7 @@ def fit_vae(
 ) -> float:
     """Train encoder and decoder in place; then set the latents' mean and standard deviation.
 
-    A variational autoencoder whose posterior has a fixed width. The reconstruction loss is the absolute plus
-    twice the squared error, heavier where a pixel differs from the average picture: what matters is small.
+    A variational autoencoder whose posterior has a fixed width; see `reconstruction_loss`.
 
     Returns:
         Mean loss of the last tenth.
@@ -89,24 +88,40 @@ def fit_vae(
     )
 
     def loss_at(step: int) -> Tensor:
-        video = _videos(frames, _clips(recordings, batch, rng))
+        video = to_video(frames[_clips(recordings, batch, rng).to(device)])
         noise = torch.randn(latents_of_clip, generator=generator, device=device)
         latents, drawn = redraw(video, noise)
-        weight = 1 + FOREGROUND_WEIGHT * (video - background_3HW[:, None]).abs().mean(1, keepdim=True)
-        error = drawn - video
-        return (weight * (error.abs() + 2 * error.square())).mean() + PRIOR_WEIGHT * latents.square().mean()
+        return reconstruction_loss(drawn, video, background_3HW) + PRIOR_WEIGHT * latents.square().mean()
 
     loss = minimise("vae", vae, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)
     with torch.no_grad():
-        videos = (_videos(frames, _clips(recordings, 64, rng)) for _ in range(8))
+        videos = (to_video(frames[_clips(recordings, 64, rng).to(device)]) for _ in range(8))
         raw_ZN = torch.cat([encode_stream(vae, video) for video in videos]).transpose(0, 1).flatten(1)
     vae.set_statistics(raw_ZN.mean(1).tolist(), raw_ZN.std(1).tolist())
     return loss
 
 
-def _videos(frames: Tensor, rows: np.ndarray) -> Tensor:
-    """``[B, 3, T, H, W]`` in [-1, 1]."""
-    return to_signed(frames[torch.from_numpy(rows).to(frames.device)]).permute(0, 4, 1, 2, 3)
+def to_video(frames_BTHW3: Tensor) -> Tensor:
+    """Turn ``[B, T, H, W, 3]`` uint8 into ``[B, 3, T, H, W]`` float32 in [-1, 1]."""
+    return to_signed(frames_BTHW3).permute(0, 4, 1, 2, 3)
+
+
+def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background_3HW: Tensor) -> Tensor:
+    """Compute absolute plus twice the squared error, heavier where a pixel differs from the average picture.
+
+    What matters is small: without the weight a decoder learns the table and forgets the cubes.
+
+    Args:
+        drawn_B3THW: ``[B, 3, T, H, W]`` float32, not clamped.
+        wanted_B3THW: ``[B, 3, T, H, W]`` float32 in [-1, 1].
+        background_3HW: ``[3, H, W]`` float32, the average picture.
+
+    Returns:
+        ``[]`` float32, mean over all numbers.
+    """
+    away = (wanted_B3THW - background_3HW[:, None]).abs().mean(1, keepdim=True)
+    error = drawn_B3THW - wanted_B3THW
+    return ((1 + FOREGROUND_WEIGHT * away) * (error.abs() + 2 * error.square())).mean()
 
 
 @torch.no_grad()
@@ -123,7 +138,7 @@ def encode_recordings(vae: WanVae, recordings: Recordings) -> list[Tensor]:
         video = torch.stack(
             [stream_of(torch.from_numpy(recordings.frames[recordings.span(e)])) for e in episodes]
         )
-        encoded = encode_stream(vae, to_signed(video.to(device)).permute(0, 4, 1, 2, 3))
+        encoded = encode_stream(vae, to_video(video.to(device)))
         latents |= dict(zip(episodes, encoded.transpose(1, 2), strict=True))
     return [latents[e] for e in range(len(recordings))]
 

@@ -20,13 +20,13 @@ MEMORY = 4
 
 
 def windows(recordings: Recordings, latents: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Cut episodes into what one decision sees and makes.
+    """Cut episodes into what one decision sees and makes; `latents` are ``[L, z, h, w]`` float32 each.
 
     Decision k of an episode has the anchor latent 0, the memory latent 2k + 1 and the new latents 2k + 2 and
     2k + 3; its actions are the dummy, the last 4 and the 8 new ones.
 
     Returns:
-        latents ``[W, z, 4, h, w]`` and actions ``[W, 13, 7]``, on the latents' device.
+        Latents ``[W, z, 4, h, w]`` and actions ``[W, 13, 7]``, both float32 on the latents' device.
     """
     latents_W: list[Tensor] = []
     actions_W: list[np.ndarray] = []
@@ -55,6 +55,17 @@ def fit_world(
     compiled: bool = False,
 ) -> float:
     """Train by flow matching on the two new latents; the memory latent is noised (see `window_loss`).
+
+    Args:
+        transformer: Trained in place, on the device of the latents.
+        latents_W: ``[W, z, 4, h, w]`` float32, see `windows`.
+        actions_W: ``[W, 13, 7]`` float32.
+        steps: Optimizer steps.
+        batch: Windows per step.
+        learning_rate: Peak learning rate.
+        context_sigma: Noise level of the memory latent, in [0, 1].
+        seed: Of the choice of windows and of all noise.
+        compiled: Use `torch.compile`.
 
     Returns:
         Mean loss of the last tenth.

@@ -1,4 +1,4 @@
-"""The one training loop of all fits: a loss per step in, trained (and averaged) parameters out."""
+"""Train the parameters of a module on a loss: the one loop of all fits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bo
 
 
 def learning_rate_at(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up to `peak`, then a cosine to zero at `steps`."""
+    """Compute the rate of a step: a linear warm-up to `peak`, then a cosine to zero at `steps`."""
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
@@ -50,7 +50,7 @@ def minimise(
     Args:
         name: Shown in the progress bar.
         module: Its parameters are changed in place.
-        loss_at: Gives the loss (scalar, with gradient) of step i.
+        loss_at: Gives the loss of step i: ``[]`` float32, with gradient.
         steps: Optimizer steps.
         learning_rate: Peak of a warm-up and cosine schedule.
         weight_decay: Decoupled weight decay on matrices; vectors (norms, biases) have none.

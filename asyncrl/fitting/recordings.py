@@ -1,4 +1,4 @@
-"""Recordings of the simulator on disk: episodes in, HDF5 files out, and back as arrays.
+"""Write recordings of the simulator to HDF5 files, and read them back as arrays.
 
 A recording folder holds `part-*.h5` files. Inside: the frames of all episodes one after another with an
 offset table, numbers and fixed-length text only, so that any HDF5 tool can read them.
@@ -49,11 +49,11 @@ class Recordings:
         return len(self.tasks)
 
     def span(self, episode: int) -> slice:
-        """Rows of one episode."""
+        """Return the rows of one episode."""
         return slice(int(self.offsets[episode]), int(self.offsets[episode + 1]))
 
     def solved(self) -> NDArray[np.bool_]:
-        """``[E]`` whether each episode was solved at any step."""
+        """Tell of each episode whether it was solved at any step: ``[E]`` bool."""
         return np.array([self.success[self.span(e)].any() for e in range(len(self))])
 
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: readings of one update in, metrics.jsonl, TensorBoard and a console row out.
+"""Write a run's numbers to metrics.jsonl, TensorBoard and the console.
 
 The console shows one row per update, with a header that comes again every 20 rows:
 
@@ -74,13 +74,13 @@ COLUMNS = (
 
 
 def header() -> str:
-    """The console's header line."""
+    """Write the console's header line."""
     titles = [f"{'update':>6}", *(f"{column.title:>{column.width}}" for column in COLUMNS), f"{'eta':>8}"]
     return "  ".join(titles)
 
 
 def render(step: int, values: Readings, eta: float) -> str:
-    """One console row.
+    """Write one console row.
 
     Args:
         step: Update it is about.
@@ -92,7 +92,7 @@ def render(step: int, values: Readings, eta: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss, '-' for NaN.
+    """Write seconds as h:mm:ss, '-' for NaN.
 
     >>> duration(6730)
     '1:52:10'
@@ -206,7 +206,7 @@ def cut_rows_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The row's step; infinite for one that is not whole."""
+    """Read a row's step; infinite for a row that is cut short."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What the learner decides about its own process: when Ctrl-C may interrupt it."""
+"""Decide when Ctrl-C may interrupt a process."""
 
 from __future__ import annotations
 

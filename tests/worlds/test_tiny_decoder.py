@@ -25,8 +25,8 @@ from asyncrl.fitting.fit_decoder import (
     fit_decoder,
     imagine_episodes,
     psnr,
-    reconstruction_loss,
 )
+from asyncrl.fitting.fit_vae import reconstruction_loss
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
