@@ -121,7 +121,7 @@ class Cores:
         self.free: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
         for place in range(parallel):
             wanted = range(place * each, place * each + each)
-            self.free.write_rows({allowed[core % len(allowed)] for core in wanted})
+            self.free.put({allowed[core % len(allowed)] for core in wanted})
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def run(self, arguments: list[str], log: Path, seconds: float) -> None:
@@ -143,7 +143,7 @@ class Cores:
                 code = _wait(process, seconds)
                 self._running.discard(process)
         finally:
-            self.free.write_rows(cores)
+            self.free.put(cores)
         if code:
             why = f"took longer than {seconds:.0f} s" if code == -signal.SIGKILL else f"ended with {code}"
             raise RuntimeError(f"{arguments[0]} {why}, see {log}")

@@ -162,7 +162,7 @@ def measure(pipeline: str, size: str, transport: str, folder: Path) -> float:
         process.start()
     learner = ZmqLearnerPort(endpoint, security=load_client_keys(keys, "learner") if keys else None)
     learner.report_version(0)
-    while not learner._link.boot:
+    while not learner._link.server_id:
         learner._link.exchange(0.1)
     reports = [done.get(timeout=400) for _ in actors]
     learner.stop()

@@ -80,7 +80,7 @@ def act(
             offered += settings.group_size
             busy += time.monotonic() - began
     except RunStopped:
-        made.write_rows((offered, busy))
+        made.put((offered, busy))
 
 
 def keep(settings: Settings, endpoint: str, folder: str) -> None:

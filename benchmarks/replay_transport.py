@@ -122,11 +122,11 @@ def send(endpoint: str, episodes: list[Episode], groups: int, shared_bytes: int)
 
     def exchange(most: int) -> None:
         deadline = time.monotonic() + DEADLINE
-        while len(outbox) > most or not link.boot or awaited:
+        while len(outbox) > most or not link.server_id or awaited:
             assert time.monotonic() < deadline, "no answer"
             outbox.send_due()
             for message in link.exchange(0.05):
-                outbox.note_heartbeat(message)
+                outbox.handle(message)
                 awaited.discard(message.kind)
         outbox.send_due()
 

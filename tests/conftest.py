@@ -66,6 +66,6 @@ def scripted(tmp_path: Path) -> Iterator[tuple[ReplayServer, ScriptedSocket, Clo
     socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0)
     for name in ("a", "b"):
         socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0)
-    service.turn(0)
+    service.serve_once(0)
     yield service, socket, clock
     core.close()

@@ -125,13 +125,13 @@ class ReplayServer:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, serve_until = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < serve_until:
-            self.request_number(1 if self.core.writing else 5 if self._batch else POLL_MS)
+            self.serve_once(1 if self.core.writing else 5 if self._batch else POLL_MS)
             if self.core.stopped:
                 serve_until = min(serve_until, time.monotonic() + SHUTDOWN_TIMEOUT)
                 if not self.peers.actors:
                     return
 
-    def request_number(self, wait_ms: int) -> None:
+    def serve_once(self, wait_ms: int) -> None:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
         set_activity("serving", HANGS_AFTER)
         if self.socket.poll(wait_ms):

@@ -347,9 +347,9 @@ def test_a_grant_waits_until_the_actor_took_the_names(scripted: Any) -> None:
     service.core.quarantine.note(failure(8))
     socket.deaf.add(b"a")
     socket.say(b"a", "acquire", turn=0)
-    service.turn(0)
+    service.serve_once(0)
     socket.deaf.clear()
-    service.turn(0)
+    service.serve_once(0)
     kinds = [message.kind for to, message in socket.sent if to == b"a"]
     assert kinds[-2:] == ["quarantined", "grant"]
 
@@ -357,10 +357,10 @@ def test_a_grant_waits_until_the_actor_took_the_names(scripted: Any) -> None:
 def test_a_report_with_an_unknown_cause_is_refused(scripted: Any) -> None:
     service, socket, _ = scripted
     socket.say(b"a", "acquire", turn=0)
-    service.turn(0)
+    service.serve_once(0)
     about = {"report": "r", "member": 0, "start_state": "s", "reason": "", "left": 1}
     socket.say(b"a", "failed", number=0, cause="bad luck", **about)
-    service.turn(0)
+    service.serve_once(0)
     assert socket.sent[-1][1].kind == "refused"
     assert service.core.status()[m.GROUPS_IN_FLIGHT] == 1
 

@@ -135,7 +135,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return 0.0
 
     monkeypatch.setattr(RowModels, "imagine", launch)
-    monkeypatch.setattr(imagination, "Moment", Slow)
+    monkeypatch.setattr(imagination, "DeviceEvent", Slow)
     monkeypatch.setattr(imagination, "wait_for", wait)
     return seen
 
@@ -253,7 +253,7 @@ def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Pa
 def test_an_actor_can_leave_while_a_half_is_in_flight(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned(), slots=4, stages=2)
     answers = iter([False, False, False, True])
-    run.actor.run(leaving=lambda: next(answers))
+    run.actor.run(should_leave=lambda: next(answers))
     assert len(run.actor._busy_stages) == 1
     run.core.close()
 
@@ -301,15 +301,15 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
 ) -> None:
     run = inline_run(tmp_path, Poisoned())
     readings = ActorTelemetry(run.actor.imagination, NO_OFFLOAD)
-    assert readings.due() is None, "too soon"
+    assert readings.report_if_due() is None, "too soon"
     monkeypatch.setattr(
-        run.actor.imagination, "take_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}
+        run.actor.imagination, "pop_device_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}
     )
-    readings.worked(8.0)
-    readings.waited_for_device(2.0)
+    readings.add_busy(8.0)
+    readings.add_device_wait(2.0)
     readings.add(m.ACTORS_WAITING, 2.5)
     readings._since -= 10.0
-    found = readings.due()
+    found = readings.report_if_due()
     assert found is not None
     assert found.pop(m.ACTOR_MEMORY) > 1e6
     shares = {m.ACTORS_WAITING: 0.25, m.ACTOR_WORLD: 0.4, m.ACTOR_POLICY: 0.1, m.ACTOR_HOST: 0.1}

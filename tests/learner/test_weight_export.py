@@ -79,7 +79,7 @@ def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
     from asyncrl.learner.fsdp import shard
     from asyncrl.learner.ranks import NullPublisher
     from asyncrl.learner.weight_export import ActingWeights, acting_types
-    from asyncrl.weights.double_buffer import Outbox
+    from asyncrl.weights.double_buffer import DoubleBuffer
 
     policy = policy_of(lora)
     types = acting_types(policy)
@@ -87,10 +87,10 @@ def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
     if torch.distributed.get_rank() > 0:
         NullPublisher().publish(source, 0)
         return {}
-    outbox = Outbox(torch.device("cpu"))
+    outbox = DoubleBuffer(torch.device("cpu"))
     outbox.pack(source, 0)
     assert outbox.manifest is not None
-    return raw(packing.places_in(outbox.manifest, outbox.slots[0]))
+    return raw(packing.places_in(outbox.manifest, outbox.buffer_pair[0]))
 
 
 def publish_both() -> list[dict[str, bytes]]:

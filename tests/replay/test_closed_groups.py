@@ -112,7 +112,7 @@ def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> No
             found = {name: max(size, found.get(name, 0)) for name, size in held(core).items()}
         largest.append(found)
         assert core.limiter.next_number > (third + 1) * turns * 2 / uses
-    books = {f"core._keeper.limiter.{name}" for name in ("closed.recent", "used_at", "filtered", "ready")}
+    books = {f"core._lifecycle.limiter.{name}" for name in ("closed.recent", "used_at", "filtered", "ready")}
     assert books <= largest[2].keys()
     assert largest[2] == largest[1]
     # Per version two places are used, and of eight groups three never are: at most four groups are closed.

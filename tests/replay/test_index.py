@@ -24,7 +24,7 @@ def read_from_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         return read_group_file(path)
 
-    monkeypatch.setattr(store_module, "read_shard", noting)
+    monkeypatch.setattr(store_module, "read_group_file", noting)
     return names
 
 

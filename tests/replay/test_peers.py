@@ -175,13 +175,13 @@ def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(
 ) -> None:
     service, socket, clock = scripted
     socket.say(b"a", "acquire", turn=0)
-    service.turn(0)
+    service.serve_once(0)
     clock.now += 100.0
     service._turned -= 100.0
-    service.turn(0)
+    service.serve_once(0)
     assert list(service.core.limiter.open) == [0]
     clock.now += 31.0
-    service.turn(0)
+    service.serve_once(0)
     assert not service.core.limiter.open
 
 
@@ -193,10 +193,10 @@ def test_a_complete_group_that_waits_for_the_disk_is_not_given_back(tmp_path: Pa
     for turn in range(2):
         assert core.grant("a", turn) is not None
     for member in range(2):
-        core.limiter.judge(make_episode(0, member, versions=(0,)))
+        core.limiter.admit(make_episode(0, member, versions=(0,)))
     core.leave("a")
     assert list(core.limiter.open) == [0]
     clock.now += 100.0
-    core.tend()
+    core.maintain()
     assert list(core.limiter.open) == [0]
     core.close()

@@ -242,12 +242,12 @@ def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
     service, socket, _ = scripted
     socket.deaf = {b"b"}
     socket.say(b"b", "acquire", turn=0)
-    service.turn(0)  # Granted, but b did not hear of it.
+    service.serve_once(0)  # Granted, but b did not hear of it.
     socket.deaf = set()
     socket.say(b"a", "acquire", turn=0)
-    service.turn(0)
+    service.serve_once(0)
     socket.say(b"b", "acquire", turn=0)
-    service.turn(0)
+    service.serve_once(0)
     assert (socket.grants(b"a"), socket.grants(b"b")) == ([], [0])
 
 
@@ -256,15 +256,15 @@ def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[ReplayServer, Scri
     service, socket, clock = scripted
     for turn in (0, 1):
         socket.say(b"a", "acquire", turn=turn)
-        service.turn(0)
+        service.serve_once(0)
     assert socket.grants(b"a") == [0]
     for _ in range(5):
         clock.now += 7.0  # In all 35 s; the deadline is 30 s.
         socket.say(b"b", "acquire", turn=0)
-        service.turn(0)
+        service.serve_once(0)
     assert (socket.grants(b"a"), socket.grants(b"b")) == ([0], [1])
     socket.say(b"a", "acquire", turn=1)
-    service.turn(0)
+    service.serve_once(0)
     assert service.core.limiter.credit == 0
     assert socket.grants(b"a") == [0], "it asks again, but somebody else has the credit now"
 
@@ -275,11 +275,11 @@ def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
     service, socket, clock = scripted
     socket.say(b"a", "report", readings={s.ACTOR_WORLD.name: 0.5, s.ACTOR_MEMORY.name: 5e9})
     socket.say(b"b", "report", readings={s.ACTOR_WORLD.name: 7.0, s.ACTOR_MEMORY.name: 2e9})
-    service.turn(0)
+    service.serve_once(0)
     status = service.core.status()
     assert (status[s.ACTOR_WORLD], status[s.ACTOR_MEMORY]) == (0.75, 5e9), "mean of shares, largest peak"
     socket.say(b"a", "bye")
-    service.turn(0)
+    service.serve_once(0)
     assert service.core.status()[s.ACTOR_MEMORY] == 2e9
     clock.now += 1000.0
     assert s.ACTOR_MEMORY not in service.core.status(), "nor do the silent count"
@@ -288,7 +288,7 @@ def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
 def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:
     service, socket, _ = scripted
     socket.say(b"a", "report", readings={m.EPISODES.name: 1e9})
-    service.turn(0)
+    service.serve_once(0)
     to, message = socket.sent[-1]
     assert (to, message.kind) == (b"a", "refused")
     assert "do not report 'replay/episodes'" in message["reason"]

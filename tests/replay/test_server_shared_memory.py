@@ -287,11 +287,11 @@ def test_a_message_for_an_earlier_process_is_no_error(tmp_path: Path) -> None:
         decode(frames)
     stale = [zmq.Frame(frame) for frame in (b"a", *frames)]
     socket.inbox.append(stale)
-    service.turn(0)
+    service.serve_once(0)
     assert [(message.kind, message.fields["known"]) for _, message in socket.sent] == [("welcome", False)]
     socket.say(b"a", "hello", role="actor", name="a", session="s", version=0)
     socket.inbox.append(stale)  # Now that is nothing an honest actor does.
-    service.turn(0)
+    service.serve_once(0)
     assert [message.kind for _, message in socket.sent[1:]] == ["welcome", "refused"]
     core.close()
     ring.close()
