@@ -1,4 +1,4 @@
-"""Learner ranks for tests: `run_ranks(function, ...)` calls it in N spawned processes that form a gloo group.
+"""Learner ranks for tests: `run_ranks(function, ...)` calls it in N processes that form a gloo group.
 
 The function must be importable (of a test file or of a module in tests/support). It gets the arguments,
 and may return something that can be pickled; `run_ranks` returns what the ranks returned, in their order.
@@ -6,7 +6,6 @@ and may return something that can be pickled; `run_ranks` returns what the ranks
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import sys
 import tempfile
@@ -18,17 +17,18 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from support.processes import FORKS
+
 
 def run_ranks(
     function: Callable[..., Any], *arguments: Any, ranks: int = 2, deadline: float = 60.0
 ) -> list[Any]:
     """Call `function(*arguments)` on every rank; an error or a missing answer fails with the traceback."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
+    answers = FORKS.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(answers, store, rank, ranks, function, arguments))
+            FORKS.Process(target=_rank, args=(answers, store, rank, ranks, function, arguments))
             for rank in range(ranks)
         ]
         for process in processes:

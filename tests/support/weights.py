@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from torch import Tensor
 from asyncrl.weights.interface import Receiver
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import build_receiver
+from support.processes import FORKS
 
 SHAPES = {"even": (4, 6), "odd": (5, 3), "one_row": (1, 7), "large": (257, 33), "line": (11,)}
 TYPES = dict.fromkeys(SHAPES, torch.bfloat16) | {"line": torch.float32}
@@ -32,9 +32,8 @@ class Actor:
     """The test's handle of an actor process."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=actor, args=(theirs,), daemon=True)
+        self.pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=actor, args=(theirs,), daemon=True)
         self.process.start()
 
     def ask(self, order: object) -> object:
