@@ -1,0 +1,14 @@
+.PHONY: check lint test test-all
+
+check: lint test
+
+lint:
+	ruff format --check .
+	ruff check .
+	pyright
+
+test:
+	pytest
+
+test-all: test
+	pytest -m "slow or chaos"
