@@ -4,10 +4,9 @@
 
 A message must end in the one error, or be accepted with a content that is allowed: that of a genuine message,
 or, when the damage made the checksum right again, exactly what its header says. Decoding may take twice the
-message's bytes plus 16 MiB. Some messages have arrays in a real ring of shared memory; nothing outside of
-it is read. A file must end in the one error, or have its content unchanged. A ledger gives only lines that
-were written; unless it says that it skipped some, all of them up to where it ends. Files are read in a
-process of its own with a limit on memory and a deadline, because libhdf5 may crash; --unguarded
+message's bytes plus 16 MiB. A file must end in the one error, or have its content unchanged. A ledger gives
+only lines that were written; unless it says that it skipped some, all of them up to where it ends. Files are
+read in a process of its own with a limit on memory and a deadline, because libhdf5 may crash; --unguarded
 shows what happens without the footer, which is checked before libhdf5 opens a file.
 """
 
@@ -32,7 +31,6 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from asyncrl.errors import ReplayError
-from asyncrl.messaging.shared_memory import RingWriter
 from asyncrl.messaging.wire import decode
 from asyncrl.replay.files import format, reader
 from asyncrl.replay.files.format import read_group_file
@@ -41,14 +39,11 @@ from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import read_meta
 from support.mutations import (
     FORGED,
-    RING,
-    WatchedRing,
     checksum_of_group,
     content,
     damaged_file,
     judge,
     mutated,
-    shared_messages,
     valid_files,
     valid_messages,
 )
@@ -139,17 +134,15 @@ def _content(path: Path) -> str:
 
 def fuzz_messages(settings: Settings) -> tuple[Counter[tuple[str, str]], list[str]]:
     """Decode damaged messages; count outcomes per damage, and describe findings."""
-    writer = RingWriter(RING)
-    ring = WatchedRing(writer.announcement())
-    pool, rng = valid_messages() + shared_messages(writer), random.Random(settings.seed)
-    genuine = {content(decode(frames, ring)) for frames in pool}
+    pool, rng = valid_messages(), random.Random(settings.seed)
+    genuine = {content(decode(frames)) for frames in pool}
     seen: Counter[tuple[str, str]] = Counter()
     findings: list[str] = []
     tracemalloc.start()
     for number in range(settings.messages):
         name, frames = mutated(rng, pool)
         try:
-            outcome = judge(frames, genuine, ring, forged=name in FORGED)
+            outcome = judge(frames, genuine, forged=name in FORGED)
         except AssertionError as error:
             outcome = "altered"
             findings.append(f"message {number} ({name}): {error}")
@@ -158,7 +151,6 @@ def fuzz_messages(settings: Settings) -> tuple[Counter[tuple[str, str]], list[st
             findings.append(f"message {number} ({name}): {type(error).__name__}: {str(error)[:200]}")
         seen[name, outcome] += 1
     tracemalloc.stop()
-    writer.close()
     return seen, findings
 
 

@@ -30,7 +30,6 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.messaging.authentication import admitting
 from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.episode_codec import as_bytes
-from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
 from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
@@ -121,7 +120,7 @@ def serve(pipeline: str, folder: Path, endpoint: str, keys: Path | None) -> None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with admitting(context, security):
         socket = bind_router(context, endpoint, security)
-        ReplayServer(RawCore(folder), socket, Rings(0)).run(multiprocessing.get_context("spawn").Event())  # type: ignore[arg-type]
+        ReplayServer(RawCore(folder), socket).run(multiprocessing.get_context("spawn").Event())  # type: ignore[arg-type]
     context.destroy(linger=1000)
     return None
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from asyncrl.actors.imagination import Imagination
-from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -62,7 +61,7 @@ def scripted(tmp_path: Path) -> Iterator[tuple[ReplayServer, ScriptedSocket, Clo
     """A service with credit for one group, a learner and the actors a and b, on a clock of its own."""
     clock, socket = Clock(), ScriptedSocket()
     core = make_core(tmp_path, make_limiter(per_update=1, max_lag=0, clock=clock))
-    service = ReplayServer(core, socket, Rings(0))  # type: ignore[arg-type]
+    service = ReplayServer(core, socket)  # type: ignore[arg-type]
     socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0)
     for name in ("a", "b"):
         socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0)

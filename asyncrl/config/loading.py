@@ -1,7 +1,7 @@
 """Reads a `TrainConfig` from flags and TOML files, and writes it for the run's folder. Imports no torch.
 
-The file gives the defaults, the flags win. A name that was changed is answered with the new one; in the
-`config.json` of an older run it is read as the new one.
+The file gives the defaults, the flags win. A name that was changed is answered with the new one, and one that
+is gone with what to do; in the `config.json` of an older run they are read as the new one, and left out.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ RENAMED: Final = MappingProxyType(
     }
 )
 """Name of a setting before 0.1.0 -> its name now."""
+REMOVED: Final = MappingProxyType(
+    {"replay.shared_megabytes": "Leave it out: pictures go through the socket, which is fast enough."}
+)
+"""Name of a setting that is gone -> what to do."""
 PARTS: Final = ("policy", "world", "reward")
 """Settings that a table may give: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
 
@@ -91,6 +95,8 @@ def _renamed(table: dict[str, Any], section: str = "") -> dict[str, Any]:
     """Give the settings of an older run their present names."""
     found: dict[str, Any] = {}
     for key, value in table.items():
+        if section + key in REMOVED:
+            continue
         name = RENAMED.get(section + key, section + key).removeprefix(section)
         found[name] = _renamed(value, f"{section}{key}.") if isinstance(value, dict) else value
     return found
@@ -111,6 +117,8 @@ def _opened_parts(table: dict[str, Any], where: str, section: str) -> dict[str, 
 
 
 def _hint(name: str, known: typing.Iterable[str]) -> str:
+    if name in REMOVED:
+        return f" It is gone. {REMOVED[name]}"
     if name in RENAMED:
         return f" It is called {RENAMED[name].rpartition('.')[2]!r} now."
     near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
@@ -146,12 +154,15 @@ def parse(arguments: list[str], prog: str = "asyncrl train", description: str | 
 
 
 def refuse_old_flags(arguments: list[str]) -> None:
-    """Answer a flag that has another name now.
+    """Answer a flag that has another name now, or that is gone.
 
     Raises:
-        ConfigError: Says the new name.
+        ConfigError: Says the new name, or what to do.
     """
     for argument in arguments:
         flag = argument.partition("=")[0]
-        if flag.startswith("--") and (now := RENAMED.get(flag[2:].replace("-", "_"))):
+        name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
+        if name in REMOVED:
+            raise ConfigError(f"{flag} is gone. {REMOVED[name]}")
+        if now := RENAMED.get(name):
             raise ConfigError(f"{flag} is called --{now.replace('_', '-')} now.")

@@ -83,9 +83,6 @@ class ReplaySettings(Bounded):
     """A group is trained on in up to this many updates, as long as the lag bound lets it."""
     sampler: ReplaySampler = "oldest"
     """Which groups an update gets. prioritized: by chance, in proportion to the spread of their returns."""
-    shared_megabytes: Annotated[int, AtLeast(0, "it is a size.", "Use 256, or 0 for none.")] = 256
-    """Shared memory (MiB) through which an actor hands pictures to a replay on its host; what does not fit
-    goes through the socket. Memory is taken when it is used. 0: sockets only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

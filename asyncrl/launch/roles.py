@@ -59,7 +59,6 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         port = ZmqActorPort(
             info.replay_endpoint,
             name,
-            shared_bytes=config.replay.shared_megabytes * 2**20,
             security=endpoints.client_keys(config, name),
         )
         actor = Actor(
@@ -80,7 +79,6 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
 def replay_main(config_json: str, info_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.launch import endpoints
-    from asyncrl.launch.placement import parse_placement
     from asyncrl.replay.join_settings import JoinSettings
     from asyncrl.replay.replay import open_replay
     from asyncrl.replay.server import serve_replay
@@ -89,12 +87,10 @@ def replay_main(config_json: str, info_json: str) -> None:
     process_status.publish_as(Path(info.run_dir), "replay")
     process_status.set_activity("opening the files", config.startup_timeout)
     core = open_replay(Path(info.run_dir) / "replay", config)
-    actors = len(parse_placement(config.placement, world_size(), 0, joined=True).actors)
     serve_replay(
         core,
         info.replay_endpoint,
         security=endpoints.server_keys(config),
-        shared_bytes=actors * config.replay.shared_megabytes * 2**20,
         settings=JoinSettings(config=config_json, weights=info.pull_endpoint),
     )
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import reprlib
 import zlib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
-from asyncrl.messaging.shared_memory import SHARED_ARRAYS, RingMissing, RingReader
 from asyncrl.records import (
     EPISODE_ARRAYS,
     EPISODE_SCALARS,
@@ -71,8 +69,6 @@ Buffer = bytes | bytearray | memoryview
 MAX_FRAME_BYTES: Final = 256 * 2**20
 MAX_MESSAGE_BYTES: Final = 512 * 2**20
 MAX_DIMENSION: Final = 2**20
-NOT_SHARED: Final[Mapping[str, int]] = MappingProxyType({})
-"""Offsets in the ring of an episode that is sent in frames."""
 
 
 def scalars_of(episode: Episode) -> dict[str, Any]:
@@ -106,46 +102,30 @@ def check_sizes(lengths: Sequence[int]) -> None:
         )
 
 
-def write_arrays(
-    episode: Episode, offsets: Mapping[str, int] = NOT_SHARED
-) -> tuple[list[list[Any]], list[Buffer]]:
+def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
     """Return the header's entries and the frames of an episode's arrays; the frames are no copies.
-
-    Args:
-        episode: Whose arrays.
-        offsets: Array -> its offset in the sender's ring, for those that were copied there.
 
     Raises:
         WireError: An array has a type or a shape that an episode cannot have.
     """
     entries: list[list[Any]] = []
     payload: list[Buffer] = []
-    lengths: list[int] = []
     sizes: dict[str, int] = {}
     arrays = {name: np.ascontiguousarray(array) for name, array in episode_arrays(episode).items()}
     specs = _specs([(name, arrays[name].dtype.name, list(arrays[name].shape)) for name in episode.sample])
     for (name, array), spec in zip(arrays.items(), specs.values(), strict=True):
         _check_shape(name, spec, array.dtype.name, list(array.shape), sizes)
         frame = as_bytes(array)
-        entry: list[Any] = [name, array.dtype.name, list(array.shape), zlib.crc32(frame)]
-        shared = name in offsets
-        entries.append([*entry, offsets[name]] if shared else entry)
-        payload.append(b"" if shared else frame)
-        lengths.append(len(frame))
-    check_sizes(lengths)
+        entries.append([name, array.dtype.name, list(array.shape), zlib.crc32(frame)])
+        payload.append(frame)
+    check_sizes([len(frame) for frame in payload])
     return entries, payload
 
 
-def read_episode(
-    scalars: Any, arrays: Any, frames: Sequence[Buffer], ring: RingReader | None, *, views: bool
-) -> tuple[Episode, int]:
-    """Read what the header says of an episode, its frames, and its arrays in the ring.
+def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, views: bool) -> Episode:
+    """Read what the header says of an episode, and its frames.
 
-    Arrays from frames are fresh, writable copies; those in the ring, and with `views` the images in frames
-    too, are read-only views.
-
-    Returns:
-        The episode, and how many of its bytes lie in the ring.
+    The arrays are fresh, writable copies; with `views` the images are read-only views.
 
     Raises:
         WireError: Whatever is wrong with it.
@@ -162,21 +142,21 @@ def read_episode(
             f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {fixed} and the sample's."
         )
     for entry in arrays:
-        if not isinstance(entry, list) or len(entry) not in (4, 5):
+        if not isinstance(entry, list) or len(entry) != 4:
             raise WireError(f"the entry of an array is {shown(entry)}.")
     sample = arrays[1 : 1 + len(arrays) - fixed]  # After the first, as in `array_specs`.
     specs = _specs([entry[:3] for entry in sample])
-    found, shared_bytes = _locate(specs, arrays, frames, ring)
+    _check_arrays(specs, arrays, frames)
     read: dict[str, Any] = {}
-    for (name, spec), entry, content in zip(specs.items(), arrays, found, strict=True):
+    for (name, spec), entry, content in zip(specs.items(), arrays, frames, strict=True):
         if type(entry[3]) is not int or zlib.crc32(content) != entry[3]:
             raise WireError(f"the checksum of {name} does not match: it was changed on its way.")
         little = np.dtype(spec.dtype).newbyteorder("<")
         array = np.frombuffer(memoryview(content).toreadonly(), little).reshape(entry[2])
-        in_place = len(entry) == 5 or (views and little.itemsize == 1)  # Wider ones may not be aligned.
+        in_place = views and little.itemsize == 1  # Wider ones may not be aligned.
         read[name] = array.astype(spec.dtype, copy=not in_place)
     shown_again = {entry[0]: read.pop(entry[0]) for entry in sample}
-    return Episode(**scalars, **read, sample=shown_again), shared_bytes
+    return Episode(**scalars, **read, sample=shown_again)
 
 
 def _specs(sample: Sequence[Any]) -> dict[str, ArraySpec]:
@@ -187,29 +167,15 @@ def _specs(sample: Sequence[Any]) -> dict[str, ArraySpec]:
         raise WireError(f"{error}.") from None
 
 
-def _locate(
-    specs: dict[str, ArraySpec], arrays: list[Any], frames: Sequence[Buffer], ring: RingReader | None
-) -> tuple[list[Buffer], int]:
-    """Check all sizes; return where each array's bytes are, and how many of them lie in the ring."""
+def _check_arrays(specs: dict[str, ArraySpec], arrays: list[Any], frames: Sequence[Buffer]) -> None:
+    """Check what the header says of all arrays against `records` and against the frames' lengths."""
     sizes: dict[str, int] = {}
-    found: list[Buffer] = []
     for (name, spec), entry, frame in zip(specs.items(), arrays, frames, strict=True):
         if entry[0] != name:
             raise WireError(f"the entry of array {name} is {shown(entry)}.")
-        size, shared = _check_shape(name, spec, entry[1], entry[2], sizes), len(entry) == 5
-        if len(frame) != (0 if shared else size):
+        if len(frame) != _check_shape(name, spec, entry[1], entry[2], sizes):
             raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
-        found.append(_in_ring(name, entry[4], size, ring) if shared else frame)
-    check_sizes([len(content) for content in found])
-    return found, sum(map(len, found)) - sum(map(len, frames))
-
-
-def _in_ring(name: str, offset: Any, size: int, ring: RingReader | None) -> memoryview:
-    if ring is None:
-        raise RingMissing(f"{name} lies in a ring of shared memory that this side has not mapped.")
-    if name not in SHARED_ARRAYS or type(offset) is not int:
-        raise WireError(f"{name} cannot lie at {shown(offset)} of the ring.")
-    return ring.view(offset, size)
+    check_sizes([len(frame) for frame in frames])
 
 
 def _check_id(episode_id: str) -> None:

@@ -2,8 +2,7 @@
 
     frame 0    magic b"ARL1" | u32 crc32(body) | body: JSON {"schema", "kind", fields of the kind,
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
-    frame 1..  one raw frame per array of `records.episode_arrays`, little-endian, C order, in that order;
-               empty when the array's entry has a fifth part: its offset in the sender's ring (`shared`)
+    frame 1..  one raw frame per array of `records.episode_arrays`, little-endian, C order, in that order
 
 Schema version 1; 2 where the sample of the episode is other arrays than action tokens alone. Which fields a
 kind has, and which arrays of which type and rank an episode has, is fixed here and in `records`; a peer only
@@ -16,14 +15,13 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncrl import __version__
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import (
-    NOT_SHARED,
     Buffer,
     check_keys,
     check_sizes,
@@ -33,7 +31,6 @@ from asyncrl.messaging.episode_codec import (
     shown,
     write_arrays,
 )
-from asyncrl.messaging.shared_memory import RingReader
 from asyncrl.records import (
     EPISODE_ARRAYS,
     MAX_SAMPLE_ARRAYS,
@@ -77,8 +74,6 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "status_reply": {"readings": dict, "contents": str},
     "stop": {},
     "stopped": {},
-    "ring": {"host": str, "name": str, "pid": int, "fd": int, "bytes": int},
-    "ring_answer": {"mapped": bool, "reason": str},
     "refused": {"reason": str, "package": str},
 }
 """Every kind of message with its fields. `package` is the sender's version of asyncrl.
@@ -95,8 +90,6 @@ class Message:
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     episode: Episode | None = None
-    shared_bytes: int = 0
-    """Bytes of the episode that came through the ring."""
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -105,7 +98,6 @@ class Message:
 def encode(
     kind: str,
     episode: Episode | None = None,
-    offsets: Mapping[str, int] = NOT_SHARED,
     /,
     **fields: Any,
 ) -> list[Buffer]:
@@ -114,7 +106,6 @@ def encode(
     Args:
         kind: One of `KINDS`.
         episode: For kinds in `WITH_EPISODE`. Not copied: do not change its arrays before they were sent.
-        offsets: Array of the episode -> its offset in this process's ring; its frame is left empty.
         fields: Exactly the fields of the kind; `package` may be left out and is this version then.
 
     Returns:
@@ -133,22 +124,20 @@ def encode(
     schema = SCHEMA_VERSION if episode is None else schema_version(episode.sample)
     if episode is not None:
         header["episode"] = scalars_of(episode)
-        header["arrays"], payload = write_arrays(episode, offsets)
+        header["arrays"], payload = write_arrays(episode)
     frames: list[Buffer] = [write_header(header, schema), *payload]
     _check_sizes(frames)
     return frames
 
 
-def decode(frames: Sequence[Buffer], ring: RingReader | None = None, *, views: bool = False) -> Message:
-    """Read a message. Arrays in frames are fresh, writable copies; those in the ring are read-only views.
+def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
+    """Read a message. Arrays are fresh, writable copies.
 
     Args:
         frames: As they came.
-        ring: The sender's, when it has one.
-        views: Leave the images in frames too where they are, as views that keep their frames in memory.
+        views: Leave the images where they are, as read-only views that keep their frames in memory.
 
     Raises:
-        RingMissing: An array lies in a ring, and there is none.
         WireError: Whatever is wrong with it.
     """
     _check_sizes(frames)
@@ -166,10 +155,10 @@ def decode(frames: Sequence[Buffer], ring: RingReader | None = None, *, views: b
                 f"{kind!r} carries no episode, but came with one or with {len(frames) - 1} arrays."
             )
         return Message(kind=kind, fields=header)
-    episode, shared_bytes = read_episode(scalars, arrays, frames[1:], ring, views=views)
+    episode = read_episode(scalars, arrays, frames[1:], views=views)
     if schema != schema_version(episode.sample):
         raise WireError(f"a sample of {shown(list(episode.sample))} is not of schema version {schema}.")
-    return Message(kind=kind, fields=header, episode=episode, shared_bytes=shared_bytes)
+    return Message(kind=kind, fields=header, episode=episode)
 
 
 def _check_sizes(frames: Sequence[Buffer]) -> None:

@@ -210,22 +210,6 @@ WIRE_BYTES = define(
     "Episode bytes received by the replay.",
     "Grows steadily; 0 with --inline.",
 )
-SHARED_BYTES = define(
-    "wire/shared_bytes",
-    Reduction.LAST,
-    "bytes",
-    "Those that came through shared memory.",
-    "Most of `wire/bytes`, if arrays of 64 KiB or more are sent. 0: the replay's log says why; actors on "
-    "other hosts use the socket.",
-)
-UNSHARED = define(
-    "wire/unshared",
-    Reduction.LAST,
-    "episodes",
-    "Large ones that used the socket though their actor has a ring.",
-    "0, or few: an episode that is sent again counts too. Otherwise the rings are full: raise "
-    "--replay.shared-megabytes.",
-)
 WIRE_ERRORS = define(
     "wire/errors",
     Reduction.LAST,

@@ -40,7 +40,6 @@ class ZmqActorPort:
         actor_name: str,
         *,
         window: int = WINDOW,
-        shared_bytes: int = 0,
         warn: Callable[[str], None] = print,
         security: ClientKeys | None = None,
     ) -> None:
@@ -50,12 +49,11 @@ class ZmqActorPort:
             endpoint: Of the replay.
             actor_name: Unique in the run; a respawned actor keeps the name of its predecessor.
             window: Groups with unacknowledged episodes from which on no further group is acquired.
-            shared_bytes: Size of the ring of shared memory to a replay on this host; 0: sockets only.
             warn: Receives one line for each episode that the replay dropped.
             security: This actor's keys, when the replay has some.
         """
         self._link = Connection(endpoint, "actor", actor_name, 0, security)
-        self._outbox = Outbox(self._link, shared_bytes, warn)
+        self._outbox = Outbox(self._link, warn)
         self._window = window
         self._request_number, self._asked_at, self._asked_server_id = 0, -float("inf"), ""
         self._grant: GroupGrant | None = None
@@ -131,7 +129,6 @@ class ZmqActorPort:
             self._link.send_now("bye")
         finally:
             self._link.close()
-            self._outbox.close()
 
     def leave(self, deadline: float) -> None:
         """Leave a run that goes on: hand over what is finished, give the open groups back.
@@ -151,7 +148,6 @@ class ZmqActorPort:
                 self._exchange(0.05)  # Its queue is full of episodes.
         finally:
             self._link.close()
-            self._outbox.close()
 
     def _exchange(self, wait: float) -> None:
         self._outbox.send_due()

@@ -38,8 +38,6 @@ class Connection:
         self.session = os.urandom(8).hex()
         self.server_id = ""
         """Which process of the replay knows this port; empty: none."""
-        self.introductions = 0
-        """How often it introduced itself; a process of the replay forgets what it was told before."""
         self.stopped = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -131,7 +129,6 @@ class Connection:
         self._context.destroy(linger=LINGER_MS)
 
     def _introduce(self) -> None:
-        self.introductions += 1
         self.send_now("hello", role=self.role, name=self.name, session=self.session, version=self.version)
 
     def _welcome(self, message: Message) -> None:

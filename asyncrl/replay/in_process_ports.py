@@ -114,7 +114,7 @@ class InlineLearnerPort:
 
     def status(self) -> dict[Metric, float]:
         """See `LearnerPort.status`. Nothing passes a wire."""
-        wire = dict.fromkeys((m.WIRE_BYTES, m.WIRE_ERRORS, m.SHARED_BYTES, m.UNSHARED), 0.0)
+        wire = dict.fromkeys((m.WIRE_BYTES, m.WIRE_ERRORS), 0.0)
         return self._core.status() | wire
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Who talks to the replay: introductions, rings of shared memory and farewells in, names and answers out.
+"""Who talks to the replay: introductions and farewells in, names and answers out.
 
 Part of the replay's one serving thread. `PeerSender` is the way back to the peers.
 """
@@ -14,7 +14,6 @@ import zmq
 from asyncrl import __version__
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import Buffer
-from asyncrl.messaging.shared_memory import Rings
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.replay.join_settings import ROLE, JoinSettings
 from asyncrl.replay.replay import Replay
@@ -64,9 +63,9 @@ class PeerSender:
 class Peers:
     """The learner and the actors that are there."""
 
-    def __init__(self, core: Replay, sender: PeerSender, rings: Rings, settings: JoinSettings | None) -> None:
+    def __init__(self, core: Replay, sender: PeerSender, settings: JoinSettings | None) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.sender, self.rings, self.settings = core, sender, rings, settings
+        self.core, self.sender, self.settings = core, sender, settings
         self.server_id = os.urandom(8).hex()
         """Names this process of the replay."""
         self.actors: dict[bytes, str] = {}
@@ -100,19 +99,6 @@ class Peers:
         name = self._forget(peer)
         if name is not None and not self.core.stopped:
             self.core.leave(name)
-
-    def ring(self, peer: bytes, message: Message) -> None:
-        """Map an actor's ring, or say why the socket must be used."""
-        if peer not in self.actors:
-            return
-        try:
-            reason = self.rings.announced(peer, message.fields)
-        except WireError as error:
-            self.sender.refuse(peer, error)
-            return
-        if reason:
-            _LOG.info("episodes of %s come through the socket: %s", self.actors[peer][:40], reason)
-        self.sender.send(peer, "ring_answer", mapped=not reason, reason=reason[:1000])
 
     def tell_settings(self, peer: bytes, message: Message) -> None:
         """Give one that wants to join a part of the run's settings."""
@@ -154,7 +140,6 @@ class Peers:
     def _forget(self, peer: bytes) -> str | None:
         """Forget a peer; returns its name when it was an actor."""
         self._told.pop(peer, None)
-        self.rings.forget(peer)
         return self.actors.pop(peer, None)
 
 

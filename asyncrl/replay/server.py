@@ -24,7 +24,6 @@ from asyncrl.errors import WireError
 from asyncrl.messaging.authentication import admitting
 from asyncrl.messaging.curve_keys import ServerKeys
 from asyncrl.messaging.episode_codec import Buffer
-from asyncrl.messaging.shared_memory import SHARED_FROM, RingMissing, Rings, same_host
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.observability import metrics_system as m
@@ -51,7 +50,6 @@ def serve_replay(
     endpoint: str,
     *,
     security: ServerKeys | None = None,
-    shared_bytes: int = 0,
     settings: JoinSettings | None = None,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
@@ -62,7 +60,6 @@ def serve_replay(
         core: Closed at the end.
         endpoint: To bind; see `sockets.check_endpoint`.
         security: The replay's keys and whom it admits; None for an endpoint that only this user can reach.
-        shared_bytes: What the rings of shared memory of all actors on this host may have; 0: sockets only.
         settings: What actors that join are told; None: nobody can join.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
@@ -78,8 +75,7 @@ def serve_replay(
             if ready is not None:
                 ready()
             core.write_in_background()
-            rings = Rings(shared_bytes if same_host(endpoint) else 0)
-            ReplayServer(core, socket, rings, settings).run(stop_event or threading.Event())
+            ReplayServer(core, socket, settings).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         core.close()
@@ -92,24 +88,22 @@ class ReplayServer:
         self,
         core: Replay,
         socket: zmq.Socket[bytes],
-        rings: Rings,
         settings: JoinSettings | None = None,
     ) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.socket, self.rings, self.sender = core, socket, rings, PeerSender(socket)
-        self.peers = Peers(core, self.sender, rings, settings)
+        self.core, self.socket, self.sender = core, socket, PeerSender(socket)
+        self.peers = Peers(core, self.sender, settings)
         self._turned = time.monotonic()
         self._acquires: dict[bytes, int] = {}
         self._sample: Message | None = None
         self._batch: deque[list[Buffer]] = deque()
         self._batch_of = ""
         """The request that `_batch` answers."""
-        self._bytes, self._shared_bytes, self._unshared = 0, 0, 0
+        self._bytes = 0
         self._handlers: dict[str, Callable[[bytes, Message], None]] = {
             "hello": self._hello,
             "ping": self.peers.ping,
             "bye": self.peers.bye,
-            "ring": self.peers.ring,
             "settings": self.peers.tell_settings,
             "acquire": self._acquire,
             "episode": self._episode,
@@ -152,7 +146,7 @@ class ReplayServer:
 
     def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
         try:
-            message = decode(frames, self.rings.get(peer), views=True)
+            message = decode(frames, views=True)
             if message.kind not in self._handlers:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
@@ -162,27 +156,18 @@ class ReplayServer:
             elif message.kind == "report" and (other := sorted(message["readings"].keys() - REPORTED.keys())):
                 raise WireError(f"actors do not report {other[0][:40]!r}, only {', '.join(REPORTED)}.")
         except WireError as error:
-            if isinstance(error, RingMissing) and peer not in self.peers.actors:
-                self.peers.introduce(peer)
-            else:
-                self.sender.refuse(peer, error)
+            self.sender.refuse(peer, error)
             return
         if peer in self.peers.actors:
             self.core.limiter.note_heartbeat(self.peers.actors[peer])
         if message.kind in WITH_EPISODE:
-            self._count(peer, message, frames)
+            self._bytes += sum(map(len, frames))
         if self.core.stopped and message.kind not in ("bye", "status", "stop"):
             self.sender.send(peer, "stopped")
         elif message.kind in ("hello", "settings") or peer in self.peers.actors or peer == self.peers.learner:
             self._handlers[message.kind](peer, message)
         elif message.kind != "bye":
             self.peers.introduce(peer)
-
-    def _count(self, peer: bytes, message: Message, frames: list[Buffer]) -> None:
-        lengths = [len(frame) for frame in frames]
-        self._bytes += sum(lengths) + message.shared_bytes
-        self._shared_bytes += message.shared_bytes
-        self._unshared += self.rings.get(peer) is not None and max(lengths) >= SHARED_FROM
 
     def _answer(self) -> None:
         """Send what is due: receipts, grants, the batch."""
@@ -272,7 +257,6 @@ class ReplayServer:
     def _status(self, peer: bytes, message: Message) -> None:
         readings = self.core.status()
         readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.sender.errors)}
-        readings |= {m.SHARED_BYTES: float(self._shared_bytes), m.UNSHARED: float(self._unshared)}
         named = {metric.name: value for metric, value in readings.items()}
         self.sender.send(peer, "status_reply", readings=named, contents=self.core.contents()[:4000])
 

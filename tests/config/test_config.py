@@ -16,7 +16,7 @@ from asyncrl.config.algorithm import (
     LoraSettings,
     OptimizerSettings,
 )
-from asyncrl.config.loading import RENAMED, load_file, overlay, parse, to_json
+from asyncrl.config.loading import REMOVED, RENAMED, load_file, overlay, parse, to_json
 from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig, WeightSettings
 from asyncrl.errors import ConfigError
 from support import ROOT
@@ -227,6 +227,20 @@ def test_an_old_flag_is_answered_with_its_new_name(old: str) -> None:
     new = RENAMED[old].replace("_", "-")
     with pytest.raises(ConfigError, match=rf"--{old.replace('_', '-')} is called --{new} now"):
         parse([f"--{old.replace('_', '-')}", "3"])
+
+
+@pytest.mark.parametrize("gone", sorted(REMOVED))
+def test_a_setting_that_is_gone_is_answered_and_in_an_old_run_left_out(gone: str, tmp_path: Path) -> None:
+    section, _, name = gone.rpartition(".")
+    flag = f"--{gone.replace('_', '-')}"
+    for arguments in ([flag, "256"], [f"{flag}=256"]):
+        with pytest.raises(ConfigError, match=rf"{flag} is gone. {REMOVED[gone]}"):
+            parse(arguments)
+    with pytest.raises(ConfigError, match=f"'{name}'.* It is gone. {REMOVED[gone]}"):
+        load_file(toml(tmp_path, f"[{section}]\n{name} = 256\n"))
+    run = tmp_path / "config.json"
+    run.write_text(json.dumps({"updates": 7, section: {name: 256}}))
+    assert load_file(run) == TrainConfig(updates=7)
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED))

@@ -1,7 +1,5 @@
 """Damaged messages and files end in the one error, or arrive as they were; `benchmarks/fuzz.py` does more."""
 
-import math
-import mmap
 import random
 import tracemalloc
 from collections import Counter
@@ -10,24 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import ReplayError, WireError
-from asyncrl.messaging.shared_memory import RingWriter
+from asyncrl.errors import ReplayError
 from asyncrl.messaging.wire import KINDS, decode
 from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.files.reader import read_group, read_layout
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import read_meta
-from support.episodes import unpack
 from support.mutations import (
     FORGED,
-    RING,
-    WatchedRing,
     checksum_of_group,
     content,
     damaged_file,
     judge,
     mutated,
-    shared_messages,
     valid_files,
     valid_messages,
 )
@@ -42,39 +35,18 @@ def _traced() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_traced")
 def test_a_damaged_message_is_refused_or_unchanged() -> None:
-    writer = RingWriter(RING)
-    ring = WatchedRing(writer.announcement())
-    pool, rng = valid_messages() + shared_messages(writer), random.Random(0)
-    genuine = {content(decode(frames, ring)) for frames in pool}
+    pool, rng = valid_messages(), random.Random(0)
+    genuine = {content(decode(frames)) for frames in pool}
     seen: Counter[tuple[str, str]] = Counter()
     for _ in range(3000):
         name, frames = mutated(rng, pool)
-        seen[name, judge(frames, genuine, ring, forged=name in FORGED)] += 1
-    writer.close()
-    assert {decode(frames, ring).kind for frames in pool} == KINDS.keys()
+        seen[name, judge(frames, genuine, forged=name in FORGED)] += 1
+    assert {decode(frames).kind for frames in pool} == KINDS.keys()
     assert sum(seen.values()) == 3000
     assert seen["forge", "refused"] > 100
     assert seen["forge", "accepted"] > 0, "an extreme but legal number, as it was said"
     assert seen["misplace", "refused"] > 100
-    assert seen["misplace", "accepted"] > 0, "the same bytes at another place, or no array at all"
-
-
-def test_a_changed_byte_in_the_ring_is_always_found() -> None:
-    writer = RingWriter(RING)
-    pool, rng, ring = shared_messages(writer), random.Random(4), WatchedRing(writer.announcement())
-    with mmap.mmap(writer.announcement()["fd"], RING) as memory:
-        original = memory[:]
-        for _ in range(500):
-            frames = rng.choice(pool)
-            entry = rng.choice(
-                [entry for entry in unpack(frames)[0]["arrays"] if len(entry) == 5 and 0 not in entry[2]]
-            )
-            place = entry[4] + rng.randrange(math.prod(entry[2]))
-            memory[place] ^= 1 << rng.randrange(8)
-            with pytest.raises(WireError, match=f"checksum of {entry[0]}"):
-                decode(frames, ring)
-            memory[place] = original[place]
-    writer.close()
+    assert seen["misplace", "accepted"] > 0, "the sample in another order, or what is the same"
 
 
 def test_a_damaged_group_file_is_refused_or_unchanged(tmp_path: Path) -> None:

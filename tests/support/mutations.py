@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import WireError
-from asyncrl.messaging.shared_memory import SHARED_ARRAYS, RingReader, RingWriter
 from asyncrl.messaging.wire import KINDS, WITH_EPISODE, Message, decode, encode
 from asyncrl.records import problem_with
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.ledger import Ledger, write_line
-from support.episodes import SAMPLES, make_episode, pack, unpack
+from support.episodes import SAMPLES, make_episode, pack, unpack, with_chain
 
 Frames = list[bytes]
 EXTREMES: list[Any] = [
@@ -29,8 +28,6 @@ EXTREMES: list[Any] = [
     *("../x", "\ud800", "NaN", [], {}, [[]], [1] * 100, {"a": 1.0}, ["uint8"], "|O", ">u1", [2**40] * 4),
 ]
 """Values put in place of header entries."""
-RING = 2**16
-"""Bytes of the ring that the messages of `shared_messages` fill almost."""
 FORGED = {"forge", "bomb", "misplace"}
 """Kinds of damage after which the checksum of the header is right again."""
 SLACK = 16 * 2**20
@@ -43,33 +40,10 @@ def valid_messages() -> list[Frames]:
     for kind, about in KINDS.items():
         fields = {name: SAMPLES[expected] for name, expected in about.items()}
         episodes = [make_episode(i, i % 2, video=i == 3, image=4 + 4 * (i == 4)) for i in range(5)]
+        episodes += [with_chain(episode) for episode in episodes[2:]]
         for episode in episodes if kind in WITH_EPISODE else [None]:
             found.append([bytes(frame) for frame in encode(kind, episode, **fields)])
     return found
-
-
-def shared_messages(ring: RingWriter) -> list[Frames]:
-    """Messages with episodes whose pictures lie in the ring, also twice the same and next to each other."""
-    found = []
-    for number, size in enumerate((4, 4, 8, 16, 16)):
-        episode = make_episode(number, number % 2, image=size, video=number > 2)
-        for _ in range(1 + (number == 4)):
-            names = SHARED_ARRAYS[: 1 + number % 3]
-            offsets = {name: ring.put(getattr(episode, name)) for name in names}
-            placed = {name: offset for name, offset in offsets.items() if offset is not None}
-            found.append([bytes(frame) for frame in encode("episode", episode, placed)])
-    return found
-
-
-class WatchedRing(RingReader):
-    """A ring that notes a view outside of it."""
-
-    def view(self, offset: int, size: int) -> memoryview:
-        """See `RingReader.view`."""
-        found = super().view(offset, size)
-        assert 0 <= offset <= offset + size <= self.size, "outside of the ring"
-        assert len(found) == size, "not what was asked for"
-        return found
 
 
 def content(message: Message) -> bytes:
@@ -199,21 +173,19 @@ def forge(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
 
 
 def misplace(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
-    """Say another place in the ring, or one for an array that has none, and make the checksum right again."""
+    """Take another array's entry, place or name for one, and make the checksum of the header right again."""
     header, payload = unpack(rng.choice([frames for frames in pool if len(frames) > 1]))
-    place, other = rng.randrange(len(payload)), rng.choice(header["arrays"])
-    entry = header["arrays"][place]
-    offset = entry[4] if len(entry) == 5 else 0
-    near = [offset + step for step in (-1, 1, -64, 64, RING - 1, -RING)]
-    near += [0, RING, RING - 1, RING - 64, rng.randrange(RING), other[-1]]
+    arrays, (one, other) = header["arrays"], rng.choices(range(len(payload)), k=2)
     change = rng.randrange(4)
     if change == 0:
-        entry[4:] = []
+        arrays[one][1:] = arrays[other][1:]
     elif change == 1:
-        entry[1:4] = other[1:4]
+        arrays[one], arrays[other] = arrays[other], arrays[one]
+        payload[one], payload[other] = payload[other], payload[one]
+    elif change == 2:
+        arrays[one][0] = rng.choice([arrays[other][0], *EXTREMES])
     else:
-        entry[4:] = [rng.choice(near if change == 2 else EXTREMES)]
-        payload[place] = b"" if rng.random() < 0.5 else payload[place]
+        arrays[one][4:] = [rng.choice(EXTREMES)]
     return pack(header, payload)
 
 
@@ -233,19 +205,15 @@ MESSAGES = [
 
 
 def _said(frames: Frames) -> str:
-    """What the header says, without places in a ring."""
-    header = unpack(frames)[0]
-    if isinstance(header.get("arrays"), list):
-        header["arrays"] = [entry[:4] for entry in header["arrays"]]
-    return json.dumps(header, sort_keys=True)
+    """What the header says."""
+    return json.dumps(unpack(frames)[0], sort_keys=True)
 
 
-def judge(frames: Frames, genuine: set[bytes], ring: RingReader | None = None, *, forged: bool) -> str:
+def judge(frames: Frames, genuine: set[bytes], *, forged: bool) -> str:
     """Decode and say 'refused' or 'accepted'. Call with tracemalloc running.
 
     Args:
         frames: What arrives.
-        ring: Of the sender.
         genuine: Contents that may be accepted.
         forged: The sender made the checksum right: what its header says may be accepted, and only that.
 
@@ -256,7 +224,7 @@ def judge(frames: Frames, genuine: set[bytes], ring: RingReader | None = None, *
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
-        message = decode(frames, ring)
+        message = decode(frames)
     except WireError:
         message = None
     taken = tracemalloc.get_traced_memory()[1] - before
@@ -285,7 +253,8 @@ def valid_files(folder: Path) -> dict[str, list[bytes]]:
     groups = []
     for number, image in enumerate((4, 8, 16)):
         path = folder / f"group-{number}.h5"
-        write_group(path, number, [make_episode(number, i, image=image, video=image == 8) for i in (0, 1)])
+        group = [make_episode(number, i, image=image, video=image == 8) for i in (0, 1)]
+        write_group(path, number, [with_chain(episode) for episode in group] if number == 2 else group)
         groups.append(path.read_bytes())
     ledger = Ledger(folder / "ledger.log", print)
     ledger.append(learner="s", version=0)
