@@ -58,3 +58,9 @@ class WeightSyncError(AsyncRLError):
 
 class RunError(AsyncRLError):
     """The run as a whole cannot go on."""
+
+
+def first_line(error: object, longest: int = 300) -> str:
+    """Shorten an error to its first line, which ends without a period; an error without text to its name."""
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line.strip()[:longest].rstrip(".")

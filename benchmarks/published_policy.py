@@ -41,8 +41,8 @@ from asyncrl.policies.checkpoints.published_policy import SECTION, STATISTICS
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.atomic import write_json
+from asyncrl.storage.tensor_reader import INDEX, Spec
 from asyncrl.storage.tensor_writer import write_file
-from asyncrl.storage.weight_files import INDEX, Spec
 
 KEY = "libero_spatial_no_noops"
 ACTION = {

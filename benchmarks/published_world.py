@@ -28,7 +28,7 @@ from asyncrl.rewards.files import PUBLISHED, load_reward
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
-from asyncrl.storage.tensor_files import write_pth, write_tensors
+from asyncrl.storage.tensor_writer import write_pth, write_tensors
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.files import load_world
 from asyncrl.worlds.wan.published_world import (

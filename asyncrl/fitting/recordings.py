@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.storage.atomic import replacing
 
 if TYPE_CHECKING:
     import h5py
@@ -62,11 +63,10 @@ def write_part(path: Path, episodes: Iterable[SimulatedEpisode], about: dict[str
     import h5py
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".tmp")
     lengths: list[int] = []
     tasks: list[bytes] = []
     seeds: list[int] = []
-    with h5py.File(part, "w", libver=("v110", "v110")) as file:
+    with replacing(path) as part, h5py.File(part, "w", libver=("v110", "v110")) as file:
         file.attrs.update(format=FORMAT, about=json.dumps(about))
         for episode in episodes:
             _append(file, "frames", episode.frames)
@@ -78,7 +78,6 @@ def write_part(path: Path, episodes: Iterable[SimulatedEpisode], about: dict[str
         file["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         file["tasks"] = np.array(tasks, dtype=f"S{max(map(len, tasks), default=1)}")
         file["seeds"] = np.array(seeds, dtype=np.int64)
-    part.rename(path)
     return len(lengths)
 
 

@@ -24,6 +24,7 @@ from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric, Readings, reduce
+from asyncrl.storage.atomic import write_text
 
 HEADER_EVERY = 20
 """Console rows between two headers."""
@@ -200,9 +201,7 @@ def cut_rows_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines(True) if _step_of(line) <= step]
-    part = path.with_name(path.name + ".tmp")
-    part.write_text("".join(kept), encoding="utf-8")
-    os.replace(part, path)  # noqa: PTH105
+    write_text(path, "".join(kept))
 
 
 def _step_of(line: str) -> float:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from asyncrl.records import SCHEMA_VERSIONS
 from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, GroupFile, fingerprint
+from asyncrl.storage.atomic import replacing
 
 _VERSIONS: Final = {
     "format": (FORMAT,),
@@ -77,9 +78,8 @@ class FileIndex:
         self._entries = {}
         try:
             if not complete:
-                temporary = self.path.with_suffix(".log.tmp")
-                temporary.write_bytes(b"".join(map(_line, group_files)))
-                temporary.replace(self.path)
+                with replacing(self.path) as part:
+                    part.write_bytes(b"".join(map(_line, group_files)))
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             self._give_up(error)

@@ -20,6 +20,7 @@ from asyncrl.replay.store import PATTERN, sync
 from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
+from asyncrl.storage.atomic import replacing
 
 IMAGES: Final = ("frames", "final_frame", "video")
 PER_CHUNK: Final = 8
@@ -92,17 +93,13 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
     Raises:
         ReplayError: The disk does not take it. The old file is as it was.
     """
-    temporary = path.with_suffix(".h5.tmp")
     try:
         read_group(path)
-        temporary.unlink(missing_ok=True)  # Of an earlier attempt that was killed.
-        with h5py.File(path, "r") as old, new_hdf5(temporary) as new:
-            _copy(old, new, settings)
-        append_footer(temporary)
-        read_group(temporary)  # Its checksums are those of the old file.
-        sync(temporary)
-        temporary.rename(path)
-        sync(path.parent)
+        with replacing(path) as part:
+            with h5py.File(path, "r") as old, new_hdf5(part) as new:
+                _copy(old, new, settings)
+            append_footer(part)
+            read_group(part)  # Its checksums are those of the old file.
         return path.stat().st_size
     except ReplayError as error:
         warn(f"warning: {error}")
@@ -111,8 +108,6 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
         raise ReplayError(
             f"{path.name} could not be compressed: {error}. Free disk space; what was compressed stays so."
         ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from asyncrl.replay_tools.lerobot import write_lerobot
 from asyncrl.replay_tools.robomimic import write_robomimic
 from asyncrl.replay_tools.samples import Rate, Samples, samples_of
 from asyncrl.replay_tools.selection import EpisodeSelection
+from asyncrl.storage.atomic import unfinished
 
 NEEDED = (*LIGHT, "frames", "actions", "video")
 assert set(NEEDED) <= set(EPISODE_ARRAYS)
@@ -34,9 +35,8 @@ class Export(EpisodeSelection):
         super().__post_init__()
         if self.out.exists():
             raise ConfigError(f"--out {self.out} exists already. Remove it, or choose another name.")
-        unfinished = self.out.with_name(self.out.name + ".tmp")
-        if unfinished.exists():
-            raise ConfigError(f"{unfinished} is left from an export that was interrupted. Remove it first.")
+        if (part := unfinished(self.out)).exists():
+            raise ConfigError(f"{part} is left from an export that was interrupted. Remove it first.")
         if not self.out.parent.is_dir():
             raise ConfigError(f"--out {self.out} is not in an existing folder. Make {self.out.parent} first.")
         if self.format == "robomimic" and self.out.suffix not in (".h5", ".hdf5"):

@@ -20,6 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.replay_tools.episodes import StoredEpisode
 from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples
 from asyncrl.replay_tools.video import can_write_mp4, write_mp4
+from asyncrl.storage.atomic import replacing
 
 IMAGE: Final = "observation.images.agentview"
 _ACTION = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
@@ -134,13 +135,12 @@ def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], 
     """
     _require_packages()
     assert rate == "step"
-    unfinished = out.with_name(out.name + ".tmp")
     books = _Books()
-    video = unfinished / "videos" / IMAGE / f"{FILE}.mp4"
-    video.parent.mkdir(parents=True)
-    write_mp4(video, books.follow(episodes), rate=STEPS_PER_SECOND, options=ENCODING)
-    books.write(unfinished)
-    unfinished.rename(out)
+    with replacing(out) as part:
+        video = part / "videos" / IMAGE / f"{FILE}.mp4"
+        video.parent.mkdir(parents=True)
+        write_mp4(video, books.follow(episodes), rate=STEPS_PER_SECOND, options=ENCODING)
+        books.write(part)
     return books.index
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from asyncrl.replay_tools.episodes import StoredEpisode
 from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples
+from asyncrl.storage.atomic import replacing
 
 GYM = 2
 """The number of robomimic's EnvType.GYM_TYPE; the environment itself cannot be made from the file."""
@@ -40,9 +41,8 @@ def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]]
     Returns:
         Samples of all episodes.
     """
-    unfinished = out.with_name(out.name + ".tmp")
     total, names = 0, {True: list[bytes](), False: list[bytes]()}
-    with h5py.File(unfinished, "w") as file:
+    with replacing(out) as part, h5py.File(part, "w") as file:
         data = file.create_group("data")
         for number, (row, samples) in enumerate(episodes):
             _put_episode(data.create_group(f"demo_{number}"), row, samples)
@@ -53,7 +53,6 @@ def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]]
         mask = file.create_group("mask")
         for success, name in ((True, "success"), (False, "failure")):
             mask.create_dataset(name, data=np.array(names[success], "S"))
-    unfinished.rename(out)
     return total
 
 

@@ -23,15 +23,9 @@ from asyncrl.rewards.resnet import (
     TaskEmbedResnetRewModel,
     build_network,
 )
-from asyncrl.storage.tensor_files import (
-    TensorFiles,
-    check_fit,
-    fill,
-    read_json,
-    write_json,
-    write_pth,
-    write_tensors,
-)
+from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
+from asyncrl.storage.tensor_writer import write_pth, write_tensors
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
@@ -101,12 +95,12 @@ def _open_ours(folder: Path) -> RewardFiles:
             f"{folder / 'reward.json'} is incomplete ({error}). Fit the reward model again."
         ) from error
     return RewardFiles(
-        weights=TensorFiles([folder / WEIGHTS]), config=config, rounded=bool(content.get("rounded"))
+        weights=TensorFiles(folder / WEIGHTS), config=config, rounded=bool(content.get("rounded"))
     )
 
 
 def _open_published(path: Path, tasks: Collection[str]) -> RewardFiles:
-    weights = TensorFiles([path])
+    weights = TensorFiles(path)
     shapes = weights.shapes
     embedding, fusion = (shapes.get(f"{name}.weight") for name in ("task_embedding", "fusion_layer.0"))
     trunk = "net" if embedding is None else "visual_encoder"

@@ -1,57 +1,110 @@
-"""Files of policies: names and JSON in, errors that name the file out; written whole or not at all."""
+"""Write files and folders so that each appears under its name when it is complete, or not at all.
+
+    1  what is written goes to NAME.tmp beside it          a crash leaves that, which nobody reads
+    2  every file and folder of it is flushed to the disk  (fsync)
+    3  it is renamed to NAME, over an old one              a reader sees the old content or the new one
+    4  the folder it is in is flushed                      from here on it survives a loss of power
+
+Everything of the package that is written at once is written by this module, except group files of the replay.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Set
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import CheckpointError
 
-_NAMES_SHOWN = 5
+_COPY_AGAIN = "Copy the folder again, with all of its files."
 
 
-def compare_names(source: Path, found: Set[str], required: Set[str], *, allowed: Set[str]) -> None:
-    """Check the tensors found in a checkpoint.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the name under which to write a file or folder; it becomes `path` when the block ends.
 
-    Raises:
-        CheckpointError: some that are required are missing, or some are not allowed.
+    What the block began is deleted when it fails. What was there before stays until the new one is complete.
+
+    Args:
+        path: The final name, in an existing folder.
     """
-    missing, unknown = sorted(required - found), sorted(found - allowed)
-    for problem, names in (("lacks", missing), ("has unknown", unknown)):
-        if names:
-            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-            raise CheckpointError(
-                f"{source} {problem} {len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}. It is "
-                "not a complete checkpoint of this policy: copy it again, or use its own config.json."
-            )
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: the file is missing or holds something else.
-    """
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing. Give the folder of a policy, with all of its files.")
+    part = unfinished(path)
+    _remove(part)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON ({error}). Copy it again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object. Copy it again.")
-    return content
+        yield part
+        publish(part, path)
+    except BaseException:
+        _remove(part)
+        raise
 
 
-def write(path: Path, writer: Callable[[Path], object]) -> None:
-    """Let `writer` write a file that appears under its name when it is complete."""
-    partial = path.with_name(f".{path.name}.partial")
-    writer(partial)
-    partial.replace(path)
+def unfinished(path: Path) -> Path:
+    """Return the name that `path` has while it is written."""
+    return path.with_name(path.name + ".tmp")
+
+
+def publish(part: Path, final: Path) -> None:
+    """Flush the file or folder `part` with everything in it to the disk, then give it its final name.
+
+    A folder that has this name is deleted, a file is replaced.
+    """
+    for path in [*part.rglob("*"), part]:
+        flush(path)
+    replaced = unfinished(final.with_name(final.name + ".replaced"))
+    if final.is_dir():
+        final.rename(replaced)
+    part.replace(final)
+    flush(final.parent)
+    _remove(replaced)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8, whole or not at all."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, whole or not at all."""
-    write(path, lambda p: p.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path, remedy: str = _COPY_AGAIN) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        path: Of the file.
+        remedy: What to do when it cannot be read, for the error.
+
+    Raises:
+        CheckpointError: the file is missing or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing. {remedy}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}). {remedy}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, expected a JSON object. {remedy}")
+    return content
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from asyncrl import __version__
 from asyncrl.errors import CheckpointError
+from asyncrl.storage.atomic import publish, read_json, unfinished
 from asyncrl.storage.checkpoint_state import (
     Parameters,
     copy_generators,
@@ -43,7 +44,7 @@ from asyncrl.storage.checkpoint_state import (
     unreadable,
     write_state,
 )
-from asyncrl.storage.checkpoint_writer import Ranks, WriterThread, publish
+from asyncrl.storage.checkpoint_writer import Ranks, WriterThread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,7 +146,7 @@ class Checkpoints:
         generators: dict[str, Tensor],
     ) -> None:
         """Write and publish, on a thread; the ranks agree after each step, so that all fail or none."""
-        part, rank = final.with_name(final.name + ".tmp"), self._ranks.rank
+        part, rank = unfinished(final), self._ranks.rank
         try:
             self._ranks.first(partial(_clear, self.folder, part))
             self._ranks.all(partial(_write_part, part, state, generators, rank))
@@ -159,7 +160,7 @@ class Checkpoints:
         self, part: Path, final: Path, counters: dict[str, Any], write_policy: Callable[[Path], None]
     ) -> None:
         write_policy(part)
-        _write_json(part, counters)
+        _write_state(part, counters)
         publish(part, final)
         for _, old in _complete(self.folder)[: -self.keep]:
             shutil.rmtree(old)
@@ -191,7 +192,7 @@ def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: in
     Raises:
         CheckpointError: A file is missing or truncated, or the state does not fit the parameters.
     """
-    state = _read_json(folder)
+    state = _read_state(folder)
     read_state(folder / STATE, parameters, optimizer)
     try:
         progress = Progress(**state["progress"])
@@ -209,7 +210,7 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: Names the file and the remedy.
     """
-    _read_json(folder)
+    _read_state(folder)
 
 
 def _clear(folder: Path, part: Path) -> None:
@@ -223,7 +224,7 @@ def _write_part(part: Path, state: dict[str, Tensor], generators: dict[str, Tens
     save_file(generators, part / random_file(rank))
 
 
-def _write_json(part: Path, counters: dict[str, Any]) -> None:
+def _write_state(part: Path, counters: dict[str, Any]) -> None:
     files = sorted(path for path in part.rglob("*") if path.is_file())
     sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in files}
     state = {"format": FORMAT, **counters, "files": sizes}
@@ -236,12 +237,13 @@ def _complete(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found)
 
 
-def _read_json(folder: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> dict[str, Any]:
+    """Read state.json, and compare the sizes of all files with it."""
     path = folder / "state.json"
     try:
-        state = json.loads(path.read_text())
+        state = read_json(path, remedy="")
         files = dict(state["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
         raise unreadable(path, str(error)) from error
     if state.get("format") != FORMAT:
         raise CheckpointError(

@@ -6,8 +6,6 @@ writers' own, that their files are written. When one fails, all of them do.
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -110,23 +108,3 @@ class WriterThread:
         """Seconds spent in `finish` since the last call of this."""
         waited, self._waited = self._waited, 0.0
         return waited
-
-
-def publish(part: Path, final: Path) -> None:
-    """Flush everything below `part`, then give it its final name."""
-    for path in [*part.rglob("*"), part]:
-        _flush(path)
-    replaced = final.with_name(final.name + ".replaced.tmp")
-    if final.exists():  # Written by a run that then resumed from an older checkpoint.
-        final.rename(replaced)
-    part.rename(final)
-    _flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

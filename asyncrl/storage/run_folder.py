@@ -10,13 +10,13 @@ runs/2025-01-31_12-00-00/
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.storage.atomic import write_text
 
 TIME = "{time}"
 SUB_FOLDERS = ("logs", "checkpoints", "replay", "videos")
@@ -36,7 +36,7 @@ def create(config: TrainConfig) -> Path:
         for name in SUB_FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
         # A run repeated from its config.json starts afresh, so `resume` is no setting of the run.
-        _write_whole(folder / "config.json", to_json(dataclasses.replace(config, resume=False)))
+        write_text(folder / "config.json", to_json(dataclasses.replace(config, resume=False)))
     except OSError as error:
         raise ConfigError(
             f"--run-dir {folder} cannot be written ({error.strerror}). Choose another folder."
@@ -110,9 +110,3 @@ def _to_resume(config: TrainConfig) -> Path:
             f"Start again without --resume, with a smaller --checkpoint-every.{hint}"
         )
     return folder
-
-
-def _write_whole(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".tmp")
-    part.write_text(text)
-    os.replace(part, path)  # noqa: PTH105

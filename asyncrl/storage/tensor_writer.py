@@ -1,6 +1,6 @@
-"""Weights to disk: tensors one by one in, safetensors files out, each whole or not at all.
+"""Write weight files tensor by tensor, each file whole or not at all.
 
-The library's writer wants every tensor of a file at once, in host memory.
+The safetensors library's own writer wants every tensor of a file at once, in host memory.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.atomic import write, write_json
-from asyncrl.storage.weight_files import INDEX, TYPES, WEIGHTS, Spec, bytes_of
+from asyncrl.storage.atomic import replacing, write_json
+from asyncrl.storage.tensor_reader import INDEX, TYPES, WEIGHTS, Spec, bytes_of
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest weight file that is written, unless a single tensor is larger."""
@@ -55,6 +56,22 @@ def write_folder(
         path.unlink()
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of any device as one safetensors file, in the types that they have."""
+    # Wide types first: every tensor has to begin at a multiple of its type's size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
+    write_file(path, specs, iter(ordered.items()))
+
+
+def write_pth(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a ``.pth`` state dict, which published layouts want; whole or not at all."""
+    # A copy, because torch.save writes all of the memory that a tensor is a part of.
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as part:
+        torch.save(own, part)
+
+
 def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write one safetensors file, tensor by tensor; it appears under its name when it is complete.
 
@@ -63,7 +80,8 @@ def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[st
         specs: What it will hold, in its order.
         tensors: Gives at least these, in this order; no more than these are taken.
     """
-    write(path, lambda partial: _write_tensors(partial, specs, tensors))
+    with replacing(path) as part:
+        _write_tensors(part, specs, tensors)
 
 
 def _write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError
 from asyncrl.records import ACTION_DIM, StartState
+from asyncrl.storage.atomic import replacing
 from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
 
 FORMAT: Final = "asyncrl-start-states-1"
@@ -51,13 +52,11 @@ def save_start_states(path: Path, states: Sequence[StartState]) -> None:
         arrays["context_frames"] = np.stack([frames for frames, _ in rows])
         arrays["context_actions"] = np.stack([actions for _, actions in rows]).astype(np.float32)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with h5py.File(partial, "w") as file:
+    with replacing(path) as part, h5py.File(part, "w") as file:
         file.attrs["format"] = FORMAT
         for name, array in arrays.items():
             images = array.ndim > 2 and array.dtype == np.uint8
             file.create_dataset(name, data=array, compression="gzip" if images else None)
-    partial.replace(path)
 
 
 def _check_alike(path: Path, states: Sequence[StartState]) -> None:

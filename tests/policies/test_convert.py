@@ -36,7 +36,7 @@ from asyncrl.policies.checkpoints.published_policy import read_proprio
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.asset_paths import policy_folder
-from asyncrl.storage.weight_files import INDEX, WeightFiles
+from asyncrl.storage.tensor_reader import INDEX, TensorFiles
 from support import ROOT
 from support.published import (
     CONFIG,
@@ -532,7 +532,7 @@ def test_an_autoregressive_policy_comes_in_and_goes_out(tmp_path: Path) -> None:
 
 def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "b": torch.zeros(2, 2)}, tmp_path / "x.safetensors")
-    files = WeightFiles(tmp_path / "x.safetensors", rename=str.upper)
+    files = TensorFiles(tmp_path / "x.safetensors", rename=str.upper)
     files.changes["A"] = lambda tensor: tensor + 1
     files.extra["C"] = torch.full((1,), 7.0)
     found = dict(files.stream(["C", "A"], what="read"))
@@ -544,7 +544,7 @@ def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
 def test_names_that_become_equal_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "A": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="holds tensor A twice"):
-        WeightFiles(tmp_path / "x.safetensors", rename=str.upper)
+        TensorFiles(tmp_path / "x.safetensors", rename=str.upper)
 
 
 def test_the_source_is_not_overwritten(tmp_path: Path) -> None:

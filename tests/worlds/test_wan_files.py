@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import asyncrl.storage.tensor_files as tensor_files
 from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, CheckpointError
@@ -24,7 +23,9 @@ from asyncrl.launch.environment import build_environment, check_environment
 from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
-from asyncrl.storage.tensor_files import TensorFiles, fill, write_pth
+from asyncrl.storage import tensor_reader
+from asyncrl.storage.tensor_reader import TensorFiles, fill
+from asyncrl.storage.tensor_writer import write_pth
 from asyncrl.worlds.wan.files import load_world, open_world, save_world
 from asyncrl.worlds.wan.published_world import (
     ACTION_MODEL,
@@ -327,7 +328,7 @@ def test_tensors_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     save_file(tensors, tmp_path / "a.safetensors")
     write_pth(tmp_path / "a.pth", tensors)
     del tensors
-    monkeypatch.setattr(tensor_files, "_OPEN_BYTES", 2**23)
+    monkeypatch.setattr(tensor_reader, "_OPEN_BYTES", 2**23)
     for name in ("a.safetensors", "a.pth"):
         with torch.device("meta"):
             module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -356,7 +357,7 @@ def test_weights_for_a_gpu_pass_through_host_memory_one_at_a_time(tmp_path: Path
     tensors = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
     save_file(tensors, tmp_path / "a.safetensors")
     del tensors
-    monkeypatch.setattr(tensor_files, "_OPEN_BYTES", 2**26)
+    monkeypatch.setattr(tensor_reader, "_OPEN_BYTES", 2**26)
     with torch.device("meta"):
         module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
     torch.zeros(1, device="cuda")
@@ -482,7 +483,7 @@ def larger_reward(folder: Path) -> None:
         (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth cannot be read"),
         (no_tensors, r"Wan2\.2_VAE\.pth is not a state dict of tensors"),
         (other_latents, "has 16 latent channels; Wan 2.2 has 48"),
-        (cut_transformer, r"model-00001\.safetensors cannot be read"),
+        (cut_transformer, r"model-00001\.safetensors is truncated"),
         (other_model, "is no Wan transformer"),
         (other_reward, r"no reward model for world models: it lacks net\.0\.0\.weight"),
         (larger_reward, r"holds net\.9\.weight, which the model has no use for"),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
@@ -22,15 +21,16 @@ from asyncrl.policies.checkpoints.published_policy import read_pt
 from asyncrl.policies.lora import ADAPTER, Targets, add_lora, has_lora, is_adapter, target_layers
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.vision import stable_name
-from asyncrl.storage.atomic import compare_names, read_json, write, write_json
-from asyncrl.storage.weight_files import WeightFiles
+from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.tensor_reader import TensorFiles, compare_names
+from asyncrl.storage.tensor_writer import write_tensors
 
 PICKLED: Final = "adapter_model.bin"
 _KIND = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 Pair = tuple[Tensor, Tensor]
 
 
-def merge_adapter(files: WeightFiles, folder: Path) -> int:
+def merge_adapter(files: TensorFiles, folder: Path) -> int:
     """Let every weight with an adapter be read as ``W + alpha / r * B A``: float32, rounded once to W's type.
 
     Args:
@@ -49,7 +49,7 @@ def merge_adapter(files: WeightFiles, folder: Path) -> int:
     unknown = sorted(layer for layer in pairs if f"{layer}.weight" not in files.names())
     if unknown:
         raise CheckpointError(
-            f"{folder} has adapters for {len(unknown)} layers that {files.source} lacks: "
+            f"{folder} has adapters for {len(unknown)} layers that {files.label} lacks: "
             f"{', '.join(unknown[:5])}. Give the checkpoint that the adapters were trained on."
         )
     for layer, (into, out) in pairs.items():
@@ -81,7 +81,7 @@ def read_pairs(folder: Path) -> dict[str, Pair]:
     if (folder / PICKLED).is_file() and not (folder / TENSORS).is_file():
         tensors = read_pt(folder / PICKLED)
     else:
-        files = WeightFiles(folder / TENSORS)
+        files = TensorFiles(folder / TENSORS)
         tensors = {name: files.read(name) for name in files.names()}
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -172,9 +172,9 @@ def _write(folder: Path, pairs: Mapping[str, Pair], fields: Mapping[str, Any]) -
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for layer, (into, out) in pairs.items():
-        tensors[f"{PREFIX}{layer}.lora_A.weight"] = into.contiguous()
-        tensors[f"{PREFIX}{layer}.lora_B.weight"] = out.contiguous()
-    write(folder / TENSORS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        tensors[f"{PREFIX}{layer}.lora_A.weight"] = into
+        tensors[f"{PREFIX}{layer}.lora_B.weight"] = out
+    write_tensors(folder / TENSORS, tensors)
     write_json(folder / CONFIG, fields)
 
 
@@ -226,8 +226,7 @@ def save_adapter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     chosen = adapter_tensors(policy) if tensors is None else tensors
-    files = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in chosen.items()}
-    write(folder / TENSORS, lambda path: save_file(files, path, metadata={"format": "pt"}))
+    write_tensors(folder / TENSORS, {PREFIX + name: tensor for name, tensor in chosen.items()})
     fields = _settings(policy).to_dict() | {"inference_mode": True}
     write_json(folder / CONFIG, {k: sorted(v) if isinstance(v, set) else v for k, v in fields.items()})
 
@@ -242,7 +241,7 @@ def load_adapter(policy: OpenVLAOFT, folder: str | Path) -> None:
     folder = Path(folder)
     settings = adapter_settings(folder / CONFIG)
     rank, alpha, file = settings.rank, settings.alpha, folder / TENSORS
-    files = WeightFiles(file, rename=lambda name: name.removeprefix(PREFIX))
+    files = TensorFiles(file, rename=lambda name: name.removeprefix(PREFIX))
     tensors = {name: files.read(name) for name in files.names()}
     targets: Targets = "language" if all(name.startswith("llm.") for name in tensors) else "all"
     if has_lora(policy):

@@ -11,7 +11,7 @@ import torch
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.checkpoints.published_policy import CRITIC, PROPRIO, PublishedFolder, conventions_of
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.storage.weight_files import WeightFiles
+from asyncrl.storage.tensor_reader import TensorFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +73,21 @@ def _gripper_of(key: str) -> str:
     return {"libero": "libero", "bridge": "maniskill"}.get(key.split("_")[0], "none")
 
 
-def _computed(files: WeightFiles) -> str:
+def _computed(files: TensorFiles) -> str:
     """What a policy computes in whose output layer has a certain type."""
     name = "language_model.lm_head.weight"
     half = name in files.names() and files.spec(name).dtype == torch.bfloat16
     return "bfloat16" if half else "float32"
 
 
-def _proprio(files: WeightFiles, wanted: bool) -> dict[str, Any]:
+def _proprio(files: TensorFiles, wanted: bool) -> dict[str, Any]:
     name = f"{PROPRIO}fc1.weight"
     if name not in files.names():
         return {}
     return {"proprio_dim": files.spec(name).shape[1] if wanted else 0}
 
 
-def _critic(files: WeightFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[str, Any]:
+def _critic(files: TensorFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[str, Any]:
     """Level and hidden features of the value head that the folder holds; its last layer tells the level."""
     names = [f"{CRITIC}mlp.{layer}.weight" for layer in (0, 2, 4)]
     if not wanted or not all(name in files.names() for name in names):
@@ -95,7 +95,7 @@ def _critic(files: WeightFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[
     first, second, outputs = (files.spec(name).shape[0] for name in names)
     if outputs not in (1, config.chunk):
         raise CheckpointError(
-            f"{files.source}: {names[2]} has {outputs} rows, but a critic gives 1 value per decision or "
+            f"{files.label}: {names[2]} has {outputs} rows, but a critic gives 1 value per decision or "
             f"{config.chunk} (one per step). Leave it out with --no-critic, or correct --chunk."
         )
     return {"value_head": "chunk" if outputs == 1 else "action", "value_hidden": (first, second)}

@@ -46,8 +46,8 @@ from asyncrl.policies.checkpoints.published_policy import (
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.tensor_reader import Spec, TensorFiles
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_file
-from asyncrl.storage.weight_files import Spec, WeightFiles
 
 UNUSED: Final = "unused.safetensors"
 CARRIED: Final = "published"
@@ -62,7 +62,7 @@ class PolicySource:
     layout: Layout
     config: OpenVLAOFTConfig
     tokenizer: PromptTokenizer
-    files: WeightFiles
+    files: TensorFiles
     pass_through: PassThroughFiles
     rows: Sequence[TensorMapping]
     specs: Mapping[str, Spec]
@@ -200,7 +200,7 @@ def pass_through_of(folder: Path) -> PassThroughFiles:
     read_config(folder)
     carried = folder / CARRIED
     return PassThroughFiles(
-        unused=WeightFiles(folder / UNUSED) if (folder / UNUSED).is_file() else None,
+        unused=TensorFiles(folder / UNUSED) if (folder / UNUSED).is_file() else None,
         fields=read_json(carried / "config.json") if carried.is_dir() else {},
         statistics=read_statistics(folder, {}),
         carried=carried if carried.is_dir() else None,
@@ -210,7 +210,7 @@ def pass_through_of(folder: Path) -> PassThroughFiles:
 def _open_own(folder: Path) -> PolicySource:
     config = read_config(folder)
     tokenizer = PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
-    files, policy = WeightFiles(folder), build_on_meta(config, tokenizer)
+    files, policy = TensorFiles(folder), build_on_meta(config, tokenizer)
     files.check({name: spec.shape for name, spec in native_specs(policy).items()})
     names = list(native_specs(policy))
     return PolicySource(

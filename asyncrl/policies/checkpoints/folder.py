@@ -41,9 +41,9 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.policies.openvla.vision import stable_name
-from asyncrl.storage.atomic import read_json, write, write_json
+from asyncrl.storage.atomic import read_json, replacing, write_json
+from asyncrl.storage.tensor_reader import Spec, TensorFiles
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_folder
-from asyncrl.storage.weight_files import Spec, WeightFiles
 
 FORMAT: Final = "asyncrl-openvla-oft"
 Dtype = torch.dtype | Literal["config"]
@@ -93,7 +93,8 @@ def write_policy(
     """Write our own folder from its parts; `specs` and `tensors` in the same order, see `write_folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder, specs, tensors, shard_bytes=shard_bytes)
-    write(folder / "tokenizer.json", tokenizer.save)
+    with replacing(folder / "tokenizer.json") as part:
+        tokenizer.save(part)
     write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **config.to_json()})
 
 
@@ -110,7 +111,7 @@ def load_policy(
     policy = build_on_meta(
         config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
     )
-    files, expected = WeightFiles(folder), native_specs(policy)
+    files, expected = TensorFiles(folder), native_specs(policy)
     critic = _has_critic(files)
     files.check({n: s.shape for n, s in expected.items() if critic or not n.startswith(CRITIC)})
     return _fill(policy, files.stream(files.names(), what="load policy"), device, dtype, critic=critic)
@@ -182,7 +183,7 @@ def load_openvla(
 
 
 def check_published(
-    files: WeightFiles, policy: OpenVLAOFT, *, leave_out: Set[str] = frozenset()
+    files: TensorFiles, policy: OpenVLAOFT, *, leave_out: Set[str] = frozenset()
 ) -> list[str]:
     """Compare the tensors of a published folder with what a policy needs.
 
@@ -243,7 +244,7 @@ def build_on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenV
         return build_policy_model(config, tokenizer)
 
 
-def _has_critic(files: WeightFiles) -> bool:
+def _has_critic(files: TensorFiles) -> bool:
     return any(name.startswith(CRITIC) for name in files.names())
 
 

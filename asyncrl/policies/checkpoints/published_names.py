@@ -16,7 +16,7 @@ from asyncrl.policies.lora import is_adapter, native_names
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.vision import TowerConfig, stable_name
-from asyncrl.storage.weight_files import Spec
+from asyncrl.storage.tensor_reader import Spec
 
 _BLOCK_COMMON: Final = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
 _DINO_BLOCK: Final = {**_BLOCK_COMMON, "norm1": "norm1", "norm2": "norm2", "attention.o_proj": "attn.proj"}

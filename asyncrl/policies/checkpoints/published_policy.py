@@ -29,9 +29,9 @@ from asyncrl.policies.checkpoints.published_names import (
 )
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
-from asyncrl.storage.atomic import read_json, write, write_json
+from asyncrl.storage.atomic import read_json, replacing, write_json
+from asyncrl.storage.tensor_reader import INDEX, Spec, TensorFiles
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_folder
-from asyncrl.storage.weight_files import INDEX, Spec, WeightFiles
 
 PROPRIO: Final = "proprio_projector."
 _REFUSED: Final = {
@@ -89,18 +89,8 @@ def read_pt(file: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is missing, truncated, or holds something else than tensors.
     """
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing. Download or copy the checkpoint again.")
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # on broken files the unpickler raises whatever it stumbles upon
-        raise CheckpointError(
-            f"{file} cannot be read as tensors ({type(error).__name__}). Copy it again; files that "
-            "hold other objects are refused, because reading them could run a stranger's code."
-        ) from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(f"{file} is not a state dict of tensors. Copy it again.")
-    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
+    files = TensorFiles(file, rename=lambda name: name.removeprefix("module."))
+    return {name: files.read(name) for name in files.names()}
 
 
 MODEL_TYPE: Final = "openvla"
@@ -123,7 +113,7 @@ class PublishedFolder:
     """Its config.json."""
     statistics: Mapping[str, Any]
     """By data set, as in the files: "action", and what else is there ("proprio")."""
-    files: WeightFiles
+    files: TensorFiles
     """Weights by published name; the proprioception projector's among them if it has a file of its own."""
 
     @classmethod
@@ -135,7 +125,7 @@ class PublishedFolder:
         """
         fields = read_json(folder / "config.json")
         refuse_other_heads(folder)
-        files = WeightFiles(folder, rename=modern_name)
+        files = TensorFiles(folder, rename=modern_name)
         proprio = find_proprio(folder)
         if proprio and not any(name.startswith(PROPRIO) for name in files.names()):
             files.extra |= read_proprio(proprio)
@@ -226,7 +216,7 @@ def conventions_of(fields: Mapping[str, Any]) -> tuple[OpenVLAOFTConfig | None, 
 class PassThroughFiles:
     """What a policy came from and does not use itself; given back on export."""
 
-    unused: WeightFiles | None = None
+    unused: TensorFiles | None = None
     """Published tensors that never matter; those missing here are written as zeros."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The published config.json."""
@@ -271,7 +261,8 @@ def write_published(
     fields |= {"norm_stats": statistics, "torch_dtype": str(kind).removeprefix("torch."), SECTION: section}
     write_json(folder / STATISTICS, statistics)
     write_json(folder / "config.json", fields)
-    write(folder / "tokenizer.json", tokenizer.save)
+    with replacing(folder / "tokenizer.json") as part:
+        tokenizer.save(part)
     if pass_through.carried is not None:
         copy_foreign_files(pass_through.carried, folder)
 
@@ -287,11 +278,12 @@ def copy_foreign_files(source: Path, folder: Path) -> int:
         and file.stat().st_size <= _CARRIED_BYTES
     ]
     for file in chosen:
-        write(folder / file.name, lambda partial, file=file: shutil.copyfile(file, partial))
+        with replacing(folder / file.name) as part:
+            shutil.copyfile(file, part)
     return len(chosen)
 
 
-def _unused_specs(config: OpenVLAOFTConfig, kept: WeightFiles | None, kind: torch.dtype) -> dict[str, Spec]:
+def _unused_specs(config: OpenVLAOFTConfig, kept: TensorFiles | None, kind: torch.dtype) -> dict[str, Spec]:
     specs = {name: Spec(kind, shape) for name, shape in dropped_tensors(config).items()}
     if kept is not None:
         shapes = {name: spec.shape for name, spec in specs.items()}
@@ -299,7 +291,7 @@ def _unused_specs(config: OpenVLAOFTConfig, kept: WeightFiles | None, kind: torc
         for name in found:
             if kept.spec(name).shape != shapes[name]:
                 raise CheckpointError(
-                    f"{kept.source}: tensor {name} has shape {list(kept.spec(name).shape)}, expected "
+                    f"{kept.label}: tensor {name} has shape {list(kept.spec(name).shape)}, expected "
                     f"{list(shapes[name])}. It was kept from a policy of another size: name the right "
                     "--original."
                 )
@@ -307,7 +299,7 @@ def _unused_specs(config: OpenVLAOFTConfig, kept: WeightFiles | None, kind: torc
     return specs
 
 
-def _unused_tensors(specs: Mapping[str, Spec], kept: WeightFiles | None) -> Iterator[tuple[str, Tensor]]:
+def _unused_tensors(specs: Mapping[str, Spec], kept: TensorFiles | None) -> Iterator[tuple[str, Tensor]]:
     for name, spec in specs.items():
         if kept is not None and name in kept.names():
             yield name, kept.read(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,9 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from asyncrl.config.run import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
-from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, read_json, write_json, write_tensors
+from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
+from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.wan import published_world
 from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
@@ -34,6 +35,7 @@ class WorldFiles:
 
     folder: Path
     transformer: TensorFiles
+    """By our names, like `vae`."""
     transformer_size: TransformerConfig
     vae: TensorFiles
     vae_size: VaeConfig
@@ -49,16 +51,6 @@ class WorldFiles:
         """What the weights become unless told otherwise."""
         return torch.bfloat16 if self.published else torch.float32
 
-    @property
-    def transformer_name(self) -> Callable[[str], str]:
-        """Maps a stored name of the transformer to ours."""
-        return transformer_from_published if self.published else str
-
-    @property
-    def vae_name(self) -> Callable[[str], str]:
-        """Maps a stored name of the autoencoder to ours."""
-        return vae_from_published if self.published else str
-
     def build(self) -> tuple[ActionWanTransformer, WanVae]:
         """Build the modules without memory for their weights (on the meta device)."""
         with torch.device("meta"):
@@ -71,8 +63,8 @@ class WorldFiles:
             CheckpointError: A tensor is missing or has the wrong shape.
         """
         transformer, vae = self.build()
-        check_fit(transformer, self.transformer, self.transformer_name)
-        check_fit(vae, self.vae, self.vae_name)
+        check_fit(transformer, self.transformer)
+        check_fit(vae, self.vae)
         if settings.decoder == "tiny":
             self._tiny_decoder("cpu", torch.float32)
         return sum(p.numel() * self.dtype.itemsize for m in (transformer, vae) for p in m.parameters())
@@ -87,11 +79,11 @@ class WorldFiles:
         """Load the world for inference, one tensor at a time, straight to `device`; see `load_world`."""
         kept = self.dtype if dtype is None else dtype
         transformer, vae = self.build()
-        fill(transformer, self.transformer, rename=self.transformer_name, dtype=kept, device=device)
+        fill(transformer, self.transformer, dtype=kept, device=device)
         size = self.transformer_size
         # Not in the file: computed from the size.
         transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
-        fill(vae, self.vae, rename=self.vae_name, dtype=kept, device=device)
+        fill(vae, self.vae, dtype=kept, device=device)
         use_channels_last(vae)
         return WanWorld(
             transformer.eval().requires_grad_(False),
@@ -142,9 +134,9 @@ def open_world(folder: Path) -> WorldFiles:
         ) from error
     return WorldFiles(
         folder=folder,
-        transformer=TensorFiles([folder / TRANSFORMER]),
+        transformer=TensorFiles(folder / TRANSFORMER),
         transformer_size=transformer_size,
-        vae=TensorFiles([folder / VAE]),
+        vae=TensorFiles(folder / VAE),
         vae_size=vae_size,
         image_size=image_size,
         schedule_steps=steps,
@@ -159,12 +151,12 @@ def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
             f"{folder} holds a transformer ({transformer_files[0].name}) and no autoencoder: "
             f"{folder / WAN_VAE} does not exist. Download it beside {WAN_TRANSFORMER}."
         )
-    transformer, vae = TensorFiles(transformer_files), TensorFiles([folder / WAN_VAE])
+    transformer, vae = TensorFiles(transformer_files), TensorFiles(folder / WAN_VAE)
     return WorldFiles(
         folder=folder,
-        transformer=transformer,
+        transformer=transformer.renamed(transformer_from_published),
         transformer_size=published_world.recognise_transformer(transformer),
-        vae=vae,
+        vae=vae.renamed(vae_from_published),
         vae_size=published_world.recognise_vae(vae),
         image_size=published_world.IMAGE_SIZE,
         schedule_steps=published_world.SCHEDULE_STEPS,

@@ -22,7 +22,8 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
-from asyncrl.storage.tensor_files import TensorFiles, write_pth, write_tensors
+from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.tensor_writer import write_pth, write_tensors
 from asyncrl.worlds.wan.transformer import FRAMES_PER_LATENT, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig
 from asyncrl.worlds.wan.world import WanWorld

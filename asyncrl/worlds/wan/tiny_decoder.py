@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.tensor_files import TensorFiles, fill, read_json, write_json, write_tensors
+from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.tensor_reader import TensorFiles, fill
+from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.wan.vae import Cache, WanVae, decode_step
 from asyncrl.worlds.wan.vae_layers import Layers, decode_layers
 
@@ -290,6 +292,6 @@ def load_decoder(
             f"{file} belongs to another autoencoder: the mean and deviation of its latents differ from the "
             f"world's. Fit it again: asyncrl fit decoder --world {folder}."
         )
-    fill(decoder, TensorFiles([folder / WEIGHTS]), dtype=dtype, device=device)
+    fill(decoder, TensorFiles(folder / WEIGHTS), dtype=dtype, device=device)
     decoder.use_channels_last()
     return decoder.eval().requires_grad_(False)
