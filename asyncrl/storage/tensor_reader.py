@@ -146,11 +146,16 @@ class TensorFiles:
         file, stored = self._homes[name]
         header = file.headers[stored]
         if header.kind not in TYPES:
-            raise CheckpointError(
-                f"{file.path}: tensor {name} is of type {header.kind}, but weights are one of "
-                f"{', '.join(TYPES)}. Quantised checkpoints cannot be trained: take the original one."
-            )
+            raise self._wrong_type(name)
         return Spec(TYPES[header.kind], header.shape)
+
+    def _wrong_type(self, name: str) -> CheckpointError:
+        file, stored = self._homes[name]
+        floating = ", ".join(kind for kind, dtype in TYPES.items() if dtype.is_floating_point)
+        return CheckpointError(
+            f"{file.path}: tensor {name} is of type {file.headers[stored].kind}, but weights are one of "
+            f"{floating}. Quantised checkpoints cannot be trained: take the original one."
+        )
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Set[str] = frozenset()) -> None:
         """Compare names, shapes and types with what a policy needs; reads no numbers.
@@ -172,22 +177,27 @@ class TensorFiles:
                     "config.json they were saved with."
                 )
             if not spec.dtype.is_floating_point:
-                raise CheckpointError(
-                    f"{self.label}: tensor {name} is of type {str(spec.dtype).removeprefix('torch.')}, but "
-                    "weights are floating-point numbers. Quantised checkpoints cannot be trained: take the "
-                    "original one."
-                )
+                raise self._wrong_type(name)
 
-    def read(self, name: str) -> Tensor:
-        """Return one tensor, in memory of its own on the CPU. Any thread may call this.
+    def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
+        """Return one tensor on the CPU. Any thread may call this.
+
+        Args:
+            name: Of the tensor.
+            buffer: ``[bytes]`` uint8 on the CPU, at least as large, in whose memory the tensor is made. None: it
+                gets memory of its own.
 
         Raises:
             CheckpointError: the file ends before the tensor does, or cannot be read.
         """
         if name in self.extra:
             return self.extra[name]
-        file, stored = self._homes[name]
-        tensor = file.read(stored, self.spec(name))
+        (file, stored), spec = self._homes[name], self.spec(name)
+        if buffer is None:
+            tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        else:
+            tensor = buffer[: spec.nbytes].view(spec.dtype).view(spec.shape)
+        file.read(stored, tensor)
         return self.changes[name](tensor) if name in self.changes else tensor
 
     def stream(self, names: Iterable[str], *, what: str) -> Iterator[tuple[str, Tensor]]:
@@ -262,13 +272,14 @@ def fill(module: nn.Module, files: TensorFiles, *, dtype: torch.dtype, device: t
         CheckpointError: See `check_fit`.
     """
     check_fit(module, files)
-    ready: dict[str, Tensor] = {}
-    # Without reading ahead: several processes of a host load their worlds at the same time.
-    for name in tqdm(
-        module.state_dict(), desc=Path(files.label).name, unit="tensor", delay=2, mininterval=2, leave=False
-    ):
-        tensor = files.read(name)
-        ready[name] = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+    wanted, ready = list(module.state_dict()), dict[str, Tensor]()
+    # In one buffer, since memory that is freed after each tensor would lie in pieces between those that stay.
+    buffer = torch.empty(max((files.spec(name).nbytes for name in wanted), default=0), dtype=torch.uint8)
+    title = Path(files.label).name
+    for name in tqdm(wanted, desc=title, unit="tensor", delay=2, mininterval=2, leave=False):
+        tensor = files.read(name, buffer)
+        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        ready[name] = tensor.to(device, kept, copy=True)
     module.load_state_dict(ready, assign=True)
 
 
@@ -343,15 +354,13 @@ class _SafetensorsFile:
             for name, entry in ordered
         }
 
-    def read(self, stored: str, spec: Spec) -> Tensor:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+    def read(self, stored: str, into: Tensor) -> None:
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.headers[stored].begin)
-                _read_into(file, bytes_of(tensor), self.path)
+                _read_into(file, bytes_of(into), self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read ({error.strerror}).") from error
-        return tensor
 
 
 def _read_into(file: BinaryIO, target: memoryview, path: Path) -> None:
@@ -377,13 +386,13 @@ class _PthFile:
         }
         self._tensors.clear()
 
-    def read(self, stored: str, spec: Spec) -> Tensor:
+    def read(self, stored: str, into: Tensor) -> None:
         with self._lock:
             if not self._tensors or self._room < 0:
                 self._tensors.clear()
                 self._tensors, self._room = self._open(), _OPEN_BYTES
-            self._room -= spec.nbytes
-            return self._tensors[stored].clone(memory_format=torch.contiguous_format)
+            self._room -= into.nbytes
+            into.copy_(self._tensors[stored])
 
     def _open(self) -> dict[str, Tensor]:
         mapped = zipfile.is_zipfile(self.path)  # files of PyTorch before 1.6 cannot be mapped

@@ -332,7 +332,7 @@ import sys, torch
 from pathlib import Path
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.checkpoints.folder import load_openvla, load_policy, save_policy
-from asyncrl.policies.checkpoints.convert import Choices, convert
+from asyncrl.policies.checkpoints.convert import PublishedOptions, convert
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
@@ -357,8 +357,8 @@ size = 4 * sum(p.numel() for p in policy.parameters())
 print("bytes", size)
 peak("save", lambda: save_policy(policy, folder / "ours", dtype=torch.float32))
 del policy
-peak("out", lambda: convert(folder / "ours", folder / "published", to="openvla", choices=Choices()))
-peak("in", lambda: convert(folder / "published", folder / "again", to="asyncrl", choices=Choices()))
+peak("out", lambda: convert(folder / "ours", folder / "published", to="openvla", choices=PublishedOptions()))
+peak("in", lambda: convert(folder / "published", folder / "again", to="asyncrl", choices=PublishedOptions()))
 peak("load", lambda: load_policy(folder / "ours", dtype=torch.float32))
 peak("half", lambda: load_policy(folder / "ours", dtype=torch.bfloat16))
 peak("openvla", lambda: load_openvla(folder / "published", config, norm_key="desk", dtype=torch.float32))

@@ -16,6 +16,7 @@ from asyncrl.replay.files.format import GroupFileParts, get_dataset
 from asyncrl.replay.files.reader import Buffers, GroupReader, read_group, read_layout
 from asyncrl.replay_tools import cleanup
 from asyncrl.replay_tools.commands import run_inspection
+from asyncrl.storage import atomic
 from support.episodes import assert_same
 from support.format_page import run_program
 from support.recorded_run import IDS, episode_of, make_run, open_store
@@ -210,7 +211,7 @@ def test_a_full_disk_leaves_the_old_file(
         raise OSError(28, "No space left on device")
 
     before = file_of(run_dir, 0).read_bytes()
-    monkeypatch.setattr(cleanup, "sync", full)
+    monkeypatch.setattr(atomic, "flush", full)
     assert compact(run_dir) == 2
     assert "Free disk space" in capsys.readouterr().err
     assert file_of(run_dir, 0).read_bytes() == before
