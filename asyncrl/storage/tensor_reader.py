@@ -184,7 +184,7 @@ class TensorFiles:
 
         Args:
             name: Of the tensor.
-            buffer: ``[bytes]`` uint8 on the CPU, at least as large, in whose memory the tensor is made. None: it
+            buffer: ``[bytes]`` uint8 on the CPU, at least as large: whose memory the tensor gets. None: it
                 gets memory of its own.
 
         Raises:
