@@ -55,7 +55,7 @@ def publish(part: Path, final: Path) -> None:
     for path in [*part.rglob("*"), part]:
         flush(path)
     replaced = unfinished(final.with_name(final.name + ".replaced"))
-    if final.is_dir():
+    if part.is_dir() and final.is_dir():
         final.rename(replaced)
     part.replace(final)
     flush(final.parent)
