@@ -36,8 +36,9 @@ from tqdm import tqdm
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import Episode
-from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.replay.replay import Replay
 
 SETTINGS = {"algorithm": {"group_size": 2, "groups_per_update": 2}, "replay": {"max_lag": 1000}}
 TRACED = (
@@ -88,7 +89,7 @@ def content(of: Episode) -> int:
 
 def open_again(folder: Path) -> Replay:
     """Open a folder as a run does."""
-    return open_replay(folder, overlay(TrainConfig(), SETTINGS, "crash"), warn=lambda line: None)
+    return open_run_replay(folder, overlay(TrainConfig(), SETTINGS, "crash"), warn=lambda line: None)
 
 
 def write(folder: str, groups: str, thread: str = "") -> None:
@@ -99,7 +100,7 @@ def write(folder: str, groups: str, thread: str = "") -> None:
     core = open_again(Path(folder))
     if thread:
         core.write_in_background()
-    core.begin(os.urandom(4).hex(), core.limiter.version)
+    core.begin(os.urandom(4).hex(), core.state.limiter.version)
     core.hello("writer", os.urandom(4).hex())
     for _ in range(int(groups)):
         grant = core.grant("writer")
@@ -110,7 +111,7 @@ def write(folder: str, groups: str, thread: str = "") -> None:
             said = "".join(f"{r.episode_id}\n" for r in receipts if r.status == "stored")
             os.write(1, said.encode())
         core.maintain()
-        core.sample(2, core.limiter.version + 1, request=f"{grant.number}-{os.getpid()}")
+        core.sample(2, core.state.limiter.version + 1, request=f"{grant.number}-{os.getpid()}")
     core.close()
 
 

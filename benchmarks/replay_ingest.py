@@ -27,6 +27,7 @@ from replay_episodes import make_group, write_raw
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.authentication import admitting
 from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.episode_codec import as_bytes
@@ -35,7 +36,6 @@ from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupGrant, Receipt
 from asyncrl.replay.quarantine import Quarantine
-from asyncrl.replay.replay import open_replay
 from asyncrl.replay.server import ReplayServer, serve_replay
 
 GROUP_SIZE, ACTORS = 8, 2
@@ -115,7 +115,7 @@ def serve(pipeline: str, folder: Path, endpoint: str, keys: Path | None) -> None
     """Be the server process."""
     security = load_server_keys(keys) if keys else None
     if pipeline == "replay":
-        core = open_replay(folder, overlay(TrainConfig(), SETTINGS, "ingest"))
+        core = open_run_replay(folder, overlay(TrainConfig(), SETTINGS, "ingest"))
         return serve_replay(core, endpoint, security=security)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with admitting(context, security):

@@ -85,14 +85,14 @@ def act(
 
 def keep(settings: Settings, endpoint: str, folder: str) -> None:
     """The replay process."""
-    from asyncrl.replay.replay import open_replay
+    from asyncrl.launch.roles import open_run_replay
     from asyncrl.replay.server import serve_replay
 
     table = {
         "algorithm": {"group_size": settings.group_size, "groups_per_update": settings.groups_per_update},
         "replay": {"max_lag": settings.max_lag, "max_gigabytes": settings.max_gigabytes},
     }
-    serve_replay(open_replay(Path(folder), overlay(TrainConfig(), table, "pressure")), endpoint)
+    serve_replay(open_run_replay(Path(folder), overlay(TrainConfig(), table, "pressure")), endpoint)
 
 
 def resident(process: BaseProcess) -> float:

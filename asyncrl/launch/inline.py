@@ -14,10 +14,10 @@ from asyncrl.launch import build, console, learner_ranks, rendezvous
 from asyncrl.launch.children import StopFlag
 from asyncrl.launch.environment import build_environment
 from asyncrl.launch.placement import pick_device
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import MetricsLogger
-from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.replay import open_replay
+from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 
@@ -39,13 +39,13 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     publisher, receiver = build_in_process(device)
     environment = build_environment(config, device)
     imagination = build.build_imagination(config, build.build_policy(config, device), environment)
-    core = open_replay(run_dir / "replay", config)
+    replay = open_run_replay(run_dir / "replay", config)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
-    port = InlineLearnerPort(core, version=start.version, imagine=lambda: actor.round(0.0))
+    port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.round(0.0))
     actor = Actor(
         imagination,
         StartStateStream(environment.starts, config.seed),
-        InlineActorPort(core),
+        InProcessActorPort(replay),
         receiver,
         build.actor_settings(config, "inline"),
     )

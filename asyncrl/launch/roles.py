@@ -6,15 +6,18 @@ replay     the HDF5 store and its socket; no torch
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, world_size
 from asyncrl.observability import process_status, waits
+from asyncrl.replay.replay import Replay, open_replay
 
 SHUTDOWN_TIMEOUT_EPISODES = 5.0
 """Seconds an actor has to hand over its last episodes."""
@@ -80,18 +83,30 @@ def replay_main(config_json: str, info_json: str) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.launch import endpoints
     from asyncrl.replay.join_settings import JoinSettings
-    from asyncrl.replay.replay import open_replay
     from asyncrl.replay.server import serve_replay
 
     config, info = _read(config_json, info_json)
     process_status.publish_as(Path(info.run_dir), "replay")
     process_status.set_activity("opening the files", config.startup_timeout)
-    core = open_replay(Path(info.run_dir) / "replay", config)
+    replay = open_run_replay(Path(info.run_dir) / "replay", config)
     serve_replay(
-        core,
+        replay,
         info.replay_endpoint,
         security=endpoints.server_keys(config),
         settings=JoinSettings(config=config_json, weights=info.pull_endpoint),
+    )
+
+
+def open_run_replay(folder: Path, config: TrainConfig, warn: Callable[[str], None] = print) -> Replay:
+    """Open a run's replay folder with the settings of the run; see `open_replay`."""
+    return open_replay(
+        folder,
+        dataclasses.replace(config.replay, max_lag=config.max_lag),
+        config.algorithm,
+        seed=config.seed,
+        # The oldest checkpoint that is kept, while the next one is being written.
+        horizon=config.checkpoint_every * (config.keep_checkpoints + 1),
+        warn=warn,
     )
 
 

@@ -19,11 +19,11 @@ from asyncrl.observability import metrics_replay, metrics_system  # noqa: F401  
 from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
-from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
 from asyncrl.replay.outbox import Outbox
 
-__all__ = ["InlineActorPort", "InlineLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
+__all__ = ["InProcessActorPort", "InProcessLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
 
 RESEND_AFTER: Final = 10.0
 """Seconds until a request for a batch that was not answered at all is sent again."""

@@ -1,4 +1,4 @@
-"""What became of episodes and their decisions, counted by reason. The ledger carries it over a restart."""
+"""Count what became of episodes and their decisions. The ledger carries the counts over a restart."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class EpisodeCounters:
         """Of dropped episodes."""
 
     def add(self, status: ReceiptStatus, episodes: int = 1, decisions: int = 0) -> None:
-        """Count episodes that met the same fate; a negative number takes back."""
+        """Count episodes that became the same; a negative number takes back."""
         self.episodes[status] += episodes
         self.decisions[status] += decisions
 

@@ -1,69 +1,194 @@
-"""The ledger in, the books as they were out. Consequences of an entry have entries of their own."""
+"""Say what changes the replay's state: each event is a line of the ledger, and reads and writes itself.
+
+    {"learner": session, "version": v}                         a learner began or resumed at version v
+    {"actor": name, "session": s}                              an actor (re)started
+    {"grant": n, "actor": name, "turn": t, "min_version": m}   group n was granted
+    {"used": [n, ...], "request": r, "version": v}             a batch was given away
+    {"filtered": n, "newest_version": v, "successes": k}       group n is complete but will never be used
+    {"ready": n}                                               group n, used by a lost update, waits again;
+                                                               "uses": versions of the uses that count
+    {"dropped": n, "status": why, "episodes": k, "stored": b}  group n was given up; with the status
+                                                               dropped_resume its number is granted again;
+                                                               dropped_poisoned has "cause", "start_state",
+                                                               "why" and start states "left" besides
+    {"refused": why}                                           one episode was not admitted
+
+Those about dropped or refused episodes also count their "decisions". What follows from an event has an event
+of its own. `ReplayState.apply` says what each one changes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import UnionType
+from typing import Any, ClassVar, Final, Self
 
-from asyncrl.replay.counters import COUNTERS, EpisodeCounters
-from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.counters import COUNTERS
+from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus
 
-
-@dataclass(kw_only=True)
-class Session:
-    """Who takes part, and what the learner was given last."""
-
-    learner: str = ""
-    """The learner's session."""
-    request: str = ""
-    """The learner's last answered request."""
-    batch: list[int] = field(default_factory=list)
-    """Groups of the answer."""
-    actors: dict[str, str] = field(default_factory=dict)
-    """Every actor seen -> its session."""
+Entry = dict[str, Any]
+"""What a line of the ledger holds besides its checksum."""
 
 
-def apply(entry: dict[str, Any], limiter: Limiter, counters: EpisodeCounters, session: Session) -> None:
-    """Repeat one decision of the ledger."""
-    size = limiter.group_size
+class Event:
+    """What changes the replay's state, and is a line of the ledger."""
+
+    KEYS: ClassVar[tuple[tuple[str, str, type | UnionType], ...]]
+    """Key in the line, name of the field and its type, in the line's order."""
+
+    def to_line(self) -> Entry:
+        """Return the entry that the ledger keeps."""
+        return {key: getattr(self, name) for key, name, _ in self.KEYS}
+
+    @classmethod
+    def from_entry(cls, entry: Entry) -> Self | None:
+        """Read an entry; None when it is no such event's. A key may lack when its field has a default."""
+        fields = {name: entry.get(key, getattr(cls, name, None)) for key, name, _ in cls.KEYS}
+        right = all(isinstance(fields[name], kind) for _, name, kind in cls.KEYS)
+        return cls(**fields) if right and fields.get("status", "stored") in COUNTERS else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerStarted(Event):
+    """A learner began or resumed."""
+
+    KEYS = (("learner", "session", str), ("version", "version", int))
+    session: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorStarted(Event):
+    """An actor started, or started again under a new session."""
+
+    KEYS = (("actor", "actor", str), ("session", "session", str))
+    actor: str
+    session: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granted(Event):
+    """A group was granted."""
+
+    KEYS = (
+        ("grant", "number", int),
+        ("actor", "actor", str),
+        ("turn", "request_number", int),
+        ("min_version", "min_version", int),
+    )
+    number: int
+    actor: str
+    request_number: int
+    """The actor's count of acquisitions; -1: it does not count them."""
+    min_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used(Event):
+    """A batch was given to the learner."""
+
+    KEYS = (("used", "numbers", list), ("request", "request", str), ("version", "version", int))
+    numbers: list[int]
+    request: str
+    version: int
+    """The learner's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filtered(Event):
+    """A complete group will never be used, because its episodes all had the same return."""
+
+    KEYS = (
+        ("filtered", "number", int),
+        ("newest_version", "newest_version", int),
+        ("successes", "successes", int),
+    )
+    number: int
+    newest_version: int
+    successes: int
+    """Episodes that succeeded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(Event):
+    """A group that a lost update used waits to be used again."""
+
+    KEYS = (("ready", "number", int), ("uses", "uses", list | tuple))
+    number: int
+    uses: Sequence[int] = ()
+    """The learner's versions at the uses that count."""
+
+    def to_line(self) -> Entry:
+        """Return the entry that the ledger keeps, with the uses that there are."""
+        return super().to_line() if self.uses else {"ready": self.number}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped(Event):
+    """A group was given up."""
+
+    KEYS = (
+        ("dropped", "number", int),
+        ("status", "status", str),
+        ("episodes", "episodes", int),
+        ("stored", "stored", bool),
+        ("decisions", "decisions", int),
+    )
+    number: int
+    status: ReceiptStatus
+    episodes: int
+    """Of the group, as far as they had come."""
+    stored: bool
+    """Whether the group has or had a file."""
+    decisions: int = 0
+    """Of these episodes."""
+    failure: GroupFailure | None = None
+    """Why it could not be imagined, when it was given up for that. The ledger does not keep its `member`."""
+
+    def to_line(self) -> Entry:
+        """Return the entry that the ledger keeps, with the failure that there is."""
+        line, why = super().to_line(), self.failure
+        if why is not None:
+            line |= {"cause": why.cause, "start_state": why.start_state, "why": why.reason, "left": why.left}
+        return line
+
+    @classmethod
+    def from_entry(cls, entry: Entry) -> Self | None:
+        """Read an entry; None when it is no such event's."""
+        event = super().from_entry(entry)
+        return event if event is None else replace(event, failure=_failure(event.number, entry))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Event):
+    """An episode was not admitted."""
+
+    KEYS = (("refused", "status", str), ("decisions", "decisions", int))
+    status: ReceiptStatus
+    decisions: int = 0
+    """Of the episode."""
+
+
+KINDS: Final[tuple[type[Event], ...]] = (
+    LearnerStarted, ActorStarted, Granted, Used, Filtered, Ready, Dropped, Refused,
+)  # fmt: skip
+
+
+def read_events(entries: Iterable[Entry]) -> Iterator[Event]:
+    """Read the entries of a ledger; those that are no event's are passed over."""
+    for entry in entries:
+        found = (kind.from_entry(entry) for kind in KINDS)
+        if (event := next(filter(None, found), None)) is not None:
+            yield event
+
+
+def _failure(number: int, entry: Entry) -> GroupFailure | None:
     match entry:
-        case {"learner": str(learner), "version": int(version)}:
-            limiter.begin(version)
-            session.learner, session.request, session.batch = learner, "", []
-        case {"actor": str(actor), "session": str(of_actor)}:
-            session.actors[actor] = of_actor
-        case {
-            "grant": int(number),
-            "actor": str(actor),
-            "turn": int(request_number),
-            "min_version": int(lowest),
-        }:
-            session.actors.setdefault(actor, "")
-            limiter.restore_grant(number, actor, request_number, lowest)
-        case {"used": list(numbers), "request": str(request), "version": int(version)}:
-            if version > limiter.version:
-                limiter.advance(version)
-            fresh = [n for n in numbers if n not in limiter.used_at and n not in limiter.closed]
-            counters.add("stored", size * len(fresh))
-            limiter.use(numbers)
-            session.request, session.batch = request, numbers
-        case {"filtered": int(number), "newest_version": int(version), "successes": int(successes)}:
-            limiter.filter(number, version, successes)
-            counters.add("stored", size)
-        case {"ready": int(number)}:
-            kept = tuple(entry.get("uses", ()))
-            limiter.undo_uses(number, kept)
-            if not kept:
-                counters.add("stored", -size)  # Counted again when it is found or used.
-        case {"refused": status} if status in COUNTERS:
-            counters.add(status, 1, entry.get("decisions", 0))
-        case {
-            "dropped": int(number),
-            "status": status,
-            "episodes": int(count),
-            "stored": bool(stored),
-        } if status in COUNTERS:
-            if stored and number not in limiter.closed and number not in limiter.used_at:
-                counters.add("stored", count)
-            limiter.drop(number, status, stored=stored)
-            counters.add(status, count, entry.get("decisions", 0))
+        case {"cause": cause, "start_state": str(name), "why": str(why), "left": int(left)} if (
+            cause in CAUSES
+        ):
+            return GroupFailure(
+                number=number, member=-1, cause=cause, start_state=name, reason=why, left=left
+            )
+    return None

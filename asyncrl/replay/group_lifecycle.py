@@ -1,27 +1,24 @@
-"""What becomes of a group: members in; its file, its line in the ledger, its count and its receipts out."""
+"""Carry one group from its last episode to its end: its file, its event in the ledger, and its receipts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import MappingProxyType
-from typing import Any
 
 from asyncrl.errors import DiskFull
 from asyncrl.records import Episode
-from asyncrl.replay.counters import EpisodeCounters, SuccessWindow, has_no_signal
+from asyncrl.replay.counters import SuccessWindow, has_no_signal
 from asyncrl.replay.disk_full import DiskWait
-from asyncrl.replay.events import Session
+from asyncrl.replay.events import Dropped, Filtered
 from asyncrl.replay.files.format import GroupFile, GroupFileParts
 from asyncrl.replay.groups import ready_group
-from asyncrl.replay.interface import Receipt, ReceiptStatus
-from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.quarantine import Quarantine
+from asyncrl.replay.interface import GroupFailure, Receipt, ReceiptStatus
+from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
 
 
 class BackgroundWriter:
-    """Writes one group beside its caller."""
+    """Writes one group in a thread of its own."""
 
     def __init__(self, store: EpisodeStore) -> None:
         """Write nothing yet."""
@@ -57,22 +54,19 @@ class BackgroundWriter:
 
 
 class GroupLifecycle:
-    """The store and the limiter, kept in step for one group at a time."""
+    """Stores, filters, drops and deletes one group: file, event and receipts in step."""
 
-    def __init__(
-        self,
-        store: EpisodeStore,
-        limiter: Limiter,
-        *,
-        max_age: int,
-        quarantine_after: int,
-        warn: Callable[[str], None],
-    ) -> None:
-        """Start with what they hold; for the rest see `Replay`."""
-        self.store, self.limiter, self.max_age = store, limiter, max_age
-        self.counters, self.session, self.success = EpisodeCounters(), Session(), SuccessWindow()
-        self.disk = DiskWait(store.folder, limiter.clock, warn)
-        self.quarantine = Quarantine(quarantine_after)
+    def __init__(self, store: EpisodeStore, state: ReplayState, warn: Callable[[str], None] = print) -> None:
+        """Begin with nothing to write.
+
+        Args:
+            store: The files.
+            state: What the ledger says of them.
+            warn: Receives a line when the disk is full.
+        """
+        self.store, self.state = store, state
+        self.success = SuccessWindow()
+        self.disk = DiskWait(store.folder, state.limiter.clock, warn)
         self.receipts: list[tuple[str, Receipt]] = []
         """Receipts that are due, each with its actor."""
         self._writer: BackgroundWriter | None = None
@@ -91,14 +85,14 @@ class GroupLifecycle:
         if self._writer is None:
             return self.store_group(number, newest)
         self.finish()
-        self._writer.begin(number, list(self.limiter.open[number].members.values()))
+        self._writer.begin(number, self._members(number))
         return False
 
     def store_group(self, number: int, newest: str = "") -> bool:
         """Store a complete group; False when the disk is full. The episode `newest` gets no receipt here."""
         self.finish()
         try:
-            group_file = self.store.store_group(number, list(self.limiter.open[number].members.values()))
+            group_file = self.store.store_group(number, self._members(number))
         except DiskFull as error:
             self.disk.failed(number, error)
             return False
@@ -106,9 +100,9 @@ class GroupLifecycle:
         return True
 
     def finish(self, *, wait: bool = True) -> None:
-        """Enter the group that the thread wrote into the books, if there is one.
+        """Note the group that the thread wrote, if there is one.
 
-        Whatever may give an open group up does this first: so the books are as if no thread existed.
+        Whatever may give an open group up does this first: so the state is as if no thread existed.
 
         Args:
             wait: Until it is written; False: only when it is.
@@ -123,6 +117,13 @@ class GroupLifecycle:
         else:
             self._stored_group(number, self.store.enter(written))
 
+    def retry(self) -> None:
+        """Try again to store what the disk did not take, when it is time to."""
+        if self.disk.due:
+            for number in sorted(self.disk.groups):
+                if not self.store_group(number):
+                    break
+
     def close(self) -> None:
         """Let go of the folder, once the thread has written what it was given."""
         try:
@@ -132,20 +133,21 @@ class GroupLifecycle:
                 self._writer.close()
             self.store.close()
 
+    def _members(self, number: int) -> list[Episode]:
+        return list(self.state.limiter.open[number].members.values())
+
     def _stored_group(self, number: int, group_file: GroupFile, newest: str = "") -> None:
         """Note that a complete group is durable."""
-        group = self.limiter.open[number]
-        members = list(group.members.values())
+        actor, members = self.state.limiter.open[number].actor, self._members(number)
         if self.disk.groups:
             self.disk.over(number)
             self.store.ledger.keep_spare()
         for sibling in members:
-            self.counters.add("stored")
             if sibling.episode_id != newest:
-                self.receipts.append((group.actor, Receipt(episode_id=sibling.episode_id, status="stored")))
-        self.limiter.make_ready(number, ready_group(group_file))
+                self.receipts.append((actor, Receipt(episode_id=sibling.episode_id, status="stored")))
+        self.state.make_ready(number, ready_group(group_file))
         self.success.add(group_file.attributes["successes"], len(members))
-        if self.limiter.filter_groups and has_no_signal(members):
+        if self.state.limiter.filter_groups and has_no_signal(members):
             self.filter(number)
         self.trim()
 
@@ -153,10 +155,9 @@ class GroupLifecycle:
         """Close a stored group that teaches nothing."""
         group_file = self.store.group_files[number]
         successes = int(group_file.attributes["successes"])
-        self.store.ledger.append(
-            filtered=number, newest_version=group_file.newest_version, successes=successes
+        self.state.commit(
+            Filtered(number=number, newest_version=group_file.newest_version, successes=successes)
         )
-        self.limiter.filter(number, group_file.newest_version, successes)
 
     def drop(
         self,
@@ -164,28 +165,34 @@ class GroupLifecycle:
         status: ReceiptStatus,
         *,
         stored: bool = False,
-        about: Mapping[str, Any] = MappingProxyType({}),
+        failure: GroupFailure | None = None,
     ) -> None:
         """Give a group up.
 
         Args:
             number: Of the group.
             status: Why.
-            stored: It has or had a file, also when the books do not say so (any more).
-            about: More that the ledger says.
+            stored: It has or had a file, also when it is not ready (any more).
+            failure: Why it could not be imagined, if that is so.
         """
-        stored = stored or number in self.limiter.ready
-        group_file = self.store.group_files.get(number)
-        group = self.limiter.drop(number, status, stored=stored)
-        self.disk.over(number)
+        limiter = self.state.limiter
+        stored = stored or number in limiter.ready
+        group = limiter.open.get(number)
         episodes = list(group.members.values()) if group else []
-        count = self.limiter.group_size if stored else len(episodes)
-        decisions = sum(len(episode.policy_versions) for episode in episodes)
+        count, decisions = len(episodes), sum(len(episode.policy_versions) for episode in episodes)
         if stored:
-            decisions = group_file.decisions if group_file else 0
-        self.counters.add(status, count, decisions)
-        self.store.ledger.append(
-            dropped=number, status=status, episodes=count, stored=stored, decisions=decisions, **about
+            group_file = self.store.group_files.get(number)
+            count, decisions = limiter.group_size, group_file.decisions if group_file else 0
+        self.disk.over(number)
+        self.state.commit(
+            Dropped(
+                number=number,
+                status=status,
+                episodes=count,
+                stored=stored,
+                decisions=decisions,
+                failure=failure,
+            )
         )
         for episode in episodes:
             receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")
@@ -193,15 +200,16 @@ class GroupLifecycle:
 
     def trim(self) -> None:
         """Delete closed groups that are too old or too much; what a repeated request may get again stays."""
-        if not self.max_age and self.store.total_bytes <= self.store.max_bytes:
+        limiter, max_age = self.state.limiter, self.state.limiter.settings.max_age_versions
+        if not max_age and self.store.total_bytes <= self.store.max_bytes:
             return
-        closed, again = self.limiter.closed, set(self.session.batch)
+        again = set(self.state.session.batch)
         expendable = {
-            n: group_file
-            for n, group_file in self.store.group_files.items()
-            if n in closed and n not in again
+            number: group_file
+            for number, group_file in self.store.group_files.items()
+            if limiter.is_closed(number) and number not in again
         }
-        oldest = self.limiter.version - self.max_age
+        oldest = limiter.version - max_age
         self.store.trim(
-            expendable, aged=[n for n, s in expendable.items() if self.max_age and s.newest_version < oldest]
+            expendable, aged=[n for n, s in expendable.items() if max_age and s.newest_version < oldest]
         )

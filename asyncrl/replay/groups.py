@@ -1,35 +1,42 @@
-"""What the replay knows of a group on its way: granted and open, then complete and ready."""
+"""Keep what the replay knows of each group: granted and open, then complete and ready, then closed."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.records import Episode, decision_layout
 from asyncrl.replay.files.format import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus
-from asyncrl.replay.ranges import Ranges
 
 
 class GroupTable:
-    """The groups of a run by what became of them."""
+    """The groups of a run, each open, ready or closed.
+
+    Events change it (`ReplayState.apply`), and what follows from the learner's version and from the files.
+    Numbers are granted in ascending order. So what is below `next_number` and neither open nor ready is
+    closed, also when nothing else of it is remembered; see `is_closed`.
+    """
 
     def __init__(self, *, uses: int, horizon: int) -> None:
         """Start empty.
 
         Args:
             uses: How often a group is used, at most.
-            horizon: Versions after which only the number of a closed group is kept.
+            horizon: Versions after which of a closed group nothing is remembered.
         """
         self.uses, self.horizon = uses, horizon
         self.version = 0
         """The learner's newest policy version."""
         self.used = 0
-        """Places of groups in the batches given away: the sampling cursor. Filtered groups took none."""
+        """Groups in the batches given away: the sampling cursor. A filtered group is in none."""
         self.next_number = 0
         self.open: dict[int, OpenGroup] = {}
         self.ready: dict[int, ReadyGroup] = {}
-        self.closed = ClosedGroups()
+        self.closed: dict[int, ClosedGroup] = {}
+        """Those not yet forgotten, about in the order of closing."""
         self.used_at: dict[int, tuple[int, ...]] = {}
         """Ready or recently closed group -> the learner's version at each use."""
         self.filtered: dict[int, FilteredGroup] = {}
@@ -37,11 +44,37 @@ class GroupTable:
         self.to_grant_again: set[int] = set()
         """Closed groups whose numbers are granted again, before any new number."""
         self._filtered_before = 0
+        self._forgotten: set[int] | None = set()
+        """Until `end_recovery`, the closed groups that are not in `closed` any more."""
 
     @property
     def filtered_groups(self) -> int:
         """Groups whose episodes all had the same return, since the run began."""
         return self._filtered_before + len(self.filtered)
+
+    def is_closed(self, number: int) -> bool:
+        """Whether a group was used up, filtered or given up.
+
+        While the ledger is read, only a group that it closed counts: a damaged line may hide a grant whose
+        file is there. After that, every file of a group that is not closed has made it ready.
+        """
+        if self._forgotten is not None:
+            return number in self.closed or number in self._forgotten
+        return 0 <= number < self.next_number and number not in self.open and number not in self.ready
+
+    def is_counted(self, number: int) -> bool:
+        """Whether a group is known to have been stored: ready, used or closed."""
+        return number in self.ready or number in self.used_at or self.is_closed(number)
+
+    def end_recovery(self) -> None:
+        """Note that the ledger was read and the files were looked at."""
+        self.forget()
+        self._forgotten = None
+
+    def open_group(self, number: int, group: OpenGroup) -> None:
+        """Note that a group was granted."""
+        self._take_out(number)
+        self.open[number] = group
 
     def make_ready(self, number: int, group: ReadyGroup) -> None:
         """Move a stored group to the ready ones. What it was used for before stays known."""
@@ -51,10 +84,10 @@ class GroupTable:
         if used_at:
             self.used_at[number] = used_at
 
-    def use(self, numbers: list[int]) -> None:
+    def use(self, numbers: Sequence[int]) -> None:
         """Note that groups were given to the learner at `version`. Each is closed after `uses` times."""
         for number in numbers:
-            self.open.pop(number, None)  # When the ledger is recalled, before the files are looked at.
+            self.open.pop(number, None)  # When the ledger is read, before the files are looked at.
             used_at = (*self.used_at.get(number, ()), self.version)
             if len(used_at) >= self.uses:
                 self._close(number, "duplicate", self.version)
@@ -68,7 +101,7 @@ class GroupTable:
         self.used_at[number] = used_at
 
     def undo_uses(self, number: int, kept: tuple[int, ...]) -> None:
-        """Undo the uses of a group but those at the versions `kept`; it is in no other book then."""
+        """Undo the uses of a group but those at the versions `kept`; nothing else is known of it then."""
         self._take_out(number)
         if kept:
             self.used_at[number] = kept
@@ -78,35 +111,30 @@ class GroupTable:
         self._close(number, "duplicate", newest_version)
         self.filtered[number] = FilteredGroup(newest_version=newest_version, successes=successes)
 
-    def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> OpenGroup | None:
+    def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
         """Give a group up, for good or (`dropped_resume`) to grant its number again.
 
         Args:
             number: Of the group.
             status: Why; also what late episodes are told.
             stored: It was complete and stored: all are counted, so late ones are told `duplicate`.
-
-        Returns:
-            What was held for it when it was open.
         """
         told: ReceiptStatus = "duplicate" if stored and status != "dropped_resume" else status
-        group = self._close(number, told, self.version)
+        self._close(number, told, self.version)
         if status == "dropped_resume":
             self.to_grant_again.add(number)
-        return group
 
-    def _close(self, number: int, status: ReceiptStatus, version: int) -> OpenGroup | None:
-        group = self._take_out(number)
-        self.closed.add(number, status, version)
-        return group
+    def _close(self, number: int, status: ReceiptStatus, version: int) -> None:
+        self._take_out(number)
+        self.closed[number] = ClosedGroup(status=status, version=version)
 
-    def _take_out(self, number: int) -> OpenGroup | None:
-        for book in (self.ready, self.used_at, self.filtered):
-            book.pop(number, None)
-        self.closed.discard(number)
+    def _take_out(self, number: int) -> None:
+        for groups in (self.open, self.ready, self.closed, self.used_at, self.filtered):
+            groups.pop(number, None)
         self.to_grant_again.discard(number)
+        if self._forgotten is not None:
+            self._forgotten.discard(number)
         self.next_number = max(self.next_number, number + 1)
-        return self.open.pop(number, None)
 
     def advance(self, version: int) -> None:
         """Note a version of the learner that is newer; forget what no resume has to undo any more."""
@@ -114,70 +142,23 @@ class GroupTable:
         self.forget()
 
     def forget(self) -> None:
-        """Fold the books of groups that were closed more than `horizon` versions ago."""
+        """Forget the groups that were closed more than `horizon` versions ago.
+
+        A group that was closed after one of a later version, as around a resume, is remembered longer.
+        """
         before = self.version - self.horizon
-        if self.uses > 1:  # Recalled from the ledger, which does not say that a used group became too old.
+        if self.uses > 1:  # Read from the ledger, which does not say that a used group became too old.
             stale = [number for number, used_at in self.used_at.items() if used_at[-1] < before]
             for number in stale:
                 if number not in self.ready and number not in self.closed:
                     self.close_used(number)
-        for number in self.closed.forget(before):
+        old = list(itertools.takewhile(lambda number: self.closed[number].version < before, self.closed))
+        for number in old:
+            del self.closed[number]
             self.used_at.pop(number, None)
             self._filtered_before += self.filtered.pop(number, None) is not None
-
-
-class ClosedGroups:
-    """Group number -> what a late or repeated episode of it is told."""
-
-    def __init__(self) -> None:
-        """No group was closed."""
-        self.recent: dict[int, ReceiptStatus] = {}
-        """Those not yet forgotten, about in the order of closing."""
-        self._versions: dict[int, int] = {}
-        self._forgotten = Ranges()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self.recent or number in self._forgotten
-
-    def __getitem__(self, number: int) -> ReceiptStatus:
-        """Return the status, or `duplicate` for a group that was forgotten, whatever became of it."""
-        return self.recent.get(number, "duplicate")
-
-    def add(self, number: int, status: ReceiptStatus, version: int) -> None:
-        """Close a group that is not closed.
-
-        Args:
-            number: Of the group.
-            status: What its late or repeated episodes are told.
-            version: From this version on, the learner learned or could have learned from it, or saw it go.
-        """
-        self.recent[number], self._versions[number] = status, version
-
-    def discard(self, number: int) -> None:
-        """Make a group not closed."""
-        if self.recent.pop(number, None) is None:
-            self._forgotten.discard(number)
-        else:
-            del self._versions[number]
-
-    def forget(self, before: int) -> list[int]:
-        """Forget all of groups closed before a version but that they are closed.
-
-        Args:
-            before: The version. A group that was closed behind a later one, as around a resume, stays longer.
-
-        Returns:
-            The groups that were forgotten.
-        """
-        found = list[int]()
-        for number, version in self._versions.items():
-            if version >= before:
-                break
-            found.append(number)
-        for number in found:
-            del self.recent[number], self._versions[number]
-            self._forgotten.add(number)
-        return found
+            if self._forgotten is not None:
+                self._forgotten.add(number)
 
 
 @dataclass(kw_only=True)
@@ -193,6 +174,11 @@ class OpenGroup:
     """When its first episode came, in seconds of the limiter's clock."""
     members: dict[int, Episode] = field(default_factory=dict)
 
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest decision of the members that are there; there is at least one."""
+        return min(episode.oldest_version for episode in self.members.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyGroup:
@@ -202,6 +188,16 @@ class ReadyGroup:
     newest_version: int
     spread: float = 0.0
     """Standard deviation of the episodes' returns (1: success, 0: none)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedGroup:
+    """A group that will not be used (any more)."""
+
+    status: ReceiptStatus
+    """What its late or repeated episodes are told."""
+    version: int
+    """From this version on, the learner learned or could have learned from it, or saw it go."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The ports without processes: calls in, the replay's core in the same thread. For `--inline` and tests.
+"""Reach a replay in the same thread by plain calls: the ports of `--inline` and of tests.
 
 Learner and actor take turns: the learner gets a batch once everything that was granted is complete. So
 nothing is in flight while it updates, version max(0, k - max_lag) imagines batch k, and a run repeats itself.
@@ -20,107 +20,109 @@ from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
 from asyncrl.replay.replay import Replay
 
 IDLE: Final = 0.01
-"""Seconds between two looks at an actor that has nothing to imagine while groups are missing."""
+"""Seconds between two rounds of an actor that has nothing to imagine while groups are missing."""
 
 
-class InlineActorPort:
-    """`ActorPort` onto a core in the same thread."""
+class InProcessActorPort:
+    """`ActorPort` onto a replay in the same thread."""
 
     def __init__(
-        self, core: Replay, actor_name: str = "inline", *, warn: Callable[[str], None] = print
+        self, replay: Replay, actor_name: str = "inline", *, warn: Callable[[str], None] = print
     ) -> None:
         """Introduce the actor; `warn` receives one line for each invalid episode."""
-        self._core, self._name, self._warn = core, actor_name, warn
-        core.limiter.silence = math.inf  # Within one thread a long round is no silence.
-        core.hello(actor_name, os.urandom(8).hex())
+        self._replay, self._name, self._warn = replay, actor_name, warn
+        replay.state.limiter.heartbeat_timeout = math.inf  # Within one thread a long round is no silence.
+        replay.hello(actor_name, os.urandom(8).hex())
 
     @property
     def stopped(self) -> bool:
         """Whether the learner ended the run."""
-        return self._core.stopped
+        return self._replay.stopped
 
     def acquire_group(self, timeout: float) -> GroupGrant | None:
         """See `ActorPort.acquire_group`. Returns at once: credit cannot come while this thread waits."""
         if self.stopped:
             raise RunStopped("the learner ended the run.")
-        return self._core.grant(self._name)
+        return self._replay.grant(self._name)
 
     def push(self, episode: Episode) -> None:
-        """See `ActorPort.push`. The core holds it until its group is complete."""
-        receipt = self._core.admit(episode)
+        """See `ActorPort.push`. The replay holds it until its group is complete."""
+        receipt = self._replay.admit(episode)
         if receipt.status == "dropped_invalid":
             self._warn(f"replay: episode {receipt.episode_id} was dropped: {receipt.reason}")
 
     def fail(self, failure: GroupFailure) -> None:
         """See `ActorPort.fail`."""
-        self._core.fail(failure)
+        self._replay.fail(failure)
 
     @property
     def quarantined(self) -> Collection[str]:
         """See `ActorPort.quarantined`."""
-        return self._core.quarantine.names
+        return self._replay.state.quarantine.names
 
     def serve(self) -> None:
         """See `ActorPort.serve`."""
-        self._core.limiter.note_heartbeat(self._name)
-        self._core.take_receipts()
+        self._replay.state.limiter.note_heartbeat(self._name)
+        self._replay.take_receipts()
 
     def report(self, readings: Mapping[Metric, float]) -> None:
         """See `ActorPort.report`."""
-        self._core.report(self._name, readings)
+        self._replay.report(self._name, readings)
 
     def close(self, deadline: float) -> None:
         """See `ActorPort.close`. Nothing is in flight."""
 
 
-class InlineLearnerPort:
-    """`LearnerPort` onto a core in the same thread."""
+class InProcessLearnerPort:
+    """`LearnerPort` onto a replay in the same thread."""
 
-    def __init__(self, core: Replay, *, version: int = 0, imagine: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, replay: Replay, *, version: int = 0, imagine: Callable[[], bool] | None = None
+    ) -> None:
         """Begin or resume the run.
 
         Args:
-            core: Closed by `close`.
+            replay: Closed by `close`.
             version: Policy version the run begins or resumes at.
             imagine: One round of the actor, called while `sample` waits; returns False when there was nothing
                 to imagine: no credit, no episode under way or pending.
         """
-        self._core, self._imagine = core, imagine
-        core.begin(os.urandom(8).hex(), version, in_turns=True)
+        self._replay, self._imagine = replay, imagine
+        replay.begin(os.urandom(8).hex(), version, in_turns=True)
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
         """See `LearnerPort.sample`. Waiting means to let the actor imagine, until nothing is in flight."""
         deadline = time.monotonic() + timeout
-        self._core.set_version(version)
+        self._replay.set_version(version)
         while True:
             busy = self._imagine is not None and self._imagine()
-            self._core.maintain()
-            in_flight = busy or self._core.disk.groups
-            if not in_flight and (batch := self._core.sample(groups, version)) is not None:
+            self._replay.maintain()
+            in_flight = busy or self._replay.lifecycle.disk.groups
+            if not in_flight and (batch := self._replay.sample(groups, version)) is not None:
                 return batch
-            if not in_flight and self._core.exhausted_reason:
-                raise ReplayError(self._core.exhausted_reason)
+            if not in_flight and self._replay.exhausted_reason:
+                raise ReplayError(self._replay.exhausted_reason)
             if self._imagine is None or time.monotonic() >= deadline:
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "
-                    f"the replay holds {self._core.contents()}."
+                    f"the replay holds {self._replay.contents()}."
                 )
             if not busy:
                 time.sleep(IDLE)
 
     def report_version(self, version: int) -> None:
         """See `LearnerPort.report_version`."""
-        self._core.set_version(version)
+        self._replay.set_version(version)
 
     def status(self) -> dict[Metric, float]:
         """See `LearnerPort.status`. Nothing passes a wire."""
         wire = dict.fromkeys((m.WIRE_BYTES, m.WIRE_ERRORS), 0.0)
-        return self._core.status() | wire
+        return self._replay.status() | wire
 
     def stop(self) -> None:
         """See `LearnerPort.stop`."""
-        self._core.stop()
+        self._replay.stop()
 
     def close(self) -> None:
         """See `LearnerPort.close`."""
-        self._core.close()
+        self._replay.close()

@@ -1,20 +1,8 @@
-"""The replay's memory of decisions: one line of JSON each, appended and synced before it takes effect.
+"""Keep the replay's decisions: one line of JSON each, appended and synced before it takes effect.
 
-    {"learner": session, "version": v}                         a learner began or resumed at version v
-    {"actor": name, "session": s}                              an actor (re)started
-    {"grant": n, "actor": name, "turn": t, "min_version": m}   group n was granted
-    {"used": [n, ...], "request": r, "version": v}             a batch was given away
-    {"filtered": n, "newest_version": v, "successes": k}       group n is complete but will never be used
-    {"ready": n}                                               group n, used by a lost update, waits again
-    {"dropped": n, "status": why, "episodes": k, "stored": b}  group n was given up; with the status
-                                                               dropped_resume its number is granted again;
-                                                               dropped_poisoned has "cause", "start_state",
-                                                               "why" and start states "left" besides
-    {"refused": why}                                           one episode was not admitted
-
-Each line also has a checksum that covers that of the line before (`lines.py`): a line that was changed,
-copied, moved, or came from elsewhere is reported and skipped, and so is the line behind one that is missing.
-A crash can tear only the last line, which never took effect; opening removes it.
+What the lines say is in `events.py`. Each line has a checksum that covers that of the line before: a line
+that was changed, copied, moved, or came from elsewhere is reported and skipped, and so is the line behind one
+that is missing. A crash can tear only the last line, which never took effect; opening removes it.
 
 When groups cannot be written for lack of space, decisions still have to be. So 1 MiB lies ready in
 `ledger.spare`, given back to the disk when a line finds no space.

@@ -1,51 +1,70 @@
-"""Who may imagine, what is admitted, what may be used: episodes and versions in, verdicts out. No I/O.
+"""Decide who may imagine, what is admitted, and what may be used. No I/O.
 
-What became of the groups is in `books.py`. Everything about lag, use counts, credit and completeness is
-decided here and nowhere else.
+Everything about lag, use counts, credit and completeness is decided here and nowhere else; what became of the
+groups is in `groups.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
+from asyncrl.config.run import ReplaySettings
 from asyncrl.records import Episode, problem_with
+from asyncrl.replay.events import Granted
 from asyncrl.replay.groups import GroupTable, OpenGroup, mismatch, number_of
 from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus
-from asyncrl.replay.samplers import Order, pick_in_order
+from asyncrl.replay.samplers import pick_in_order
+
+
+class Aged(Protocol):
+    """An episode or a group of them."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Policy version of the oldest decision."""
+        ...
 
 
 class Limiter(GroupTable):
-    """The books of all groups of a run, and what follows from them."""
+    """All groups of a run, and what follows from them."""
 
     def __init__(
         self,
+        settings: ReplaySettings,
         *,
         group_size: int,
         groups_per_update: int,
-        max_lag: int,
-        group_timeout: float = 300.0,
-        silence: float = 30.0,
-        keep_video_every: int = 0,
         filter_groups: bool = False,
-        uses: int = 1,
-        order: Order = "oldest",
         seed: int = 0,
         horizon: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with an empty book; see `config` for the settings.
+        """Start without groups.
 
-        `horizon`: versions that a resume may go back and find everything, see `resumption.py`. It is at least
-        `max_lag`.
+        Args:
+            settings: Their `max_lag` is the bound that holds in this run.
+            group_size: Episodes per group.
+            groups_per_update: Groups per batch.
+            filter_groups: Close groups whose episodes all had the same return; see `AlgorithmSettings`.
+            seed: Of the run.
+            horizon: Versions that a resume may go back and find everything, see `recovery.plan_resume`. It is
+                at least `max_lag`.
+            clock: Seconds.
         """
-        super().__init__(uses=uses, horizon=max(horizon, max_lag))
-        self.group_size, self.groups_per_update, self.max_lag = group_size, groups_per_update, max_lag
-        self.group_timeout, self.keep_video_every, self.clock = group_timeout, keep_video_every, clock
-        self.filter_groups, self.seed, self.silence = filter_groups, seed, silence
-        self.order: Order = order
-        self._heard: dict[str, float] = {}
+        super().__init__(uses=settings.max_reuse, horizon=max(horizon, settings.max_lag))
+        self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
+        self.group_size, self.groups_per_update = group_size, groups_per_update
+        self.filter_groups, self.seed = filter_groups, seed
+        self.heartbeat_timeout = settings.heartbeat_timeout
+        """Seconds without a sign of life after which an actor's open groups are given up."""
+        self._heartbeats: dict[str, float] = {}
         self._listening_since = self.clock()
+
+    def too_old(self, group: Aged, version: int) -> bool:
+        """Whether a learner at `version` may not use a decision of an episode or a group: the lag bound."""
+        return version - group.oldest_version > self.max_lag
 
     @property
     def ahead(self) -> int:
@@ -65,50 +84,50 @@ class Limiter(GroupTable):
 
     def note_heartbeat(self, actor: str) -> None:
         """Note a sign of life."""
-        self._heard[actor] = self.clock()
+        self._heartbeats[actor] = self.clock()
 
     def since_heartbeat(self, actor: str) -> float:
         """Seconds since an actor's last sign of life."""
-        return self.clock() - max(self._heard.get(actor, 0.0), self._listening_since)
+        return self.clock() - max(self._heartbeats.get(actor, 0.0), self._listening_since)
 
     def timed_out(self, actor: str) -> bool:
-        """Whether an actor gave no sign of life for more than `silence` seconds."""
-        return self.since_heartbeat(actor) > self.silence
+        """Whether an actor gave no sign of life for more than `heartbeat_timeout` seconds."""
+        return self.since_heartbeat(actor) > self.heartbeat_timeout
 
     def forgive_silence(self) -> None:
         """Note that nobody could be heard until now: the replay itself was held up."""
         self._listening_since = self.clock()
 
-    def grant(self, actor: str, request_number: int = -1, *, withhold: bool = False) -> GroupGrant | None:
-        """Grant the next group, or None without credit.
-
-        Args:
-            actor: Who imagines it.
-            request_number: Same turn, same grant; -1 never repeats.
-            withhold: Grant nothing new, whatever the credit.
-        """
+    def granted(self, actor: str, request_number: int) -> GroupGrant | None:
+        """Return the open group that was granted for the same request >= 0 of an actor, if there is one."""
         for group in self.open.values():
             if request_number >= 0 and group.actor == actor and group.request_number == request_number:
                 return group.grant
-        if withhold or not self.credit:
+        return None
+
+    def next_grant(self, actor: str, request_number: int = -1) -> Granted | None:
+        """Say which group an actor would get now, or None without credit."""
+        if not self.credit:
             return None
         first_use = self.ahead // self.groups_per_update
-        min_version = max(0, min(first_use - self.max_lag, self.version))
-        return self.restore_grant(
-            min(self.to_grant_again, default=self.next_number), actor, request_number, min_version
+        return Granted(
+            number=min(self.to_grant_again, default=self.next_number),
+            actor=actor,
+            request_number=request_number,
+            min_version=max(0, min(first_use - self.max_lag, self.version)),
         )
 
-    def restore_grant(self, number: int, actor: str, request_number: int, min_version: int) -> GroupGrant:
-        """Enter a grant into the book (also one made before a restart)."""
-        every = self.keep_video_every
-        grant = GroupGrant(
-            number=number, min_version=min_version, keep_video=every > 0 and number % every == 0
+    def note_grant(self, event: Granted) -> None:
+        """Open a group that was granted, also before a restart."""
+        every = self.settings.keep_video_every
+        keep_video = every > 0 and event.number % every == 0
+        group = OpenGroup(
+            grant=GroupGrant(number=event.number, min_version=event.min_version, keep_video=keep_video),
+            actor=event.actor,
+            request_number=event.request_number,
+            granted_at=self.clock(),
         )
-        self._take_out(number)
-        self.open[number] = OpenGroup(
-            grant=grant, actor=actor, request_number=request_number, granted_at=self.clock()
-        )
-        return grant
+        self.open_group(event.number, group)
 
     def admit(self, episode: Episode) -> Receipt:
         """Decide about an episode: `held` means that it was entered into its group."""
@@ -119,9 +138,10 @@ class Limiter(GroupTable):
 
         if number in self.ready:
             return receipt("duplicate")
-        if number in self.closed:
-            status = self.closed[number]
-            return receipt(status, "" if status == "duplicate" else "its group was given up")
+        if number in self.closed and self.closed[number].status != "duplicate":
+            return receipt(self.closed[number].status, "its group was given up")
+        if self.is_closed(number):  # And perhaps forgotten: then nobody knows what became of it.
+            return receipt("duplicate")
         if number not in self.open:
             return receipt("dropped_invalid", f"group {episode.group_id[:40]!r} was never granted")
         group = self.open[number]
@@ -131,7 +151,7 @@ class Limiter(GroupTable):
         problem = problem_with(episode) or mismatch(group, episode, self.group_size)
         if problem:
             return receipt("dropped_invalid", problem)
-        if self.version - episode.oldest_version > self.max_lag:
+        if self.too_old(episode, self.version):
             return receipt(
                 "dropped_lag",
                 f"version {episode.oldest_version} at {self.version}, --replay.max-lag is {self.max_lag}",
@@ -146,48 +166,45 @@ class Limiter(GroupTable):
         return number in self.open and len(self.open[number].members) == self.group_size
 
     def overdue(self) -> list[int]:
-        """Open groups to give up: first episode too long ago, or an actor that fell silent.
+        """List the open groups to give up: first episode too long ago, or an actor that fell silent.
 
         A complete one waits for the disk; that is not its actor's fault.
         """
         now, found = self.clock(), []
         for number, group in self.open.items():
-            late = group.first_at is not None and group.first_at < now - self.group_timeout
-            lost = group.granted_at < now - self.silence and self.timed_out(group.actor)
+            late = group.first_at is not None and group.first_at < now - self.settings.group_timeout
+            lost = group.granted_at < now - self.heartbeat_timeout and self.timed_out(group.actor)
             if (late or lost) and not self.complete(number):
                 found.append(number)
         return found
 
     def unfinished(self, actor: str) -> list[int]:
-        """Open groups of an actor whose members are not all there."""
+        """List the open groups of an actor whose members are not all there."""
         return [n for n, group in self.open.items() if group.actor == actor and not self.complete(n)]
 
     def stale(self) -> list[int]:
-        """Open and ready groups that hold a decision beyond the lag bound."""
-        oldest = {number: group.oldest_version for number, group in self.ready.items()}
-        for number, group in self.open.items():
-            if group.members:
-                oldest[number] = min(episode.oldest_version for episode in group.members.values())
-        return [number for number, version in oldest.items() if self.version - version > self.max_lag]
+        """List the ready and open groups that hold a decision beyond the lag bound."""
+        begun = {number: group for number, group in self.open.items() if group.members}
+        return [n for n, group in {**self.ready, **begun}.items() if self.too_old(group, self.version)]
 
     def pick(self, groups: int) -> list[int] | None:
-        """Choose ready groups within the lag bound at `version`, in `order`; None when there are too few.
+        """Choose ready groups within the lag bound at `version`; None when there are too few.
 
         A group with a decision of a later version than the learner's waits until the learner is there.
         """
         usable = {
             number: group
             for number, group in sorted(self.ready.items())
-            if group.newest_version <= self.version and self.version - group.oldest_version <= self.max_lag
+            if group.newest_version <= self.version and not self.too_old(group, self.version)
         }
         if len(usable) < groups:
             return None
-        return pick_in_order(usable, groups, self.order, seed=self.seed, cursor=self.used)
+        return pick_in_order(usable, groups, self.settings.sampler, seed=self.seed, cursor=self.used)
 
     def begin(self, version: int) -> None:
-        """Start at `version`, after the changes of `resumption.plan_resume`.
+        """Start at `version`, after the changes of `recovery.plan_resume`.
 
-        `used` is a place in the line of groups: every update uses `groups_per_update`, whatever was filtered
+        `used` counts groups: every update uses `groups_per_update`, whatever was filtered
         or dropped. So it follows from the version, also when `groups_per_update` was changed for the resume.
         """
         self.version, self.used = version, version * self.groups_per_update

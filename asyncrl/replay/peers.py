@@ -63,9 +63,9 @@ class PeerSender:
 class Peers:
     """The learner and the actors that are there."""
 
-    def __init__(self, core: Replay, sender: PeerSender, settings: JoinSettings | None) -> None:
+    def __init__(self, replay: Replay, sender: PeerSender, settings: JoinSettings | None) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.sender, self.settings = core, sender, settings
+        self.replay, self.sender, self.settings = replay, sender, settings
         self.server_id = os.urandom(8).hex()
         """Names this process of the replay."""
         self.actors: dict[bytes, str] = {}
@@ -81,7 +81,7 @@ class Peers:
         """Note a peer and welcome it."""
         if message["role"] == "learner":
             self.learner = peer
-            self.core.begin(message["session"], message["version"])
+            self.replay.begin(message["session"], message["version"])
         elif message["role"] == "actor" and not self._admit(peer, message):
             return
         self.ping(peer, message)
@@ -97,14 +97,14 @@ class Peers:
     def bye(self, peer: bytes, message: Message) -> None:
         """Let an actor go. What it leaves open at the run's end is for a resume to settle."""
         name = self._forget(peer)
-        if name is not None and not self.core.stopped:
-            self.core.leave(name)
+        if name is not None and not self.replay.stopped:
+            self.replay.leave(name)
 
     def tell_settings(self, peer: bytes, message: Message) -> None:
         """Give one that wants to join a part of the run's settings."""
         name = message["name"]
         part = self.settings.part(message["part"]) if self.settings else None
-        if name in self.actors.values() and self.core.limiter.since_heartbeat(name) < TAKEN:
+        if name in self.actors.values() and self.replay.state.limiter.since_heartbeat(name) < TAKEN:
             why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
             self.sender.send(peer, "refused", reason=why)
         elif part is None:
@@ -114,7 +114,7 @@ class Peers:
 
     def tell_quarantined(self, peer: bytes) -> bool:
         """Tell an actor the start states that it does not know to be quarantined; False: it takes no more."""
-        names = self.core.quarantine.names
+        names = self.replay.state.quarantine.names
         while (told := self._told.get(peer, 0)) < len(names):
             if not self.sender.send(peer, "quarantined", start_state=names[told]):
                 return False
@@ -128,13 +128,13 @@ class Peers:
             why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
             self.sender.send(peer, "refused", reason=why)
             return False
-        if (before := self.core.actors.get(name)) not in (None, session):
+        if (before := self.replay.state.session.actors.get(name)) not in (None, session):
             self._replaced.add(str(before))
         for other in [other for other, known in self.actors.items() if known == name]:
             self._forget(other)
         self.actors[peer] = name
         self._told.pop(peer, None)
-        self.core.hello(name, session)
+        self.replay.hello(name, session)
         return True
 
     def _forget(self, peer: bytes) -> str | None:

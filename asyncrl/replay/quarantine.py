@@ -1,21 +1,21 @@
-"""Groups that actors could not imagine in, which start states are not used any more out. No I/O.
+"""Decide from the groups that actors could not imagine which start states are not used any more. No I/O.
 
 The replay decides, because only it hears of the failures of all actors and its ledger outlives them all. It
 does not know which start state a number stands for: the actors do, so it tells them the names before the next
 grant, and an actor answers the grant of such a start state at once, without imagining. That costs a message
 per turn of the stream, and start states stay a pure function of seed and number, whatever failed.
 
-A failure is part of the ledger's line that gives its group up: both are durable, or neither.
+A failure is part of the event that gives its group up (`events.Dropped`): both are durable, or neither.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Final
+from typing import Final
 
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.replay.interface import CAUSES, Cause, GroupFailure
+from asyncrl.replay.interface import Cause, GroupFailure
 
 COUNTERS: Final[dict[Cause, Metric]] = {
     "policy": m.POISONED_POLICY,
@@ -42,40 +42,18 @@ class Quarantine:
         self._first = ""
         self._left = True
 
-    def note(self, failure: GroupFailure) -> dict[str, Any]:
-        """Count a group that was given up; return what the ledger keeps of it, for `apply`."""
-        entry = {
-            "cause": failure.cause,
-            "start_state": failure.start_state,
-            "why": failure.reason,
-            "left": failure.left,
-        }
-        self.apply({"dropped": failure.number, **entry})
-        return entry
-
     def begin(self) -> None:
         """A learner began or resumed: perhaps with other start states, so some may be left again."""
         self._left = True
 
-    def apply(self, entry: dict[str, Any]) -> None:
-        """Repeat what a line of the ledger says; most say nothing about failures."""
-        match entry:
-            case {"learner": str()}:
-                self.begin()
-            case {
-                "dropped": int(number),
-                "cause": cause,
-                "start_state": str(name),
-                "why": str(why),
-                "left": int(left),
-            } if cause in CAUSES:
-                self._left = left > 0
-                self.counts[cause] += 1
-                if cause != "quarantined":
-                    self._count(number, name, f"start state {name!r} in group {number}: {why}")
-
-    def _count(self, number: int, name: str, text: str) -> None:
-        self._first = self._first or text
+    def note(self, failure: GroupFailure) -> None:
+        """Count a group that was given up."""
+        self._left = failure.left > 0
+        self.counts[failure.cause] += 1
+        name, number = failure.start_state, failure.number
+        if failure.cause == "quarantined":
+            return
+        self._first = self._first or f"start state {name!r} in group {number}: {failure.reason}"
         groups = self._groups.setdefault(name, set())
         groups.add(number)
         if len(groups) >= self.after and name not in self.names:

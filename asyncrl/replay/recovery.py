@@ -1,4 +1,4 @@
-"""The replay's state after an interruption: the ledger and the files in, the books as they have to be out.
+"""Bring the replay's state back after an interruption, from the ledger and the files.
 
 `recover` when the process starts, `roll_back_to` when a learner goes on from an earlier version.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.replay.counters import has_no_signal
-from asyncrl.replay.events import apply
+from asyncrl.replay.events import Ready, read_events
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import ReadyGroup, ready_group
 from asyncrl.replay.interface import ReceiptStatus
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePlan:
-    """What a learner that begins at an earlier version changes in the books."""
+    """What a learner that begins at an earlier version changes."""
 
     ready: dict[int, tuple[int, ...]]
     """Groups used by updates that are lost, which wait to be used again -> versions of uses that count."""
@@ -39,14 +39,14 @@ def plan_resume(
     under the same numbers, which decide start states and seeds. What a lost update used, and this version
     may use, waits again. A group that also counting updates used was learned from: it is never dropped.
 
-    That is exact down to `horizon` versions before the limiter's. Of older versions the books know only which
+    That is exact down to `horizon` versions before the limiter's. Of older versions it is known only which
     groups were closed, and closed they stay: what a lost update of those versions used, filtered or dropped
     is neither used again nor imagined again under its number. The learner goes on with new groups instead,
     nothing is used twice, and nothing above the lag bound is used; but batches, start states, and the shares
     of successful and filtered groups are not those of the undisturbed run.
 
     Args:
-        limiter: With the books before the resume.
+        limiter: As it is before the resume.
         version: Where the learner goes on.
         stored: Groups whose files exist.
         in_turns: Actor and learner take turns: `version` imagines all its groups before one is used.
@@ -61,17 +61,17 @@ def plan_resume(
     for number, used_at in limiter.used_at.items():
         counting = tuple(at for at in used_at if at < version)
         if len(counting) < len(used_at):
-            verdict = _verdict(stored.get(number), version, limiter.max_lag)
-            if verdict is None:
+            status = _drop_reason(limiter, stored.get(number), version)
+            if status is None:
                 ready[number] = counting
             elif not counting:
-                drop[number] = verdict
+                drop[number] = status
     for number, group in limiter.ready.items():
-        verdict = _verdict(group, version, limiter.max_lag)
-        if verdict is not None and not limiter.used_at.get(number):
-            drop[number] = verdict
+        status = _drop_reason(limiter, group, version)
+        if status is not None and not limiter.used_at.get(number):
+            drop[number] = status
     kept = {number: stored[number].newest_version for number in {*ready, *limiter.ready} - drop.keys()}
-    if in_turns and not _whole(limiter, {n: len(ready.get(n, limiter.used_at.get(n, ()))) for n in kept}):
+    if in_turns and not _all_kept(limiter, {n: len(ready.get(n, limiter.used_at.get(n, ()))) for n in kept}):
         kept |= {number: filtered.newest_version for number, filtered in limiter.filtered.items()}
         for number, newest_version in kept.items():
             if newest_version == version:
@@ -82,40 +82,39 @@ def plan_resume(
     )
 
 
-def _whole(limiter: Limiter, uses: Mapping[int, int]) -> bool:
+def _all_kept(limiter: Limiter, uses: Mapping[int, int]) -> bool:
     """Whether the groups that are kept (number -> uses that count) are all that would have been granted."""
     left = sum(limiter.uses - count for count in uses.values())
     batch = limiter.groups_per_update
     return left >= (limiter.max_lag + 1) * batch and len(uses) >= batch
 
 
-def _verdict(group: ReadyGroup | None, version: int, max_lag: int) -> ReceiptStatus | None:
-    """Why a learner that begins at `version` may not use a group, or None when it may."""
+def _drop_reason(limiter: Limiter, group: ReadyGroup | None, version: int) -> ReceiptStatus | None:
+    """Say why a learner that begins at `version` may not use a group, or None when it may."""
     if group is None or group.newest_version > version:
         return "dropped_resume"
-    return "dropped_lag" if version - group.oldest_version > max_lag else None
+    return "dropped_lag" if limiter.too_old(group, version) else None
 
 
 def recover(lifecycle: GroupLifecycle) -> None:
-    """Fill empty books from the ledger, then look at the files."""
-    for entry in lifecycle.store.ledger.read():
-        apply(entry, lifecycle.limiter, lifecycle.counters, lifecycle.session)
-        lifecycle.quarantine.apply(entry)
+    """Bring an empty state up to date: apply the ledger, then look at the files."""
+    for event in read_events(lifecycle.store.ledger.read()):
+        lifecycle.state.apply(event)
     _recover_ready(lifecycle)
+    lifecycle.state.limiter.end_recovery()
     count_successes(lifecycle)
 
 
 def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> None:
     """Undo what a resume at `version` makes undone: see `plan_resume`."""
-    store, limiter = lifecycle.store, lifecycle.limiter
+    store, state = lifecycle.store, lifecycle.state
     stored = _stored(lifecycle)
-    plan = plan_resume(limiter, version, stored, in_turns=in_turns)
+    plan = plan_resume(state.limiter, version, stored, in_turns=in_turns)
     for number, uses in plan.ready.items():
-        store.ledger.append(ready=number, **({"uses": uses} if uses else {}))
-        limiter.undo_uses(number, uses)
-        limiter.make_ready(number, stored[number])
+        state.commit(Ready(number=number, uses=uses))
+        state.make_ready(number, stored[number])
     for number, status in plan.drop.items():
-        was_stored = number not in limiter.open
+        was_stored = number not in state.limiter.open
         if status == "dropped_resume":
             store.remove(number)
         lifecycle.drop(number, status, stored=was_stored)
@@ -124,7 +123,7 @@ def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> 
 def count_successes(lifecycle: GroupLifecycle) -> None:
     """Count the complete groups whose newest decision is of the learner's version."""
     lifecycle.success.restart()
-    store, limiter = lifecycle.store, lifecycle.limiter
+    store, limiter = lifecycle.store, lifecycle.state.limiter
     for number, group in limiter.ready.items():
         if group.newest_version == limiter.version:
             lifecycle.success.add(store.group_files[number].attributes["successes"], limiter.group_size)
@@ -139,20 +138,16 @@ def _stored(lifecycle: GroupLifecycle) -> dict[int, ReadyGroup]:
 
 def _recover_ready(lifecycle: GroupLifecycle) -> None:
     """Make the sealed groups ready that the ledger did not close; filter what a crash left unfiltered."""
-    limiter = lifecycle.limiter
+    state, limiter = lifecycle.state, lifecycle.state.limiter
     for number, group in _stored(lifecycle).items():
-        if number in limiter.closed:
+        if limiter.is_closed(number):
             continue
-        limiter.make_ready(number, group)
-        if number in limiter.used_at:
-            continue
-        lifecycle.counters.add("stored", limiter.group_size)
-        if limiter.filter_groups:
+        state.make_ready(number, group)
+        if number not in limiter.used_at and limiter.filter_groups:
             episodes = lifecycle.store.load(number)
             if episodes is None:
                 lifecycle.drop(number, "dropped_invalid", stored=True)
             elif has_no_signal(episodes):
                 lifecycle.filter(number)
-    for number in [n for n in limiter.used_at if n not in limiter.ready and n not in limiter.closed]:
+    for number in [n for n in limiter.used_at if n not in limiter.ready and not limiter.is_closed(n)]:
         limiter.close_used(number)
-    limiter.forget()

@@ -1,6 +1,6 @@
-"""Which of the usable groups the learner gets: groups in, numbers out.
+"""Choose which of the usable groups the learner gets.
 
-Chance follows from seed and cursor alone. The cursor counts the places in the batches given away, so the same
+Chance follows from seed and cursor alone. The cursor counts the groups of the batches given away, so the same
 seed over the same groups gives the same batches, also after a restart. Every number has its own draw: other
 groups do not change it.
 """
@@ -15,13 +15,12 @@ from typing import Final
 from asyncrl.config.run import ReplaySampler
 from asyncrl.replay.groups import ReadyGroup
 
-Order = ReplaySampler
 FLOOR: Final = 0.05
 """Least weight of a group in `prioritized`: one without spread (0 of at most 0.5) comes rarely, but comes."""
 
 
 def pick_in_order(
-    usable: Mapping[int, ReadyGroup], groups: int, order: Order, *, seed: int, cursor: int
+    usable: Mapping[int, ReadyGroup], groups: int, order: ReplaySampler, *, seed: int, cursor: int
 ) -> list[int]:
     """Choose `groups` different groups.
 

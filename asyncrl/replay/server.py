@@ -46,7 +46,7 @@ _AT_ONCE: Final = 64
 
 
 def serve_replay(
-    core: Replay,
+    replay: Replay,
     endpoint: str,
     *,
     security: ServerKeys | None = None,
@@ -57,7 +57,7 @@ def serve_replay(
     """Run the replay until it is over.
 
     Args:
-        core: Closed at the end.
+        replay: Closed at the end.
         endpoint: To bind; see `sockets.check_endpoint`.
         security: The replay's keys and whom it admits; None for an endpoint that only this user can reach.
         settings: What actors that join are told; None: nobody can join.
@@ -74,11 +74,11 @@ def serve_replay(
             socket = bind_router(context, endpoint, security)
             if ready is not None:
                 ready()
-            core.write_in_background()
-            ReplayServer(core, socket, settings).run(stop_event or threading.Event())
+            replay.write_in_background()
+            ReplayServer(replay, socket, settings).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
-        core.close()
+        replay.close()
 
 
 class ReplayServer:
@@ -86,13 +86,13 @@ class ReplayServer:
 
     def __init__(
         self,
-        core: Replay,
+        replay: Replay,
         socket: zmq.Socket[bytes],
         settings: JoinSettings | None = None,
     ) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
-        self.core, self.socket, self.sender = core, socket, PeerSender(socket)
-        self.peers = Peers(core, self.sender, settings)
+        self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
+        self.peers = Peers(replay, self.sender, settings)
         self._turned = time.monotonic()
         self._acquires: dict[bytes, int] = {}
         self._sample: Message | None = None
@@ -119,8 +119,8 @@ class ReplayServer:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, serve_until = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < serve_until:
-            self.serve_once(1 if self.core.writing else 5 if self._batch else POLL_MS)
-            if self.core.stopped:
+            self.serve_once(1 if self.replay.writing else 5 if self._batch else POLL_MS)
+            if self.replay.stopped:
                 serve_until = min(serve_until, time.monotonic() + SHUTDOWN_TIMEOUT)
                 if not self.peers.actors:
                     return
@@ -131,8 +131,8 @@ class ReplayServer:
         if self.socket.poll(wait_ms):
             self._receive()
         if time.monotonic() - self._turned > HELD_UP:
-            self.core.limiter.forgive_silence()
-        self.core.maintain()
+            self.replay.state.limiter.forgive_silence()
+        self.replay.maintain()
         self._answer()
         self._turned = time.monotonic()
 
@@ -159,10 +159,10 @@ class ReplayServer:
             self.sender.refuse(peer, error)
             return
         if peer in self.peers.actors:
-            self.core.limiter.note_heartbeat(self.peers.actors[peer])
+            self.replay.state.limiter.note_heartbeat(self.peers.actors[peer])
         if message.kind in WITH_EPISODE:
             self._bytes += sum(map(len, frames))
-        if self.core.stopped and message.kind not in ("bye", "status", "stop"):
+        if self.replay.stopped and message.kind not in ("bye", "status", "stop"):
             self.sender.send(peer, "stopped")
         elif message.kind in ("hello", "settings") or peer in self.peers.actors or peer == self.peers.learner:
             self._handlers[message.kind](peer, message)
@@ -172,10 +172,10 @@ class ReplayServer:
     def _answer(self) -> None:
         """Send what is due: receipts, grants, the batch."""
         routes = {name: peer for peer, name in self.peers.actors.items()}
-        for actor, receipt in self.core.take_receipts():
+        for actor, receipt in self.replay.take_receipts():
             if actor in routes:
                 self._receipt(routes[actor], receipt.episode_id, receipt.status, receipt.reason)
-        if self.core.stopped:
+        if self.replay.stopped:
             return
         if self.peers.learner:  # Before it, nobody knows which version the run begins at.
             self._grant()
@@ -191,11 +191,11 @@ class ReplayServer:
         for peer, request_number in list(self._acquires.items()):
             if peer not in self.peers.actors:
                 del self._acquires[peer]
-            elif self.core.limiter.timed_out(self.peers.actors[peer]):
+            elif self.replay.state.limiter.timed_out(self.peers.actors[peer]):
                 del self._acquires[peer]  # Whoever hangs would keep the credit; awake, it asks again.
             elif not self.peers.tell_quarantined(peer):
                 continue  # Its queue is full: it hears the names before its next grant.
-            elif grant := self.core.grant(self.peers.actors[peer], request_number):
+            elif grant := self.replay.grant(self.peers.actors[peer], request_number):
                 del self._acquires[peer]
                 about = {"number": grant.number, "min_version": grant.min_version}
                 self.sender.send(peer, "grant", turn=request_number, keep_video=grant.keep_video, **about)
@@ -204,9 +204,9 @@ class ReplayServer:
         wanted = self._sample
         if wanted is None or self._batch:
             return
-        groups = self.core.sample(wanted["groups"], wanted["version"], wanted["request"])
+        groups = self.replay.sample(wanted["groups"], wanted["version"], wanted["request"])
         if groups is None:
-            why = self.core.exhausted_reason[:4000]
+            why = self.replay.exhausted_reason[:4000]
             if why and self.sender.send(self.peers.learner, "refused", reason=why):
                 self._sample = None
             return
@@ -227,18 +227,18 @@ class ReplayServer:
 
     def _episode(self, peer: bytes, message: Message) -> None:
         assert message.episode is not None
-        receipt = self.core.admit(message.episode)
+        receipt = self.replay.admit(message.episode)
         self._receipt(peer, receipt.episode_id, receipt.status, receipt.reason)
 
     def _failed(self, peer: bytes, message: Message) -> None:
         about = {field.name: message[field.name] for field in fields(GroupFailure)}
-        self.core.fail(GroupFailure(**about))
+        self.replay.fail(GroupFailure(**about))
         self._receipt(peer, message["report"], "dropped_poisoned", "")
 
     def _report(self, peer: bytes, message: Message) -> None:
         if peer in self.peers.actors:
             readings = {REPORTED[name]: value for name, value in message["readings"].items()}
-            self.core.report(self.peers.actors[peer], readings)
+            self.replay.report(self.peers.actors[peer], readings)
 
     def _want(self, peer: bytes, message: Message) -> None:
         if (
@@ -252,18 +252,18 @@ class ReplayServer:
 
     def _version(self, peer: bytes, message: Message) -> None:
         if peer == self.peers.learner:
-            self.core.set_version(message["version"])
+            self.replay.set_version(message["version"])
 
     def _status(self, peer: bytes, message: Message) -> None:
-        readings = self.core.status()
+        readings = self.replay.status()
         readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.sender.errors)}
         named = {metric.name: value for metric, value in readings.items()}
-        self.sender.send(peer, "status_reply", readings=named, contents=self.core.contents()[:4000])
+        self.sender.send(peer, "status_reply", readings=named, contents=self.replay.contents()[:4000])
 
     def _stop(self, peer: bytes, message: Message) -> None:
         if peer != self.peers.learner:
             return
-        self.core.stop()
+        self.replay.stop()
         self.sender.send(peer, "stopped")
         for actor in list(self.peers.actors):
             if not self.sender.send(actor, "stopped"):

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode, problem_with
+from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_events
 from asyncrl.replay.files.format import GroupFile, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.ledger import read_entries
@@ -25,14 +26,14 @@ Outcome = Literal["used", "filtered", "dropped", "unused"]
 
 @dataclass(kw_only=True)
 class GroupOutcomes:
-    """The last word of the ledger on every group."""
+    """What the ledger says last of every group."""
 
     granted: set[int] = field(default_factory=set)
     """Groups that an actor was allowed to imagine."""
     used: dict[int, int] = field(default_factory=dict)
     """Group -> the learner's version when it was used."""
-    filtered: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Group whose episodes all had the same return -> its `newest_version` and `successes`."""
+    filtered: dict[int, Filtered] = field(default_factory=dict)
+    """Group whose episodes all had the same return -> the event that closed it."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Group that was given up -> why."""
     again: set[int] = field(default_factory=set)
@@ -46,33 +47,31 @@ class GroupOutcomes:
             return "filtered"
         return "dropped" if number in self.dropped else "unused"
 
-    def note(self, entry: dict[str, Any]) -> None:
-        """Follow one line of the ledger."""
-        match entry:
-            case {"grant": int(number)}:
-                self._forget(number)
-                self.granted.add(number)
-            case {"used": list(numbers), "version": int(version)}:
-                for number in numbers:
+    def apply(self, event: Event) -> None:
+        """Follow one event of the ledger."""
+        match event:
+            case Granted():
+                self._forget(event.number)
+                self.granted.add(event.number)
+            case Used():
+                for number in event.numbers:
                     self._forget(number)
-                    self.used[number] = version
-            case {"filtered": int(number), "newest_version": int(newest), "successes": int(successes)}:
-                self._forget(number)
-                self.filtered[number] = {"newest_version": newest, "successes": successes}
-            case {"ready": int(number), "uses": [*_, int(version)]}:  # A resume undid only the later uses.
-                self._forget(number)
-                self.used[number] = version
-                self.again.add(number)
-            case {"ready": int(number)}:
-                self._forget(number)
-                self.again.add(number)
-            case {"dropped": int(number), "status": str(status)}:
-                self._forget(number)
-                self.dropped[number] = status
+                    self.used[number] = event.version
+            case Filtered():
+                self._forget(event.number)
+                self.filtered[event.number] = event
+            case Ready():
+                self._forget(event.number)
+                self.again.add(event.number)
+                if event.uses:  # A resume undid only the later ones.
+                    self.used[event.number] = event.uses[-1]
+            case Dropped():
+                self._forget(event.number)
+                self.dropped[event.number] = event.status
 
     def _forget(self, number: int) -> None:
-        for book in (self.used, self.filtered, self.dropped):
-            book.pop(number, None)
+        for groups in (self.used, self.filtered, self.dropped):
+            groups.pop(number, None)
         self.again.discard(number)
 
 
@@ -84,8 +83,8 @@ def read_outcomes(folder: Path, warn: Callable[[str], None]) -> GroupOutcomes:
         warn: Receives one line per damaged line.
     """
     outcomes = GroupOutcomes()
-    for entry in read_entries(folder / "ledger.log", warn):
-        outcomes.note(entry)
+    for event in read_events(read_entries(folder / "ledger.log", warn)):
+        outcomes.apply(event)
     return outcomes
 
 

@@ -76,10 +76,10 @@ def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> 
                 f"{group_file.path.name}: used at version {used_at}, but it holds a decision of version "
                 f"{group_file.newest_version}"
             )
-        for name, value in outcomes.filtered.get(number, {}).items():
-            if group_file.attributes[name] != value:
-                found = group_file.attributes[name]
-                yield f"{group_file.path.name}: {name} is {found}, the ledger says {value}"
+        filtered = outcomes.filtered.get(number)
+        for name in ("newest_version", "successes") if filtered else ():
+            if (found := group_file.attributes[name]) != (said := getattr(filtered, name)):
+                yield f"{group_file.path.name}: {name} is {found}, the ledger says {said}"
     for number in sorted(outcomes.again - group_files.keys()):
         yield f"group-{number:08d}.h5: the ledger says that it waits to be used again, but it cannot be read"
     for number in sorted((outcomes.used.keys() | outcomes.filtered.keys()) - outcomes.granted):

@@ -15,7 +15,7 @@ from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.actors.slots import DecisionRecord, PendingEpisode, Slot, Slots, finished_episode
 from asyncrl.errors import SampleTimeout
 from asyncrl.records import Episode, episode_arrays, problem_with
-from asyncrl.replay.in_process_ports import InlineLearnerPort
+from asyncrl.replay.in_process_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.weights.interface import ChannelClosed
 from support.tiny_actor import GROUP, TASKS, actor_with, start
@@ -251,7 +251,7 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
 def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path: Path) -> None:
     actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.round(wait=0.0)
-    assert (list(core.limiter.ready), actor.slots.live) == ([0], [])
+    assert (list(core.state.limiter.ready), actor.slots.live) == ([0], [])
     ((first, second),) = learner.sample(groups=1, version=0, timeout=0.0)
     assert (first.member, second.member) == (0, 1)
     assert first.start_state == second.start_state == actor.starts[0].name
@@ -265,9 +265,9 @@ def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path:
 def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagination, tmp_path: Path) -> None:
     actor, core, _ = actor_with(imagination, tmp_path, slots=1)
     actor.round(wait=0.0)
-    assert (len(core.limiter.ready), len(core.limiter.open[0].members)) == (0, 1)
+    assert (len(core.state.limiter.ready), len(core.state.limiter.open[0].members)) == (0, 1)
     actor.round(wait=0.0)
-    assert list(core.limiter.ready) == [0]
+    assert list(core.state.limiter.ready) == [0]
     core.close()
 
 
@@ -278,7 +278,7 @@ def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imaginati
         actor, core, _ = actor_with(
             imagination, tmp_path / str(stages), slots=slots, stages=stages, decisions=3, groups=4
         )
-        learner = InlineLearnerPort(core, imagine=lambda actor=actor: actor.round(0.0))
+        learner = InProcessLearnerPort(core, imagine=lambda actor=actor: actor.round(0.0))
         found.append(learner.sample(groups=4, version=0, timeout=60.0))
         assert actor.slots.live == []
         core.close()
@@ -294,7 +294,7 @@ def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_p
     actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.round(wait=0.0)
     assert not actor.round(wait=0.0)
-    assert (core.limiter.credit, list(core.limiter.ready), actor.slots.live) == (0, [0], [])
+    assert (core.state.limiter.credit, list(core.state.limiter.ready), actor.slots.live) == (0, [0], [])
     learner.sample(groups=1, version=0, timeout=0.0)
     learner.report_version(1)  # Credit for the next group, which asks for version 1.
     assert actor.round(wait=0.0), "there is something to imagine, but not yet"
@@ -307,7 +307,7 @@ def test_in_one_process_an_actor_that_lacks_a_version_ends_in_a_timeout_until_it
 ) -> None:
     actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
     receiver, actor.receiver = actor.receiver, Unreached()
-    learner = InlineLearnerPort(core, imagine=lambda: actor.round(0.0))
+    learner = InProcessLearnerPort(core, imagine=lambda: actor.round(0.0))
     with pytest.raises(SampleTimeout, match="0 groups ready, 1 in flight with 0 episodes"):
         learner.sample(groups=1, version=0, timeout=0.05)
     actor.receiver = receiver
@@ -335,7 +335,7 @@ def test_a_learner_that_left_before_its_first_version_ends_the_actor(
     actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
     actor.receiver = Closed()
     actor.run()
-    assert (actor.version, core.limiter.next_number) == (-1, 0)
+    assert (actor.version, core.state.limiter.next_number) == (-1, 0)
     core.close()
 
 
@@ -343,5 +343,5 @@ def test_a_run_that_is_over_ends_the_actor(imagination: Imagination, tmp_path: P
     actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
     learner.stop()
     actor.run()
-    assert (actor.version, core.limiter.next_number) == (0, 0)
+    assert (actor.version, core.state.limiter.next_number) == (0, 0)
     core.close()

@@ -81,8 +81,8 @@ def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
         for name, array in episode_arrays(found[key]).items():
             np.testing.assert_array_equal(array, episode_arrays(expected[key])[name], name)
     assert counts(run) == {cause: float(cause == CAUSE_OF[part]) for cause in COUNTERS}
-    assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.limiter.open) == ([], [], {})
-    assert run.core.limiter.closed[bad] == "dropped_poisoned"
+    assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.state.limiter.open) == ([], [], {})
+    assert run.core.state.limiter.closed[bad].status == "dropped_poisoned"
     plain.core.close()
     run.core.close()
 
@@ -228,7 +228,7 @@ def test_after_two_groups_a_start_state_is_not_imagined_any_more(tmp_path: Path)
     run = inline_run(tmp_path, poisoned, per_update=8, starts=2)
     found = episodes_of(run, 8)
     assert {e.start_state for e in found.values()} == {"start-0"}
-    assert run.core.quarantine.names == ["start-1"]
+    assert run.core.state.quarantine.names == ["start-1"]
     assert poisoned.begun.count(1) == 2 * GROUP, "two groups of it began"
     assert counts(run)["world"] == 2
     assert counts(run)["quarantined"] >= 4
@@ -239,10 +239,10 @@ def test_after_two_groups_a_start_state_is_not_imagined_any_more(tmp_path: Path)
 def test_the_same_group_twice_is_one_failure(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned())
     for _ in range(2):
-        run.core.quarantine.note(failure(0))
-    assert run.core.quarantine.names == []
-    run.core.quarantine.note(failure(1))
-    assert run.core.quarantine.names == ["bad"]
+        run.core.state.quarantine.note(failure(0))
+    assert run.core.state.quarantine.names == []
+    run.core.state.quarantine.note(failure(1))
+    assert run.core.state.quarantine.names == ["bad"]
     run.core.close()
 
 
@@ -252,14 +252,14 @@ def test_failures_counts_and_quarantine_survive_a_restart_of_the_replay_and_a_re
         run.actor.round(0.0)
     run.core.close()
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
-    assert (counts(run)["world"], run.core.quarantine.names) == (1, [])
+    assert (counts(run)["world"], run.core.state.quarantine.names) == (1, [])
     episodes_of(run, 4)
-    assert (counts(run)["world"], run.core.quarantine.names) == (2, ["start-1"])
+    assert (counts(run)["world"], run.core.state.quarantine.names) == (2, ["start-1"])
     before = run.core.status()
     run.core.close()
     poisoned = Poisoned({1: "world"})
     run = inline_run(tmp_path, poisoned, starts=2, slots=2)
-    assert run.core.quarantine.names == ["start-1"]
+    assert run.core.state.quarantine.names == ["start-1"]
     for metric in (*COUNTERS.values(), m.QUARANTINED):
         assert run.core.status()[metric] == before[metric], metric
     episodes_of(run, 4)
@@ -279,7 +279,7 @@ def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_
     text = str(caught.value)
     assert all(f"start-{n}" in text for n in range(3))
     assert "the reward model's scores are not finite" in text
-    assert run.core.limiter.next_number <= 2 * 3 + 2, "no more grants than it takes"
+    assert run.core.state.limiter.next_number <= 2 * 3 + 2, "no more grants than it takes"
     run.core.close()
     # Resumed with other start states it goes on; with the same ones it ends at once.
     run = inline_run(tmp_path, poisoned, starts=3)
@@ -298,7 +298,7 @@ def test_groups_that_are_ready_are_used_before_the_run_ends(tmp_path: Path) -> N
         assert granted is not None
         for member in range(GROUP):
             run.core.admit(make_episode(granted.number, member, versions=(0,)))
-    run.core.quarantine.note(failure(9, left=0))
+    run.core.state.quarantine.note(failure(9, left=0))
     assert len(run.learner.sample(groups=2, version=0, timeout=5.0)) == 2
     with pytest.raises(ReplayError, match="No start state is left"):
         run.learner.sample(groups=2, version=1, timeout=5.0)
@@ -343,8 +343,8 @@ def test_a_report_outlives_the_replay_that_it_was_sent_to(tmp_path: Path, endpoi
 def test_a_grant_waits_until_the_actor_took_the_names(scripted: Any) -> None:
     service, socket, _ = scripted
     assert isinstance(socket, ScriptedSocket)
-    service.core.quarantine.note(failure(7))
-    service.core.quarantine.note(failure(8))
+    service.replay.state.quarantine.note(failure(7))
+    service.replay.state.quarantine.note(failure(8))
     socket.deaf.add(b"a")
     socket.say(b"a", "acquire", turn=0)
     service.serve_once(0)
@@ -362,7 +362,7 @@ def test_a_report_with_an_unknown_cause_is_refused(scripted: Any) -> None:
     socket.say(b"a", "failed", number=0, cause="bad luck", **about)
     service.serve_once(0)
     assert socket.sent[-1][1].kind == "refused"
-    assert service.core.status()[m.GROUPS_IN_FLIGHT] == 1
+    assert service.replay.status()[m.GROUPS_IN_FLIGHT] == 1
 
 
 def imagine_and_sample(actor: Actor, learner: ZmqLearnerPort) -> None:
@@ -419,5 +419,5 @@ def test_an_inline_run_reaches_its_updates_although_the_policy_gives_nan_for_one
 
 def test_the_settings_of_a_run_reach_the_quarantine(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned(), after=7)
-    assert run.core.quarantine.after == config(after=7).replay.quarantine_after == 7
+    assert run.core.state.quarantine.after == config(after=7).replay.quarantine_after == 7
     run.core.close()

@@ -175,7 +175,7 @@ def test_a_half_without_episodes_keeps_nobody_waiting(order: list[str], tmp_path
         pass
     assert order == ["launch 2", "collect"] * 3
     assert not run.actor.round(0.0)
-    assert len(run.core.limiter.ready) == 1
+    assert len(run.core.state.limiter.ready) == 1
     run.core.close()
 
 
@@ -227,7 +227,7 @@ def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
         for name, array in episode_arrays(found[key]).items():
             np.testing.assert_array_equal(array, episode_arrays(expected[key])[name], name)
     assert sum(counts(run).values()) == 1
-    assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.limiter.open) == ([], [], {})
+    assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.state.limiter.open) == ([], [], {})
     plain.core.close()
     run.core.close()
 

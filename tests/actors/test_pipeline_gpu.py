@@ -15,11 +15,11 @@ from torch import Tensor
 
 from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagination import Imagination
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import StartState, episode_arrays
-from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.replay import open_replay
+from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.failing_models import GROUP, IMAGE, RowState, config, start
@@ -83,7 +83,7 @@ class Integers:
 def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages: int, cycles: int = 0) -> Any:
     """An actor of 8 slots, its learner's port and its core."""
     models: Any = Integers(policy, world, cycles)
-    core = open_replay(folder, config())
+    core = open_run_replay(folder, config())
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(
@@ -104,8 +104,8 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
         world_device=world,
     )
     starts = StartStateStream([start(n) for n in range(4)], 0)
-    actor = Actor(imagination, starts, InlineActorPort(core), receiver, settings)
-    return actor, InlineLearnerPort(core, imagine=lambda: actor.round(0.0)), core
+    actor = Actor(imagination, starts, InProcessActorPort(core), receiver, settings)
+    return actor, InProcessLearnerPort(core, imagine=lambda: actor.round(0.0)), core
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -284,7 +284,7 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
     actor, core, learner = actor_with(models, folder, slots=GROUP)
     publisher, actor.receiver = build_in_process()
     publisher.publish(original, 0)
-    while not core.limiter.ready:
+    while not core.state.limiter.ready:
         actor.round(0.0)
     (first,) = learner.sample(groups=1, version=0, timeout=0.0)
     offloaded = offloading(actor) if offload else None
@@ -297,7 +297,7 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
     if offloaded is not None:
         assert offloaded.offloaded, "new weights reached the copy in host memory"
     learner.report_version(1)
-    while not core.limiter.ready:
+    while not core.state.limiter.ready:
         actor.round(0.0)
     (second,) = learner.sample(groups=1, version=1, timeout=0.0)
     assert offloaded is None or not offloaded.offloaded
@@ -324,7 +324,7 @@ def test_an_actor_reports_what_it_parked(
     monkeypatch.setattr("asyncrl.actors.telemetry.REPORT_EVERY", 0.0)
     actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
     offloaded = offloading(actor)
-    while not core.limiter.ready:
+    while not core.state.limiter.ready:
         actor.round(0.0)
     idle_until_offloaded(actor, offloaded)
     actor.round(0.0)

@@ -18,11 +18,11 @@ from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.launch import endpoints
 from asyncrl.launch.placement import Placement
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.curve_keys import ClientKeys, create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import bind_router, check_endpoint, connect_dealer
 from asyncrl.messaging.wire import encode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.replay import open_replay
 from asyncrl.replay.server import serve_replay
 from support.replay_server import CONFIG, acquire, push_group, until
 
@@ -157,7 +157,7 @@ def served(folder: Path, keys: Path | None) -> Iterator[str]:
     security = load_server_keys(keys) if keys else None
     thread = threading.Thread(
         target=serve_replay,
-        args=(open_replay(folder / "replay", CONFIG), endpoint),
+        args=(open_run_replay(folder / "replay", CONFIG), endpoint),
         kwargs={"security": security, "stop_event": stop, "ready": ready.set},
     )
     thread.start()

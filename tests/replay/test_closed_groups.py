@@ -1,4 +1,4 @@
-"""However long a run is, the replay remembers as much: closed groups fold into ranges, and stay closed."""
+"""However long a run is, the replay remembers as much: closed groups are forgotten, and stay closed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.loading import overlay
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.ranges import Ranges
-from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support.episodes import make_episode
 from support.replay import Clock
@@ -45,12 +45,10 @@ def open_small(
 ) -> Replay:
     """A replay whose files go as soon as they may, unless `max_bytes` is larger."""
     limiter = Limiter(
+        ReplaySettings(max_lag=max_lag, group_timeout=1e6, max_reuse=uses),
         group_size=2,
         groups_per_update=2,
-        max_lag=max_lag,
-        group_timeout=1e6,
         filter_groups=filtering,
-        uses=uses,
         horizon=horizon,
         clock=Clock(),
     )
@@ -59,7 +57,7 @@ def open_small(
 
 def push(core: Replay, number: int, *, mixed: bool = True, version: int | None = None) -> list[str]:
     """Push both members of a group, imagined anew by the learner's version unless said otherwise."""
-    versions = (core.limiter.version if version is None else version,)
+    versions = (core.state.limiter.version if version is None else version,)
     ids = [os.urandom(16).hex() for _ in range(2)]
     pair = [
         make_episode(number, k, versions=versions, image=1, success=mixed and k == 1, episode_id=ids[k])
@@ -72,9 +70,9 @@ def imagine(core: Replay) -> None:
     """Use all credit. Of eight groups one teaches nothing, one is given up, one loses a member."""
     while (grant := core.grant("actor-0")) is not None:
         if grant.number % 8 == 3:
-            core._lifecycle.drop(grant.number, "dropped_deadline")
+            core.lifecycle.drop(grant.number, "dropped_deadline")
         elif grant.number % 8 == 5:
-            core.admit(make_episode(grant.number, 7, versions=(core.limiter.version,), image=1))
+            core.admit(make_episode(grant.number, 7, versions=(core.state.limiter.version,), image=1))
         else:
             push(core, grant.number, mixed=grant.number % 8 != 1)
     core.take_receipts()
@@ -83,9 +81,9 @@ def imagine(core: Replay) -> None:
 def update(core: Replay) -> list[int]:
     """Imagine, use a batch and go on to the next version; return the groups of the batch."""
     imagine(core)
-    batch = core.sample(2, core.limiter.version, f"request {core.limiter.version}")
+    batch = core.sample(2, core.state.limiter.version, f"request {core.state.limiter.version}")
     assert batch is not None, core.contents()
-    core.set_version(core.limiter.version + 1)
+    core.set_version(core.state.limiter.version + 1)
     return [int(group[0].group_id) for group in batch]
 
 
@@ -101,7 +99,7 @@ def held(thing: Any, name: str = "core") -> dict[str, int]:
 
 @pytest.mark.parametrize("uses", [1, 2])
 def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> None:
-    core = open_small(tmp_path, uses=uses)
+    core = open_small(tmp_path, max_reuse=uses)
     core.begin("learner", 0)
     core.hello("actor-0", "first life")
     largest, turns = list[dict[str, int]](), 90
@@ -111,26 +109,37 @@ def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> No
             update(core)
             found = {name: max(size, found.get(name, 0)) for name, size in held(core).items()}
         largest.append(found)
-        assert core.limiter.next_number > (third + 1) * turns * 2 / uses
-    books = {f"core._lifecycle.limiter.{name}" for name in ("closed.recent", "used_at", "filtered", "ready")}
+        assert core.state.limiter.next_number > (third + 1) * turns * 2 / uses
+    books = {f"core.state.limiter.{name}" for name in ("closed", "used_at", "filtered", "ready")}
     assert books <= largest[2].keys()
     assert largest[2] == largest[1]
     # Per version two places are used, and of eight groups three never are: at most four groups are closed.
     bound = (HORIZON + 3) * 4
     assert max(largest[2].values()) <= bound
     core.close()
-    assert max(held(open_small(tmp_path, uses=uses)).values()) <= bound, "recalled from the ledger"
+    assert max(held(open_small(tmp_path, max_reuse=uses)).values()) <= bound, "recalled from the ledger"
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(-3, 12))))
-def test_ranges_are_a_set(changes: list[tuple[bool, int]]) -> None:
-    ranges, plain = Ranges(), set[int]()
-    for put, number in changes:
-        (ranges.add if put else ranges.discard)(number)
-        (plain.add if put else plain.discard)(number)
-        assert [n for n in range(-5, 15) if n in ranges] == sorted(plain)
-        gaps = sum(n + 1 not in plain for n in plain)
-        assert len(ranges._begins) == len(ranges._ends) == gaps
+def test_a_file_whose_grant_is_hidden_by_damage_is_ready(
+    tmp_path: Path,
+) -> None:
+    core = open_small(tmp_path, filtering=False, max_bytes=10**9)
+    core.begin("learner", 0)
+    imagine(core)
+    batch = core.sample(2, 0, "request")
+    assert batch is not None
+    closed = {n for n in range(core.state.limiter.next_number) if core.state.limiter.is_closed(n)}
+    ready = set(core.state.limiter.ready)
+    hidden = min(ready)
+    core.close()
+    lines = (tmp_path / "ledger.log").read_text().splitlines(keepends=True)
+    (place,) = [k for k, line in enumerate(lines) if f'"grant":{hidden},' in line]
+    lines[place] = lines[place].replace("actor-0", "actor-X")
+    (tmp_path / "ledger.log").write_text("".join(lines))
+    core = open_small(tmp_path, filtering=False, max_bytes=10**9)
+    assert set(core.state.limiter.ready) == ready, "its file is there and nothing says that it was used"
+    assert closed == {n for n in range(core.state.limiter.next_number) if core.state.limiter.is_closed(n)}
+    core.close()
 
 
 def test_late_episodes_get_a_final_receipt_before_and_after_their_group_is_forgotten(tmp_path: Path) -> None:
@@ -150,7 +159,7 @@ def test_late_episodes_get_a_final_receipt_before_and_after_their_group_is_forgo
             core.begin("learner", version)
         assert (used in core.store.group_files) == (version == 1), "deleted with the next batch"
         update(core)
-    assert core.status()[m.FILTERED_GROUPS] == sum(n % 8 == 1 for n in range(core.limiter.next_number))
+    assert core.status()[m.FILTERED_GROUPS] == sum(n % 8 == 1 for n in range(core.state.limiter.next_number))
     core.close()
 
 
@@ -161,7 +170,7 @@ def test_members_of_a_group_that_was_stored_and_then_dropped_are_duplicates(tmp_
         assert core.grant("actor-0") is not None
         push(core, number)
     core.set_version(1)
-    core._lifecycle.trim()
+    core.lifecycle.trim()
     assert not core.store.group_files
     for _ in range(2):
         assert core.status()[m.DROPPED_LAG] == 4
@@ -184,7 +193,7 @@ def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> N
     assert core.admit(lost[0]).status == "duplicate"
     assert core.grant("actor-0") is not None
     assert core.admit(lost[0]).status == "held", "known, but what becomes of its group is not"
-    assert not core.limiter.open[number].members
+    assert not core.state.limiter.open[number].members
     assert push(core, number) == ["held", "stored"]
     assert core.admit(lost[0]).status == "duplicate"
     core.close()
@@ -209,7 +218,7 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
     begin, folder = min(begin, reached), tmp_path_factory.mktemp("replay")
 
     def opened() -> Replay:
-        return open_small(folder, horizon=horizon, max_bytes=max_bytes, uses=uses)
+        return open_small(folder, horizon=horizon, max_bytes=max_bytes, max_reuse=uses)
 
     core, used_at = opened(), dict[int, list[int]]()
     core.begin("first", 0)
@@ -220,7 +229,9 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
     kept = {number: [v for v in versions if v < begin] for number, versions in used_at.items()}
     lost = {n for n, versions in used_at.items() if kept[n] != versions}
     core = opened()
-    forgotten = {n for n in range(core.limiter.next_number) if n in core.limiter.closed._forgotten}
+    limiter = core.state.limiter
+    closed = {n for n in range(limiter.next_number) if limiter.is_closed(n)}
+    forgotten = closed - limiter.closed.keys()
     core.begin("resumed", begin)
     for version in range(begin, reached + 3):
         for number in update(core):
@@ -234,7 +245,7 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
 
 def test_a_run_remembers_enough_for_its_oldest_checkpoint(tmp_path: Path) -> None:
     table = {"checkpoint_every": 10, "keep_checkpoints": 2, "replay": {"max_lag": 3}}
-    core = open_replay(tmp_path, overlay(TrainConfig(), table, "test"))
+    core = open_run_replay(tmp_path, overlay(TrainConfig(), table, "test"))
     # At update 39 that of update 30 may still be on its way to the disk, and those of 20 and 10 are there.
-    assert core.limiter.horizon >= 39 - 10
+    assert core.state.limiter.horizon >= 39 - 10
     core.close()

@@ -70,7 +70,7 @@ def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk
     clock.now += 31.0
     core.maintain()
     assert {receipt.status for _, receipt in core.take_receipts()} == {"stored"}
-    assert sorted(core.limiter.ready) == [0, 1, 2]
+    assert sorted(core.state.limiter.ready) == [0, 1, 2]
     assert core.grant("actor-0", 3) is not None
     assert core.status()[m.DISK_WAITING] == pytest.approx(331.0)
     assert len(lines) == 2
@@ -89,15 +89,15 @@ def test_attempts_become_rarer_and_a_group_too_old_stops_waiting(tmp_path: Path,
     core.grant("actor-0")
     disk.full = True
     fill(core, 0, (0,))
-    failed = core.disk.failed
-    core.disk.failed = lambda *about: (attempts.append(clock.now), failed(*about))[0]  # type: ignore[method-assign]
+    failed = core.lifecycle.disk.failed
+    core.lifecycle.disk.failed = lambda *about: (attempts.append(clock.now), failed(*about))[0]  # type: ignore[method-assign]
     for _ in range(1000):
         clock.now += 0.1
         core.maintain()
     gaps = [later - sooner for sooner, later in itertools.pairwise(attempts)]
     assert gaps == pytest.approx([1, 2, 4, 8, 16, 30, 30][: len(gaps)], abs=0.15)
     core.set_version(1)
-    assert not core.disk.groups
+    assert not core.lifecycle.disk.groups
     assert core.status()[m.DROPPED_LAG] == 2
     core.close()
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.run import AlgorithmSettings
+from asyncrl.config.run import AlgorithmSettings, ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_replay as m
 from asyncrl.records import Episode
 from asyncrl.replay.counters import has_no_signal
-from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
@@ -38,10 +38,9 @@ def open_filter(
     horizon: int = 20,
 ) -> Replay:
     limiter = Limiter(
+        ReplaySettings(max_lag=max_lag, group_timeout=1e6),
         group_size=2,
         groups_per_update=per_update,
-        max_lag=max_lag,
-        group_timeout=1e6,
         filter_groups=filtering,
         horizon=horizon,
         clock=Clock(),
@@ -76,7 +75,7 @@ def begun(folder: Path, *, max_lag: int = 1, max_bytes: int = 10**9, filtering: 
 def reopened(core: Replay, *, learner: str = "learner", version: int = 0) -> Replay:
     """The same replay in a new process, without a limit on its size."""
     core.close()
-    core = open_filter(core.store.folder, max_lag=core.limiter.max_lag)
+    core = open_filter(core.store.folder, max_lag=core.state.limiter.max_lag)
     core.begin(learner, version)
     return core
 
@@ -87,7 +86,7 @@ def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_p
     assert [receipt.status for _, receipt in core.take_receipts()] == ["stored"]
     assert core.status()[m.FILTERED_GROUPS] == 1
     assert core.status()[m.GROUPS_READY] == 0
-    assert core.limiter.used == 0
+    assert core.state.limiter.used == 0
     assert (
         "0 groups ready, 1 in flight with 0 episodes; 1 filtered; episodes dropped: none" in core.contents()
     )
@@ -130,7 +129,7 @@ def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opene
     store.close()
     for _ in range(2):
         core = open_filter(tmp_path)
-        assert (sorted(core.limiter.filtered), sorted(core.limiter.ready)) == ([0], [])
+        assert (sorted(core.state.limiter.filtered), sorted(core.state.limiter.ready)) == ([0], [])
         assert core.status()[m.EPISODES] == 2
         core.close()
 
@@ -212,7 +211,7 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
             case "restart":
                 core.close()
                 core = opened()
-        limiter = core.limiter
+        limiter = core.state.limiter
         dropped = sum("dropped" in entry for entry in core.store.ledger.read())
         parts = [limiter.used, limiter.filtered_groups, dropped, len(limiter.open), len(limiter.ready)]
         assert grants == limiter.next_number == sum(parts)
@@ -233,7 +232,7 @@ class Dream:
     """
 
     def __init__(self, core: Replay, rounds: int = 10**6) -> None:
-        self.port, self.core, self.left = InlineActorPort(core), core, rounds
+        self.port, self.core, self.left = InProcessActorPort(core), core, rounds
         self.pending: list[tuple[GroupGrant, int]] = []
         self.version, self.place = -1, 0
 
@@ -250,7 +249,7 @@ class Dream:
         return True
 
     def imagine(self, grant: GroupGrant, member: int) -> Episode:
-        version = self.core.limiter.version
+        version = self.core.state.limiter.version
         assert grant.min_version <= version
         self.version, self.place = version, self.place + 1 if version == self.version else 0
         won = zlib.crc32(f"{grant.number} {member} {version} {self.place}".encode()) % 3 == 0
@@ -264,14 +263,14 @@ Seen = dict[int, tuple[list[tuple[str, int, bool]], dict[str, float]]]
 def learn(open_it: Callable[[], Replay], *, begin: int, end: int, rounds: int = 10**6) -> Seen:
     """Update from version `begin` to `end`, or until the actor made `rounds`; return what was seen."""
     core, seen = open_it(), Seen()
-    learner = InlineLearnerPort(core, version=begin, imagine=lambda: dream.round())
+    learner = InProcessLearnerPort(core, version=begin, imagine=lambda: dream.round())
     dream = Dream(core, rounds)
-    per_update = core.limiter.groups_per_update
+    per_update = core.state.limiter.groups_per_update
     try:
         for version in range(begin, end):
             batch = learner.sample(groups=per_update, version=version, timeout=60.0)
-            assert not core.limiter.open, "nothing is in flight when an update begins"
-            assert core.limiter.credit == 0
+            assert not core.state.limiter.open, "nothing is in flight when an update begins"
+            assert core.state.limiter.credit == 0
             learner.report_version(version + 1)
             about = [(e.group_id, e.oldest_version, e.success) for group in batch for e in group]
             counted = (m.EPISODES, m.DROPPED_RESUME, m.REPLAY_BYTES)
@@ -332,7 +331,7 @@ def test_a_resume_whose_used_files_were_deleted_imagines_those_groups_again(tmp_
     for _ in range(2):  # The second time from the ledger alone.
         core = open_filter(tmp_path)
         core.begin("second", 0)
-        assert (sorted(core.limiter.ready), core.limiter.to_grant_again) == ([1], {0})
+        assert (sorted(core.state.limiter.ready), core.state.limiter.to_grant_again) == ([1], {0})
         assert core.status()[m.DROPPED_RESUME] == 2
         core.close()
     core = open_filter(tmp_path)

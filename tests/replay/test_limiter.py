@@ -1,4 +1,4 @@
-"""Credit, completeness and the lag bound, against slow and obvious books."""
+"""Credit, completeness and the lag bound, against slow and obvious ones."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.groups import ReadyGroup, number_of
 from asyncrl.replay.replay import Replay
 from support.episodes import make_episode
-from support.replay import Clock, fill, make_core, make_limiter
+from support.replay import Clock, fill, grant_group, make_core, make_limiter
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
@@ -22,7 +22,7 @@ def test_credit_and_min_version_follow_the_formula(max_lag: int, per_update: int
     given_away = 0
     for version in range(4):
         limiter.version = version
-        while (grant := limiter.grant("a")) is not None:
+        while (grant := grant_group(limiter, "a")) is not None:
             assert grant.number == given_away
             assert grant.min_version == max(0, given_away // per_update - max_lag)
             assert grant.min_version <= version
@@ -37,10 +37,10 @@ def test_credit_and_min_version_follow_the_formula(max_lag: int, per_update: int
 
 def test_a_dropped_group_gives_its_credit_back_under_a_new_number() -> None:
     limiter = make_limiter(max_lag=0, per_update=2)
-    assert [limiter.grant("a").number for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
-    assert limiter.grant("a") is None
+    assert [grant_group(limiter, "a").number for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
+    assert grant_group(limiter, "a") is None
     limiter.drop(0, "dropped_deadline")
-    grant = limiter.grant("a")
+    grant = grant_group(limiter, "a")
     assert grant is not None
     assert grant.number == 2
     assert grant.min_version == 0
@@ -48,15 +48,15 @@ def test_a_dropped_group_gives_its_credit_back_under_a_new_number() -> None:
 
 def test_the_same_turn_gets_the_same_grant() -> None:
     limiter = make_limiter()
-    first = limiter.grant("a", request_number=4)
-    assert limiter.grant("a", request_number=4) == first
-    assert limiter.grant("b", request_number=4) != first
-    assert limiter.grant("a", request_number=5) != first
+    first = grant_group(limiter, "a", 4)
+    assert grant_group(limiter, "a", 4) == first
+    assert grant_group(limiter, "b", 4) != first
+    assert grant_group(limiter, "a", 5) != first
 
 
 def test_video_is_kept_for_every_third_group() -> None:
     limiter = make_limiter(per_update=4)
-    kept = [grant.keep_video for _ in range(7) if (grant := limiter.grant("a"))]
+    kept = [grant.keep_video for _ in range(7) if (grant := grant_group(limiter, "a"))]
     assert kept == [True, False, False, True, False, False, True]
 
 
@@ -110,13 +110,13 @@ def test_a_grant_without_episodes_outlives_its_deadline_while_the_actor_lives(tm
     core.hello("actor-0", "first life")
     assert core.grant("actor-0") is not None
     clock.now += 29.0
-    core.limiter.note_heartbeat("actor-0")
+    core.state.limiter.note_heartbeat("actor-0")
     clock.now += 29.0
     core.maintain()
-    assert len(core.limiter.open) == 1
+    assert len(core.state.limiter.open) == 1
     clock.now += 2.0
     core.maintain()
-    assert not core.limiter.open
+    assert not core.state.limiter.open
     core.close()
 
 
@@ -125,9 +125,9 @@ def test_the_grants_of_a_restarted_actor_are_given_up(tmp_path: Path) -> None:
     core.hello("actor-0", "first life")
     core.grant("actor-0")
     core.hello("actor-0", "first life")
-    assert len(core.limiter.open) == 1
+    assert len(core.state.limiter.open) == 1
     core.hello("actor-0", "second life")
-    assert not core.limiter.open
+    assert not core.state.limiter.open
     core.close()
 
 
@@ -138,7 +138,7 @@ def test_lag_is_checked_at_admission_and_the_siblings_go_too(tmp_path: Path) -> 
     core.set_version(2)
     assert core.admit(make_episode(0, 1, versions=(0, 2))).status == "dropped_lag"
     assert core.status()[m.DROPPED_LAG] == 2
-    assert not core.limiter.open
+    assert not core.state.limiter.open
     core.close()
 
 
@@ -147,7 +147,7 @@ def test_lag_is_checked_when_a_batch_is_taken(tmp_path: Path) -> None:
     for versions in ((0, 3), (2, 3)):
         grant = core.grant("actor-0")
         assert grant is not None
-        core.limiter.version = 0
+        core.state.limiter.version = 0
         assert fill(core, grant.number, versions)[-1] == "stored"
     batch = core.sample(1, 3)
     assert batch is not None
@@ -191,9 +191,13 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
         return make_core(folder, make_limiter(max_lag=max_lag, per_update=per_update, clock=clock))
 
     def books(core: Replay) -> list[object]:
-        limiter = core.limiter
+        limiter = core.state.limiter
         numbers = [limiter.used, limiter.next_number, sorted(limiter.ready), sorted(limiter.open)]
-        return [*numbers, limiter.closed.recent, +core.counters.episodes]
+        return [
+            *numbers,
+            {n: closed.status for n, closed in limiter.closed.items()},
+            +core.state.counters.episodes,
+        ]
 
     held = list[tuple[int, int]]()
     core, learner, acknowledged, used, pending = (
@@ -219,7 +223,7 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
                 status = core.admit(episode).status
                 if status == "held":
                     held.append((number, member))
-                held = [one for one in held if one[0] in core.limiter.open]
+                held = [one for one in held if one[0] in core.state.limiter.open]
                 if status == "stored":
                     acknowledged.add(episode.group_id)
             case "sample":
@@ -244,7 +248,7 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
                 assert books(core) == before
                 pending += held  # Nobody acknowledged them, so the actor sends them again.
                 held = []
-        limiter = core.limiter
+        limiter = core.state.limiter
         assert limiter.ahead <= (max_lag + learner + 1) * per_update
         assert limiter.used == len(used)
     core.close()
@@ -266,9 +270,9 @@ def test_a_resume_keeps_what_the_checkpoint_may_use_and_counts_on(tmp_path: Path
 
     core = make_core(tmp_path, make_limiter(max_lag=2, per_update=1))
     core.begin("resumed from version 2", 2)
-    assert sorted(core.limiter.ready) == [2], "group 4 was imagined by a version that is lost"
-    assert not core.limiter.open
-    assert core.limiter.used == 2
+    assert sorted(core.state.limiter.ready) == [2], "group 4 was imagined by a version that is lost"
+    assert not core.state.limiter.open
+    assert core.state.limiter.used == 2
     assert [grant.number for _ in range(2) if (grant := core.grant("actor-0"))] == [3, 4], "given again"
     assert not (tmp_path / "group-00000004.h5").exists()
     assert core.status()[m.DROPPED_RESUME] == 2

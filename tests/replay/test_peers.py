@@ -15,10 +15,10 @@ import pytest
 
 from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import ReplayError
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.join_settings import JoinSettings, ask_settings
-from asyncrl.replay.replay import open_replay
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support import child_environment
 from support.episodes import make_episode
@@ -35,7 +35,9 @@ class Run:
     def __init__(self, folder: Path, endpoint: str) -> None:
         self.stop, ready, self.endpoint = Event(), Event(), endpoint
         more = {"stop_event": self.stop, "ready": ready.set, "settings": SETTINGS}
-        self.thread = Thread(target=serve_replay, args=(open_replay(folder, QUICK), endpoint), kwargs=more)
+        self.thread = Thread(
+            target=serve_replay, args=(open_run_replay(folder, QUICK), endpoint), kwargs=more
+        )
         self.thread.start()
         assert ready.wait(10)
         self.learner = ZmqLearnerPort(endpoint)
@@ -179,10 +181,10 @@ def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(
     clock.now += 100.0
     service._turned -= 100.0
     service.serve_once(0)
-    assert list(service.core.limiter.open) == [0]
+    assert list(service.replay.state.limiter.open) == [0]
     clock.now += 31.0
     service.serve_once(0)
-    assert not service.core.limiter.open
+    assert not service.replay.state.limiter.open
 
 
 def test_a_complete_group_that_waits_for_the_disk_is_not_given_back(tmp_path: Path) -> None:
@@ -193,10 +195,10 @@ def test_a_complete_group_that_waits_for_the_disk_is_not_given_back(tmp_path: Pa
     for turn in range(2):
         assert core.grant("a", turn) is not None
     for member in range(2):
-        core.limiter.admit(make_episode(0, member, versions=(0,)))
+        core.state.limiter.admit(make_episode(0, member, versions=(0,)))
     core.leave("a")
-    assert list(core.limiter.open) == [0]
+    assert list(core.state.limiter.open) == [0]
     clock.now += 100.0
     core.maintain()
-    assert list(core.limiter.open) == [0]
+    assert list(core.state.limiter.open) == [0]
     core.close()

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.config.run import ReplaySampler, ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.samplers import Order, pick_in_order
+from asyncrl.replay.samplers import pick_in_order
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_outcomes
 from support.episodes import make_episode
@@ -31,30 +31,30 @@ def open_replay(
     per_update: int = 2,
     max_lag: int = 2,
     uses: int = 1,
-    order: Order = "oldest",
+    order: ReplaySampler = "oldest",
     seed: int = 0,
     max_age: int = 0,
 ) -> Replay:
-    limiter = Limiter(
-        group_size=2,
-        groups_per_update=per_update,
-        max_lag=max_lag,
-        uses=uses,
-        order=order,
-        seed=seed,
-        group_timeout=1e6,
-        clock=Clock(),
+    settings = ReplaySettings(
+        max_lag=max_lag, max_reuse=uses, sampler=order, group_timeout=1e6, max_age_versions=max_age
     )
-    return Replay(EpisodeStore(folder, group_size=2, max_bytes=10**9), limiter, max_age=max_age)
+    limiter = Limiter(settings, group_size=2, groups_per_update=per_update, seed=seed, clock=Clock())
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=10**9), limiter)
+
+
+def books(core: Replay) -> list[object]:
+    """What a restart must bring back."""
+    limiter = core.state.limiter
+    return [limiter.ready, limiter.used_at, core.state.counters.episodes, limiter.used]
 
 
 def imagine_all(core: Replay) -> None:
     """Take all credit and complete every group with the learner's version. Every third group has a spread."""
     while (grant := core.grant("actor-0")) is not None:
-        assert grant.min_version <= core.limiter.version
+        assert grant.min_version <= core.state.limiter.version
         for member in range(2):
             won = bool(member) and grant.number % 3 == 0
-            versions = (core.limiter.version,)
+            versions = (core.state.limiter.version,)
             core.admit(
                 make_episode(
                     grant.number,
@@ -71,7 +71,7 @@ def batch_of(core: Replay, version: int, groups: int) -> list[int]:
     batch = core.sample(groups, version, f"request-{version}")
     assert batch is not None, core.contents()
     for group in batch:
-        assert all(version - episode.oldest_version <= core.limiter.max_lag for episode in group)
+        assert all(version - episode.oldest_version <= core.state.limiter.max_lag for episode in group)
     return [int(group[0].group_id) for group in batch]
 
 
@@ -86,7 +86,7 @@ def batch_of(core: Replay, version: int, groups: int) -> list[int]:
 )
 def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
     tmp_path_factory: pytest.TempPathFactory,
-    order: Order,
+    order: ReplaySampler,
     uses: int,
     max_lag: int,
     per_update: int,
@@ -106,11 +106,21 @@ def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
         for version in range(8):
             core.set_version(version)
             if restarting and version in restarts:
-                before = (core.limiter.ready, core.limiter.used_at, core.counters.episodes, core.limiter.used)
+                before = (
+                    core.state.limiter.ready,
+                    core.state.limiter.used_at,
+                    core.state.counters.episodes,
+                    core.state.limiter.used,
+                )
                 core.close()
                 core = reopened()
                 core.begin("learner", version)
-                after = (core.limiter.ready, core.limiter.used_at, core.counters.episodes, core.limiter.used)
+                after = (
+                    core.state.limiter.ready,
+                    core.state.limiter.used_at,
+                    core.state.counters.episodes,
+                    core.state.limiter.used,
+                )
                 assert before == after
             imagine_all(core)
             numbers = batch_of(core, version, per_update)
@@ -118,7 +128,7 @@ def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
             count.update(numbers)
             batches.append(numbers)
             assert max(count.values()) <= uses
-            assert core.limiter.used == per_update * (version + 1)
+            assert core.state.limiter.used == per_update * (version + 1)
         assert set(count) <= core.store.group_files.keys()
         core.close()
         runs.append(batches)
@@ -126,7 +136,7 @@ def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path, order: Order) -> None:
+def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path, order: ReplaySampler) -> None:
     core = open_replay(tmp_path, uses=2, order=order)
     core.begin("first", 0)
     batches = list[list[int]]()
@@ -153,10 +163,10 @@ def test_used_groups_that_become_too_old_are_no_drops(tmp_path: Path) -> None:
     core.begin("learner", 0)
     imagine_all(core)
     assert batch_of(core, 0, 1) == [0]
-    assert sorted(core.limiter.ready) == [0]
+    assert sorted(core.state.limiter.ready) == [0]
     core.set_version(2)
-    assert not core.limiter.ready
-    assert core.limiter.closed[0] == "duplicate"
+    assert not core.state.limiter.ready
+    assert core.state.limiter.closed[0].status == "duplicate"
     assert core.status()[m.DROPPED_LAG] == 0
     core.close()
 
@@ -197,10 +207,12 @@ def test_old_files_are_deleted_by_age_but_nothing_that_may_be_used(tmp_path: Pat
         core.set_version(version)
         imagine_all(core)
         batch_of(core, version, 1)
-        assert core.limiter.ready.keys() <= core.store.group_files.keys()
-        closed = core.store.group_files.keys() - core.limiter.ready.keys() - set(core.session.batch)
+        assert core.state.limiter.ready.keys() <= core.store.group_files.keys()
+        closed = (
+            core.store.group_files.keys() - core.state.limiter.ready.keys() - set(core.state.session.batch)
+        )
         assert all(core.store.group_files[number].newest_version >= version - 1 for number in closed)
-    assert len(core.store.group_files) < core.limiter.next_number
+    assert len(core.store.group_files) < core.state.limiter.next_number
     core.close()
 
 

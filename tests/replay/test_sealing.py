@@ -70,7 +70,7 @@ def test_no_receipt_before_the_file_is_durable(core: Replay, gate: Gate) -> None
     assert not core.store.group_files
     gate.open()
     assert finished(core) == ["stored", "stored"]
-    assert list(core.store.group_files) == list(core.limiter.ready) == [0]
+    assert list(core.store.group_files) == list(core.state.limiter.ready) == [0]
 
 
 def test_the_loop_goes_on_while_a_group_is_written(core: Replay, gate: Gate) -> None:
@@ -100,7 +100,7 @@ def test_what_could_give_the_group_up_waits_for_its_file(core: Replay, gate: Gat
         assert core.admit(make_episode(0, 1, versions=(0, 0))).status == "duplicate"
     opener.join()
     assert not core.writing
-    assert 0 in core.limiter.ready
+    assert 0 in core.state.limiter.ready
     assert [receipt.status for _, receipt in core.take_receipts()][:2] == ["stored", "stored"]
 
 
@@ -109,10 +109,10 @@ def test_a_disk_that_is_full_beside_the_loop_is_waited_for(core: Replay, gate: G
     fill(core, 0, (0,))
     gate.open()
     assert finished(core) == []
-    assert core.disk.groups == {0}
+    assert core.lifecycle.disk.groups == {0}
     gate.error = None
-    assert isinstance(core.limiter.clock, Clock)
-    core.limiter.clock.now += 1.0
+    assert isinstance(core.state.limiter.clock, Clock)
+    core.state.limiter.clock.now += 1.0
     assert finished(core) == []
     core.maintain()
     assert finished(core) == ["stored", "stored"]

@@ -7,13 +7,13 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import bind_router, connect_dealer
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
-from asyncrl.replay.client import InlineActorPort, InlineLearnerPort, ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.client import InProcessActorPort, InProcessLearnerPort, ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import RunStopped
-from asyncrl.replay.replay import open_replay
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support.episodes import assert_same, make_episode
 from support.replay import Clock
@@ -265,7 +265,7 @@ def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[ReplayServer, Scri
     assert (socket.grants(b"a"), socket.grants(b"b")) == ([0], [1])
     socket.say(b"a", "acquire", turn=1)
     service.serve_once(0)
-    assert service.core.limiter.credit == 0
+    assert service.replay.state.limiter.credit == 0
     assert socket.grants(b"a") == [0], "it asks again, but somebody else has the credit now"
 
 
@@ -276,13 +276,13 @@ def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
     socket.say(b"a", "report", readings={s.ACTOR_WORLD.name: 0.5, s.ACTOR_MEMORY.name: 5e9})
     socket.say(b"b", "report", readings={s.ACTOR_WORLD.name: 7.0, s.ACTOR_MEMORY.name: 2e9})
     service.serve_once(0)
-    status = service.core.status()
+    status = service.replay.status()
     assert (status[s.ACTOR_WORLD], status[s.ACTOR_MEMORY]) == (0.75, 5e9), "mean of shares, largest peak"
     socket.say(b"a", "bye")
     service.serve_once(0)
-    assert service.core.status()[s.ACTOR_MEMORY] == 2e9
+    assert service.replay.status()[s.ACTOR_MEMORY] == 2e9
     clock.now += 1000.0
-    assert s.ACTOR_MEMORY not in service.core.status(), "nor do the silent count"
+    assert s.ACTOR_MEMORY not in service.replay.status(), "nor do the silent count"
 
 
 def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:
@@ -292,7 +292,7 @@ def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedS
     to, message = socket.sent[-1]
     assert (to, message.kind) == (b"a", "refused")
     assert "do not report 'replay/episodes'" in message["reason"]
-    assert service.core.status()[m.EPISODES] == 0
+    assert service.replay.status()[m.EPISODES] == 0
 
 
 def test_an_endpoint_in_use_elsewhere_is_named() -> None:
@@ -312,8 +312,8 @@ class InertCore:
 
 
 def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
-    core = open_replay(tmp_path, CONFIG)
-    actor = InlineActorPort(core)
+    core = open_run_replay(tmp_path, CONFIG)
+    actor = InProcessActorPort(core)
 
     def imagine() -> None:
         actor.serve()
@@ -321,7 +321,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
         if grant is not None:
             push_group(actor, grant, "whoever", grant.min_version)
 
-    learner = InlineLearnerPort(core, imagine=imagine)
+    learner = InProcessLearnerPort(core, imagine=imagine)
     numbers = []
     for version in range(3):
         batch = learner.sample(groups=2, version=version, timeout=10.0)
@@ -333,7 +333,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
     assert status[m.EPISODES] == 12
     assert status[s.ACTORS_WAITING] == 0.25
     with pytest.raises(SampleTimeout, match="holds 0 groups ready"):
-        InlineLearnerPort(core, version=3).sample(groups=2, version=3, timeout=0.0)
+        InProcessLearnerPort(core, version=3).sample(groups=2, version=3, timeout=0.0)
     learner.stop()
     with pytest.raises(RunStopped):
         actor.acquire_group(0.0)

@@ -18,6 +18,7 @@ import pytest
 
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import DiskFull, ReplayError
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.observability import metrics_replay as m
 from asyncrl.records import Episode
@@ -25,7 +26,6 @@ from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.files import writer
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.ledger import SPARE_BYTES, Ledger
-from asyncrl.replay.replay import open_replay
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.commands import run_inspection
@@ -139,7 +139,7 @@ def two_actors_fill_the_disk(disk: Path) -> None:
     lines, stop, ready, folder = list[str](), threading.Event(), threading.Event(), disk / "replay"
     ballast = leave(disk, 5 << 20)
     endpoint = ipc_endpoint(private_folder())
-    core = open_replay(folder, WIDE, lines.append)
+    core = open_run_replay(folder, WIDE, lines.append)
     served = threading.Thread(
         target=serve_replay, args=(core, endpoint), kwargs={"stop_event": stop, "ready": ready.set}
     )
@@ -149,21 +149,21 @@ def two_actors_fill_the_disk(disk: Path) -> None:
     learner.status()
     actors = [Actor(endpoint, f"actor-{n}") for n in range(2)]
     wait_for(lambda: learner.status()[m.DISK_WAITING] > 1.0, "a full disk")
-    granted = core.limiter.next_number
-    held = [number for number in core.limiter.open if core.limiter.complete(number)]
+    granted = core.state.limiter.next_number
+    held = [number for number in core.state.limiter.open if core.state.limiter.complete(number)]
     assert held
     assert len(lines) == 1
     assert "waiting for disk space, actors get no new groups" in lines[0]
     assert "--replay.max-gigabytes" in lines[0]
     check_readable(folder, actors)
     wait_for(lambda: learner.status()[m.DISK_WAITING] > 4.0, "a longer wait")
-    assert core.limiter.next_number == granted, "nothing is granted while the disk is full"
-    assert set(held) <= core.limiter.open.keys(), "nothing that was held is given up"
+    assert core.state.limiter.next_number == granted, "nothing is granted while the disk is full"
+    assert set(held) <= core.state.limiter.open.keys(), "nothing that was held is given up"
 
     for actor in actors:
         actor.left = 2  # More would fill the disk again.
     ballast.unlink()
-    resumed = wait_for(lambda: core.limiter.next_number > granted, "work after space returned")
+    resumed = wait_for(lambda: core.state.limiter.next_number > granted, "work after space returned")
     print(f"goes on {resumed:.2f} s after space returned")
     wait_for(lambda: "goes on after" in lines[-1], "the message that it goes on")
     wait_for(lambda: core.store.group_files.keys() >= set(held), "the groups that waited")
@@ -285,8 +285,8 @@ def decisions_without_space(disk: Path) -> None:
     core.set_version(1)
     core.close()
     again = make_core(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
-    assert again.limiter.used_at == {0: (0,)}
-    assert again.limiter.closed[1] == "dropped_lag"
+    assert again.state.limiter.used_at == {0: (0,)}
+    assert again.state.limiter.closed[1].status == "dropped_lag"
     again.close()
 
 

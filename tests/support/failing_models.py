@@ -18,12 +18,13 @@ from torch import Tensor
 from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagination import Imagination
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import Episode, StartState
-from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
+from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.quarantine import COUNTERS
-from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.replay.replay import Replay
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream, start_state_at
 
@@ -186,16 +187,16 @@ class InlineRun(SimpleNamespace):
 
     actor: Actor
     core: Replay
-    learner: InlineLearnerPort
+    learner: InProcessLearnerPort
 
 
 def inline_run(
     folder: Path, poisoned: Poisoned, *, starts: int = 4, slots: int = 4, stages: int = 1, **settings: int
 ) -> InlineRun:
-    core = open_replay(folder, config(**settings))
+    core = open_run_replay(folder, config(**settings))
     run = InlineRun(core=core)
-    run.learner = InlineLearnerPort(core, imagine=lambda: run.actor.round(0.0))
-    run.actor = actor_of(poisoned, InlineActorPort(core), starts=starts, slots=slots, stages=stages)
+    run.learner = InProcessLearnerPort(core, imagine=lambda: run.actor.round(0.0))
+    run.actor = actor_of(poisoned, InProcessActorPort(core), starts=starts, slots=slots, stages=stages)
     return run
 
 

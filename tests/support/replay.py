@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asyncrl.config.run import ReplaySettings
+from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
@@ -22,7 +24,7 @@ class Clock:
 
 def fill(core: Replay, number: int, versions: tuple[int, ...]) -> list[str]:
     """Push all members of a group; return what became of them."""
-    size = core.limiter.group_size
+    size = core.state.limiter.group_size
     return [
         core.admit(make_episode(number, member, group_size=size, versions=versions)).status
         for member in range(size)
@@ -33,13 +35,21 @@ def make_limiter(
     *, group_size: int = 2, per_update: int = 2, max_lag: int = 1, clock: Clock | None = None
 ) -> Limiter:
     return Limiter(
+        ReplaySettings(max_lag=max_lag, group_timeout=30.0, keep_video_every=3),
         group_size=group_size,
         groups_per_update=per_update,
-        max_lag=max_lag,
-        group_timeout=30.0,
-        keep_video_every=3,
         clock=clock or Clock(),
     )
+
+
+def grant_group(limiter: Limiter, actor: str, request_number: int = -1) -> GroupGrant | None:
+    """Grant a group as the replay does, but without a ledger."""
+    if (known := limiter.granted(actor, request_number)) is not None:
+        return known
+    if (event := limiter.next_grant(actor, request_number)) is None:
+        return None
+    limiter.note_grant(event)
+    return limiter.open[event.number].grant
 
 
 def make_core(folder: Path, limiter: Limiter) -> Replay:

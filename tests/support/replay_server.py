@@ -11,10 +11,10 @@ from pathlib import Path
 import zmq
 
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.client import ZmqActorPort
 from asyncrl.replay.interface import ActorPort, GroupGrant
-from asyncrl.replay.replay import open_replay
 from asyncrl.replay.server import serve_replay
 from support import child_environment
 from support.episodes import make_episode
@@ -26,10 +26,11 @@ CONFIG = TrainConfig(
 SERVER = """
 import sys
 from pathlib import Path
-from asyncrl.replay.replay import open_replay
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.replay.server import serve_replay
 from support.replay_server import CONFIG
-serve_replay(open_replay(Path(sys.argv[1]), CONFIG), sys.argv[2], ready=lambda: print("ready", flush=True))
+replay = open_run_replay(Path(sys.argv[1]), CONFIG)
+serve_replay(replay, sys.argv[2], ready=lambda: print("ready", flush=True))
 """
 
 
@@ -40,7 +41,7 @@ class Served:
         self.stop_event, ready = threading.Event(), threading.Event()
         self.thread = threading.Thread(
             target=serve_replay,
-            args=(open_replay(folder, CONFIG), endpoint),
+            args=(open_run_replay(folder, CONFIG), endpoint),
             kwargs={"stop_event": self.stop_event, "ready": ready.set},
         )
         self.thread.start()

@@ -9,9 +9,10 @@ import numpy as np
 from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagination import Imagination
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
-from asyncrl.replay.in_process_ports import InlineActorPort, InlineLearnerPort
-from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.replay import Replay
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 
@@ -32,13 +33,13 @@ def start(number: int) -> StartState:
 
 def actor_with(
     models: Imagination, folder: Path, *, slots: int, stages: int = 1, decisions: int = 1, groups: int = 1
-) -> tuple[Actor, Replay, InlineLearnerPort]:
+) -> tuple[Actor, Replay, InProcessLearnerPort]:
     config = TrainConfig(
         algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=groups),
         replay=ReplaySettings(max_lag=0, keep_video_every=1),
     )
-    core = open_replay(folder, config)
-    learner = InlineLearnerPort(core)
+    core = open_run_replay(folder, config)
+    learner = InProcessLearnerPort(core)
     publisher, receiver = build_in_process()
     publisher.publish(models.policy.trainable_tensors(), 0)
     settings = ActorSettings(
@@ -52,4 +53,4 @@ def actor_with(
     )
     fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
     starts = StartStateStream([start(0), start(1)], seed=0)
-    return Actor(fresh, starts, InlineActorPort(core), receiver, settings), core, learner
+    return Actor(fresh, starts, InProcessActorPort(core), receiver, settings), core, learner
