@@ -99,7 +99,7 @@ def held(thing: Any, name: str = "core") -> dict[str, int]:
 
 @pytest.mark.parametrize("uses", [1, 2])
 def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> None:
-    core = open_small(tmp_path, max_reuse=uses)
+    core = open_small(tmp_path, uses=uses)
     core.begin("learner", 0)
     core.hello("actor-0", "first life")
     largest, turns = list[dict[str, int]](), 90
@@ -117,7 +117,7 @@ def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> No
     bound = (HORIZON + 3) * 4
     assert max(largest[2].values()) <= bound
     core.close()
-    assert max(held(open_small(tmp_path, max_reuse=uses)).values()) <= bound, "recalled from the ledger"
+    assert max(held(open_small(tmp_path, uses=uses)).values()) <= bound, "recalled from the ledger"
 
 
 def test_a_file_whose_grant_is_hidden_by_damage_is_ready(
@@ -218,7 +218,7 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
     begin, folder = min(begin, reached), tmp_path_factory.mktemp("replay")
 
     def opened() -> Replay:
-        return open_small(folder, horizon=horizon, max_bytes=max_bytes, max_reuse=uses)
+        return open_small(folder, horizon=horizon, max_bytes=max_bytes, uses=uses)
 
     core, used_at = opened(), dict[int, list[int]]()
     core.begin("first", 0)

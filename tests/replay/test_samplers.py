@@ -217,7 +217,7 @@ def test_old_files_are_deleted_by_age_but_nothing_that_may_be_used(tmp_path: Pat
 
 
 def test_more_uses_than_the_lag_lets_a_group_live_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--replay\.uses is 4.*at most 3"):
+    with pytest.raises(ConfigError, match=r"--replay\.max-reuse is 4.*at most 3"):
         TrainConfig(replay=ReplaySettings(max_reuse=4, max_lag=2))
     with pytest.raises(ConfigError, match="--synchronous"):
         TrainConfig(replay=ReplaySettings(max_reuse=2), synchronous=True)
