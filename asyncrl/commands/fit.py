@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -107,13 +107,19 @@ class FitStarts:
     """Start states to keep."""
 
 
+_named = tyro.conf.subcommand
+KINDS: Any = (
+    Annotated[FitPolicy, _named(name="policy")]
+    | Annotated[FitWorld, _named(name="world")]
+    | Annotated[FitReward, _named(name="reward")]
+    | Annotated[FitStarts, _named(name="starts")]
+    | Annotated[FitDecoder, _named(name="decoder")]
+)
+
+
 def main(arguments: list[str]) -> int:
     """Fit one kind of model."""
-    config = tyro.cli(
-        FitPolicy | FitWorld | FitReward | FitStarts | FitDecoder,  # type: ignore[arg-type]
-        args=arguments,
-        prog="asyncrl fit",
-    )
+    config = tyro.cli(KINDS, args=arguments, prog="asyncrl fit")
     began = time.monotonic()
     _use_tensor_cores()
     if isinstance(config, FitDecoder):

@@ -156,13 +156,13 @@ def _inflate(dataset: h5py.Dataset) -> NDArray[np.uint8]:
     """Read compressed frames on all cores: HDF5 itself decompresses on one."""
     rows = np.empty(dataset.shape, np.uint8)
 
-    def place(offset: int, compressed: bytes) -> None:
+    def write(offset: int, compressed: bytes) -> None:
         chunk = np.frombuffer(zlib.decompress(compressed), np.uint8).reshape(dataset.chunks)
         rows[offset : offset + len(chunk)] = chunk[: len(rows) - offset]
 
     with ThreadPoolExecutor() as pool:
         chunks = [dataset.id.get_chunk_info(i).chunk_offset for i in range(dataset.id.get_num_chunks())]
         stored = ((offset[0], dataset.id.read_direct_chunk(offset)[1]) for offset in chunks)
-        for done in [pool.submit(place, *chunk) for chunk in stored]:
+        for done in [pool.submit(write, *chunk) for chunk in stored]:
             done.result()
     return rows

@@ -1,1 +1,1 @@
-"""Reward models: frames and tasks come in, probabilities of success go out."""
+"""Reward models, which tell from a frame and a task how probable success is."""

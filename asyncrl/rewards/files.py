@@ -1,4 +1,4 @@
-"""Folders in, a reward model out, and back: our own files, and the published ones.
+"""Read and write reward models: our own files, and the published ones.
 
 Published are ``resnet_rm.pth`` (any task) and ``taskemb_resnet_rm.pth`` (one LIBERO suite); which of the two
 networks a file holds is told by its tensors and not by its name. Their scores are rounded to 0 or 1 and count

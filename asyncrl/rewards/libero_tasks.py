@@ -57,7 +57,7 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
         "turn on the stove and put the moka pot on it",
     ),
 }
-"""The id of an instruction is its place in the suite."""
+"""The id of an instruction is its index in the suite."""
 
 
 def suite_of(tasks: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""Frames and tasks in, probability of success per frame out: the ResNet reward models at any size.
+"""Judge the success of frames with ResNet reward models of any size.
 
 Tensor names equal those of the published files (``resnet_rm.pth``, ``taskemb_resnet_rm.pth``).
 
@@ -37,12 +37,12 @@ class RewardConfig:
 
     @classmethod
     def tiny(cls, tasks: Sequence[str]) -> RewardConfig:
-        """The embedded size."""
+        """Return the embedded size."""
         return cls(widths=(12, 24, 48, 96), tasks=tuple(tasks), embed_dim=16, hidden_dim=48, image_size=64)
 
     @classmethod
     def full(cls, tasks: Sequence[str] = ()) -> RewardConfig:
-        """The published size: 127 tensors without tasks, 130 with ten of them."""
+        """Return the published size: 127 tensors without tasks, 130 with ten of them."""
         return cls(
             widths=(64, 128, 256, 512), tasks=tuple(tasks), embed_dim=64, hidden_dim=256, image_size=256
         )
@@ -74,7 +74,7 @@ class ResidualBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[N, channels_in, h, w]`` to ``[N, channels, h / stride, w / stride]``."""
+        """Map ``[N, channels_in, h, w]`` to ``[N, channels, h / stride, w / stride]``, both float32."""
         y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
         return functional.relu(y + (x if self.conv3 is None else self.conv3(x)))
 
@@ -100,7 +100,15 @@ class ResnetRewModel(nn.Module):
         self.net = nn.Sequential(*_trunk(config.widths), nn.Linear(config.widths[-1], 1), nn.Sigmoid())
 
     def logits(self, images_N3HW: Tensor, task_ids_N: Tensor | None = None) -> Tensor:
-        """Score ``[N, 3, H, W]`` images in [-1, 1]: ``[N]`` log-odds of success, whatever the task."""
+        """Score images, whatever the task.
+
+        Args:
+            images_N3HW: ``[N, 3, H, W]`` float32 in [-1, 1].
+            task_ids_N: Not looked at.
+
+        Returns:
+            ``[N]`` float32 log-odds of success.
+        """
         return self.net[:-1](images_N3HW).squeeze(1)
 
 
@@ -120,7 +128,15 @@ class TaskEmbedResnetRewModel(nn.Module):
         )
 
     def logits(self, images_N3HW: Tensor, task_ids_N: Tensor) -> Tensor:
-        """Score ``[N, 3, H, W]`` images in [-1, 1] for ``[N]`` int64 tasks: ``[N]`` log-odds of success."""
+        """Score images, each for its own task.
+
+        Args:
+            images_N3HW: ``[N, 3, H, W]`` float32 in [-1, 1].
+            task_ids_N: ``[N]`` int64.
+
+        Returns:
+            ``[N]`` float32 log-odds of success.
+        """
         seen = torch.cat([self.visual_encoder(images_N3HW), self.task_embedding(task_ids_N)], dim=1)
         return self.fusion_layer[:-1](seen).squeeze(1)
 

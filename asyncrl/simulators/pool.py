@@ -1,4 +1,4 @@
-"""Many simulators side by side: seeds and action chunks in, pictures and success out.
+"""Run many simulators side by side in worker processes.
 
 Each worker is a process that owns `envs_per_worker` environments and serves one request at a time:
 
@@ -48,7 +48,7 @@ class _InProcess:
         return self._answer
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is nothing to stop."""
 
 
 class _Remote:
@@ -144,16 +144,16 @@ class SimulatorPool:
         self._envs, self._timeout, self._closed = envs_per_worker, timeout, False
         self.slots = max(workers, 1) * envs_per_worker
         """Number of environments."""
-        self._members: list[_InProcess | _Remote] = []
+        self._workers: list[_InProcess | _Remote] = []
         if workers == 0:
-            self._members.append(_InProcess(name, envs_per_worker, image_size))
+            self._workers.append(_InProcess(name, envs_per_worker, image_size))
             return
         try:
             for number in range(workers):
-                self._members.append(_Remote(name, envs_per_worker, image_size, number))
+                self._workers.append(_Remote(name, envs_per_worker, image_size, number))
             deadline = time.monotonic() + timeout
-            for member in self._members:
-                member.answer(deadline)
+            for worker in self._workers:
+                worker.answer(deadline)
         except BaseException:
             self.close()
             raise
@@ -172,13 +172,13 @@ class SimulatorPool:
             raise ValueError(f"{len(indices)} environments and {len(seeds)} seeds do not belong together")
         tasks = [""] * len(indices)
 
-        def request(places: list[int], envs: list[int]) -> dict[str, Any]:
-            return {"do": "reset", "envs": envs, "seeds": [int(seeds[place]) for place in places]}
+        def request(positions: list[int], envs: list[int]) -> dict[str, Any]:
+            return {"do": "reset", "envs": envs, "seeds": [int(seeds[position]) for position in positions]}
 
-        for places, answer in self._ask(indices, request):
-            for place, task in zip(places, answer["tasks"], strict=True):
-                tasks[place] = task
-        images = [member.arrays.frames[env, 0] for member, env in map(self._locate, indices)]
+        for positions, answer in self._ask(indices, request):
+            for position, task in zip(positions, answer["tasks"], strict=True):
+                tasks[position] = task
+        images = [worker.arrays.frames[env, 0] for worker, env in map(self._locate, indices)]
         return np.stack(images), tasks
 
     def step_chunk(
@@ -206,21 +206,21 @@ class SimulatorPool:
     def _step(
         self, indices: Sequence[int], actions: NDArray[np.floating]
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Up to 8 steps: what the shared memory holds."""
+        """Carry out up to 8 steps: what the shared memory holds."""
         steps = actions.shape[1]
         located = [self._locate(index) for index in indices]
-        for (member, env), chunk in zip(located, actions, strict=True):
-            member.arrays.actions[env, :steps] = chunk
+        for (worker, env), chunk in zip(located, actions, strict=True):
+            worker.arrays.actions[env, :steps] = chunk
         self._ask(indices, lambda _, envs: {"do": "step", "envs": envs, "steps": steps})
-        frames = np.stack([member.arrays.frames[env, :steps] for member, env in located])
-        return frames, np.stack([member.arrays.success[env, :steps] for member, env in located])
+        frames = np.stack([worker.arrays.frames[env, :steps] for worker, env in located])
+        return frames, np.stack([worker.arrays.success[env, :steps] for worker, env in located])
 
     def close(self) -> None:
         """End all workers. May be called again."""
         self._closed = True
-        for member in self._members:
-            member.close()
-        self._members = []
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
 
     def __enter__(self) -> "SimulatorPool":
         return self
@@ -229,12 +229,12 @@ class SimulatorPool:
         self.close()
 
     def _locate(self, index: int) -> tuple[_InProcess | _Remote, int]:
-        return self._members[index // self._envs], index % self._envs
+        return self._workers[index // self._envs], index % self._envs
 
     def _ask(
         self, indices: Sequence[int], request: Callable[[list[int], list[int]], dict[str, Any]]
     ) -> list[tuple[list[int], dict[str, Any]]]:
-        """Let all workers concerned work at once; return each one's places in `indices` and its answer.
+        """Let all workers concerned work at once; return each one's positions in `indices` and its answer.
 
         A failure closes the pool: a late answer must not be taken for the next one.
         """
@@ -242,14 +242,19 @@ class SimulatorPool:
             raise RunError("The simulator pool is closed (or a worker failed before). Create a new one.")
         if len(set(indices)) != len(indices) or not all(0 <= index < self.slots for index in indices):
             raise ValueError(f"indices must be different and in 0..{self.slots - 1}, got {list(indices)}")
-        places_of: dict[int, list[int]] = {}
-        for place, index in enumerate(indices):
-            places_of.setdefault(index // self._envs, []).append(place)
+        positions_of: dict[int, list[int]] = {}
+        for position, index in enumerate(indices):
+            positions_of.setdefault(index // self._envs, []).append(position)
         deadline = time.monotonic() + self._timeout
         try:
-            for number, places in places_of.items():
-                self._members[number].ask(request(places, [int(indices[p]) % self._envs for p in places]))
-            return [(places, self._members[number].answer(deadline)) for number, places in places_of.items()]
+            for number, positions in positions_of.items():
+                self._workers[number].ask(
+                    request(positions, [int(indices[p]) % self._envs for p in positions])
+                )
+            return [
+                (positions, self._workers[number].answer(deadline))
+                for number, positions in positions_of.items()
+            ]
         except AsyncRLError:
             self.close()
             raise

@@ -1,4 +1,4 @@
-"""One worker of a simulator pool: requests and actions in, pictures and success in shared memory out.
+"""Serve a simulator pool as one worker: step environments, write pictures and success to shared memory.
 
 Dimension letters:
     E  environments of the worker      C  steps of a request at most (8)      A  action dimensions (7)
@@ -67,7 +67,7 @@ def lay_out(buffer: Any, envs: int, image_size: int) -> Arrays:
 
 
 def buffer_bytes(envs: int, image_size: int) -> int:
-    """Size of the shared buffer that `lay_out` divides."""
+    """Compute the size of the shared buffer that `lay_out` divides."""
     return envs * CHUNK * (ACTION_DIM * 4 + image_size * image_size * 3 + 1)
 
 

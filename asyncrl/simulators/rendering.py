@@ -1,4 +1,4 @@
-"""OpenGL without a screen: a MuJoCo model and its state in, a picture out.
+"""Draw pictures of a MuJoCo model with OpenGL, without a screen.
 
 Order of choice: the environment variable ``MUJOCO_GL`` if it is set, else EGL, else OSMesa. Whether a
 library is usable is found out with ctypes, before mujoco is asked, because mujoco's own failures are long
@@ -46,7 +46,7 @@ def find_backend() -> str | None:
 
 
 def require_backend() -> str:
-    """Like `find_backend`, but a missing library is an error that says what to install.
+    """Return what `find_backend` finds; a missing library is an error that says what to install.
 
     Raises:
         AssetError: No OpenGL library, or ``MUJOCO_GL`` names one that is not there or turns rendering off.
@@ -79,7 +79,7 @@ def load_mujoco() -> Any:
 
 
 def _usable(backend: str) -> bool:
-    """Whether the library loads and, for EGL, whether it offers at least one device to draw with."""
+    """Tell whether the library loads and, for EGL, whether it offers at least one device to draw with."""
     for name in LIBRARIES[backend]:
         try:
             library = ctypes.CDLL(name)

@@ -1,6 +1,6 @@
-"""Play a policy in the true simulator: seeds and an `act` function in, finished episodes out.
+"""Play a policy in the true simulator and yield finished episodes.
 
-Slots are filled continuously: as soon as an episode ends, the next seed starts in its place.
+Slots are filled continuously: as soon as an episode ends, the next seed starts in its slot.
 """
 
 from __future__ import annotations
@@ -24,13 +24,25 @@ class Pool(Protocol):
     slots: int
 
     def reset(self, indices: Sequence[int], seeds: Sequence[int]) -> tuple[NDArray[np.uint8], list[str]]:
-        """Start episodes in the given places."""
+        """Start an episode in each of the given slots.
+
+        Returns:
+            Pictures ``[n, H, W, 3]`` uint8 and n instructions.
+        """
         ...
 
     def step_chunk(
         self, indices: Sequence[int], actions: NDArray[np.float32]
     ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Carry out actions ``[n, C, 7]`` in n places; frames ``[n, C, H, W, 3]`` and success ``[n, C]``."""
+        """Carry out C actions in each of the given slots.
+
+        Args:
+            indices: ``n`` slots.
+            actions: ``[n, C, 7]`` float32.
+
+        Returns:
+            Pictures ``[n, C, H, W, 3]`` uint8 and success ``[n, C]`` bool.
+        """
         ...
 
 
@@ -79,7 +91,7 @@ class _Running:
 
 
 def sampling_seed(seed: int, decision: int) -> int:
-    """Seed of the policy's sampling noise at one decision of the episode that began with `seed`."""
+    """Compute the seed of the policy's sampling at one decision of the episode that began with `seed`."""
     return (seed * 1_000_003 + decision * 7919 + 17) % (2**62)
 
 

@@ -1,1 +1,1 @@
-"""World models: start states and actions come in, imagined frames go out."""
+"""World models, and the start states that imagined episodes begin from."""

@@ -1,4 +1,4 @@
-"""RLinf's start states in, ours out: a folder of ``traj*.npy`` and ``traj*_kir.npy``.
+"""Read start states from RLinf's folders of ``traj*.npy`` and ``traj*_kir.npy``.
 
 Each file is an array of one dict per frame: ``image`` uint8 ``[H, W, 3]``, ``delta_action`` ``[7]`` (the
 action that produced the frame), ``instruction`` or ``task``; other keys are not looked at. The first frame is
@@ -31,7 +31,7 @@ _MAX_PIXELS: Final = 4096
 
 
 def trajectory_files(folder: Path, *, keyframes: bool) -> list[Path]:
-    """The trajectories of a folder in the order of their names (``traj10`` before ``traj2``).
+    """List the trajectories of a folder in the order of their names (``traj10`` before ``traj2``).
 
     Args:
         folder: Other files in it are not looked at.
@@ -88,7 +88,7 @@ def load_trajectory(file: Path, *, image_size: int = 0) -> StartState:
 
 
 def resized(images_NHW3: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """Resize ``[N, H, W, 3]`` images to ``[N, size, size, 3]``: bilinear, corners not aligned."""
+    """Resize ``[N, H, W, 3]`` uint8 to ``[N, size, size, 3]`` uint8: bilinear, corners not aligned."""
     floats = torch.from_numpy(np.ascontiguousarray(images_NHW3)).permute(0, 3, 1, 2).float()
     drawn = functional.interpolate(floats, size=(size, size), mode="bilinear", align_corners=False)
     return drawn.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
@@ -116,7 +116,7 @@ def _image(frame: Mapping[str, Any], file: Path) -> NDArray[np.uint8]:
 
 
 def _action(frame: Mapping[str, Any], file: Path) -> NDArray[np.float32]:
-    """``[7]`` float32."""
+    """Read the action that produced a frame: ``[7]`` float32."""
     action = frame.get("delta_action")
     if isinstance(action, (list, tuple)) and all(type(n) in (int, float) and abs(n) < 1e9 for n in action):
         action = np.array(action, dtype=np.float64)
@@ -132,7 +132,7 @@ def _action(frame: Mapping[str, Any], file: Path) -> NDArray[np.float32]:
 
 
 def _task(frame: Mapping[str, Any], file: Path) -> str:
-    """The instruction as records want it: lower case, without a full stop."""
+    """Read the instruction as records want it: lower case, without a full stop."""
     for key in ("instruction", "task"):
         text = frame.get(key)
         if isinstance(text, bytes):

@@ -1,4 +1,4 @@
-"""A .npy file of Python objects in, plain values out, without ever running what the file says.
+"""Read a .npy file of Python objects as plain values, without ever running what the file says.
 
 numpy pickles arrays of objects, and unpickling runs whatever the file asks for. So nothing is unpickled here:
 a small machine follows the pickle's instructions itself. It imports nothing and calls nothing of numpy or
@@ -50,9 +50,9 @@ class Dtype:
 
 @dataclass
 class Unfilled:
-    """An array between its making and its filling; `places` in the memo are updated when it is filled."""
+    """An array between its making and its filling; when it is filled, so are the memo's `indices`."""
 
-    places: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
 
 
 def set_order(dtype: Dtype, state: object) -> None:
@@ -125,7 +125,7 @@ def _scalar(arguments: tuple[Any, ...]) -> Any:
 
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
-    """Protocol 2 has no bytes: they are text whose characters are below 256."""
+    """Turn text into bytes: protocol 2 has none, and writes them as characters below 256."""
     match arguments:
         case (str() as text, "latin1"):
             return text.encode("latin1")
@@ -237,17 +237,17 @@ class _Machine:
         items = self.above_mark()
         self.stack.append(tuple(items))
 
-    def keep(self, place: int | None) -> None:
-        place = len(self.memo) if place is None else place
-        if place > len(self.memo):  # numpy counts up, so a gap is only there to reserve memory
-            raise Refused(f"it remembers number {place} before number {len(self.memo)}")
+    def keep(self, index: int | None) -> None:
+        index = len(self.memo) if index is None else index
+        if index > len(self.memo):  # numpy counts up, so a gap is only there to reserve memory
+            raise Refused(f"it remembers number {index} before number {len(self.memo)}")
         top = self.stack[-1]
-        self.memo[place : place + 1] = [top]
+        self.memo[index : index + 1] = [top]
         if isinstance(top, Unfilled):
-            top.places.append(place)
+            top.indices.append(index)
 
-    def recall(self, place: int) -> None:
-        self.stack.append(self.memo[place])
+    def recall(self, index: int) -> None:
+        self.stack.append(self.memo[index])
 
     def extend(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
@@ -283,8 +283,8 @@ class _Machine:
             set_order(target, state)
         elif isinstance(target, Unfilled):
             self.stack[-1] = filled(state)
-            for place in target.places:
-                self.memo[place] = self.stack[-1]
+            for index in target.indices:
+                self.memo[index] = self.stack[-1]
         else:
             raise Refused("it sets the state of something that has none")
 

@@ -1,4 +1,4 @@
-"""Files in, start states out: where imagined episodes begin, and in which order.
+"""Read and write start states, and draw them in an order that follows from a seed.
 
 Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
 
@@ -8,7 +8,7 @@ Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
     context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, 7]
 
 ``context_frames`` and ``context_actions`` are left out when no start state has a context. RLinf's folders of
-``traj*.npy`` are read too, see `trajectories`.
+``traj*.npy`` are read too, see `rlinf_start_states`.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def start_state_at(states: Sequence[StartState], seed: int, n: int) -> StartStat
     Every state comes once, in random order, then every state again in another order. A pure function of its
     arguments, so a stream can be continued from `n` alone.
     """
-    turn, place = divmod(n, len(states))
-    return states[_shuffled(len(states), seed, turn)[place]]
+    round_number, position = divmod(n, len(states))
+    return states[_shuffled(len(states), seed, round_number)[position]]
 
 
 class StartStateStream:

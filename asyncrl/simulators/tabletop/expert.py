@@ -1,4 +1,4 @@
-"""A scripted demonstrator for `tabletop`: the simulator's true state in, one action out.
+"""Demonstrate the tasks of `tabletop` by a script that knows the simulator's true state.
 
 It reaches over the named cube while sinking into a funnel, closes, carries over the named plate, lets go and
 withdraws. It can be made worse by action noise, by constant offsets of where it grasps and where it sets
@@ -111,7 +111,7 @@ class Expert:
             self._enter(_Phase.WITHDRAW)
 
     def _target(self, simulator: Tabletop) -> NDArray[np.float64]:
-        """``[3]`` where the tool should be. Far from the goal it keeps its height; near it, it sinks."""
+        """Compute the tool's target ``[3]``. Far from the goal it keeps its height; near it, it sinks."""
         if self._phase is _Phase.REACH:
             return _funnel(simulator.tool_position, self._grasp_point(simulator), HOVER, slope=2.5)
         if self._phase is _Phase.GRASP:
@@ -126,7 +126,7 @@ class Expert:
         return self._held_at
 
     def _turn(self, simulator: Tabletop) -> NDArray[np.float64]:
-        """``[3]`` rotation that brings the hand upright and, before the grasp, in line with the cube."""
+        """Compute the rotation ``[3]`` that sets the hand upright and, before the grasp, along the cube."""
         yaw = simulator.cube_yaw(simulator.cube)
         if self._phase is not _Phase.REACH:
             axes = simulator.tool_rotation
@@ -139,12 +139,12 @@ class Expert:
         return np.array([*(cube[:2] + self._miss), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
 
     def _put_point(self, simulator: Tabletop) -> NDArray[np.float64]:
-        """``[3]`` where the cargo's centre should be when the fingers open, slightly above the plate."""
+        """Compute where the cargo's centre is to be when the fingers open: ``[3]``, just above the plate."""
         plate = simulator.plate_position(simulator.plate)
         return np.array([*(plate[:2] + self._misplace), PLATE_HEIGHT + CUBE_HALF + 0.003])
 
     def _cargo(self, simulator: Tabletop) -> NDArray[np.float64]:
-        """``[3]`` the point to bring over the plate: the cube when it is held, else the tool itself."""
+        """Return what to bring over the plate, ``[3]``: the cube when it is held, else the tool itself."""
         return simulator.cube_position(simulator.cube) if self._holds(simulator) else simulator.tool_position
 
     def _holds(self, simulator: Tabletop) -> bool:
@@ -155,13 +155,13 @@ class Expert:
 def _funnel(
     now: NDArray[np.float64], goal: NDArray[np.float64], height: float, *, slope: float
 ) -> NDArray[np.float64]:
-    """``[3]`` the goal, raised by up to `height` while `now` is sideways of it by more than 12 mm."""
+    """Return the goal ``[3]``, raised by up to `height` while `now` is sideways of it by more than 12 mm."""
     sideways = float(np.hypot(*(goal - now)[:2]))
     return goal + np.array([0.0, 0.0, np.clip(slope * (sideways - 0.012), 0.0, height)])
 
 
 def _share_sideways(cargo: NDArray[np.float64], goal: NDArray[np.float64]) -> float:
-    """How much of the sideways way to ask for: little while the cargo is low, or it would sweep others."""
+    """Compute the share of the sideways way to ask for: little while the cargo is low, not to sweep others."""
     if np.hypot(*(goal - cargo)[:2]) < PLATE_RADIUS:
         return 1.0
     return float(np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0))

@@ -1,4 +1,4 @@
-"""The scene of `tabletop`: colours, tasks and sizes in, MJCF text out. A pure function: no files, no mujoco.
+"""Describe the scene of `tabletop` as MJCF. A pure function: no files, no mujoco.
 
 Lengths are metres, angles radians, colours red-green-blue in [0, 1]. World axes: x points away from the robot
 and towards the camera, y to the right in the picture, z up; the table top is z = 0.
@@ -39,7 +39,7 @@ _FINGER = ".15 1 1 1"
 
 
 def build_xml(render_size: int) -> str:
-    """The whole model as MJCF.
+    """Write the whole model as MJCF.
 
     Args:
         render_size: Side of the off-screen buffer in pixels; the picture cannot be larger.
@@ -84,7 +84,7 @@ def build_xml(render_size: int) -> str:
 
 
 def _arm() -> str:
-    """Seven links, innermost last, with the frames and joint ranges of a Franka Panda."""
+    """Write seven links, innermost last, with the frames and joint ranges of a Franka Panda."""
     # name, position, quaternion, joint range, [(capsule from-to, radius, colour)]
     links = [
         ("1", "0 0 .333", "1 0 0 0", "-2.89 2.89", [("0 0 -.15 0 0 0", ".06", _SHELL)]),
@@ -110,7 +110,7 @@ def _arm() -> str:
 
 
 def _hand() -> str:
-    """A flat palm and two fingers that slide along the tool's y axis, the tool point between their tips."""
+    """Write a flat palm and two fingers that slide along the tool's y axis; the tool point is between."""
     fingers = "".join(
         f'<body name="finger{name}" gravcomp="1" pos="0 0 .0584">'
         f'<joint name="f{name}" type="slide" axis="0 {side} 0" range="0 {FINGER_TRAVEL}" damping="20"/>'
@@ -127,7 +127,7 @@ def _hand() -> str:
 
 
 def _actuators() -> str:
-    """Position servos: seven for the arm (stiffness in Nm/rad, limit in Nm), two for the fingers (N/m, N)."""
+    """Write position servos: seven for the arm (Nm/rad, limit in Nm), two for the fingers (N/m, N)."""
     stiffness = (600, 600, 450, 450, 240, 240, 150)
     limits = (15, 15, 15, 15, 6, 6, 6)
     arm = "".join(

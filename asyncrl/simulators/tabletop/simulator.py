@@ -1,4 +1,4 @@
-"""The embedded simulator `tabletop`: a seed and 7-D actions in; pictures, instruction, true success out.
+"""Simulate `tabletop`, the shipped environment: put a cube on a plate.
 
 A robot arm, a table, two cubes and two plates of different colours, and the instruction to put one cube on
 one plate. MuJoCo physics, drawn from primitives, no files. One step is 0.1 s. Lengths in metres, angles in
@@ -41,13 +41,13 @@ _steps = 0
 
 
 def steps_taken() -> int:
-    """Simulator steps carried out in this process since it began."""
+    """Count the simulator steps carried out in this process since it began."""
     return _steps
 
 
 @functools.cache
 def _shared_renderer(size: int, supersample: int) -> Renderer:
-    """One OpenGL context per process and picture size: every `Tabletop` has the same geometry."""
+    """Make one OpenGL context per process and picture size: every `Tabletop` has the same geometry."""
     require_backend()
     return Renderer(_compile(size * supersample), size=size, supersample=supersample)
 
@@ -107,9 +107,10 @@ class Tabletop:
         """Carry out one action of 0.1 s.
 
         Args:
-            action: ``[7]`` (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to [-1, 1]. Translations scale
-                with `TRANSLATION` and rotations, a rotation vector about the world axes, with `ROTATION`,
-                both from the present tool pose; gripper > 0 closes the fingers, else they open.
+            action: ``[7]`` of any float dtype, (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to
+                [-1, 1]. Translations scale with `TRANSLATION` and rotations, a rotation vector about the world
+                axes, with `ROTATION`, both from the present tool pose; gripper > 0 closes the fingers, else
+                they open.
 
         Raises:
             ValueError: The action does not have 7 finite numbers.
@@ -126,12 +127,12 @@ class Tabletop:
 
     @property
     def tool_position(self) -> NDArray[np.float64]:
-        """``[3]`` the point between the finger tips."""
+        """``[3]`` float64, the point between the finger tips."""
         return self.data.site_xpos[self._tool].copy()
 
     @property
     def tool_rotation(self) -> NDArray[np.float64]:
-        """``[3, 3]`` tool axes as columns, in the world; the third points out of the hand."""
+        """``[3, 3]`` float64, tool axes as columns, in the world; the third points out of the hand."""
         return self.data.site_xmat[self._tool].reshape(3, 3).copy()
 
     @property
@@ -140,16 +141,16 @@ class Tabletop:
         return float(self.data.qpos[7] + self.data.qpos[8])
 
     def cube_position(self, index: int) -> NDArray[np.float64]:
-        """``[3]`` centre of a cube of the scene."""
+        """Return the centre of a cube of the scene: ``[3]`` float64."""
         return self.data.qpos[9 + 7 * index : 12 + 7 * index].copy()
 
     def cube_yaw(self, index: int) -> float:
-        """Direction of a cube's sides about the vertical, in [-pi/4, pi/4); it repeats every quarter."""
+        """Return the direction of a cube's sides about the vertical, modulo a quarter turn: [-pi/4, pi/4)."""
         matrix = self.data.body(f"cube{index}").xmat
         return float((np.arctan2(matrix[3], matrix[0]) + np.pi / 4) % (np.pi / 2) - np.pi / 4)
 
     def plate_position(self, index: int) -> NDArray[np.float64]:
-        """``[3]`` centre of a plate of the scene."""
+        """Return the centre of a plate of the scene: ``[3]`` float64."""
         return self.data.mocap_pos[index].copy()
 
     def _choose_task(self, rng: np.random.Generator) -> None:
@@ -166,17 +167,17 @@ class Tabletop:
 
     def _place_objects(self, rng: np.random.Generator) -> None:
         """Scatter cubes and plates over the table, none closer to another than `_CLEARANCE`."""
-        places: list[NDArray[np.float64]] = []
-        while len(places) < scene.CUBES_IN_SCENE + scene.PLATES_IN_SCENE:
-            place = rng.uniform(_CUBES_LOW, _CUBES_HIGH)
-            if all(np.linalg.norm(place - other) > _CLEARANCE for other in places):
-                places.append(place)
+        positions: list[NDArray[np.float64]] = []
+        while len(positions) < scene.CUBES_IN_SCENE + scene.PLATES_IN_SCENE:
+            position = rng.uniform(_CUBES_LOW, _CUBES_HIGH)
+            if all(np.linalg.norm(position - other) > _CLEARANCE for other in positions):
+                positions.append(position)
         for i in range(scene.CUBES_IN_SCENE):
             half_yaw = rng.uniform(-_MAX_YAW, _MAX_YAW) / 2
-            pose = [*places[i], scene.CUBE_HALF, np.cos(half_yaw), 0, 0, np.sin(half_yaw)]
+            pose = [*positions[i], scene.CUBE_HALF, np.cos(half_yaw), 0, 0, np.sin(half_yaw)]
             self.data.qpos[9 + 7 * i : 16 + 7 * i] = pose
         for i in range(scene.PLATES_IN_SCENE):
-            self.data.mocap_pos[i] = [*places[scene.CUBES_IN_SCENE + i], scene.PLATE_HEIGHT / 2]
+            self.data.mocap_pos[i] = [*positions[scene.CUBES_IN_SCENE + i], scene.PLATE_HEIGHT / 2]
 
     def _set_goal(self, action: NDArray[np.float64]) -> None:
         """Turn a clipped action into the tool pose and finger opening that the servos follow."""
@@ -191,7 +192,7 @@ class Tabletop:
             self._mujoco.mj_step(self.model, self.data, _IK_EVERY)
 
     def _joint_goal(self) -> NDArray[np.float64]:
-        """``[7]`` joint angles one damped-least-squares step towards the goal pose.
+        """Compute joint angles ``[7]`` one damped-least-squares step towards the goal pose.
 
         The redundant joint is drawn home; damping keeps the step finite near singular postures.
         """
@@ -207,7 +208,7 @@ class Tabletop:
         return np.clip(angles + np.clip(change, -0.25, 0.25), limits[:, 0], limits[:, 1])
 
     def _is_success(self) -> bool:
-        """The named cube rests on the named plate and both fingers have let go of it."""
+        """Tell whether the named cube rests on the named plate and both fingers have let go of it."""
         offset = self.cube_position(self.cube) - self.plate_position(self.plate)
         speed = np.linalg.norm(self.data.qvel[9 + 6 * self.cube : 12 + 6 * self.cube])
         resting = abs(offset[2] - scene.PLATE_HEIGHT / 2 - scene.CUBE_HALF) < 0.006 and speed < 0.05
@@ -220,7 +221,14 @@ class Tabletop:
 
 
 def rotation_matrix(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``[3, 3]`` rotation about the axis ``vector [3]`` by its length in radians (Rodrigues' formula)."""
+    """Compute the rotation about an axis by the axis' length in radians (Rodrigues' formula).
+
+    Args:
+        vector: ``[3]`` float64.
+
+    Returns:
+        ``[3, 3]`` float64.
+    """
     angle = float(np.linalg.norm(vector))
     if angle < 1e-9:
         return np.eye(3)
@@ -230,6 +238,13 @@ def rotation_matrix(vector: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def skew_part(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``[3]`` axis times sine of the angle of ``rotation [3, 3]``: the rotation vector, for small angles."""
+    """Compute the axis times the sine of the angle of a rotation: the rotation vector, for small angles.
+
+    Args:
+        rotation: ``[3, 3]`` float64.
+
+    Returns:
+        ``[3]`` float64.
+    """
     r = rotation
     return 0.5 * np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]])

@@ -1,4 +1,4 @@
-"""Folders in, a Wan world out, and back: our own layout (``world.json``), and the published one."""
+"""Read and write folders of Wan worlds: our own layout (``world.json``), and the published one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flow matching in numbers: which noise levels sampling visits, and how training draws and weighs them.
+"""Compute the noise levels that sampling visits, and the loss that training minimises.
 
 Sources: rectified flow with shift 5 as used by Wan (arXiv 2503.20314); the bell-shaped training weight is the
 one DiffSynth trains Wan with. Data and noise mix as ``x = (1 - sigma) * data + sigma * noise``; the network
@@ -26,7 +26,7 @@ def _shift(sigma: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def sampling_sigmas(steps: int) -> tuple[float, ...]:
-    """Noise levels of an Euler sampler with `steps` network calls, followed by the final 0.
+    """Compute the noise levels of an Euler sampler with `steps` network calls, and the final 0.
 
     Example:
         >>> [round(1000 * sigma, 2) for sigma in sampling_sigmas(3)]
@@ -47,12 +47,12 @@ def _training_tables() -> tuple[Tensor, Tensor]:
 
 
 def training_sigmas() -> Tensor:
-    """``[1000]`` float32 noise levels by id, from 1 (pure noise) downwards."""
+    """Return the noise levels by id, ``[1000]`` float32, from 1 (pure noise) downwards."""
     return _training_tables()[0]
 
 
 def training_weights() -> Tensor:
-    """``[1000]`` float32 loss weight by id: bell-shaped around time 500, lowest weight 0, mean 1."""
+    """Return loss weights by id, ``[1000]`` float32: a bell around time 500, lowest weight 0, mean 1."""
     return _training_tables()[1]
 
 
@@ -64,9 +64,9 @@ class WindowLoss(NamedTuple):
     """How wrong the predicted velocity was."""
 
     loss: Tensor
-    """[] mean of `per_sample`, with gradient."""
+    """``[]`` float32, mean of `per_sample`, with gradient."""
     per_sample: Tensor
-    """[B] weighted mean squared error over the two new latents, detached."""
+    """``[B]`` float32, weighted mean squared error over the two new latents, detached."""
 
 
 def window_loss(
@@ -78,15 +78,15 @@ def window_loss(
     context_noise: bool = True,
     context_sigma: float = CONTEXT_SIGMA,
 ) -> WindowLoss:
-    """Flow matching on one window: predict ``noise - clean`` of the two new latents, given the first two.
+    """Compute how well ``noise - clean`` of the two new latents is predicted, given the first two.
 
     The anchor is clean. The memory is noised a little while the network is told that it is clean, so that the
     imperfect memories of a long imagined episode do not make it drift (WoVR, arXiv 2602.13977).
 
     Args:
         transformer: An `ActionWanTransformer`, in the mode the caller wants.
-        latents_BZ4hw: ``[B, Z, 4, h, w]`` clean normalised latents: anchor, memory, two new.
-        actions_BTA: ``[B, 13, 7]`` raw actions, the first of them the dummy.
+        latents_BZ4hw: ``[B, Z, 4, h, w]`` of any float dtype, clean and normalised: anchor, memory, two new.
+        actions_BTA: ``[B, 13, 7]`` float32 raw actions, the first of them the dummy.
         generator: On the CPU; draws the noise levels, the noise and the memory's noise, in this order.
         context_noise: Whether the memory is noised.
         context_sigma: Noise level of the memory, in [0, 1].

@@ -1,4 +1,4 @@
-"""The published Wan files: which variant they hold, how large it is, and writing them.
+"""Recognise and write the published Wan files: which variant they hold, and how large it is.
 
 A folder like RLinf-Wan-LIBERO-Spatial holds the transformer (``model-00001.safetensors``, or shards), the
 autoencoder ``Wan2.2_VAE.pth``, a reward model and ``dataset/``. It says nothing about sizes: they are read
@@ -62,8 +62,10 @@ _IN_BLOCK: Final = {
     "ffn.0": "ffn.net.0.proj",
     "ffn.2": "ffn.net.2",
 }
-_OUTSIDE_BACK: Final = {ours: published for published, ours in _OUTSIDE.items()}
-_IN_BLOCK_BACK: Final = {ours: published for published, ours in _IN_BLOCK.items()}
+
+
+def _inverse(table: dict[str, str]) -> dict[str, str]:
+    return {new: old for old, new in table.items()}
 
 
 def _replace_start(name: str, table: dict[str, str]) -> str:
@@ -92,7 +94,7 @@ def transformer_from_published(name: str) -> str:
 
 def transformer_to_published(name: str) -> str:
     """Map one of our tensor names to the published one; the inverse of `transformer_from_published`."""
-    return _rename(name, _OUTSIDE_BACK, _IN_BLOCK_BACK)
+    return _rename(name, _inverse(_OUTSIDE), _inverse(_IN_BLOCK))
 
 
 _RESIDUAL: Final = {
@@ -106,17 +108,6 @@ _ENDS: Final = {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out"}
 _MIDDLE: Final = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
 
 
-def _swap(name: str, table: dict[str, str]) -> str:
-    for old, new in table.items():
-        if name.startswith(old + "."):
-            return new + name[len(old) :]
-    return name
-
-
-def _inverse(table: dict[str, str]) -> dict[str, str]:
-    return {new: old for old, new in table.items()}
-
-
 def vae_from_published(name: str) -> str:
     """Map a tensor name of ``Wan2.2_VAE.pth`` to ours.
 
@@ -125,32 +116,32 @@ def vae_from_published(name: str) -> str:
         'decoder.up_blocks.0.upsampler.time_conv.bias'
     """
     if not name.startswith(("encoder.", "decoder.")):
-        return _swap(name, {"conv1": "quant_conv", "conv2": "post_quant_conv"})
+        return _replace_start(name, {"conv1": "quant_conv", "conv2": "post_quant_conv"})
     side, rest = name.split(".", 1)
     if match := re.fullmatch(r"middle\.(\d)\.(.+)", rest):
-        return f"{side}.mid_block.{_MIDDLE[match[1]]}.{_swap(match[2], _RESIDUAL)}"
+        return f"{side}.mid_block.{_MIDDLE[match[1]]}.{_replace_start(match[2], _RESIDUAL)}"
     if match := re.fullmatch(r"(down|up)samples\.(\d)\.(?:down|up)samples\.(\d)\.(.+)", rest):
-        way, level, place, inner = match.groups()
+        way, level, number, inner = match.groups()
         resamples = inner.startswith(("resample.", "time_conv."))
-        module = f"{way}sampler" if resamples else f"resnets.{place}"
-        return f"{side}.{way}_blocks.{level}.{module}.{_swap(inner, _RESIDUAL)}"
-    return f"{side}.{_swap(rest, _ENDS)}"
+        module = f"{way}sampler" if resamples else f"resnets.{number}"
+        return f"{side}.{way}_blocks.{level}.{module}.{_replace_start(inner, _RESIDUAL)}"
+    return f"{side}.{_replace_start(rest, _ENDS)}"
 
 
 def vae_to_published(name: str, *, res_blocks: int = 2) -> str:
     """Map one of our tensor names to the published one; the inverse of `vae_from_published`."""
     if not name.startswith(("encoder.", "decoder.")):
-        return _swap(name, {"quant_conv": "conv1", "post_quant_conv": "conv2"})
+        return _replace_start(name, {"quant_conv": "conv1", "post_quant_conv": "conv2"})
     side, rest = name.split(".", 1)
     if rest.startswith("mid_block."):
-        place, inner = _swap(rest.removeprefix("mid_block."), _inverse(_MIDDLE)).split(".", 1)
-        return f"{side}.middle.{place}.{_swap(inner, _inverse(_RESIDUAL))}"
+        place, inner = _replace_start(rest.removeprefix("mid_block."), _inverse(_MIDDLE)).split(".", 1)
+        return f"{side}.middle.{place}.{_replace_start(inner, _inverse(_RESIDUAL))}"
     if match := re.fullmatch(r"(down|up)_blocks\.(\d)\.(?:resnets\.(\d)|(?:down|up)sampler)\.(.+)", rest):
-        way, level, place, inner = match.groups()
+        way, level, number, inner = match.groups()
         last = res_blocks if way == "down" else res_blocks + 1
-        stages = f"{way}samples.{level}.{way}samples.{place or last}"
-        return f"{side}.{stages}.{_swap(inner, _inverse(_RESIDUAL))}"
-    return f"{side}.{_swap(rest, _inverse(_ENDS))}"
+        stages = f"{way}samples.{level}.{way}samples.{number or last}"
+        return f"{side}.{stages}.{_replace_start(inner, _inverse(_RESIDUAL))}"
+    return f"{side}.{_replace_start(rest, _inverse(_ENDS))}"
 
 
 _log = logging.getLogger(__name__)
@@ -288,13 +279,13 @@ def export_world(folder: Path, world: WanWorld) -> None:
 
 
 def published_transformer(world: WanWorld) -> dict[str, Tensor]:
-    """The transformer's tensors by their published names, bfloat16."""
+    """Return the transformer's tensors by their published names, in their shapes, as bfloat16."""
     state = world.transformer.state_dict()
     return {transformer_to_published(name): tensor.to(torch.bfloat16) for name, tensor in state.items()}
 
 
 def published_vae(world: WanWorld) -> dict[str, Tensor]:
-    """The autoencoder's tensors by their published names, float32."""
+    """Return the autoencoder's tensors by their published names, in their shapes, as float32."""
     blocks = world.vae.size.res_blocks
     state = world.vae.state_dict()
     return {vae_to_published(name, res_blocks=blocks): tensor.float() for name, tensor in state.items()}

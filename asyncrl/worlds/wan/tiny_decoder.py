@@ -1,4 +1,4 @@
-"""Latents in, frames out, at a small part of the autoencoder's cost: a decoder distilled from the full one.
+"""Draw frames from latents at a small part of the autoencoder's cost, with a distilled decoder.
 
 Every level works on whole latent frames, that is on four video frames at once, with two-dimensional
 convolutions; only the last layer turns channels into time. What a latent frame looks like depends on those
@@ -30,14 +30,14 @@ from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_reader import TensorFiles, fill
 from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.wan.vae import Cache, WanVae, decode_step
-from asyncrl.worlds.wan.vae_layers import Layers, decode_layers
+from asyncrl.worlds.wan.vae_layers import FRAMES_PER_LATENT, Layers, decode_layers
 
 
 class Decoder(Protocol):
     """The full decoder, or a `TinyDecoder`."""
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames of `B` videos; see `wan_vae.decode_step`."""
+        """Draw the next frames of `B` videos, float ``[B, 3, T, H, W]``; see `vae.decode_step`."""
         ...
 
     def compile(self) -> None:
@@ -53,7 +53,10 @@ class FullDecoder:
         self._layers: Layers = decode_layers
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames; single latents open videos, in numbers that vary: not compiled for."""
+        """Draw the next frames, float ``[B, 3, T, H, W]``.
+
+        Single latents open videos, in numbers that vary, so nothing is compiled for them.
+        """
         layers = decode_layers if latents_BZFhw.shape[2] == 1 else self._layers
         return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
 
@@ -65,7 +68,6 @@ class FullDecoder:
 FORMAT: Final = "asyncrl-tiny-decoder-1"
 WEIGHTS: Final = "decoder.safetensors"
 ABOUT: Final = "decoder.json"
-FRAMES_PER_LATENT: Final = 4
 PATCH: Final = 2
 """The last layer draws patches of 2x2 pixels; three doublings before it make 16 pixels per latent pixel."""
 
@@ -86,17 +88,17 @@ class TinyDecoderConfig:
 
     @classmethod
     def tiny(cls) -> TinyDecoderConfig:
-        """For the embedded world: 64-pixel frames from ``[32, 4, 4]`` latents, an eighth of the full cost."""
+        """Fit the embedded world: 64-pixel frames from ``[32, 4, 4]`` latents, an eighth of the full cost."""
         return cls(z_dim=32, widths=(48, 64, 48, 32), blocks=(1, 1, 1, 1))
 
     @classmethod
     def full(cls) -> TinyDecoderConfig:
-        """For the published size: 256-pixel frames from ``[48, 16, 16]`` latents, a fiftieth of the cost."""
+        """Fit the published size: 256-pixel frames from ``[48, 16, 16]`` latents, a fiftieth of the cost."""
         return cls(z_dim=48, widths=(512, 384, 256, 128), blocks=(2, 2, 3, 3))
 
     @classmethod
     def for_world(cls, z_dim: int, image_size: int) -> TinyDecoderConfig:
-        """The size that suits a world: `full` from 128 pixels on, else `tiny`."""
+        """Choose the size that suits a world: `full` from 128 pixels on, else `tiny`."""
         return replace(cls.full() if image_size >= 128 else cls.tiny(), z_dim=z_dim)
 
     @classmethod
@@ -118,12 +120,12 @@ class MemoryBlock(nn.Module):
             self.add.weight.mul_(0.2)  # a deep stack of fresh blocks begins near the identity
 
     def forward(self, x_NChw: Tensor, frames: int, memory_BhwK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map ``[N, C, h, w]`` to the same shape.
+        """Map ``[N, C, h, w]`` to the same shape and dtype.
 
         Args:
             x_NChw: Features, the `frames` latent frames of a video side by side.
             frames: ``F``.
-            memory_BhwK: Of the latent frame before the first of these; None where there is none.
+            memory_BhwK: ``[B, h, w, K]`` of the latent frame before these; None where there is none.
 
         Returns:
             The new features, and the memory ``[B, h, w, K]`` after them (a tensor of its own).
@@ -167,12 +169,12 @@ class TinyDecoder(nn.Module):
         """Draw the next frames of `B` videos.
 
         Args:
-            latents_BZFhw: ``[B, Z, F, h, w]`` normalised, any floating type; F is 1 when `cache` is None.
+            latents_BZFhw: ``[B, Z, F, h, w]`` normalised, any float dtype; F is 1 when `cache` is None.
             cache: What the last call returned, or None at the first latent. Not changed.
             clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
 
         Returns:
-            Frames ``[B, 3, 1 or 4 F, 16 h, 16 w]`` in the weights' type, and the memory after them.
+            Frames ``[B, 3, 1 or 4 F, 16 h, 16 w]`` in the weights' dtype, and the memory after them.
 
         Raises:
             ValueError: A video would start with more than one latent frame.
@@ -192,7 +194,14 @@ class TinyDecoder(nn.Module):
         self._stream = torch.compile(self._run, fullgraph=True, dynamic=False)
 
     def forward(self, latents_BZFhw: Tensor) -> Tensor:
-        """Draw whole videos: ``[B, Z, F, h, w]`` to ``[B, 3, 1 + 4 (F - 1), 16 h, 16 w]``, not clamped."""
+        """Draw whole videos, not clamped.
+
+        Args:
+            latents_BZFhw: ``[B, Z, F, h, w]`` normalised, any float dtype.
+
+        Returns:
+            ``[B, 3, 1 + 4 (F - 1), 16 h, 16 w]`` in the weights' dtype.
+        """
         frames, _ = self._run(latents_BZFhw, None)
         return frames[:, :, FRAMES_PER_LATENT - 1 :]
 

@@ -1,4 +1,4 @@
-"""Noisy latents, noise levels and actions in, flow velocity out: Wan 2.2 (TI2V-5B) steered by robot actions.
+"""Predict flow velocities of noisy latents: Wan 2.2 (TI2V-5B) steered by robot actions.
 
 Actions enter twice: one token per action for cross-attention, and one vector per latent frame that is added
 to the time embedding (WoVR, arXiv 2602.13977). There is no text.
@@ -11,7 +11,7 @@ Dimension letters:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.records import ACTION_DIM
+from asyncrl.worlds.wan.vae_layers import FRAMES_PER_LATENT
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, ``[1, S, 1, E]`` float32, every number twice."""
@@ -38,12 +39,12 @@ class WanBlock(WanTransformerBlock):
 
         Args:
             x_BFPD: ``[B, F, P, D]`` tokens in the dtype of the weights.
-            context_BTD: ``[B, T, D]`` action tokens.
-            modulation_BF6D: ``[B, F, 6, D]``: shift, scale, gate of the attention, then of the MLP.
-            rotary: Of all S places.
+            context_BTD: ``[B, T, D]`` action tokens, in the same.
+            modulation_BF6D: ``[B, F, 6, D]`` float: shift, scale, gate of the attention, then of the MLP.
+            rotary: Of all S tokens.
 
         Returns:
-            ``[B, F, P, D]``.
+            ``[B, F, P, D]`` in the dtype of `x_BFPD`.
         """
         table = self.scale_shift_table.unsqueeze(0) + modulation_BF6D.float()
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.unsqueeze(3).unbind(2)
@@ -59,7 +60,17 @@ class WanBlock(WanTransformerBlock):
 
 
 def attend(layer: Any, x_BSD: Tensor, context_BTD: Tensor | None, rotary: Rotary | None) -> Tensor:
-    """Attention of `x_BSD` over itself, or over `context_BTD`: ``[B, S, D]``."""
+    """Attend over the tokens themselves, or over a context.
+
+    Args:
+        layer: diffusers' attention with its projections and norms.
+        x_BSD: ``[B, S, D]`` tokens in the dtype of the weights.
+        context_BTD: ``[B, T, D]``, the same dtype; None: over `x_BSD`.
+        rotary: Of all S tokens; None: positions do not matter.
+
+    Returns:
+        ``[B, S, D]`` in the same dtype.
+    """
     source = x_BSD if context_BTD is None else context_BTD
     query, key = layer.norm_q(layer.to_q(x_BSD)), layer.norm_k(layer.to_k(source))
     q, k, v = (part.unflatten(2, (layer.heads, -1)) for part in (query, key, layer.to_v(source)))
@@ -71,14 +82,19 @@ def attend(layer: Any, x_BSD: Tensor, context_BTD: Tensor | None, rotary: Rotary
 
 
 def rotate(x_BSHE: Tensor, rotary: Rotary) -> Tensor:
-    """Turn neighbouring channels against each other by the angles of their place, in float32."""
+    """Turn neighbouring channels against each other by the angles of their token.
+
+    Args:
+        x_BSHE: ``[B, S, heads, E]`` of any float dtype.
+        rotary: Of all S tokens.
+
+    Returns:
+        The same shape and dtype; computed in float32.
+    """
     cos, sin = (part[..., 0::2] for part in rotary)
     first, second = x_BSHE.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
     return turned.flatten(-2).type_as(x_BSHE)
-
-
-FRAMES_PER_LATENT: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +159,9 @@ class ActionWanTransformer(WanTransformer3DModel):
         """Predict the velocity ``noise - clean`` of every latent.
 
         Args:
-            latents_BZFhw: ``[B, Z, F, h, w]``; h and w are multiples of the patch.
-            times_BF: ``[B, F]`` 1000 * sigma of each latent frame; 0 for the frames that are conditions.
-            actions_BTA: ``[B, T, 7]`` raw actions; action i produced frame i; the first is the dummy.
+            latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype; h and w are multiples of the patch.
+            times_BF: ``[B, F]`` float32, 1000 * sigma of each latent frame; 0 for those that are conditions.
+            actions_BTA: ``[B, T, 7]`` float32 raw actions; action i produced frame i; the first is the dummy.
 
         Returns:
             ``[B, Z, F, h, w]`` in the dtype of the weights.
@@ -195,7 +211,7 @@ def sinusoid(times: Tensor, channels: int) -> Tensor:
     """Encode times as ``[cos, sin]`` waves, in float64 because sin(1000) needs the digits.
 
     Args:
-        times: Any shape, in 0..1000.
+        times: ``[...]`` of any float dtype, in 0..1000.
         channels: Even number of output channels.
 
     Returns:

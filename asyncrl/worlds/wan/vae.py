@@ -1,4 +1,4 @@
-"""Frames in, latents out, and back: Wan 2.2's causal video autoencoder as streams with explicit memory.
+"""Encode frames into latents and decode them: Wan 2.2's causal video autoencoder, step by step.
 
 The autoencoder sees a video as one frame, then groups of four. Every causal convolution needs its last two
 inputs from the frames before; here these are a list of tensors, batch first, so that a slot can be refilled
@@ -130,7 +130,7 @@ def use_channels_last(vae: WanVae) -> None:
 def _statistics(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Mean and deviation as ``[1, Z, 1, 1, 1]``; cached, because a copy to a device would wait for it."""
+    """Return mean and deviation, ``[1, Z, 1, 1, 1]`` each; kept, for a copy to a device would wait for it."""
     both = torch.tensor([mean, std], device=device, dtype=dtype)[:, None, :, None, None, None]
     return both[0], both[1]
 
@@ -146,12 +146,14 @@ def encode_step(
 
     Args:
         vae: The autoencoder.
-        frames_B3THW: ``[B, 3, T, H, W]`` in [-1, 1]; T is 1 when `cache` is None, else a multiple of 4.
+        frames_B3THW: ``[B, 3, T, H, W]`` of any float dtype, in [-1, 1]; T is 1 when `cache` is None, else a
+            multiple of 4.
         cache: What the last call returned, or None at the first frame. Not changed.
-        layers: `vae_stream.encode_layers`, or the same compiled.
+        layers: `vae_layers.encode_layers`, or the same compiled.
 
     Returns:
-        Normalised latents ``[B, Z, 1 or T / 4, h, w]`` (mode of the posterior), and the cache after them.
+        Normalised latents ``[B, Z, 1 or T / 4, h, w]`` in the weights' dtype (mode of the posterior), and the
+        cache after them.
     """
     frames = frames_B3THW.shape[2]
     if frames != 1 if cache is None else frames % 4:
@@ -175,13 +177,13 @@ def decode_step(
 
     Args:
         vae: The autoencoder.
-        latents_BZFhw: ``[B, Z, F, h, w]`` normalised; F is 1 when `cache` is None.
+        latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised; F is 1 when `cache` is None.
         cache: What the last call returned, or None at the first latent. Not changed.
         clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
-        layers: `vae_stream.decode_layers`, or the same compiled.
+        layers: `vae_layers.decode_layers`, or the same compiled.
 
     Returns:
-        Frames ``[B, 3, 1 or 4 F, H, W]``, and the cache after them.
+        Frames ``[B, 3, 1 or 4 F, H, W]`` in the weights' dtype, and the cache after them.
     """
     if cache is None and latents_BZFhw.shape[2] != 1:
         raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
@@ -197,11 +199,11 @@ def encode_stream(vae: WanVae, video_B3THW: Tensor, *, frames_per_step: int = 16
 
     Args:
         vae: The autoencoder.
-        video_B3THW: ``[B, 3, T, H, W]`` in [-1, 1], T = 1 + 4 k.
+        video_B3THW: ``[B, 3, T, H, W]`` of any float dtype, in [-1, 1]; T = 1 + 4 k.
         frames_per_step: Multiple of 4; more is faster and needs more memory, the result is the same.
 
     Returns:
-        ``[B, Z, 1 + (T - 1) / 4, h, w]`` normalised latents.
+        ``[B, Z, 1 + (T - 1) / 4, h, w]`` normalised latents in the weights' dtype.
     """
     if video_B3THW.shape[2] % 4 != 1:
         raise ValueError(f"a video must have 1 + 4 k frames, got {video_B3THW.shape[2]}")
@@ -216,7 +218,17 @@ def encode_stream(vae: WanVae, video_B3THW: Tensor, *, frames_per_step: int = 16
 def decode_stream(
     vae: WanVae, latents_BZFhw: Tensor, *, latents_per_step: int = 4, clamp: bool = True
 ) -> Tensor:
-    """Decode whole videos: ``[B, Z, F, h, w]`` normalised latents to ``[B, 3, 1 + 4 (F - 1), H, W]``."""
+    """Decode whole videos.
+
+    Args:
+        vae: The autoencoder.
+        latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised.
+        latents_per_step: More is faster and needs more memory, the result is the same.
+        clamp: See `decode_step`.
+
+    Returns:
+        ``[B, 3, 1 + 4 (F - 1), H, W]`` in the weights' dtype.
+    """
     frames, cache = decode_step(vae, latents_BZFhw[:, :, :1], None, clamp=clamp)
     parts = [frames]
     for start in range(1, latents_BZFhw.shape[2], latents_per_step):

@@ -1,4 +1,4 @@
-"""Start states and actions in, imagined frames out: the Wan world model.
+"""Imagine frames from start states and actions with the Wan world model.
 
 The transformer sees a window of four latents: [anchor, memory, new, new]. The anchor is the first frame, the
 memory stands for the last four frames, and every decision makes two latents (8 frames). Two ways to go on:
@@ -202,7 +202,16 @@ class WanWorld:
     def imagine(
         self, state: WanState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, WanState]:
-        """Draw the 8 frames that 8 actions lead to; see `asyncrl.worlds.interface.World.imagine`."""
+        """Draw the 8 frames that 8 actions lead to.
+
+        Args:
+            state: What `start` or the last `imagine` returned; it is not changed.
+            actions: ``[B, 8, 7]`` float32; action i produced frame i.
+            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
+
+        Returns:
+            Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
+        """
         if not isinstance(actions, Tensor):
             actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
         actions_B8A = actions.to(self.device, torch.float32, non_blocking=True)
@@ -242,13 +251,22 @@ class WanWorld:
         return to_uint8(frames).permute(0, 2, 3, 4, 1).contiguous(), after
 
     def _reencode(self, frames_B3THW: Tensor, encoder_cache: Cache) -> Tensor:
-        """Latent ``[B, Z, 1, h, w]`` of four frames as uint8 pixels, behind the first frame."""
+        """Encode four frames as uint8 pixels behind the first frame: ``[B, Z, 1, h, w]`` float32."""
         pixels = to_signed(to_uint8(frames_B3THW))
         return encode_step(self.vae, pixels, encoder_cache, layers=self._encoder_layers)[0].float()
 
     @torch.no_grad()
     def denoise(self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]) -> Tensor:
-        """Return the two new latents ``[B, Z, 2, h, w]`` float32 that `actions_B8A` lead to."""
+        """Draw the two new latents that actions lead to.
+
+        Args:
+            state: Of ``B`` slots.
+            actions_B8A: ``[B, 8, 7]`` float32 on the world's device.
+            noise_seeds: ``B`` seeds.
+
+        Returns:
+            ``[B, Z, 2, h, w]`` float32, normalised.
+        """
         batch, channels, _, height, width = state.anchor.shape
         noise = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:]
         new_BZ2hw = to_device(noise.numpy(), self.device)
@@ -266,14 +284,14 @@ class WanWorld:
 
 @lru_cache(maxsize=8)
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The dummy action ``[7]`` and which latents are new ``[4]``, kept: a copy to a device waits for it."""
+    """Return the dummy action ``[7]`` and which latents are new ``[4]``; kept, for a copy waits."""
     with torch.inference_mode(False):
         dummy = torch.tensor(DUMMY_ACTION, device=device)
         return dummy, torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
 
 
 def _finite_rows(values: Tensor) -> Tensor:
-    """``[B]`` bool: all numbers of ``values[b]`` are finite."""
+    """Tell which rows of ``[B, ...]`` are finite throughout: ``[B]`` bool."""
     return values.isfinite().flatten(1).all(dim=1)
 
 
