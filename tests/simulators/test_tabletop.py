@@ -297,7 +297,7 @@ def test_a_pool_of_processes_equals_the_same_environments_in_process():
 def test_a_dead_worker_stops_the_pool_with_its_exit_code():
     with SimulatorPool("tabletop", 1, 1, 32) as pool:
         pool.reset([0], [0])
-        os.kill(pool._members[0]._process.pid, signal.SIGKILL)
+        os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
         with pytest.raises(RunError, match="exit code -9"):
             pool.step_chunk([0], random_actions((1, 8)))
         with pytest.raises(RunError, match="closed"):
@@ -347,7 +347,7 @@ def test_workers_die_when_their_parent_is_killed():
         "from asyncrl.simulators.pool import SimulatorPool\n"
         "if __name__ == '__main__':\n"
         "    pool = SimulatorPool('tabletop', 1, 1, 32)\n"
-        "    print(pool._members[0]._process.pid, flush=True)\n"
+        "    print(pool._workers[0]._process.pid, flush=True)\n"
         "    input()\n"
     )
     command = [sys.executable, "-c", script]

@@ -161,7 +161,7 @@ def _funnel(
 
 
 def _share_sideways(cargo: NDArray[np.float64], goal: NDArray[np.float64]) -> float:
-    """Compute the share of the sideways way to ask for: little while the cargo is low, not to sweep others."""
+    """Compute the share of the sideways way to go: little while the cargo is low."""
     if np.hypot(*(goal - cargo)[:2]) < PLATE_RADIUS:
         return 1.0
     return float(np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0))

@@ -108,9 +108,9 @@ class Tabletop:
 
         Args:
             action: ``[7]`` of any float dtype, (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to
-                [-1, 1]. Translations scale with `TRANSLATION` and rotations, a rotation vector about the world
-                axes, with `ROTATION`, both from the present tool pose; gripper > 0 closes the fingers, else
-                they open.
+                [-1, 1]. Translations scale with `TRANSLATION` and rotations, a rotation vector about the
+                world axes, with `ROTATION`, both from the present tool pose; gripper > 0 closes the
+                fingers, else they open.
 
         Raises:
             ValueError: The action does not have 7 finite numbers.
