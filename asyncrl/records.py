@@ -47,6 +47,18 @@ class ActionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelSummary:
+    """What is known of a model before its weights are loaded."""
+
+    image_size: int
+    """Height and width of its frames in pixels; 0: any."""
+    nbytes: int
+    """Bytes of the loaded weights."""
+    action_spec: ActionSpec = ActionSpec()
+    """What a world takes; without meaning for others."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartState:
     """Where an imagined episode begins."""
 

@@ -50,10 +50,10 @@ def passes(policy: OpenVLAOFT, given: PolicyInputs) -> dict[str, tuple[int, Call
 
     @torch.no_grad()
     def forward() -> object:
-        return policy.evaluate(given, tokens, SAMPLING)
+        return policy.evaluate(given, {"tokens": tokens}, SAMPLING)
 
     def both() -> None:
-        found = policy.evaluate(given, tokens, SAMPLING)
+        found = policy.evaluate(given, {"tokens": tokens}, SAMPLING)
         (found.logprob.mean() + found.entropy.mean()).backward()
 
     return {"forward": (1, forward), "forward and backward": (2, both)}

@@ -24,9 +24,9 @@ from pace import Rate, commit, counted, heading, matmul_rate, randomised, second
 from asyncrl.policies.acceleration import GraphedChoice, compile_blocks
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.openvla.autoregressive import build_policy_model
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import new_policy
 
 SAMPLING = SamplingParams(temperature=1.6, top_k=0)
 
@@ -67,7 +67,7 @@ def build(settings: Settings, device: torch.device) -> OpenVLAOFT:
     """The policy with random weights."""
     config = OpenVLAOFTConfig.tiny() if settings.tiny else OpenVLAOFTConfig.full()
     with torch.device("meta"):
-        policy = build_policy_model(config)
+        policy = new_policy(config)
     made: Any = randomised(policy, device, config.torch_dtype)
     made.restore_buffers()
     return made

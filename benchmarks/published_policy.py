@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.policies.checkpoints.convert import PublishedOptions, convert
-from asyncrl.policies.checkpoints.folder import build_on_meta, load_openvla, load_policy
+from asyncrl.policies.checkpoints.folder import build_on_meta
 from asyncrl.policies.checkpoints.published_names import (
     dropped_tensors,
     native_specs,
@@ -39,10 +39,12 @@ from asyncrl.policies.checkpoints.published_names import (
 )
 from asyncrl.policies.checkpoints.published_policy import SECTION, STATISTICS
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.openvla.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_reader import INDEX, Spec
 from asyncrl.storage.tensor_writer import write_file
+from support.published_exports import load_openvla
 
 KEY = "libero_spatial_no_noops"
 ACTION = {

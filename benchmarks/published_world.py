@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.launch.placement import pick_device
-from asyncrl.rewards.files import PUBLISHED, load_reward
+from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.rewards.model import load_reward
 from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.storage.tensor_writer import write_pth, write_tensors
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan.files import load_world
 from asyncrl.worlds.wan.published_world import (
     HEAD_DIM,
     IMAGE_SIZE,
@@ -39,6 +39,7 @@ from asyncrl.worlds.wan.published_world import (
 )
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.world import load_world
 
 GIB = 2**30
 DEVIATION = 0.02

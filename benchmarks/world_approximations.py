@@ -30,18 +30,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from asyncrl.fitting.fit_decoder import psnr
-from asyncrl.policies.checkpoints.folder import load_policy
 from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
-from asyncrl.rewards.files import load_reward
-from asyncrl.rewards.resnet import RewardModel
+from asyncrl.rewards.model import ResNetReward, load_reward
 from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
 from asyncrl.worlds.start_states import load_start_states, start_state_at
-from asyncrl.worlds.wan.files import load_world
 from asyncrl.worlds.wan.tiny_decoder import Decoder, TinyDecoder, TinyDecoderConfig, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld
+from asyncrl.worlds.wan.world import WanWorld, load_world
 
 BANDS = ((1, 1), (2, 3), (4, 6))
 """First and last decision of each band of the PSNR."""
@@ -321,7 +319,7 @@ def compare(
     name: str,
     frames: list[Tensor],
     exact: list[Tensor],
-    reward: RewardModel | None,
+    reward: ResNetReward | None,
     tasks: list[str],
 ) -> StoredEpisode:
     """Compare a line's frames with the exact ones."""
@@ -347,7 +345,7 @@ def bands_of(decisions: int) -> list[tuple[int, int]]:
 
 
 def verdicts(
-    settings: Settings, reward: RewardModel, frames: list[Tensor], tasks: list[str]
+    settings: Settings, reward: ResNetReward, frames: list[Tensor], tasks: list[str]
 ) -> NDArray[np.bool_]:
     """``[E, 8 D]`` bool."""
     scores, begin = [], 0

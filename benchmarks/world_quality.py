@@ -28,14 +28,13 @@ from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
 from asyncrl.fitting.fit_reward import redraw
 from asyncrl.fitting.fit_vae import encode_recordings
 from asyncrl.fitting.recordings import Recordings, load_recordings
-from asyncrl.policies.checkpoints.folder import load_policy
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.rewards.files import load_reward
-from asyncrl.rewards.resnet import RewardModel
+from asyncrl.policies.openvla.policy import load_policy
+from asyncrl.rewards.model import ResNetReward, load_reward
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.asset_paths import policy_folder, world_folder
-from asyncrl.worlds.wan.files import load_world
+from asyncrl.worlds.wan.world import load_world
 
 HORIZONS = (8, 32, 64)
 FIRST_SEED = 900_000
@@ -76,7 +75,7 @@ def frechet(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def features(reward: RewardModel, frames: np.ndarray) -> np.ndarray:
+def features(reward: ResNetReward, frames: np.ndarray) -> np.ndarray:
     """Trunk features ``[n, d]`` of uint8 frames ``[n, H, W, 3]``."""
     parts = torch.from_numpy(frames).split(512)
     trunk = reward.network.visual_encoder
@@ -99,7 +98,7 @@ def episodes_of(recordings: Recordings) -> list[SimulatedEpisode]:
 
 
 def scores(
-    reward: RewardModel, episodes: list[SimulatedEpisode], frames: list[np.ndarray]
+    reward: ResNetReward, episodes: list[SimulatedEpisode], frames: list[np.ndarray]
 ) -> list[np.ndarray]:
     """Success probability of every frame but the first, per episode."""
     return [
@@ -147,7 +146,7 @@ def main() -> None:
 
 
 def pictures(
-    reward: RewardModel, episodes: list[SimulatedEpisode], *drawn: list[np.ndarray]
+    reward: ResNetReward, episodes: list[SimulatedEpisode], *drawn: list[np.ndarray]
 ) -> list[dict[str, float]]:
     """Print and return PSNR and feature distance up to each horizon."""
     baselines = f"{'VAE alone':>10} {'still':>7}"
@@ -174,7 +173,7 @@ def pictures(
 
 
 def verdicts(
-    reward: RewardModel, episodes: list[SimulatedEpisode], imagined: list[np.ndarray], threshold: float
+    reward: ResNetReward, episodes: list[SimulatedEpisode], imagined: list[np.ndarray], threshold: float
 ) -> dict[str, float]:
     """Print and return precision and recall on true frames, and of imagined episodes against the truth."""
     horizon = slice(0, 48)

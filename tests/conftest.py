@@ -17,7 +17,8 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.replay.server import ReplayServer
-from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.rewards.model import ResNetReward
+from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
@@ -45,7 +46,7 @@ def imagination() -> Imagination:
     world: Any = WanWorld(ActionWanTransformer(size).eval(), vae, image_size=64, schedule_steps=2, version=5)
     config = RewardConfig.tiny(TASKS)
     sampling = SamplingParams(temperature=1.3, top_k=20)
-    return Imagination(policy, world, RewardModel(build_network(config), config), sampling)
+    return Imagination(policy, world, ResNetReward(build_network(config), config), sampling)
 
 
 @pytest.fixture

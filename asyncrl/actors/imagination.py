@@ -29,7 +29,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.interface import Cause
-from asyncrl.rewards.resnet import RewardModel
+from asyncrl.rewards.interface import RewardModel
 from asyncrl.worlds.interface import State, World
 
 CPU: Final = torch.device("cpu")
@@ -159,7 +159,7 @@ class Imagination(Generic[State]):
             policy_version=policy_version,
             noise_seeds=seeds,
             frames=frames_B,
-            sample={"tokens": _to_host(acted.tokens.int())},
+            sample={"tokens": _to_host(acted.sample["tokens"].int())},
             logprobs=_to_host(acted.logprob),
             actions=_to_host(acted.actions.float()),
             values=None if acted.value is None else _to_host(acted.value[:, 0].float()),

@@ -27,9 +27,12 @@ class ActorConfig:
     threads: int = 0
     """CPU threads. 0: two where there are two cores, else one."""
     policy: str = ""
-    """The run's policy, where its path differs on this host. It must hold the same files."""
+    """The run's policy, where its path differs on this host. It must hold the same files. A policy, world or
+    reward that is a class (package.module:Class@FOLDER) must be named here again: a peer never names code."""
     world: str = ""
     """The run's world model, where its path differs on this host. It must hold the same files."""
+    reward: str = ""
+    """The run's reward model, where its path differs on this host. It must be the same."""
     start_states: str = ""
     """The run's start states, where their path differs on this host. They must be the same files."""
 
@@ -39,7 +42,12 @@ def main(arguments: list[str]) -> int:
     config = tyro.cli(ActorConfig, args=arguments, prog="asyncrl actor")
     from asyncrl.launch.join import run
 
-    paths = {"policy": config.policy, "world": config.world, "start_states": config.start_states}
+    paths = {
+        "policy": config.policy,
+        "world": config.world,
+        "reward": config.reward,
+        "start_states": config.start_states,
+    }
     return run(
         JoinOptions(
             endpoint=config.join,

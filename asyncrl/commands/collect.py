@@ -71,8 +71,8 @@ def _record_expert(config: CollectConfig) -> int:
 
 
 def _record_policy(config: CollectConfig) -> int:
-    from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.policies.interface import SamplingParams
+    from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.simulators.pool import SimulatorPool
 
     policy = load_policy(policy_folder(config.policy), device=pick_device("auto"))

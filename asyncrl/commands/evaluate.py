@@ -69,8 +69,8 @@ def main(arguments: list[str]) -> int:
 
 def _play(config: EvaluateConfig, folder: Path) -> Evaluation:
     from asyncrl.launch.placement import pick_device
-    from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.policies.interface import SamplingParams
+    from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.simulators.pool import SimulatorPool
 
     policy = load_policy(folder, device=pick_device(config.device))

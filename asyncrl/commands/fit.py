@@ -158,9 +158,10 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
     import torch
 
     from asyncrl.fitting.fit_policy import fit_policy
-    from asyncrl.policies.checkpoints.folder import load_policy, save_policy
+    from asyncrl.policies.checkpoints.folder import save_policy
     from asyncrl.policies.openvla.config import OpenVLAOFTConfig
     from asyncrl.policies.openvla.parallel import OpenVLAOFT
+    from asyncrl.policies.openvla.policy import load_policy
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
@@ -186,7 +187,7 @@ def redrawn(world: Path, recordings: Recordings, device: torch.device) -> np.nda
     """The recordings' frames as the world's autoencoder draws them."""
     from asyncrl.fitting.fit_reward import redraw
     from asyncrl.fitting.fit_vae import encode_recordings
-    from asyncrl.worlds.wan.files import load_world
+    from asyncrl.worlds.wan.world import load_world
 
     vae = load_world(world, device=device).vae
     return redraw(vae, encode_recordings(vae, recordings))
@@ -198,10 +199,9 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
 
     from asyncrl.fitting.fit_vae import encode_recordings, fit_vae
     from asyncrl.fitting.fit_world import fit_world, windows
-    from asyncrl.worlds.wan.files import load_world, save_world
     from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
     from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-    from asyncrl.worlds.wan.world import WanWorld
+    from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
@@ -249,13 +249,13 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
     import torch
 
     from asyncrl.fitting.fit_reward import fit_reward
-    from asyncrl.rewards.files import save_reward
-    from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+    from asyncrl.rewards.model import ResNetReward, save_reward
+    from asyncrl.rewards.resnet import RewardConfig, build_network
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
     size = RewardConfig.tiny(tasks=tuple(sorted(set(recordings.tasks))))
-    reward = RewardModel(build_network(size), size, device=device)
+    reward = ResNetReward(build_network(size), size, device=device)
     drawn = redrawn(config.world, recordings, device)
     loss = fit_reward(
         reward,

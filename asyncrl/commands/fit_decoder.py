@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.fitting.fit_decoder import Imagined, Likeness
-    from asyncrl.rewards.resnet import RewardModel
+    from asyncrl.rewards.model import ResNetReward
     from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
     from asyncrl.worlds.wan.world import WanWorld
 
@@ -68,8 +68,8 @@ def fit_decoder_command(config: FitDecoder) -> None:
     import torch
 
     from asyncrl.fitting.fit_decoder import compare, fit_decoder
-    from asyncrl.worlds.wan.files import load_world
     from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
+    from asyncrl.worlds.wan.world import load_world
 
     device = pick_device(config.device)
     folder = world_folder(config.world)
@@ -105,8 +105,8 @@ def _dtype(device: torch.device) -> torch.dtype:
 def _episodes(config: FitDecoder, world: WanWorld, device: torch.device) -> tuple[Imagined, Imagined]:
     """Episodes to learn from and, from other start states, to measure on."""
     from asyncrl.fitting.fit_decoder import imagine_episodes
-    from asyncrl.policies.checkpoints.folder import load_policy
     from asyncrl.policies.interface import SamplingParams
+    from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.worlds.start_states import load_start_states, start_state_at
 
     policy = load_policy(policy_folder(config.policy), device=device, dtype=_dtype(device)).eval()
@@ -138,9 +138,9 @@ def _episodes(config: FitDecoder, world: WanWorld, device: torch.device) -> tupl
     return parts[0], parts[1]
 
 
-def _reward(folder: Path, tasks: set[str], device: torch.device) -> RewardModel | None:
+def _reward(folder: Path, tasks: set[str], device: torch.device) -> ResNetReward | None:
     from asyncrl.errors import CheckpointError
-    from asyncrl.rewards.files import load_reward
+    from asyncrl.rewards.model import load_reward
 
     try:
         return load_reward(folder, tasks=tasks, device=device)

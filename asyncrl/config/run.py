@@ -166,10 +166,21 @@ class TrainConfig(Bounded):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the models run. auto: cuda where there is a GPU."""
     policy: str = "tabletop"
-    """Policy to start from: 'tabletop' (shipped) or a policy folder, for example from `asyncrl convert`."""
+    """Policy to start from: 'tabletop' (shipped), a policy folder, a published OpenVLA(-OFT) folder, or a
+    class of your own: package.module:Class@FOLDER."""
     world: str = "tabletop"
     """World model to imagine in: 'tabletop' (shipped), a folder with world.json and its weights, or a folder
-    as RLinf publishes them (RLinf-Wan-LIBERO-*)."""
+    as RLinf publishes them (RLinf-Wan-LIBERO-*), or a class of your own: package.module:Class@FOLDER."""
+    reward: str = ""
+    """Reward model that judges the frames: a folder, or a class of your own. Empty: the one in the world's
+    folder."""
+    policy_settings: tuple[str, ...] = ()
+    """Settings of --policy as key=value: of a published folder what it does not say about itself, or what
+    your own class takes. In TOML a table [policy.settings]."""
+    world_settings: tuple[str, ...] = ()
+    """Settings of your own --world as key=value; in TOML [world.settings]."""
+    reward_settings: tuple[str, ...] = ()
+    """Settings of your own --reward as key=value; in TOML [reward.settings]."""
     start_states: str = "tabletop"
     """Where episodes begin: 'tabletop' (shipped), an HDF5 file of start states, or a folder of traj*.npy.
     Left at its default, a world in another folder brings its own, if that has a folder 'dataset'."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
 from asyncrl.launch.environment import EnvironmentFiles
-from asyncrl.policies.openvla.parallel import OpenVLAOFT, count_parameters
+from asyncrl.policies.openvla.parallel import count_parameters
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 
 MIB: Final = 2**20
@@ -63,7 +63,7 @@ def check_models(examination: Examination) -> Finding:
     )
 
 
-def measure(config: TrainConfig, policy: OpenVLAOFT, environment: EnvironmentFiles) -> Sizes:
+def measure(config: TrainConfig, policy: Any, environment: EnvironmentFiles) -> Sizes:
     """Add up the bytes of the models of a run.
 
     Args:

@@ -77,7 +77,7 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
     """
     if path.suffix not in (".gif", ".mp4"):
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
-    from asyncrl.worlds.wan.files import load_world
+    from asyncrl.worlds.wan.world import load_world
 
     chosen = list(episodes[: ROWS * COLUMNS])
     drawn = imagine_again(load_world(world_folder(world)), chosen)

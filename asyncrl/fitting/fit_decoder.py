@@ -19,7 +19,7 @@ from asyncrl.fitting.fit_vae import reconstruction_loss, to_video
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.rewards.resnet import RewardModel
+from asyncrl.rewards.model import ResNetReward
 from asyncrl.worlds.wan.tiny_decoder import Decoder, TinyDecoder
 from asyncrl.worlds.wan.world import WanWorld
 
@@ -195,7 +195,7 @@ def fit_decoder(
 def compare(
     decoder: TinyDecoder,
     held_out: Imagined,
-    reward: RewardModel | None,
+    reward: ResNetReward | None,
     *,
     threshold: float,
     batch: int = 16,

@@ -76,7 +76,9 @@ def fit_policy(
             attention_mask=attention_mask,
             padded=imitation.prompts.padded,
         )
-        return policy.evaluate(inputs, tokens_BCA, SamplingParams(temperature=1.0, top_k=0)).logprob
+        return policy.evaluate(
+            inputs, {"tokens": tokens_BCA}, SamplingParams(temperature=1.0, top_k=0)
+        ).logprob
 
     logprob = prepared(logprob, device, compiled=compiled)
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from asyncrl.devices.tensors import to_signed, to_uint8
 from asyncrl.fitting.loop import minimise
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.rewards.resnet import RewardModel
+from asyncrl.rewards.model import ResNetReward
 from asyncrl.worlds.wan.vae import WanVae, decode_stream
 
 
@@ -44,7 +44,7 @@ def redraw(vae: WanVae, latents: list[Tensor], batch: int = 64) -> np.ndarray:
 
 
 def fit_reward(
-    reward: RewardModel,
+    reward: ResNetReward,
     recordings: Recordings,
     drawn: np.ndarray,
     *,

@@ -1,4 +1,4 @@
-"""A `TrainConfig` in, the parts of a run out: device, models, start states, settings. All is checked here.
+"""Builds the parts of a run from its `TrainConfig`: policy, imagination, actor, learner. All is checked here.
 
 Whatever cannot work raises before a process is started or a folder is made.
 """
@@ -10,36 +10,43 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from asyncrl.actors.actor import ActorSettings
+from asyncrl.actors.actor import Actor, ActorSettings
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import split_slots
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
+from asyncrl.errors import ConfigError
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
+from asyncrl.launch.named_models import named_policy
 from asyncrl.launch.placement import Placement, only_learns, pick_device
 from asyncrl.learner.learner import Learner, LearnerSettings, Log
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
-from asyncrl.policies.acceleration import compile, compile_blocks, enable_gradient_checkpointing
-from asyncrl.policies.checkpoints.folder import load_policy
-from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.interface import (
+    ChecksTraining,
+    FixedShapeActing,
+    HasCritic,
+    LoraTargets,
+    Policy,
+    SamplingParams,
+)
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.openvla.config import require_trainable
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.records import StartState
-from asyncrl.replay.interface import LearnerPort
-from asyncrl.storage import asset_paths, checkpoint, run_folder
-from asyncrl.weights.interface import Publisher
+from asyncrl.replay.interface import ActorPort, LearnerPort
+from asyncrl.storage import checkpoint, run_folder
+from asyncrl.weights.interface import Publisher, Receiver
 from asyncrl.weights.transports.interface import TransportName
-from asyncrl.worlds.wan.world import WanState, WanWorld
+from asyncrl.worlds.interface import CompilesWorld
+from asyncrl.worlds.start_states import StartStateStream
 
 
 @runtime_checkable
@@ -51,19 +58,13 @@ class HoldsAddresses(Protocol):
         ...
 
 
-def actor_offload(config: TrainConfig, imagination: Imagination[WanState], world: WanWorld) -> IdleOffload:
-    """Offload an idle actor's models; what the receiver holds stays, and new weights reach the host's copy.
-
-    Args:
-        config: Of the run.
-        imagination: Its policy and reward model are offloaded.
-        world: Its world model is offloaded too.
-    """
+def actor_offload(config: TrainConfig, imagination: Imagination[Any]) -> IdleOffload:
+    """Offload an idle actor's models. What the receiver holds stays; new weights reach the copy."""
     if not config.actor.offload:
         return NO_OFFLOAD
     policy, reward = imagination.policy, imagination.reward
-    parts = (policy, world.transformer, world.vae, world.decoder, reward.network)
-    models = [part for part in parts if isinstance(part, nn.Module)]
+    world = imagination.world
+    models = [_module(policy), *world.modules().values(), *reward.modules().values()]
     movable = [model for model in (policy, world, reward) if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
@@ -113,7 +114,7 @@ def _training_tensors(update: Update) -> Iterator[Tensor]:
 class LearnerStart:
     """What the learner begins with."""
 
-    policy: OpenVLAOFT
+    policy: Policy
     run_dir: Path
     version: int
     """0, or that of the checkpoint."""
@@ -138,68 +139,107 @@ def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
     return "nccl" if len(remote) == len(actors) else "nccl+ipc"
 
 
-def build_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
+def _load_policy(config: TrainConfig, device: torch.device) -> Policy:
+    named = named_policy(config.policy, config.policy_settings)
+    return named.kind.load(named.folder, device, **named.settings)
+
+
+def _module(policy: Policy) -> nn.Module:
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"--policy is a {type(policy).__name__}, which is no torch.nn.Module. Derive it from one."
+        )
+    return policy
+
+
+def build_policy(config: TrainConfig, device: torch.device) -> Policy:
     """Load the policy that the run begins with, without a critic: what an actor needs.
 
     With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
     """
-    policy = load_policy(asset_paths.policy_folder(config.policy), device=device)
-    policy.drop_value_head()
+    policy = _load_policy(config, device)
+    if isinstance(policy, HasCritic):
+        policy.drop_critic()
     if config.lora.rank:
         add_adapters(config, policy)
-    return policy.eval()
+    _module(policy).eval()
+    return policy
 
 
-def add_adapters(config: TrainConfig, policy: OpenVLAOFT) -> None:
-    """Give the policy adapters, in bfloat16 where both it and the learner's passes are."""
-    half = config.learner.precision == "bf16" and policy.config.dtype == "bfloat16"
+def add_adapters(config: TrainConfig, policy: Policy) -> None:
+    """Give the policy adapters, in bfloat16 where both it and the learner's passes are.
+
+    Raises:
+        ConfigError: The policy does not say where adapters go.
+    """
+    if not isinstance(policy, LoraTargets):
+        raise ConfigError(
+            f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
+            f"not "
+            "known where adapters go. Use --lora.rank 0, or add the method."
+        )
+    half = config.learner.precision == "bf16" and policy.dtype == torch.bfloat16
     dtype = torch.bfloat16 if half else torch.float32
     add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets, dtype=dtype)
 
 
-def build_learning_policy(config: TrainConfig, device: torch.device) -> OpenVLAOFT:
+def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
     """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
 
     A critic of the right level in the policy's folder is kept.
+
+    Raises:
+        ConfigError: A flag needs a capability that the policy lacks.
     """
-    policy = load_policy(asset_paths.policy_folder(config.policy), device=device)
-    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
-    if wanted == "none":
-        policy.drop_value_head()
-    elif policy.config.value_head != wanted:
-        policy.add_value_head(wanted)
+    policy = _load_policy(config, device)
+    _add_critic(config, policy)
     if config.lora.rank:
         add_adapters(config, policy)
     if config.learner.gradient_checkpointing:
         enable_gradient_checkpointing(policy)
     if config.learner.compile:
         compile_blocks(policy)
-    return policy.eval()
+    _module(policy).eval()
+    return policy
 
 
-def build_reference(config: TrainConfig, policy: OpenVLAOFT, device: torch.device) -> Reference | None:
+def _add_critic(config: TrainConfig, policy: Policy) -> None:
+    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
+    if isinstance(policy, HasCritic):
+        if wanted == "none":
+            policy.drop_critic()
+        elif policy.critic != wanted:
+            policy.add_critic(wanted)
+    elif wanted != "none":
+        raise ConfigError(
+            f"--algorithm.kind is ppo, but {type(policy).__name__} has no critic (add_critic, values). Use "
+            "--algorithm.kind grpo, or add the methods."
+        )
+
+
+def build_reference(config: TrainConfig, policy: Policy, device: torch.device) -> Reference | None:
     """The policy that the KL penalty is about; None when its coefficient is 0."""
     if not config.algorithm.kl_coef:
         return None
     return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
 
 
-def check_tasks(policy: OpenVLAOFT, starts: Sequence[StartState]) -> None:
+def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:
     """Let the policy read every instruction once, so that one it cannot read fails at the start."""
     first = {state.task: state for state in starts}
     for task, state in first.items():
         policy.preprocess(state.frame[None], [task])
 
 
-def build_imagination(
-    config: TrainConfig, policy: OpenVLAOFT, environment: Environment
-) -> Imagination[WanState]:
-    """Join the models of an actor, compiled if that is wanted."""
+def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
+    """Join the models of an actor, compiled if that is wanted.
+
+    Raises:
+        ConfigError: --imagination.compile is set, and a model cannot be compiled.
+    """
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     if config.imagination.compile:
-        rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
-        compile(policy, rows, sorted({state.task for state in environment.starts}))
-        environment.world.compile(rows)
+        _compile(config, policy, environment)
     return Imagination(
         policy,
         environment.world,
@@ -208,6 +248,35 @@ def build_imagination(
         policy_device=policy.device,
         world_device=environment.world.device,
     )
+
+
+def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
+    world = environment.world
+    if not (isinstance(policy, FixedShapeActing) and isinstance(world, CompilesWorld)):
+        lacks = f"{type(policy).__name__} has no compile_acting"
+        lacks = (
+            lacks if not isinstance(policy, FixedShapeActing) else f"{type(world).__name__} has no compile"
+        )
+        raise ConfigError(
+            f"--imagination.compile is set, but {lacks}. Leave the flag out, or add the method."
+        )
+    rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
+    policy.compile_acting(rows, sorted({state.task for state in environment.starts}))
+    world.compile(rows)
+
+
+def build_actor(
+    config: TrainConfig,
+    name: str,
+    imagination: Imagination[Any],
+    starts: list[StartState],
+    port: ActorPort,
+    receiver: Receiver,
+    offload: IdleOffload = NO_OFFLOAD,
+) -> Actor:
+    """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
+    stream = StartStateStream(starts, config.seed)
+    return Actor(imagination, stream, port, receiver, actor_settings(config, name), offload)
 
 
 def actor_settings(config: TrainConfig, name: str) -> ActorSettings:
@@ -249,7 +318,7 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]
 
 
-def load_models(config: TrainConfig, device: torch.device) -> tuple[OpenVLAOFT, EnvironmentFiles]:
+def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, EnvironmentFiles]:
     """Load the policy of a run to `device`, and check that all its models are there and fit each other.
 
     Raises:
@@ -257,7 +326,9 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[OpenVLAOFT, 
     """
     environment = check_environment(config)
     policy = build_learning_policy(config, device)
-    require_trainable(policy.config)
+    if isinstance(policy, ChecksTraining):
+        policy.check_trainable()
+    environment.check_policy(policy)
     check_tasks(policy, environment.starts)
     return policy, environment
 

@@ -1,4 +1,4 @@
-"""Settings in, what an actor imagines with out: world, reward model and start states that fit each other.
+"""Loads, or only checks, what an actor imagines with: world, reward model and start states.
 
 Actors load them. The learner only checks them: names and shapes come from the headers of the files, so that
 13 GB of world are not read by a process that never imagines.
@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import AssetError, CheckpointError
-from asyncrl.records import StartState
-from asyncrl.rewards.files import RewardFiles, open_reward
-from asyncrl.rewards.resnet import RewardModel
+from asyncrl.errors import AssetError, CheckpointError, ConfigError
+from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, named_world
+from asyncrl.policies.interface import Policy
+from asyncrl.records import ActionSpec, StartState
+from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
+from asyncrl.worlds.interface import World
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan.files import WorldFiles, open_world
-from asyncrl.worlds.wan.world import WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
     """What an actor imagines with, besides the policy."""
 
-    world: WanWorld
+    world: World[Any]
     reward: RewardModel
     starts: list[StartState]
 
@@ -36,12 +37,27 @@ class EnvironmentFiles:
     """What an actor would imagine with: checked, not loaded."""
 
     folder: Path
-    """Of the world and the reward model."""
+    """Of the world."""
     starts: list[StartState]
     image_size: int
     """Height and width of the frames in pixels."""
     nbytes: int
     """Bytes of world and reward model once they are loaded."""
+    action_spec: ActionSpec
+    """Of the world."""
+
+    def check_policy(self, policy: Policy) -> None:
+        """Refuse a policy whose decisions the world cannot take.
+
+        Raises:
+            ConfigError: They differ in steps per decision or numbers per step.
+        """
+        own, world = policy.action_spec, self.action_spec
+        if own != world:
+            raise ConfigError(
+                f"--policy makes {own.chunk} steps of {own.dim} numbers per decision, but --world takes "
+                f"{world.chunk} of {world.dim}. Choose a policy and a world that belong together."
+            )
 
 
 def check_environment(config: TrainConfig) -> EnvironmentFiles:
@@ -49,47 +65,62 @@ def check_environment(config: TrainConfig) -> EnvironmentFiles:
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
+        ConfigError: A class or a setting cannot work.
     """
-    folder, world, reward, starts = _open(config)
-    nbytes = world.check(config.imagination) + reward.check()
-    return EnvironmentFiles(folder=folder, starts=starts, image_size=world.image_size, nbytes=nbytes)
+    world, reward = _named(config)
+    summary = world.kind.check(world.folder, config.imagination, **world.settings)
+    starts = _starts(config, summary.image_size)
+    judge = reward.kind.check(reward.folder, _tasks(starts), **reward.settings)
+    if judge.image_size not in (0, summary.image_size):
+        raise CheckpointError(
+            f"The world in {world.folder} draws {summary.image_size}-pixel frames, but its reward model "
+            f"looks "
+            f"at {judge.image_size}. Fit the reward model again: asyncrl fit reward --world {world.folder}."
+        )
+    return EnvironmentFiles(
+        folder=world.folder,
+        starts=starts,
+        image_size=summary.image_size,
+        nbytes=summary.nbytes + judge.nbytes,
+        action_spec=summary.action_spec,
+    )
 
 
 def build_environment(config: TrainConfig, device: torch.device) -> Environment:
-    """Load world, reward and start states and check that they fit each other.
+    """Load world, reward and start states, after checking that they fit each other.
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
+        ConfigError: A class or a setting cannot work.
     """
-    _, world, reward, starts = _open(config)
+    starts = check_environment(config).starts
+    world, reward = _named(config)
     return Environment(
-        world=world.load(device=device, settings=config.imagination),
-        reward=reward.load(device=device),
+        world=world.kind.load(world.folder, device, config.imagination, **world.settings),
+        reward=reward.kind.load(reward.folder, device, _tasks(starts), **reward.settings),
         starts=starts,
     )
 
 
-def _open(config: TrainConfig) -> tuple[Path, WorldFiles, RewardFiles, list[StartState]]:
-    folder = asset_paths.world_folder(config.world)
-    world = open_world(folder)
-    size = world.image_size
-    place = asset_paths.start_states_path(config.start_states, config.world)
+def _named(config: TrainConfig) -> tuple[NamedModel, NamedModel]:
+    world = named_world(config.world, config.world_settings)
+    return world, named_reward(config.reward, world, config.reward_settings)
+
+
+def _tasks(starts: list[StartState]) -> list[str]:
+    return sorted({state.task for state in starts})
+
+
+def _starts(config: TrainConfig, size: int) -> list[StartState]:
+    place = asset_paths.start_states_path(config.start_states, folder_part(config.world))
     try:
         starts = load_start_states(place, keyframes=config.keyframes, image_size=size)
     except AssetError as error:
         raise CheckpointError(f"--start-states {config.start_states}: {error}") from error
-    tasks = sorted({state.task for state in starts})
-    reward = open_reward(folder, tasks)
-    if reward.config.image_size != size:
-        raise CheckpointError(
-            f"The world in {folder} draws {size}-pixel frames, but its reward model looks at "
-            f"{reward.config.image_size}. Fit the reward model again: asyncrl fit reward --world {folder}."
-        )
     wrong = next((state for state in starts if state.frame.shape[:2] != (size, size)), None)
     if wrong is not None:
         raise CheckpointError(
             f"Start state {wrong.name!r} of {place} has the shape {wrong.frame.shape}, "
             f"but --world {config.world} imagines {size} x {size}. Choose files that belong together."
         )
-    reward.config.check_tasks(tasks)
-    return folder, world, reward, starts
+    return starts

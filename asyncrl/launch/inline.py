@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.actors.actor import Actor
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, learner_ranks, rendezvous
@@ -19,7 +18,6 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.transports.in_process import build_in_process
-from asyncrl.worlds.start_states import StartStateStream
 
 
 def run_inline(config: TrainConfig, stop: StopFlag) -> int:
@@ -42,12 +40,8 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     replay = open_run_replay(run_dir / "replay", config)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.round(0.0))
-    actor = Actor(
-        imagination,
-        StartStateStream(environment.starts, config.seed),
-        InProcessActorPort(replay),
-        receiver,
-        build.actor_settings(config, "inline"),
+    actor = build.build_actor(
+        config, "inline", imagination, environment.starts, InProcessActorPort(replay), receiver
     )
 
     with MetricsLogger(

@@ -114,20 +114,19 @@ def _join(
     """Do all until the first weights are there."""
     import torch
 
-    from asyncrl.actors.actor import Actor
     from asyncrl.launch import build
-    from asyncrl.launch.build import actor_offload
     from asyncrl.launch.environment import build_environment
+    from asyncrl.launch.named_models import refuse_foreign_code
     from asyncrl.launch.placement import pick_device, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
     from asyncrl.weights.pull_client import build_pulled_receiver
-    from asyncrl.worlds.start_states import StartStateStream
 
     device = pick_device(settings.device)
     told = ask_settings(settings.endpoint, name, keys, ANSWER_DEADLINE)
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
     config = replace(config, **dict(settings.paths))
+    refuse_foreign_code(config, settings.paths)
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -142,13 +141,14 @@ def _join(
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         port = ZmqActorPort(settings.endpoint, name, security=keys)
         imagination = build.build_imagination(config, policy, environment)
-        actor = Actor(
+        actor = build.build_actor(
+            config,
+            name,
             imagination,
-            StartStateStream(environment.starts, config.seed),
+            environment.starts,
             port,
             receiver,
-            build.actor_settings(config, name),
-            actor_offload(config, imagination, environment.world),
+            build.actor_offload(config, imagination),
         )
     except BaseException:
         receiver.close()

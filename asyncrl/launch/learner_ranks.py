@@ -112,8 +112,9 @@ def build_joined_learner(
         CheckpointError: The checkpoint does not fit the policy.
     """
     types = acting_types(start.policy)
+    policy: Any = start.policy  # An `nn.Module` too: `build` has seen to it.
     if isinstance(group, SingleRank):
-        make_float32_masters(start.policy, "fp32")
+        make_float32_masters(policy, "fp32")
     else:
         shard(start.policy, start.policy.device, config.learner.precision)
     return build.build_learner(

@@ -27,14 +27,11 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
     import torch
 
-    from asyncrl.actors.actor import Actor
     from asyncrl.launch import build, endpoints
-    from asyncrl.launch.build import actor_offload
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
-    from asyncrl.worlds.start_states import StartStateStream
 
     config, info = _read(config_json, info_json)
     process_status.publish_as(Path(info.run_dir), name)
@@ -64,13 +61,14 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             name,
             security=endpoints.client_keys(config, name),
         )
-        actor = Actor(
+        actor = build.build_actor(
+            config,
+            name,
             imagination,
-            StartStateStream(environment.starts, config.seed),
+            environment.starts,
             port,
             receiver,
-            build.actor_settings(config, name),
-            actor_offload(config, imagination, environment.world),
+            build.actor_offload(config, imagination),
         )
         actor.run()
         with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):

@@ -7,6 +7,8 @@ Dimension letters used in this file:
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.minibatches import micro_batches
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import Reference
-from asyncrl.policies.interface import EvaluateResult, Policy, PolicyInputs, SamplingParams
+from asyncrl.policies.interface import EvaluateResult, HasCritic, Policy, SamplingParams
 
 
 class PolicyForward:
@@ -61,16 +63,20 @@ class PolicyForward:
             rows_M = rows_of(place)
             frames = batch.final_frames[rows_M.numpy()]
             inputs = self.policy.preprocess(frames, [tasks[row] for row in rows_M.tolist()])
-            value = self.policy.values(inputs)[:, 0].float()
+            value = cast("HasCritic", self.policy).values(inputs)[:, 0].float()
             values += [] if place is None else [value]
         return torch.cat(values)
 
-    def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[PolicyInputs, Tensor, SamplingParams]:
+    def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[Any, dict[str, Tensor], SamplingParams]:
         inputs = self.policy.preprocess(
             batch.frames[rows_M.numpy()], [batch.tasks[row] for row in rows_M.tolist()]
         )
         sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
-        return inputs, batch.sample["tokens"][rows_M].to(self.device), sampling
+        return (
+            inputs,
+            {name: values[rows_M].to(self.device) for name, values in batch.sample.items()},
+            sampling,
+        )
 
 
 def rows_of(place: slice | None) -> Tensor:

@@ -27,14 +27,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from asyncrl.policies.acceleration import blocks
 from asyncrl.policies.interface import EvaluateResult
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 Precision = Literal["fp32", "bf16"]
 
 
-def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> OpenVLAOFT:
+def shard(policy: Any, device: torch.device, precision: Precision) -> Any:
     """Spread a policy over the ranks of the default process group, in place.
 
     Args:
@@ -49,7 +47,7 @@ def shard(policy: OpenVLAOFT, device: torch.device, precision: Precision) -> Ope
     if precision == "bf16":
         passes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     whole = _frozen_and_ready(policy, precision)
-    for unit in [] if whole else blocks(policy):
+    for unit in [] if whole else policy.blocks():
         fully_shard(unit, mesh=mesh, mp_policy=passes)
     # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
     # parameters in the module, where publishing and checkpoints expect the sharded ones.
@@ -76,7 +74,7 @@ def _frozen_and_ready(policy: nn.Module, precision: Precision) -> set[nn.Paramet
     return frozen if all(parameter.dtype == wanted for parameter in frozen) else set()
 
 
-def _hook_passes(policy: OpenVLAOFT) -> None:
+def _hook_passes(policy: Any) -> None:
     """Let FSDP gather the root's parameters around `evaluate` and `values`, as it does around `passes`.
 
     FSDP looks for tensors in what a forward method returns, and not into our records: it is given tuples, of
@@ -84,12 +82,12 @@ def _hook_passes(policy: OpenVLAOFT) -> None:
     """
     evaluate, values = policy.evaluate, policy.values
 
-    def evaluated_fields(self: OpenVLAOFT, *args: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def evaluated_fields(self: Any, *args: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         result = evaluate(*args, **more)
         value = None if result.value is None else result.value.clone()
         return result.logprob.clone(), result.entropy.clone(), value
 
-    def evaluate_sharded(self: OpenVLAOFT, *args: Any, **more: Any) -> EvaluateResult:
+    def evaluate_sharded(self: Any, *args: Any, **more: Any) -> EvaluateResult:
         logprob, entropy, value = self.evaluated_fields(*args, **more)  # type: ignore[operator]
         return EvaluateResult(logprob=logprob, entropy=entropy, value=value)
 
@@ -98,6 +96,6 @@ def _hook_passes(policy: OpenVLAOFT) -> None:
     _add_forward(policy, "values", lambda self, *args, **more: values(*args, **more).clone())
 
 
-def _add_forward(policy: OpenVLAOFT, name: str, method: Callable[..., Any]) -> None:
+def _add_forward(policy: Any, name: str, method: Callable[..., Any]) -> None:
     setattr(policy, name, MethodType(method, policy))
     register_fsdp_forward_method(policy, name)

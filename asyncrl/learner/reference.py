@@ -6,7 +6,8 @@ Dimension letters:
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,13 @@ from torch import Tensor, nn
 from asyncrl.errors import ConfigError
 from asyncrl.policies.interface import Policy, PolicyInputs, SamplingParams
 from asyncrl.policies.lora import adapters_disabled, has_lora
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
 
 
 class Reference(Protocol):
     """Does not change while the policy learns."""
 
-    def logprob(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> Tensor:
-        """Log-probs ``[B, C, A]`` float32 of tokens ``[B, C, A]``, without gradient."""
+    def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
+        """Log-probs ``[B, C, A]`` float32 of a sample, each ``[B, ...]``, without gradient."""
         ...
 
 
@@ -35,15 +35,15 @@ class FrozenReference:
             policy.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def logprob(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> Tensor:
+    def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
         """See `Reference.logprob`."""
-        return self.policy.evaluate(inputs, tokens, sampling).logprob
+        return self.policy.evaluate(inputs, sample, sampling).logprob
 
 
 class AdapterFreeReference:
     """The policy that learns, with its adapters disabled: no second copy of the weights."""
 
-    def __init__(self, policy: OpenVLAOFT) -> None:
+    def __init__(self, policy: Any) -> None:
         """Take the learning policy.
 
         Raises:
@@ -57,7 +57,7 @@ class AdapterFreeReference:
         self.policy = policy
 
     @torch.no_grad()
-    def logprob(self, inputs: PolicyInputs, tokens: Tensor, sampling: SamplingParams) -> Tensor:
+    def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
         """See `Reference.logprob`."""
         with adapters_disabled(self.policy):
-            return self.policy.evaluate(inputs, tokens, sampling).logprob
+            return self.policy.evaluate(inputs, sample, sampling).logprob

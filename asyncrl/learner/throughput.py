@@ -59,7 +59,9 @@ def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device)
     # Left alone, a compiler that meets the counter marks every block as not to be compiled, for good.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, torch.no_grad(), FlopCounterMode(display=False) as counter:
-        policy.evaluate(inputs, batch.sample["tokens"][:rows].to(device), sampling)
+        policy.evaluate(
+            inputs, {name: values[:rows].to(device) for name, values in batch.sample.items()}, sampling
+        )
     return counter.get_total_flops() / rows
 
 

@@ -35,16 +35,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.distributed_ranks import explain_lost_peer
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.policies.checkpoints.adapters import adapter_tensors, save_adapter
-from asyncrl.policies.checkpoints.folder import save_policy
-from asyncrl.policies.lora import merged_tensors
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.weights import packing
 from asyncrl.weights.packing import build_manifest
 
 ADAPTER_FOLDER: Final = "adapter"
 
 
-def acting_types(policy: OpenVLAOFT) -> dict[str, torch.dtype]:
+def acting_types(policy: Any) -> dict[str, torch.dtype]:
     """In which types actors hold what they need; asked before the policy gets its float32 weights."""
     return {name: tensor.dtype for name, tensor in policy.acting_tensors().items()}
 
@@ -52,7 +49,7 @@ def acting_types(policy: OpenVLAOFT) -> dict[str, torch.dtype]:
 class ActingWeights:
     """What actors need of the learner's policy, in their types. See `weights.sources.WeightSource`."""
 
-    def __init__(self, policy: OpenVLAOFT, types: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, policy: Any, types: Mapping[str, torch.dtype]) -> None:
         """Begin with a policy that is spread over the ranks already, or lies whole on one.
 
         Args:
@@ -74,18 +71,18 @@ class ActingWeights:
         return {name: p for name, p in self._policy.trainable_parameters().items() if name in self._types}
 
 
-def copy_policy(policy: OpenVLAOFT, group: LearnerRanks) -> Callable[[Path], None]:
+def copy_policy(policy: Any, group: LearnerRanks) -> Callable[[Path], None]:
     """Gather the policy in host memory, adapters merged, one tensor at a time, with all ranks.
 
     Returns:
         Writes the policy's files, and the adapters alone into `adapter/`, into a folder; called on rank 0, at
         any time, on any thread.
     """
-    whole = _gathered(group, ((n, t.to(policy.config.torch_dtype)) for n, t in merged_tensors(policy)))
+    whole = _gathered(group, policy.saved_tensors())
     adapters = _gathered(group, adapter_tensors(policy).items())
 
     def write(folder: Path) -> None:
-        save_policy(policy, folder, tensors=whole)
+        policy.save(folder, tensors=whole)
         if adapters:
             save_adapter(policy, folder / ADAPTER_FOLDER, tensors=adapters)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,22 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.parallel import OpenVLAOFT, SampledTokens
 
+
+class HasBlocks(Protocol):
+    """A policy that says what its units are."""
+
+    def blocks(self) -> Iterable[nn.Module]:
+        """See `interface.Policy.blocks`."""
+        ...
+
+
 GRAPHS: Final = 64
 """Graphs that one piece of code may have. Checkpointed blocks of all three kinds share a piece, and each has
 graphs with and without gradient, padding, adapters, and for sizes that vary. Beyond its limit, by default 8,
 the compiler runs such code uncompiled without an error."""
 
 
-def compile_blocks(policy: OpenVLAOFT, *, dynamic: bool | None = None) -> None:
+def compile_blocks(policy: HasBlocks, *, dynamic: bool | None = None) -> None:
     """Compile vision blocks and Llama layers in place, at their first calls.
 
     Args:
@@ -32,20 +41,23 @@ def compile_blocks(policy: OpenVLAOFT, *, dynamic: bool | None = None) -> None:
     from torch._dynamo import config  # takes a second to import
 
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
-    for block in blocks(policy):
+    for block in policy.blocks():
         block.compile(dynamic=dynamic)
 
 
 Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], SampledTokens]
 
 
-def compile(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
+def compile(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> Callable[[], None] | None:
     """Compile acting in place; the first decision then takes about a quarter of a minute.
 
     Args:
         policy: Finished: adapters and value head are there or gone.
         rows: Largest batch from now on; smaller ones cost as much.
         tasks: All instructions that will come.
+
+    Returns:
+        What to call when the weights move, where acting is a CUDA graph.
     """
     lengths = {len(policy.tokenizer.ids(task)) for task in tasks}
     policy.tokenizer.shortest = max(lengths)
@@ -53,8 +65,8 @@ def compile(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> None:
     choose: Choose = policy.choose
     if policy.device.type == "cuda":
         choose = GraphedChoice(policy.choose)
-        policy.weights_moved = choose.forget  # type: ignore[assignment]  # called when weights are offloaded
     policy.choose = FixedShape(choose, rows, masked=len(lengths) > 1)  # type: ignore[method-assign]
+    return choose.forget if isinstance(choose, GraphedChoice) else None
 
 
 class FixedShape:
@@ -126,21 +138,14 @@ def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def enable_gradient_checkpointing(policy: OpenVLAOFT) -> None:
+def enable_gradient_checkpointing(policy: HasBlocks) -> None:
     """Let every Llama layer and vision block keep only its input, in eval mode as well.
 
     Gradients stay the same. Only `forward` of each block's instance is replaced: no module is wrapped and no
     name changes, and hooks of the block (sharding) run outside. Calling it twice changes nothing more.
     """
-    for block in blocks(policy):
+    for block in policy.blocks():
         block.forward = MethodType(_recomputed, block)  # bound, so that a deep copy runs its own block
-
-
-def blocks(policy: OpenVLAOFT) -> Iterator[nn.Module]:
-    """Vision blocks and Llama layers in the order in which they run: also what is sharded one by one."""
-    yield from policy.vision.dino.encoder.layer
-    yield from policy.vision.siglip.encoder.layers
-    yield from policy.llm.layers
 
 
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,24 +1,30 @@
-"""What every policy offers, and the records at its border: frames and tasks in, tokens and log-probs out.
+"""The interface of every policy, and the records at its border.
+
+`Policy` is what a run needs. What a class may offer beside it is a small protocol of its own, asked for with
+`isinstance`; a flag that needs what a class lacks is refused. `PolicyModule` has the parts that most share.
 
 Dimension letters:
     B  rows (observations)           L  prompt tokens
-    H, W  image size in pixels       C = 8 steps per decision      A = 7 action dimensions
-    V  values per decision: 1 (value head of level chunk) or C (action)
+    H, W  image size in pixels       C  steps per decision      A  numbers per step (`ActionSpec`)
+    V  values per decision: 1, or C with one per step
     N  pictures per row              Q  numbers of proprioception
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+from asyncrl.records import ActionSpec, ArraySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +74,12 @@ class ActResult:
 
     actions: Tensor
     """``[B, C, A]`` float32 in the environment's units: what the world receives."""
-    tokens: Tensor
-    """``[B, C, A]`` int32 action bins, 0..255 (see `action_tokens`)."""
+    sample: Mapping[str, Tensor]
+    """What `evaluate` must be shown again, by the names of `Policy.sample_arrays`; each ``[B, ...]``."""
     logprob: Tensor
-    """``[B, C, A]`` float32, natural log of the probability each token was sampled with."""
+    """``[B, C, A]`` float32, natural log of the probability (density) of what was sampled."""
     value: Tensor | None
-    """``[B, V]`` float32 critic's estimates of the return; None without a value head."""
+    """``[B, V]`` float32 critic's estimates of the return; None without a critic."""
     entropy: Tensor
     """``[B, C, A]`` float32, nats."""
 
@@ -87,15 +93,71 @@ class EvaluateResult:
     entropy: Tensor
     """``[B, C, A]`` float32, nats."""
     value: Tensor | None
-    """``[B, V]`` float32; None without a value head."""
+    """``[B, V]`` float32; None without a critic."""
 
 
+@runtime_checkable
 class Policy(Protocol):
-    """A vision-language-action policy. Reductions over C and A belong to the loss, not here."""
+    """A vision-language-action policy, an `nn.Module`. Reductions over C and A belong to the loss."""
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, **settings: Any) -> Self:
+        """Read a policy, in evaluation mode, everything trainable.
+
+        Args:
+            folder: What stands behind the @ of --policy, a folder of `save`, or a checkpoint of a run.
+            device: Where the weights go.
+            settings: Of ``[policy.settings]`` or --policy-settings.
+
+        Raises:
+            CheckpointError: A file is missing or does not fit.
+        """
+        ...
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Write a folder that `load` reads.
+
+        Args:
+            folder: Created when missing.
+            tensors: All of `saved_tensors`, where this object holds only a part of them (sharding).
+        """
+        ...
+
+    def saved_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Weights that a folder holds, adapters merged, in the types of the file; sharded where they are.
+
+        One at a time, and every learner rank takes every one: merging may be a computation of all ranks.
+        """
+        ...
+
+    @property
+    def action_spec(self) -> ActionSpec:
+        """Steps per decision (C) and numbers per step (A)."""
+        ...
+
+    @property
+    def sample_arrays(self) -> Mapping[str, ArraySpec]:
+        """Arrays of `ActResult.sample`, with the letters N (decisions), C and A, in the order of files."""
+        ...
+
+    @property
+    def image_size(self) -> int:
+        """Height and width in pixels of the pictures it is best shown; others are resized."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        ...
 
     def preprocess(
         self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
-    ) -> PolicyInputs:
+    ) -> Any:
         """Turn frames and B instructions into inputs on the policy's device.
 
         Args:
@@ -103,43 +165,39 @@ class Policy(Protocol):
             tasks: B instructions.
             proprio: ``[B, Q]`` in the environment's units, for policies that see it.
 
+        Returns:
+            What `act` and `evaluate` take. Nobody else looks into it.
+
         Raises:
-            ConfigError: Something that the policy needs is missing or has another shape.
+            ConfigError: Something that the policy needs is missing or has another shape, or it cannot read a
+                task.
         """
         ...
 
-    def act(self, inputs: PolicyInputs, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
-        """Decide. Row b draws from its own stream ``seeds[b]``, whatever its place and neighbours."""
+    def act(self, inputs: Any, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
+        """Decide. Row b draws from its own stream ``seeds[b]``, whatever its row and neighbours."""
         ...
 
     def evaluate(
         self,
-        inputs: PolicyInputs,
-        tokens: Tensor,
+        inputs: Any,
+        sample: Mapping[str, Tensor],
         sampling: SamplingParams,
         *,
         critic_through_policy: bool = False,
     ) -> EvaluateResult:
-        """Log-probs of given tokens ``[B, C, A]`` with gradient; equal to those of `act` at equal weights.
+        """Log-probs of a given sample with gradient; equal to those of `act` at equal weights.
 
-        With `critic_through_policy` the value's gradient reaches the trunk as well, not only the value head.
+        Args:
+            inputs: What `preprocess` gives.
+            sample: As `act` returned it, each ``[B, ...]``; integers may come as int64.
+            sampling: What it was sampled with.
+            critic_through_policy: The value's gradient reaches the trunk as well, not only the value head.
         """
-        ...
-
-    def values(self, inputs: PolicyInputs, *, critic_through_policy: bool = False) -> Tensor:
-        """Critic's values ``[B, V]`` float32 with gradient, as in `evaluate`; needs no tokens.
-
-        Raises:
-            ConfigError: the policy has no value head.
-        """
-        ...
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        """Turn bins ``[..., A]`` into float32 actions ``[..., A]`` in the environment's units."""
         ...
 
     def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
-        """Optimizer groups of everything trainable; the value head has its own learning rate."""
+        """Optimizer groups ``{"name", "params", "lr"}`` of all that is trainable; the critic's is `value`."""
         ...
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
@@ -151,5 +209,129 @@ class Policy(Protocol):
         ...
 
     def acting_tensors(self) -> dict[str, Tensor]:
-        """What actors need after an update, by name: `trainable_tensors` without the value head."""
+        """What actors need after an update, by name: `trainable_tensors` without the critic."""
         ...
+
+    def blocks(self) -> Iterable[nn.Module]:
+        """Units of sharding, recomputation and compilation, in the order in which they run."""
+        ...
+
+
+@runtime_checkable
+class HasCritic(Protocol):
+    """A policy with values: needed by --algorithm.kind ppo."""
+
+    @property
+    def critic(self) -> str:
+        """What has one value: none, decision or action."""
+        ...
+
+    def add_critic(self, level: str) -> None:
+        """Add a critic with fresh random weights, or replace the one that is there.
+
+        Args:
+            level: decision: one value per decision, V = 1. action: one per step, V = C.
+        """
+        ...
+
+    def drop_critic(self) -> None:
+        """Take the critic away: actors need none, nor does grpo."""
+        ...
+
+    def values(self, inputs: Any, *, critic_through_policy: bool = False) -> Tensor:
+        """Critic's values ``[B, V]`` float32 with gradient, as in `evaluate`; needs no sample.
+
+        Raises:
+            ConfigError: the policy has no critic now.
+        """
+        ...
+
+
+@runtime_checkable
+class LoraTargets(Protocol):
+    """A policy that says where adapters go: needed by --lora.rank."""
+
+    def lora_layers(self, targets: str) -> list[str]:
+        """Names of the linear layers that get adapters, as in `named_modules`.
+
+        Args:
+            targets: language: those of the language model. all: of every part.
+        """
+        ...
+
+
+@runtime_checkable
+class FixedShapeActing(Protocol):
+    """A policy that can act in compiled graphs of one shape: needed by --imagination.compile."""
+
+    def compile_acting(self, rows: int, tasks: Sequence[str]) -> None:
+        """Compile `act` in place.
+
+        Args:
+            rows: Largest batch from now on; smaller ones cost as much.
+            tasks: All instructions that will come.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksTraining(Protocol):
+    """A policy that not every run can train."""
+
+    def check_trainable(self) -> None:
+        """Raise `ConfigError` when the world cannot show it what it looks at."""
+        ...
+
+
+class PolicyModule(nn.Module):
+    """What most policies share; a subclass adds `load`, `save`, `preprocess`, `act` and `evaluate`."""
+
+    critic_prefix = "value_head."
+    """Names of parameters that begin so are the critic's."""
+
+    @property
+    def action_spec(self) -> ActionSpec:
+        """See `Policy.action_spec`: 8 steps of 7 numbers."""
+        return ActionSpec()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the first weight."""
+        return next(self.parameters()).dtype
+
+    def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers by name. See `Policy.saved_tensors`."""
+        yield from ((name, tensor.detach()) for name, tensor in self.state_dict().items())
+
+    def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
+        """Optimizer groups: `policy` at `lr`, the critic (`value`) at `value_lr`."""
+        trainable = self.trainable_parameters()
+        value = [p for name, p in trainable.items() if name.startswith(self.critic_prefix)]
+        policy = [p for name, p in trainable.items() if not name.startswith(self.critic_prefix)]
+        groups = [
+            {"name": "policy", "params": policy, "lr": lr},
+            {"name": "value", "params": value, "lr": value_lr},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """What an update changes, by name."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def trainable_tensors(self) -> dict[str, Tensor]:
+        """The same without gradient; the tensors share memory with the parameters."""
+        return {name: p.detach() for name, p in self.trainable_parameters().items()}
+
+    def acting_tensors(self) -> dict[str, Tensor]:
+        """What actors need after an update: `trainable_tensors` without the critic."""
+        tensors = self.trainable_tensors()
+        return {name: t for name, t in tensors.items() if not name.startswith(self.critic_prefix)}
+
+    def blocks(self) -> Iterable[nn.Module]:
+        """No units: the whole policy is one."""
+        return ()

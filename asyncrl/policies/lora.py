@@ -35,7 +35,7 @@ LINEARS: Final = {
 
 
 def add_lora(
-    policy: OpenVLAOFT,
+    policy: Any,
     rank: int,
     alpha: float,
     targets: Targets = "all",
@@ -50,7 +50,7 @@ def add_lora(
     the block that is read.
 
     Args:
-        policy: Without adapters.
+        policy: Without adapters; an `nn.Module` that has `interface.LoraTargets`.
         rank: ``r``.
         alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
         targets: language: every linear layer of the Llama model. all: those of the vision towers and of
@@ -63,25 +63,29 @@ def add_lora(
     from peft import LoraConfig, inject_adapter_in_model
 
     _check_settings(policy, rank, alpha, targets)
-    names = [name.rpartition(".")[2] for name in target_layers(policy, targets)]
-    excluded = r"(vision|projector)\..*" if targets == "language" else None
+    layers = set(policy.lora_layers(targets))
+    kinds = {name.rpartition(".")[2] for name in layers}
+    others = [
+        name
+        for name, module in policy.named_modules()
+        if name.rpartition(".")[2] in kinds and isinstance(module, nn.Linear) and name not in layers
+    ]
     settings = LoraConfig(
         r=rank,
         lora_alpha=alpha or rank,  # type: ignore[arg-type]  # peft divides it by the rank, whole or not
         lora_dropout=0.0,
         bias="none",
-        target_modules=sorted(set(names)),
-        exclude_modules=excluded,
+        target_modules=sorted(layers if others else kinds),
     )
     inject_adapter_in_model(settings, policy, ADAPTER)
     for name, parameter in policy.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
-    if policy.value_head is not None:
-        policy.value_head.requires_grad_(True)
+        elif name.startswith(policy.critic_prefix):
+            parameter.requires_grad_(True)
 
 
-def _check_settings(policy: OpenVLAOFT, rank: int, alpha: float, targets: str) -> None:
+def _check_settings(policy: nn.Module, rank: int, alpha: float, targets: str) -> None:
     if rank < 1 or not alpha >= 0:
         raise ConfigError(
             f"Adapters of rank {rank} with alpha {alpha} cannot be made: the rank counts directions and "

@@ -8,7 +8,7 @@ as a success from 0.9, as RLinf trains with them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,13 +19,11 @@ from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import (
     ResnetRewModel,
     RewardConfig,
-    RewardModel,
     TaskEmbedResnetRewModel,
     build_network,
 )
-from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.atomic import read_json
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
-from asyncrl.storage.tensor_writer import write_pth, write_tensors
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
@@ -55,13 +53,12 @@ class RewardFiles:
         check_fit(network, self.weights, unused=False)
         return sum(tensor.nbytes for tensor in network.state_dict().values())
 
-    def load(self, *, device: torch.device | str = "cpu") -> RewardModel:
-        """Load the model; float32, because rewards are not worth a rounding error."""
+    def network(self, device: torch.device | str) -> ResnetRewModel | TaskEmbedResnetRewModel:
+        """Load the network; float32, because rewards are not worth a rounding error."""
         self.check()
         network = self.build()
         fill(network, self.weights, dtype=torch.float32, device=device)
-        network.requires_grad_(False)
-        return RewardModel(network, self.config, rounded=self.rounded, device=device)
+        return network.requires_grad_(False)
 
 
 def open_reward(folder: Path, tasks: Collection[str] = ()) -> RewardFiles:
@@ -121,43 +118,3 @@ def _open_published(path: Path, tasks: Collection[str]) -> RewardFiles:
             )
         config = replace(config, tasks=suite, embed_dim=embedding[1], hidden_dim=fusion[0])
     return RewardFiles(weights=weights, config=config, rounded=True)
-
-
-def load_reward(
-    folder: Path, *, tasks: Collection[str] = (), device: torch.device | str = "cpu"
-) -> RewardModel:
-    """Load a reward model.
-
-    Args:
-        folder: See `open_reward`.
-        tasks: Instructions of the start states; only a published model of one suite needs them.
-        device: Where the weights go.
-
-    Raises:
-        CheckpointError: A file is missing or does not fit, or the tasks are not of one suite.
-    """
-    return open_reward(folder, tasks).load(device=device)
-
-
-def save_reward(folder: Path, model: RewardModel) -> None:
-    """Write ``reward.safetensors`` and ``reward.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / WEIGHTS, model.network.state_dict())
-    content = {"format": FORMAT, "rounded": model.rounded, "config": asdict(model.config)}
-    write_json(folder / "reward.json", content)
-
-
-def export_reward(folder: Path, model: RewardModel) -> None:
-    """Write ``resnet_rm.pth``, or ``taskemb_resnet_rm.pth`` for a model of a LIBERO suite.
-
-    Raises:
-        CheckpointError: The model was fitted on other tasks, or on images of another size.
-    """
-    config = model.config
-    if (config.tasks and config.tasks not in SUITES.values()) or config.image_size != 256:
-        raise CheckpointError(
-            f"a reward model of {len(config.tasks)} tasks at {config.image_size} pixels cannot be written "
-            "in the published layout, which always means a LIBERO suite and 256 pixels. Use save_reward."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_pth(folder / PUBLISHED[bool(config.tasks)], model.network.state_dict())

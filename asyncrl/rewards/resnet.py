@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError
 
 
@@ -144,64 +142,3 @@ class TaskEmbedResnetRewModel(nn.Module):
 def build_network(config: RewardConfig) -> ResnetRewModel | TaskEmbedResnetRewModel:
     """Build the network `config` describes, with fresh weights."""
     return TaskEmbedResnetRewModel(config) if config.tasks else ResnetRewModel(config)
-
-
-class RewardModel:
-    """Scores frames. Batch normalisation always uses its running statistics here."""
-
-    def __init__(
-        self,
-        network: ResnetRewModel | TaskEmbedResnetRewModel,
-        config: RewardConfig,
-        *,
-        rounded: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.network = network.to(device).eval()
-        self.config = config
-        self.rounded = rounded
-        """Round probabilities to 0 or 1, as training with the published checkpoints does."""
-        self.device = torch.device(device)
-        self._ids = {task: i for i, task in enumerate(config.tasks)}
-
-    def to(self, device: torch.device | str) -> RewardModel:
-        """Move the weights to `device` and return this model."""
-        self.network.to(device)
-        self.device = torch.device(device)
-        return self
-
-    def task_ids(self, tasks: Sequence[str]) -> Tensor:
-        """Look up ``[B]`` int64 ids of instructions (zeros for a model of any task).
-
-        Raises:
-            ConfigError: The model was not fitted on one of them.
-        """
-        self.config.check_tasks(tasks)
-        ids = [self._ids.get(task, 0) for task in tasks]
-        return to_device(np.array(ids, np.int64), self.device)
-
-    @torch.no_grad()
-    def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
-        """Score every frame on its own.
-
-        Args:
-            frames: ``[B, C, H, W, 3]`` uint8 at the model's image size.
-            tasks: ``B`` instructions.
-
-        Returns:
-            ``[B, C]`` float32 probability of success; exactly 0 or 1 when `rounded`.
-
-        Raises:
-            ConfigError: An unknown task, or frames of another size.
-        """
-        batch, count, height, width, _ = frames.shape
-        if height != self.config.image_size or width != self.config.image_size or batch != len(tasks):
-            raise ConfigError(
-                f"the reward model looks at {self.config.image_size}-pixel frames with one task per slot; it "
-                f"was given frames {list(frames.shape)} and {len(tasks)} tasks. Choose a --world whose "
-                "reward model was fitted on its frames."
-            )
-        images = to_signed(frames.to(self.device).flatten(0, 1).permute(0, 3, 1, 2))
-        logits_N = self.network.logits(images, self.task_ids(tasks).repeat_interleave(count))
-        probability = logits_N.float().sigmoid().unflatten(0, (batch, count))
-        return probability.round() if self.rounded else probability

@@ -1,5 +1,8 @@
-"""The interface of every simulator: a seed or an action in, an `Observation` out."""
+"""The interface of every simulator."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,14 +23,14 @@ class Observation:
 
 
 class Simulator(Protocol):
-    """One environment with true physics and true success.
+    """One environment with true physics and true success. Its class is called with ``image_size=`` in pixels.
 
     Action i produces observation i: `step` returns what is seen after the action.
     """
 
     @property
-    def name(self) -> str:
-        """The name it is built by, for example ``tabletop``."""
+    def tasks(self) -> Sequence[str]:
+        """All instructions that episodes may have."""
         ...
 
     @property

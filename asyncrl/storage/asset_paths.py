@@ -37,6 +37,11 @@ def policy_folder(name: str) -> Path:
     )
 
 
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest complete checkpoint in a run's folder; any other folder itself."""
+    return next(iter(_newest_checkpoints(folder)), folder)
+
+
 def world_folder(name: str) -> Path:
     """Folder of a world model and its reward model: a shipped name, a folder of ours, or a published one.
 

@@ -1,19 +1,21 @@
-"""The interface every world keeps: start states and actions in, frames out.
+"""The interface every world keeps, and what a world may offer beside it.
 
-Dimension letters: B slots, H/W image size in pixels.
+Dimension letters: B slots, C steps per decision, A numbers per step, H/W image size in pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from asyncrl.records import StartState
+from asyncrl.config.run import ImaginationSettings
+from asyncrl.records import ActionSpec, ModelSummary, StartState
 
 State = TypeVar("State", bound="WorldState")
 
@@ -47,14 +49,53 @@ class WorldState(Protocol):
 
 
 class World(Protocol[State]):
-    """Imagines what the robot's actions lead to, one decision (8 actions, 8 frames) at a time."""
+    """Imagines what the robot's actions lead to, one decision (C actions, C frames) at a time."""
 
     version: int
     """Which weights imagine; travels with every episode."""
 
+    @classmethod
+    def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
+        """Check, without loading any weight, that a folder holds a world that `load` can read.
+
+        Raises:
+            CheckpointError: A file is missing, cannot be read, or does not fit.
+        """
+        ...
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> Self:
+        """Read a world for inference.
+
+        Args:
+            folder: What --world names, or what stands behind its @.
+            device: Where the weights go.
+            settings: --imagination.*: what is not in this world's power is refused, not ignored.
+            own: Of ``[world.settings]`` or --world-settings.
+
+        Raises:
+            CheckpointError: A file is missing or does not fit.
+            ConfigError: A setting that this world cannot follow.
+        """
+        ...
+
     @property
     def image_size(self) -> int:
         """Height and width of the frames in pixels."""
+        ...
+
+    @property
+    def action_spec(self) -> ActionSpec:
+        """Steps per decision and numbers per step that it takes; the policy's must equal it."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Its networks by name: what is moved to host memory while there is nothing to imagine."""
         ...
 
     def start(self, states: Sequence[StartState]) -> State:
@@ -68,14 +109,23 @@ class World(Protocol[State]):
     def imagine(
         self, state: State, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, State]:
-        """Draw the 8 frames that 8 actions lead to.
+        """Draw the C frames that C actions lead to. Never waits for the device.
 
         Args:
             state: What `start` or the last `imagine` returned; it is not changed.
-            actions: ``[B, 8, 7]`` float32; action i produced frame i.
+            actions: ``[B, C, A]`` float32; action i produced frame i.
             noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only, not on its slot or neighbours.
 
         Returns:
-            Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
+            Frames ``[B, C, H, W, 3]`` uint8, and the state after them.
         """
+        ...
+
+
+@runtime_checkable
+class CompilesWorld(Protocol):
+    """A world whose networks can be compiled: needed by --imagination.compile."""
+
+    def compile(self, rows: int) -> Any:
+        """Compile what takes the time, for decisions of `rows` slots; fewer are filled up."""
         ...

@@ -26,7 +26,7 @@ from asyncrl.records import episode_arrays
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.quarantine import COUNTERS
-from asyncrl.worlds.wan.files import load_world
+from asyncrl.worlds.wan.world import load_world
 from support.episodes import make_episode
 from support.failing_models import (
     GROUP,

@@ -62,7 +62,11 @@ class Integers:
         tokens = ((inputs + seed)[:, None, None] * (place + 1)) % 256
         logprob = -(1.0 + tokens / 256) + self.weight
         return ActResult(
-            actions=tokens / 256, tokens=tokens.int(), logprob=logprob, value=None, entropy=torch.zeros(())
+            actions=tokens / 256,
+            sample={"tokens": tokens.int()},
+            logprob=logprob,
+            value=None,
+            entropy=torch.zeros(()),
         )
 
     def imagine(self, state: RowState, actions: Tensor, seeds: Sequence[int]) -> tuple[Tensor, RowState]:

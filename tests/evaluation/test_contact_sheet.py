@@ -16,10 +16,9 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.evaluation.contact_sheet import imagine_again, tile, write_contact_sheet
 from asyncrl.records import StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.worlds.wan.files import save_world
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld
+from asyncrl.worlds.wan.world import WanWorld, save_world
 
 
 def episode(seed: int, decisions: int, *, solved: bool = False, size: int = 2) -> SimulatedEpisode:

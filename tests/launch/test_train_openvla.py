@@ -11,10 +11,11 @@ import torch
 
 from asyncrl import cli
 from asyncrl.observability import metrics_training as m
-from asyncrl.policies.checkpoints.folder import load_policy, save_policy
+from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.openvla.autoregressive import OpenVLA
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import load_policy
 from support.tiny_models import write_models
 
 

@@ -18,7 +18,7 @@ SAMPLING = SamplingParams(temperature=1.6)
 def test_the_reference_is_the_policy_of_the_start(lora: bool) -> None:
     policy = small(value_head="chunk")
     inputs, tokens = some_inputs(policy), some_tokens()
-    start = policy.evaluate(inputs, tokens, SAMPLING).logprob.detach()
+    start = policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob.detach()
     if lora:
         add_lora(policy, RANK, ALPHA)
     reference: Reference = (
@@ -28,10 +28,10 @@ def test_the_reference_is_the_policy_of_the_start(lora: bool) -> None:
         move_adapters(policy)
     else:
         optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
-        policy.evaluate(inputs, tokens, SAMPLING).logprob.mean().backward()
+        policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob.mean().backward()
         optimizer.step()
     found = reference.logprob(inputs, tokens, SAMPLING)
-    moved = policy.evaluate(inputs, tokens, SAMPLING).logprob
+    moved = policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob
     assert torch.equal(found, start)
     assert (found.dtype, tuple(found.shape), found.requires_grad) == (torch.float32, (2, 8, 7), False)
     assert (moved - start).abs().max() > 1e-3

@@ -37,9 +37,9 @@ class LinearPolicy(nn.Module):
     def preprocess(self, frames: Any, tasks: Any) -> Tensor:
         return torch.from_numpy(frames).flatten(1).float()
 
-    def evaluate(self, inputs: Tensor, tokens: Tensor, sampling: Any, **more: Any) -> Any:
+    def evaluate(self, inputs: Tensor, sample: Any, sampling: Any, **more: Any) -> Any:
         logp = self.matrix(inputs).view(-1, 8, 7, BINS).log_softmax(-1)
-        return Evaluation(logp.gather(-1, tokens[..., None])[..., 0], -(logp.exp() * logp).sum(-1))
+        return Evaluation(logp.gather(-1, sample["tokens"][..., None])[..., 0], -(logp.exp() * logp).sum(-1))
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
@@ -159,7 +159,7 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
 
     from asyncrl.learner.distributed_ranks import DistributedRanks
     from asyncrl.learner.fsdp import shard
-    from asyncrl.policies.checkpoints.folder import load_policy
+    from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.storage.asset_paths import policy_folder
 
     group = DistributedRanks(30.0)

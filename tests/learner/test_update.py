@@ -405,7 +405,7 @@ def test_a_batch_without_signal_still_decays_the_momentum_of_the_one_before() ->
 def test_policy_and_critic_are_clipped_apart_and_reported_before_clipping() -> None:
     config = recipe(algorithm__kind="ppo")
     whole = Update(TableActorCritic(rows=8), config)(stale_batch())
-    clipped = recipe(algorithm__kind="ppo", optimizer__clip_grad=whole[m.GRAD_NORM] / 10)
+    clipped = recipe(algorithm__kind="ppo", optimizer__max_grad_norm=whole[m.GRAD_NORM] / 10)
     policy = TableActorCritic(rows=8)
     values = Update(policy, clipped)(stale_batch())
     assert values[m.GRAD_NORM] == pytest.approx(whole[m.GRAD_NORM])
@@ -430,8 +430,8 @@ class Broken(TablePolicy):
 
     broken = True
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
-        found = super().evaluate(inputs, tokens, sampling, **through)
+    def evaluate(self, inputs: Any, sample: Any, sampling: Any, **through: Any) -> Any:
+        found = super().evaluate(inputs, sample, sampling, **through)
         return dataclasses.replace(found, logprob=found.logprob * math.nan) if self.broken else found
 
 

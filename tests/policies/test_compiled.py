@@ -20,7 +20,7 @@ def logprobs(policy: OpenVLAOFT, rows: int) -> Tensor:
     frames = np.random.default_rng(rows).integers(0, 256, (rows, 64, 64, 3), dtype=np.uint8)
     tokens = torch.randint(0, 256, (rows, 8, 7), generator=torch.Generator().manual_seed(rows))
     inputs = policy.preprocess(frames, [TASKS[row % len(TASKS)] for row in range(rows)])
-    return policy.evaluate(inputs, tokens, SamplingParams(temperature=1.0)).logprob
+    return policy.evaluate(inputs, {"tokens": tokens}, SamplingParams(temperature=1.0)).logprob
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads

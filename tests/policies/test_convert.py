@@ -19,13 +19,7 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.policies.checkpoints.conventions import PublishedOptions
 from asyncrl.policies.checkpoints.convert import UNUSED, convert, open_source, pass_through_of
-from asyncrl.policies.checkpoints.folder import (
-    build_on_meta,
-    export_openvla,
-    load_openvla,
-    load_policy,
-    save_policy,
-)
+from asyncrl.policies.checkpoints.folder import build_on_meta, save_policy
 from asyncrl.policies.checkpoints.published_names import (
     dropped_tensors,
     native_specs,
@@ -34,6 +28,7 @@ from asyncrl.policies.checkpoints.published_names import (
 )
 from asyncrl.policies.checkpoints.published_policy import read_proprio
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.asset_paths import policy_folder
 from asyncrl.storage.tensor_reader import INDEX, TensorFiles
@@ -53,6 +48,7 @@ from support.published import (
     some_policy,
     write_published,
 )
+from support.published_exports import export_openvla, load_openvla
 
 
 def in_and_out(source: Path, tmp_path: Path, **settings: object) -> Path:
@@ -331,7 +327,9 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.checkpoints.folder import load_openvla, load_policy, save_policy
+from asyncrl.policies.checkpoints.folder import save_policy
+from support.published_exports import load_openvla
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.checkpoints.convert import PublishedOptions, convert
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT

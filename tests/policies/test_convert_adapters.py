@@ -15,7 +15,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.policies.checkpoints.adapters import pattern_value, save_adapter
 from asyncrl.policies.checkpoints.conventions import PublishedOptions
 from asyncrl.policies.checkpoints.convert import convert
-from asyncrl.policies.checkpoints.folder import export_openvla, save_policy
+from asyncrl.policies.checkpoints.folder import save_policy
 from support.adapters import adapted, small
 from support.published import (
     CONFIG,
@@ -26,6 +26,7 @@ from support.published import (
     run_cli,
     write_published,
 )
+from support.published_exports import export_openvla
 
 
 def module_tree(tensors: dict[str, Tensor]) -> nn.Module:

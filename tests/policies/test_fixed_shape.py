@@ -12,9 +12,9 @@ from torch import nn
 from asyncrl.errors import ConfigError
 from asyncrl.policies.acceleration import compile
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.autoregressive import build_policy_model
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.policies.openvla.vision import TowerConfig
 
 TASKS = ["put the red cube on the white plate", "lift it"]
@@ -28,7 +28,7 @@ SMALL = {
 
 def policy_of(**changes: object) -> OpenVLAOFT:
     torch.manual_seed(3)
-    return build_policy_model(OpenVLAOFTConfig.tiny(**SMALL, **changes)).eval()
+    return new_policy(OpenVLAOFTConfig.tiny(**SMALL, **changes)).eval()
 
 
 def frames(rows: int) -> np.ndarray:
@@ -51,7 +51,7 @@ def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
         seeds = list(range(5, 5 + rows))
         expected = plain.act(plain.preprocess(frames(rows), chosen), SAMPLING, seeds)
         acted = fast.act(fast.preprocess(frames(rows), chosen), SAMPLING, seeds)
-        assert torch.equal(acted.tokens, expected.tokens)
+        assert torch.equal(acted.sample["tokens"], expected.sample["tokens"])
         torch.testing.assert_close(acted.logprob, expected.logprob, atol=1e-5, rtol=0)
         assert acted.logprob.shape[0] == rows
 
@@ -67,7 +67,7 @@ def test_a_captured_policy_decides_the_same_and_follows_its_weights() -> None:
                 policy.lm_head.weight.mul_(scale)  # in place, as new weights arrive
         for seeds in ([1, 2], [3, 4]):
             acted = [p.act(p.preprocess(frames(2), TASKS), SAMPLING, seeds) for p in (plain, fast)]
-            assert torch.equal(acted[0].tokens, acted[1].tokens)
+            assert torch.equal(acted[0].sample["tokens"], acted[1].sample["tokens"])
             torch.testing.assert_close(acted[0].logprob, acted[1].logprob, atol=1e-4, rtol=0)
 
 

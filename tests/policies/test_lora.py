@@ -15,11 +15,12 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.weight_export import copy_policy
 from asyncrl.policies.checkpoints.adapters import load_adapter, save_adapter
-from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
+from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import adapters_disabled, add_lora, has_lora, merged_tensors, target_layers
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.weights.packing import build_manifest, require_same
 from support.adapters import (
     ALPHA,
@@ -32,6 +33,7 @@ from support.adapters import (
     some_inputs,
     some_tokens,
 )
+from support.published_exports import export_openvla, load_openvla
 
 AS_IS = SamplingParams(temperature=1.0)
 STATS = {"desk": {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 7}}

@@ -14,9 +14,9 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import Bounds, NormStats, decode, encode, normalise, unnormalise
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.policies.openvla.autoregressive import build_policy_model
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.parallel import OpenVLAOFT, count_parameters
+from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.policies.openvla.vision import DINO_MEAN, DINO_STD, resize
 from asyncrl.policies.sampling import (
@@ -38,7 +38,7 @@ FIRST_ID = 31744  # of the action bins in Llama 2's vocabulary of 32000
 def tiny(**changes: object) -> OpenVLAOFT:
     """A tiny policy whose weights are large enough to matter everywhere."""
     torch.manual_seed(0)
-    policy = build_policy_model(OpenVLAOFTConfig.tiny(**changes))
+    policy = new_policy(OpenVLAOFTConfig.tiny(**changes))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -191,7 +191,7 @@ def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_on
     with torch.no_grad():
         logits = policy.lm_head(policy.readout(inputs))
     best = logits.log_softmax(-1).max(-1)
-    assert torch.equal(greedy.tokens.flatten(1).long(), best.indices)
+    assert torch.equal(greedy.sample["tokens"].flatten(1).long(), best.indices)
     torch.testing.assert_close(greedy.logprob.flatten(1), best.values, atol=1e-6, rtol=0)
 
 
@@ -214,7 +214,7 @@ def test_evaluating_gives_the_log_probs_that_acting_reported(
 ) -> None:
     inputs = policy.preprocess(some_frames(3), [LONG, SHORT, LONG])
     acted = policy.act(inputs, sampling, [1, 2, 3])
-    again = policy.train().evaluate(inputs, acted.tokens, sampling)
+    again = policy.train().evaluate(inputs, {"tokens": acted.sample["tokens"]}, sampling)
     policy.eval()
     torch.testing.assert_close(again.logprob, acted.logprob, atol=1e-5, rtol=0)
     torch.testing.assert_close(again.entropy, acted.entropy, atol=1e-5, rtol=0)
@@ -229,13 +229,13 @@ def test_a_decision_has_the_promised_shapes_and_types(policy: OpenVLAOFT) -> Non
     assert acted.value is not None
     found = [
         (x.dtype, tuple(x.shape))
-        for x in (acted.actions, acted.tokens, acted.logprob, acted.entropy, acted.value)
+        for x in (acted.actions, acted.sample["tokens"], acted.logprob, acted.entropy, acted.value)
     ]
     wide, f32 = (2, 8, 7), torch.float32
     assert found == [(f32, wide), (torch.int32, wide), (f32, wide), (f32, wide), (f32, (2, 1))]
-    assert acted.tokens.min() >= 0
-    assert acted.tokens.max() <= 255
-    assert torch.equal(acted.actions, decode(acted.tokens))
+    assert acted.sample["tokens"].min() >= 0
+    assert acted.sample["tokens"].max() <= 255
+    assert torch.equal(acted.actions, decode(acted.sample["tokens"]))
     assert (acted.logprob <= 0).all()
 
 
@@ -246,12 +246,12 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours(policy: OpenVLAOFT
     shuffled = policy.act(
         policy.preprocess(frames[order], [tasks[i] for i in order]), AS_IS, [seeds[i] for i in order]
     )
-    assert torch.equal(shuffled.tokens, together.tokens[order])
+    assert torch.equal(shuffled.sample["tokens"], together.sample["tokens"][order])
     for i in range(4):
         alone = policy.act(policy.preprocess(frames[i : i + 1], tasks[i : i + 1]), AS_IS, seeds[i : i + 1])
-        assert torch.equal(alone.tokens[0], together.tokens[i])
+        assert torch.equal(alone.sample["tokens"][0], together.sample["tokens"][i])
         torch.testing.assert_close(alone.logprob[0], together.logprob[i], atol=1e-5, rtol=0)
-    assert not torch.equal(together.tokens[0], together.tokens[1])
+    assert not torch.equal(together.sample["tokens"][0], together.sample["tokens"][1])
 
 
 def test_every_row_needs_its_seed(policy: OpenVLAOFT) -> None:
@@ -402,7 +402,7 @@ def test_the_critic_gives_one_value_per_decision_or_step(level: str, count: int,
     acted = policy.act(inputs, AS_IS, [1, 2])
     with torch.no_grad():
         expected = slow_values(policy, policy.readout(inputs)[:, 0])
-    evaluated = policy.evaluate(inputs, acted.tokens, AS_IS)
+    evaluated = policy.evaluate(inputs, {"tokens": acted.sample["tokens"]}, AS_IS)
     for value in (acted.value, evaluated.value, policy.values(inputs)):
         assert value is not None
         assert (value.dtype, tuple(value.shape)) == (torch.float32, (2, count))
@@ -460,7 +460,7 @@ def test_a_fresh_critic_is_the_same_for_the_same_seed(level: str, count: int) ->
     policies = [tiny(), tiny(value_head="chunk")]  # one gets its first critic, the other's is replaced
     for policy in policies:
         torch.manual_seed(5)
-        policy.add_value_head(level)  # type: ignore[arg-type]
+        policy.add_critic(level)  # type: ignore[arg-type]
         assert (policy.config.value_head, policy.config.values) == (level, count)
     one, other = (p.trainable_tensors() for p in policies)
     assert one["value_head.mlp.4.weight"].shape == (count, 32)
@@ -489,7 +489,7 @@ def test_gradient_reaches_every_parameter(policy: OpenVLAOFT) -> None:
     policy.zero_grad()
     inputs = policy.preprocess(some_frames(2), [SHORT, LONG])
     acted = policy.act(inputs, AS_IS, [1, 2])
-    result = policy.evaluate(inputs, acted.tokens, AS_IS)
+    result = policy.evaluate(inputs, {"tokens": acted.sample["tokens"]}, AS_IS)
     assert result.value is not None
     (result.logprob.square().sum() + result.value.sum()).backward()
     unreached = {n for n, p in policy.named_parameters() if p.grad is None or p.grad.abs().max() == 0}

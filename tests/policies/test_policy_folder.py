@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.policies.checkpoints.folder import export_openvla, load_openvla, load_policy, save_policy
+from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.checkpoints.published_names import dropped_tensors, tensor_map
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.openvla.vision import stable_name
 from support.published import (
     CONFIG,
@@ -29,6 +30,7 @@ from support.published import (
     some_policy,
     write_published,
 )
+from support.published_exports import export_openvla, load_openvla
 
 
 def rewrite(file: Path, **changes: Tensor | None) -> None:
@@ -71,7 +73,7 @@ def test_half_precision_files_are_rounded_once_and_computed_in_the_configured_ty
 @pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("action", 8)])
 def test_the_critic_is_saved_and_can_be_added_later(tmp_path: Path, level: str, count: int) -> None:
     policy = some_policy()
-    policy.add_value_head(level)  # type: ignore[arg-type]
+    policy.add_critic(level)  # type: ignore[arg-type]
     save_policy(policy, tmp_path)
     restored = load_policy(tmp_path)
     assert restored.config.value_head == level
@@ -83,7 +85,7 @@ def test_the_critic_is_saved_and_can_be_added_later(tmp_path: Path, level: str, 
 
 def test_a_critic_that_the_configuration_does_not_describe_is_refused(tmp_path: Path) -> None:
     policy = some_policy()
-    policy.add_value_head("chunk")
+    policy.add_critic("chunk")
     save_policy(policy, tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     for level, said in (
@@ -194,7 +196,7 @@ def test_exported_and_read_back_the_policy_acts_the_same(tmp_path: Path) -> None
 
 def test_large_exports_are_split_and_indexed(tmp_path: Path) -> None:
     policy = some_policy()
-    policy.add_value_head()
+    policy.add_critic()
     export_openvla(policy, tmp_path, shard_bytes=400_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.policies.action_tokens import Bounds, NormStats
-from asyncrl.policies.checkpoints.folder import load_policy, save_policy
+from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.autoregressive import OpenVLA, build_policy_model
+from asyncrl.policies.openvla.autoregressive import OpenVLA
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import load_policy, new_policy
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.policies.sampling import row_uniforms
 from support.slow_policy import SlowPolicy
@@ -55,7 +56,7 @@ def small(**changes: Any) -> OpenVLAOFT:
         "llm_mlp": 96,
         "value_head": "chunk",
     }
-    policy = build_policy_model(OpenVLAOFTConfig.tiny(**(sizes | changes)))
+    policy = new_policy(OpenVLAOFTConfig.tiny(**(sizes | changes)))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -93,7 +94,7 @@ def test_the_policy_equals_the_slow_construction(variant: str, tasks: list[str])
     slow = SlowPolicy(policy)
     inputs, tokens = inputs_of(policy, tasks), some_tokens(policy, 2)
     assert inputs.padded == (tasks[0] != tasks[1])
-    found = policy.evaluate(inputs, tokens, AS_IS)
+    found = policy.evaluate(inputs, {"tokens": tokens}, AS_IS)
     assert found.value is not None
     frames, _ = raw_inputs(policy, 2)
     pictures = frames.reshape(2, -1, *frames.shape[-3:])
@@ -119,7 +120,7 @@ def test_gradients_equal_those_of_the_slow_construction(variant: str) -> None:
     policy = small(**VARIANTS[variant])
     slow = SlowPolicy(policy)
     inputs, tokens = inputs_of(policy, [SHORT, LONG]), some_tokens(policy, 2)
-    result = policy.evaluate(inputs, tokens, AS_IS)
+    result = policy.evaluate(inputs, {"tokens": tokens}, AS_IS)
     assert result.value is not None
     (result.logprob.sum() + result.value.sum()).backward()
     frames, _ = raw_inputs(policy, 2)
@@ -148,19 +149,19 @@ def test_acting_and_evaluating_agree(variant: str, sampling: SamplingParams) -> 
     for tasks in ([LONG, LONG], [SHORT, LONG]):
         inputs = inputs_of(policy, tasks)
         acted = policy.act(inputs, sampling, [5, 6])
-        again = policy.evaluate(inputs, acted.tokens, sampling)
+        again = policy.evaluate(inputs, {"tokens": acted.sample["tokens"]}, sampling)
         torch.testing.assert_close(again.logprob, acted.logprob, atol=1e-5, rtol=0)
         torch.testing.assert_close(again.entropy, acted.entropy, atol=1e-5, rtol=0)
         torch.testing.assert_close(again.value, acted.value, atol=1e-5, rtol=0)
         torch.testing.assert_close(policy.values(inputs), acted.value, atol=1e-5, rtol=0)
-        assert len(acted.tokens.unique()) > 5
+        assert len(acted.sample["tokens"].unique()) > 5
 
 
 @pytest.mark.parametrize("variant", ["oft", "openvla", "openvla with all of it"])
 def test_token_k_is_drawn_with_uniform_k(variant: str) -> None:
     policy = small(**VARIANTS[variant])
     inputs = inputs_of(policy, [SHORT, LONG])
-    tokens = policy.act(inputs, AS_IS, [5, 6]).tokens.flatten(1)
+    tokens = policy.act(inputs, AS_IS, [5, 6]).sample["tokens"].flatten(1)
     with torch.no_grad():
         hidden = policy.readout(inputs, tokens)
         cumulated = policy.lm_head(hidden).double().softmax(-1).cumsum(-1)
@@ -181,7 +182,7 @@ def test_an_openvla_action_is_found_by_taking_the_best_token_again_and_again() -
         found: list[int] = []
         for _ in range(7):
             found.append(int(slow.decide(frames[row][None], task, [*found, 0], None).logprobs[-1].argmax()))
-        assert acted.tokens[row].flatten().tolist() == found
+        assert acted.sample["tokens"][row].flatten().tolist() == found
 
 
 @torch.no_grad()
@@ -228,6 +229,6 @@ def test_the_factory_and_a_saved_folder_give_the_class_that_decodes_so(tmp_path:
         assert again.config == policy.config
         inputs = inputs_of(policy, [SHORT, LONG])
         ours, theirs = (p.act(inputs, AS_IS, [1, 2]) for p in (policy, again))
-        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.sample["tokens"], theirs.sample["tokens"])
         assert torch.equal(ours.logprob, theirs.logprob)
         assert dataclasses.asdict(ours).keys() == {"actions", "tokens", "logprob", "value", "entropy"}

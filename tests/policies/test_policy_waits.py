@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.autoregressive import build_policy_model
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.policies.sampling import uniforms_for
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
@@ -38,7 +38,7 @@ tasks_of = pytest.mark.parametrize("tasks", [[LONG, LONG], [SHORT, LONG]], ids=[
 
 def policy_of(variant: str, **changes: Any) -> OpenVLAOFT:
     torch.manual_seed(0)
-    return build_policy_model(OpenVLAOFTConfig.tiny(**COMMON, **VARIANTS[variant], **changes)).eval()
+    return new_policy(OpenVLAOFTConfig.tiny(**COMMON, **VARIANTS[variant], **changes)).eval()
 
 
 def inputs_of(policy: OpenVLAOFT, tasks: list[str]) -> PolicyInputs:
@@ -74,7 +74,7 @@ def test_the_host_looks_at_no_number(variant: str, tasks: list[str]) -> None:
         with Looks() as looks:
             acted = policy.act(inputs, sampling, [1, 2])
             if policy.config.decoding == "parallel":  # transformers looks for packed rows in causal passes
-                policy.evaluate(inputs, acted.tokens, sampling)
+                policy.evaluate(inputs, {"tokens": acted.sample["tokens"]}, sampling)
         assert looks.seen == []
 
 
@@ -93,7 +93,7 @@ def test_the_gpu_is_never_waited_for(variant: str, tasks: list[str]) -> None:
         acted = policy.act(inputs, SAMPLINGS[0], [1, 2])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    again = policy.evaluate(inputs, acted.tokens, SAMPLINGS[0])
+    again = policy.evaluate(inputs, {"tokens": acted.sample["tokens"]}, SAMPLINGS[0])
     torch.testing.assert_close(again.logprob, acted.logprob, atol=0.1, rtol=0)
     torch.testing.assert_close(again.value, acted.value, atol=0.05, rtol=0)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from asyncrl.policies.acceleration import blocks, enable_gradient_checkpointing
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import adapters_disabled, merged_tensors
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
@@ -82,9 +82,9 @@ def test_gradients_stay_the_same_and_fewer_bytes_are_kept(lora: bool) -> None:
 
 def test_every_block_is_recomputed_once() -> None:
     policy = small()
-    assert len(list(blocks(policy))) == 2 + 3 + 2
+    assert len(list(policy.blocks())) == 2 + 3 + 2
     calls: list[int] = []
-    for number, block in enumerate(blocks(policy)):
+    for number, block in enumerate(policy.blocks()):
         norm = next(module for module in block.modules() if type(module).__name__.endswith("Norm"))
         norm.register_forward_hook(lambda *_, i=number: calls.append(i))
     enable_gradient_checkpointing(policy)
@@ -123,7 +123,7 @@ def test_it_nests_inside_sharding(lora: bool) -> None:
     enable_gradient_checkpointing(policy)
     policy.zero_grad()
     policy.forward = MethodType(loss_of, policy)  # sharding hooks onto `forward`, which may return no views
-    for block in blocks(policy):
+    for block in policy.blocks():
         fully_shard(block)
     fully_shard(policy, reshard_after_forward=True)  # else a pass without gradient leaves it gathered
     assert [n for n, _ in policy.named_parameters()] == names
@@ -132,7 +132,7 @@ def test_it_nests_inside_sharding(lora: bool) -> None:
         register_fsdp_forward_method(policy, method)
     with torch.no_grad():
         acted = policy.act(some_inputs(policy), SamplingParams(temperature=0.0), [1, 2])
-    assert torch.equal(acted.tokens.flatten(1).long(), before.argmax(-1))
+    assert torch.equal(acted.sample["tokens"].flatten(1).long(), before.argmax(-1))
     if lora:
         with torch.no_grad(), adapters_disabled(policy):
             free = policy.evaluate(some_inputs(policy), some_tokens(), AS_IS).logprob

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.rewards.files import load_reward, save_reward
-from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.rewards.model import ResNetReward, load_reward, save_reward
+from asyncrl.rewards.resnet import RewardConfig, build_network
 
 TASKS = ("open the drawer", "close the drawer", "push the plate")
 
 
-def model(tasks: tuple[str, ...] = TASKS, *, rounded: bool = False) -> RewardModel:
+def model(tasks: tuple[str, ...] = TASKS, *, rounded: bool = False) -> ResNetReward:
     torch.manual_seed(0)
     config = RewardConfig.tiny(tasks)
     network = build_network(config).requires_grad_(False)
@@ -26,7 +26,7 @@ def model(tasks: tuple[str, ...] = TASKS, *, rounded: bool = False) -> RewardMod
             module.running_mean = 0.1 * torch.randn(module.num_features)
             module.running_var = 0.5 + torch.rand(module.num_features)
             module.weight.add_(0.3 * torch.randn(module.num_features))
-    return RewardModel(network, config, rounded=rounded)
+    return ResNetReward(network, config, rounded=rounded)
 
 
 def some_frames(batch: int, seed: int = 0) -> Tensor:

@@ -138,7 +138,11 @@ class RowModels:
                 if self.poisoned.hits(part, number, decision):
                     tensor[row, 0] = NAN
         return ActResult(
-            actions=actions, tokens=tokens.int(), logprob=logprob, value=value, entropy=torch.zeros(())
+            actions=actions,
+            sample={"tokens": tokens.int()},
+            logprob=logprob,
+            value=value,
+            entropy=torch.zeros(()),
         )
 
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:

@@ -29,10 +29,10 @@ class SlowPolicy(TablePolicy):
         self.clock = clock
         self.on_evaluate: Callable[[], None] = lambda: None
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
+    def evaluate(self, inputs: Any, sample: Any, sampling: Any, **through: Any) -> Any:
         self.clock.now += 1
         self.on_evaluate()
-        return super().evaluate(inputs, tokens, sampling, **through)
+        return super().evaluate(inputs, sample, sampling, **through)
 
 
 class MemoryLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ class TablePolicy(nn.Module):
         assert len(frames) == len(tasks)
         return torch.from_numpy(frames[:, 0, 0, 0].astype(np.int64))
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
+    def evaluate(self, inputs: Any, sample: Mapping[str, Tensor], sampling: Any, **through: Any) -> Any:
         self.evaluated.append(len(inputs))
         logits = self.scale * self.logits[inputs] / sampling.temperature
         if sampling.top_k:
@@ -44,7 +45,7 @@ class TablePolicy(nn.Module):
             logits = logits.masked_fill(logits < edge, -torch.inf)
         logp = logits.log_softmax(-1)
         entropy = -torch.where(torch.isneginf(logp), 0.0, logp.exp() * logp).sum(-1)
-        chosen = logp.gather(-1, tokens.long()[..., None])[..., 0]
+        chosen = logp.gather(-1, sample["tokens"].long()[..., None])[..., 0]
         return Evaluation(chosen, entropy)
 
     def act(self, inputs: Any, sampling: Any, seeds: Any) -> Any:
@@ -73,8 +74,8 @@ class TableActorCritic(TablePolicy):
     def values(self, inputs: Any) -> Tensor:
         return self.table[inputs]
 
-    def evaluate(self, inputs: Any, tokens: Tensor, sampling: Any, **through: Any) -> Any:
-        found = super().evaluate(inputs, tokens, sampling, **through)
+    def evaluate(self, inputs: Any, sample: Mapping[str, Tensor], sampling: Any, **through: Any) -> Any:
+        found = super().evaluate(inputs, sample, sampling, **through)
         return Evaluation(found.logprob, found.entropy, self.table[inputs])
 
     def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:

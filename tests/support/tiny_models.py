@@ -11,14 +11,13 @@ from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.records import StartState
-from asyncrl.rewards.files import save_reward
-from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.rewards.model import ResNetReward, save_reward
+from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.worlds.start_states import save_start_states
-from asyncrl.worlds.wan.files import save_world
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld
+from asyncrl.worlds.wan.world import WanWorld, save_world
 
 GROUP_SIZE = 2
 SIZE = 64
@@ -33,7 +32,7 @@ def write_models(folder: Path) -> list[str]:
         folder / "world", WanWorld(ActionWanTransformer(TransformerConfig.tiny()), vae, image_size=SIZE)
     )
     reward = RewardConfig.tiny(tasks=tuple(TASKS))
-    save_reward(folder / "world", RewardModel(build_network(reward), reward))
+    save_reward(folder / "world", ResNetReward(build_network(reward), reward))
     save_start_states(folder / "starts.h5", [start_state(number, SIZE) for number in range(8)])
     flags = {
         "policy": folder / "policy",

@@ -32,11 +32,10 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import StartState
-from asyncrl.rewards.files import load_reward
-from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.rewards.model import ResNetReward, load_reward
+from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.storage.asset_paths import start_states_path, world_folder
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan.files import load_world
 from asyncrl.worlds.wan.tiny_decoder import (
     Decoder,
     FullDecoder,
@@ -47,7 +46,7 @@ from asyncrl.worlds.wan.tiny_decoder import (
 )
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_stream
-from asyncrl.worlds.wan.world import WanWorld
+from asyncrl.worlds.wan.world import WanWorld, load_world
 
 NANO = TinyDecoderConfig(z_dim=32, widths=(8, 6, 8, 10), blocks=(1, 2, 1, 1))
 TASK = "put the red cube on the white plate"
@@ -359,10 +358,10 @@ def test_the_loss_and_its_gradient_follow_the_formula() -> None:
     torch.testing.assert_close(drawn.grad, gradient, atol=1e-12, rtol=0)
 
 
-def random_reward() -> RewardModel:
+def random_reward() -> ResNetReward:
     torch.manual_seed(4)
     size = RewardConfig(widths=(4, 4, 4, 4), tasks=(TASK,), embed_dim=4, hidden_dim=4, image_size=64)
-    return RewardModel(build_network(size), size)
+    return ResNetReward(build_network(size), size)
 
 
 def test_a_fit_brings_the_frames_nearer_and_repeats_itself(imagined: Imagined) -> None:

@@ -20,23 +20,19 @@ from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch.environment import build_environment, check_environment
-from asyncrl.rewards.files import export_reward, load_reward, open_reward, save_reward
+from asyncrl.rewards.files import open_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
-from asyncrl.rewards.resnet import RewardConfig, RewardModel, build_network
+from asyncrl.rewards.model import ResNetReward, load_reward, save_reward
+from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.storage import tensor_reader
 from asyncrl.storage.tensor_reader import TensorFiles, fill
 from asyncrl.storage.tensor_writer import write_pth
-from asyncrl.worlds.wan.files import load_world, open_world, save_world
-from asyncrl.worlds.wan.published_world import (
-    ACTION_MODEL,
-    AUTOENCODER,
-    export_world,
-    fingerprint,
-    recognise_transformer,
-)
+from asyncrl.worlds.wan.files import open_world
+from asyncrl.worlds.wan.published_world import ACTION_MODEL, AUTOENCODER, fingerprint, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld
+from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+from support.published_exports import export_reward, export_world
 
 SMALL = replace(TransformerConfig.full(), heads=1, layers=2, ffn_dim=64, freq_dim=32)
 SMALL_VAE = replace(VaeConfig.full(), base_dim=4, decoder_base_dim=4)
@@ -53,14 +49,14 @@ def small_world() -> WanWorld:
     return WanWorld(transformer, vae, image_size=256, schedule_steps=5)
 
 
-def small_reward(tasks: tuple[str, ...] = ()) -> RewardModel:
+def small_reward(tasks: tuple[str, ...] = ()) -> ResNetReward:
     torch.manual_seed(1)
     config = replace(SMALL_REWARD, tasks=tasks)
     network = build_network(config).requires_grad_(False)
     for name, tensor in network.state_dict().items():
         if name.endswith("running_mean"):
             tensor.normal_()
-    return RewardModel(network, config, rounded=True)
+    return ResNetReward(network, config, rounded=True)
 
 
 def write_trajectory(path: Path, task: str, *, frames: int = 1, size: int = 256) -> None:
@@ -507,7 +503,7 @@ def test_a_fitted_world_without_start_states_begins_at_the_shipped_ones(tmp_path
     vae = replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)
     save_world(tmp_path, WanWorld(ActionWanTransformer(size), WanVae(vae), image_size=64))
     reward = RewardConfig.tiny(())
-    save_reward(tmp_path, RewardModel(build_network(reward), reward))
+    save_reward(tmp_path, ResNetReward(build_network(reward), reward))
     assert len(check_environment(TrainConfig(world=str(tmp_path))).starts) > 0
     assert open_world(tmp_path).dtype == torch.float32
 

@@ -209,7 +209,7 @@ class AdapterSettings:
 
 
 def save_adapter(
-    policy: OpenVLAOFT, folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None
+    policy: nn.Module, folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write the adapters, in their own type, as peft reads them; the value head is not among them.
 
@@ -262,16 +262,16 @@ def load_adapter(policy: OpenVLAOFT, folder: str | Path) -> None:
             parameter.copy_(tensors[name])
 
 
-def adapter_tensors(policy: OpenVLAOFT) -> dict[str, Tensor]:
+def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
     """The adapters by stable name, without gradient; empty when there are none."""
     return {name: parameter.detach() for name, parameter in _adapters(policy).items()}
 
 
-def _adapters(policy: OpenVLAOFT) -> dict[str, nn.Parameter]:
+def _adapters(policy: nn.Module) -> dict[str, nn.Parameter]:
     return {stable_name(name): p for name, p in policy.named_parameters() if is_adapter(name)}
 
 
-def _settings(policy: OpenVLAOFT) -> Any:
+def _settings(policy: nn.Module) -> Any:
     """The LoraConfig that peft left in the policy."""
     return policy.peft_config[ADAPTER]  # type: ignore[index]
 

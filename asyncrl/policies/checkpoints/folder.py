@@ -8,12 +8,11 @@ other without building a policy.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import shlex
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,16 +23,11 @@ from asyncrl.policies.checkpoints.published_names import (
     native_specs,
     published_specs,
     tensor_map,
-    to_native,
 )
 from asyncrl.policies.checkpoints.published_policy import (
     CRITIC,
     MODEL_TYPE,
-    PROPRIO,
-    PassThroughFiles,
-    PublishedFolder,
     read_statistics,
-    write_published,
 )
 from asyncrl.policies.lora import merged_tensors
 from asyncrl.policies.openvla.autoregressive import build_policy_model
@@ -98,9 +92,16 @@ def write_policy(
     write_json(folder / "config.json", {"format": FORMAT, "format_version": 1, **config.to_json()})
 
 
-def load_policy(
-    folder: str | Path, *, device: str | torch.device = "cpu", dtype: Dtype = "config"
-) -> OpenVLAOFT:
+Model = TypeVar("Model", bound=OpenVLAOFT)
+
+
+def read_policy(
+    folder: str | Path,
+    kind: type[Model],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: Dtype = "config",
+) -> Model:
     """Read what `save_policy` wrote; in evaluation mode, everything trainable.
 
     Raises:
@@ -108,13 +109,12 @@ def load_policy(
     """
     folder = Path(folder)
     config = read_config(folder)
-    policy = build_on_meta(
-        config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
-    )
+    with torch.device("meta"):
+        policy = kind(config, PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count))
     files, expected = TensorFiles(folder), native_specs(policy)
     critic = _has_critic(files)
     files.check({n: s.shape for n, s in expected.items() if critic or not n.startswith(CRITIC)})
-    return _fill(policy, files.stream(files.names(), what="load policy"), device, dtype, critic=critic)
+    return fill_policy(policy, files.stream(files.names(), what="load policy"), device, dtype, critic=critic)
 
 
 def read_config(folder: Path) -> OpenVLAOFTConfig:
@@ -144,44 +144,6 @@ def _conversion(folder: Path, fields: Mapping[str, Any]) -> str:
 # --- the published OpenVLA layout ---------------------------------------------
 
 
-def load_openvla(
-    folder: str | Path,
-    config: OpenVLAOFTConfig,
-    *,
-    norm_key: str,
-    device: str | torch.device = "cpu",
-    dtype: Dtype = "config",
-) -> OpenVLAOFT:
-    """Read a published OpenVLA or OpenVLA-OFT checkpoint.
-
-    Args:
-        folder: Shards with `model.safetensors.index.json`, or one `model.safetensors`; `config.json`,
-            `tokenizer.json`, and `dataset_statistics.json` if there is one.
-        config: Sizes and conventions, usually ``OpenVLAOFTConfig.full(gripper="libero")``; its statistics are
-            replaced by those of the folder.
-        norm_key: Statistics to scale actions with; `norm_key` + "_no_noops" is tried as well.
-        device: Where the weights go.
-        dtype: What they become.
-
-    A critic that `config` asks for and the folder does not hold begins with random weights.
-
-    Raises:
-        CheckpointError: a file or tensor is missing, unknown, truncated or misshapen, or no `norm_key`.
-    """
-    opened = PublishedFolder.open(Path(folder))
-    key = opened.statistics_key(norm_key)
-    config = dataclasses.replace(config, norm_key=key, norm_stats=opened.action_stats())
-    tokenizer = PromptTokenizer.from_file(opened.folder / "tokenizer.json", pad_id=config.token_count)
-    policy = build_on_meta(config, tokenizer)
-    rows, files = tensor_map(policy), opened.files
-    side = set() if any(row[1].startswith(PROPRIO) for row in rows) else set(files.extra)
-    if side:
-        _log.warning("%s has a proprioception projector, but the configuration has no proprio_dim", folder)
-    wanted = check_published(files, policy, leave_out=side)
-    stream = to_native(rows, files.stream(wanted, what="load policy"))
-    return _fill(policy, stream, device, dtype, critic=_has_critic(files))
-
-
 def check_published(
     files: TensorFiles, policy: OpenVLAOFT, *, leave_out: Set[str] = frozenset()
 ) -> list[str]:
@@ -207,34 +169,6 @@ def check_published(
     return [name for name in files.names() if name in used]
 
 
-def export_openvla(
-    policy: OpenVLAOFT,
-    folder: str | Path,
-    *,
-    pass_through: PassThroughFiles | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write the published layout, all its tensors included, in `config.dtype`; adapters are merged.
-
-    Args:
-        policy: Any device.
-        folder: Created when missing.
-        pass_through: What the policy came from (`pass_through_of` reads it); without, the
-            tensors that never matter are zeros, and the files that only other stacks read are missing.
-        shard_bytes: Size above which a further weight file is begun.
-    """
-    write_published(
-        Path(folder),
-        policy.config,
-        policy.tokenizer,
-        tensor_map(policy),
-        {name: Spec(policy.config.torch_dtype, spec.shape) for name, spec in native_specs(policy).items()},
-        merged_tensors(policy),
-        pass_through=pass_through or PassThroughFiles(),
-        shard_bytes=shard_bytes,
-    )
-
-
 # --- filling ------------------------------------------------------------------
 
 
@@ -248,14 +182,14 @@ def _has_critic(files: TensorFiles) -> bool:
     return any(name.startswith(CRITIC) for name in files.names())
 
 
-def _fill(
-    policy: OpenVLAOFT,
+def fill_policy(
+    policy: Model,
     tensors: Iterable[tuple[str, Tensor]],
     device: str | torch.device,
     dtype: Dtype,
     *,
     critic: bool,
-) -> OpenVLAOFT:
+) -> Model:
     """Make `tensors` the parameters of a policy on meta; without `critic` one that it needs begins afresh."""
     wanted = policy.config.torch_dtype if dtype == "config" else dtype
     own_names = {stable_name(name): name for name, _ in policy.named_parameters()}
@@ -270,5 +204,5 @@ def _fill(
     policy.load_state_dict(state, strict=True, assign=True)
     policy.restore_buffers()
     if policy.config.value_head != "none" and not critic:
-        policy.add_value_head(policy.config.value_head)
+        policy.add_critic(policy.critic)
     return policy.requires_grad_(True).eval()

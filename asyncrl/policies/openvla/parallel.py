@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies import action_tokens
-from asyncrl.policies.interface import ActResult, EvaluateResult, PolicyInputs, SamplingParams
+from asyncrl.policies.interface import (
+    ActResult,
+    EvaluateResult,
+    PolicyInputs,
+    PolicyModule,
+    SamplingParams,
+)
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.language import ActionHead, ProprioProjector, ValueHead, build_llm, read
 from asyncrl.policies.openvla.preprocess import build_inputs, place_pictures, require_complete
@@ -39,6 +45,10 @@ from asyncrl.policies.sampling import (
     take_tokens,
     uniforms_for,
 )
+from asyncrl.records import TOKENS, ActionSpec, ArraySpec
+
+LEVELS: Final = {"none": "none", "chunk": "decision", "action": "action"}
+"""Word of policy folders for the level of a critic -> ours."""
 
 
 class SampledTokens(NamedTuple):
@@ -52,8 +62,8 @@ class SampledTokens(NamedTuple):
     """``[B, 1 or more, D]`` final hidden states; the first is at the last prompt token."""
 
 
-class OpenVLAOFT(nn.Module):
-    """The policy. Implements `protocol.Policy`; files are read and written by `checkpoints`."""
+class OpenVLAOFT(PolicyModule):
+    """The policy. Implements `interface.Policy`; files are read and written by `checkpoints`."""
 
     def __init__(self, config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> None:
         """Build with random weights, in `config.dtype`.
@@ -77,7 +87,7 @@ class OpenVLAOFT(nn.Module):
         self.value_head: ValueHead | None = None
         self.to(config.torch_dtype)
         if config.value_head != "none":
-            self.add_value_head(config.value_head)
+            self.add_critic(self.critic)
 
     def _apply(self, fn: Any, recurse: bool = True) -> OpenVLAOFT:
         super()._apply(fn, recurse)
@@ -92,20 +102,46 @@ class OpenVLAOFT(nn.Module):
             indices = torch.arange(self.config.patches)[None]
             self.vision.siglip.embeddings.register_buffer("position_ids", indices, persistent=False)
 
-    def add_value_head(self, level: Literal["chunk", "action"] = "chunk") -> None:
+    @property
+    def critic(self) -> str:
+        """What has one value: none, decision or action."""
+        return LEVELS[self.config.value_head]
+
+    def add_critic(self, level: str = "decision") -> None:
         """Give the policy a critic with fresh random weights (for PPO on a policy that never had one).
 
         Args:
-            level: chunk: one value per decision. action: one per step. A critic that is there is replaced.
+            level: decision: one value per decision. action: one per step. A critic that is there is replaced.
         """
-        self.config = dataclasses.replace(self.config, value_head=level)
+        stored: Any = next(name for name, ours in LEVELS.items() if ours == level)
+        self.config = dataclasses.replace(self.config, value_head=stored)
         head = ValueHead(self.config.llm_width, self.config.value_hidden, self.config.values)
         self.value_head = head.to(self.device, self.lm_head.weight.dtype)
 
-    def drop_value_head(self) -> None:
+    def drop_critic(self) -> None:
         """Take the critic away: actors need none, nor does grpo."""
         self.config = dataclasses.replace(self.config, value_head="none")
         self.value_head = None
+
+    @property
+    def action_spec(self) -> ActionSpec:
+        """Steps per decision and numbers per step."""
+        return ActionSpec(chunk=self.config.chunk, dim=self.config.action_dim)
+
+    @property
+    def sample_arrays(self) -> Mapping[str, ArraySpec]:
+        """The action tokens: bins, 0..255."""
+        return TOKENS
+
+    @property
+    def image_size(self) -> int:
+        """Side of the picture that the towers see, in pixels."""
+        return self.config.image_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the policy computes in, whatever the type of weights that are being trained."""
+        return self.config.torch_dtype
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +151,7 @@ class OpenVLAOFT(nn.Module):
     def preprocess(
         self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
     ) -> PolicyInputs:
-        """Move frames, prompts and proprioception to the device; see `protocol.Policy.preprocess`."""
+        """Move frames, prompts and proprioception to the device; see `interface.Policy.preprocess`."""
         return build_inputs(self.config, self.tokenizer, self.device, frames, tasks, proprio)
 
     def place_pictures(self, frames: NDArray[np.uint8]) -> Tensor:
@@ -198,7 +234,7 @@ class OpenVLAOFT(nn.Module):
         return self.value_head(hidden_BD if critic_through_policy else hidden_BD.detach())
 
     def values(self, inputs: PolicyInputs, *, critic_through_policy: bool = False) -> Tensor:
-        """Critic's values alone; see `protocol.Policy.values`.
+        """Critic's values alone; see `interface.Policy.values`.
 
         Raises:
             ConfigError: the policy has no value head.
@@ -209,7 +245,7 @@ class OpenVLAOFT(nn.Module):
         if values is None:
             raise ConfigError(
                 "The policy was asked for values, but it has no value head (value_head is none in its "
-                "config.json). Add one with add_value_head, or use --algorithm.kind grpo."
+                "config.json). Add one with add_critic, or use --algorithm.kind grpo."
             )
         return values
 
@@ -219,7 +255,7 @@ class OpenVLAOFT(nn.Module):
 
     @torch.no_grad()
     def act(self, inputs: PolicyInputs, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
-        """Decide; see `protocol.Policy.act`.
+        """Decide; see `interface.Policy.act`.
 
         Raises:
             ConfigError: there is not one seed per row.
@@ -234,7 +270,7 @@ class OpenVLAOFT(nn.Module):
         tokens = self.as_chunk(chosen.tokens).int()
         return ActResult(
             actions=self.decode(tokens),
-            tokens=tokens,
+            sample={"tokens": tokens},
             logprob=self.as_chunk(logprob_of(chosen.logprobs, chosen.tokens)),
             value=self.value_of(chosen.hidden),
             entropy=self.as_chunk(entropy_of(chosen.logprobs)),
@@ -243,13 +279,13 @@ class OpenVLAOFT(nn.Module):
     def evaluate(
         self,
         inputs: PolicyInputs,
-        tokens: Tensor,
+        sample: Mapping[str, Tensor],
         sampling: SamplingParams,
         *,
         critic_through_policy: bool = False,
     ) -> EvaluateResult:
-        """Log-probs of given tokens with gradient; see `protocol.Policy.evaluate`."""
-        tokens_BK = tokens.flatten(1)
+        """Log-probs of given tokens ``[B, C, A]`` with gradient; see `interface.Policy.evaluate`."""
+        tokens_BK = sample["tokens"].flatten(1)
         hidden_BKD = self.readout(inputs, tokens_BK)
         logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling, tokens_BK)
         return EvaluateResult(
@@ -261,13 +297,13 @@ class OpenVLAOFT(nn.Module):
     def forward(
         self,
         inputs: PolicyInputs,
-        tokens: Tensor,
+        sample: Mapping[str, Tensor],
         sampling: SamplingParams,
         *,
         critic_through_policy: bool = False,
     ) -> EvaluateResult:
         """Same as `evaluate`: sharding hooks onto `forward`."""
-        return self.evaluate(inputs, tokens, sampling, critic_through_policy=critic_through_policy)
+        return self.evaluate(inputs, sample, sampling, critic_through_policy=critic_through_policy)
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Bins ``[..., A]`` to float32 actions in the environment's units and gripper convention."""
@@ -276,29 +312,15 @@ class OpenVLAOFT(nn.Module):
             actions = action_tokens.unnormalise(actions, self.config.norm_stats[self.config.norm_key])
         return action_tokens.with_gripper(actions, self.config.gripper)
 
-    def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
-        """Optimizer groups of everything trainable: `policy` at `lr`, the critic (`value`) at `value_lr`."""
-        trainable = self.trainable_parameters()
-        value = [p for name, p in trainable.items() if name.startswith("value_head.")]
-        policy = [p for name, p in trainable.items() if not name.startswith("value_head.")]
-        groups = [
-            {"name": "policy", "params": policy, "lr": lr},
-            {"name": "value", "params": value, "lr": value_lr},
-        ]
-        return [group for group in groups if group["params"]]
-
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """What an update changes, by stable name."""
         return {stable_name(name): p for name, p in self.named_parameters() if p.requires_grad}
 
-    def trainable_tensors(self) -> dict[str, Tensor]:
-        """The same without gradient; the tensors share memory with the parameters."""
-        return {name: p.detach() for name, p in self.trainable_parameters().items()}
-
-    def acting_tensors(self) -> dict[str, Tensor]:
-        """What actors need after an update: `trainable_tensors` without the value head."""
-        tensors = self.trainable_tensors()
-        return {name: t for name, t in tensors.items() if not name.startswith("value_head.")}
+    def blocks(self) -> Iterator[nn.Module]:
+        """Vision blocks and Llama layers in the order in which they run."""
+        yield from self.vision.dino.encoder.layer
+        yield from self.vision.siglip.encoder.layers
+        yield from self.llm.layers
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -71,6 +71,7 @@ class Tabletop:
 
     name = "tabletop"
     max_steps = MAX_STEPS
+    tasks = TASKS
 
     def __init__(self, image_size: int = 64, *, render: bool = True, supersample: int = 3) -> None:
         if not 16 <= image_size <= 512:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -12,15 +12,13 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from asyncrl.config.run import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
-from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.atomic import read_json
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
-from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.wan import published_world
 from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
-from asyncrl.worlds.wan.world import WanWorld
 
 FORMAT: Final = "asyncrl-world-1"
 TRANSFORMER: Final = "transformer.safetensors"
@@ -70,13 +68,9 @@ class WorldFiles:
         return sum(p.numel() * self.dtype.itemsize for m in (transformer, vae) for p in m.parameters())
 
     def load(
-        self,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        settings: ImaginationSettings = AS_SAVED,
-    ) -> WanWorld:
-        """Load the world for inference, one tensor at a time, straight to `device`; see `load_world`."""
+        self, device: torch.device | str, dtype: torch.dtype | None, settings: ImaginationSettings
+    ) -> tuple[ActionWanTransformer, WanVae, TinyDecoder | None]:
+        """Load the networks for inference, one tensor at a time, straight to `device`; see `load_world`."""
         kept = self.dtype if dtype is None else dtype
         transformer, vae = self.build()
         fill(transformer, self.transformer, dtype=kept, device=device)
@@ -85,16 +79,8 @@ class WorldFiles:
         transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
         fill(vae, self.vae, dtype=kept, device=device)
         use_channels_last(vae)
-        return WanWorld(
-            transformer.eval().requires_grad_(False),
-            vae.eval().requires_grad_(False),
-            image_size=self.image_size,
-            schedule_steps=settings.steps or self.schedule_steps,
-            version=self.version,
-            device=device,
-            memory=settings.context,
-            decoder=self._tiny_decoder(device, kept) if settings.decoder == "tiny" else None,
-        )
+        decoder = self._tiny_decoder(device, kept) if settings.decoder == "tiny" else None
+        return transformer.eval().requires_grad_(False), vae.eval().requires_grad_(False), decoder
 
     def _tiny_decoder(self, device: torch.device | str, dtype: torch.dtype) -> TinyDecoder:
         size = self.vae_size
@@ -163,43 +149,3 @@ def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
         version=0,
         published=True,
     )
-
-
-def load_world(
-    folder: Path,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    settings: ImaginationSettings = AS_SAVED,
-) -> WanWorld:
-    """Load a world for inference from a folder of ours or one with the published files.
-
-    Tensors are read one at a time and go straight to `device`.
-
-    Args:
-        folder: See `open_world`.
-        device: Where the weights go.
-        dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
-        settings: Memory, decoder and steps; compiling is left to `WanWorld.compile`.
-
-    Raises:
-        CheckpointError: A file is missing or does not fit.
-    """
-    return open_world(folder).load(device=device, dtype=dtype, settings=settings)
-
-
-def save_world(folder: Path, world: WanWorld) -> None:
-    """Write `world` as ``transformer.safetensors``, ``vae.safetensors`` and ``world.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / TRANSFORMER, world.transformer.state_dict())
-    write_tensors(folder / VAE, world.vae.state_dict())
-    content = {
-        "format": FORMAT,
-        "kind": "wan",
-        "version": world.version,
-        "image_size": world.image_size,
-        "schedule_steps": world.schedule_steps,
-        "transformer": asdict(world.transformer.size),
-        "vae": asdict(world.vae.size),
-    }
-    write_json(folder / "world.json", content)

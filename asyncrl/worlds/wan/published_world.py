@@ -13,20 +13,16 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM
-from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.storage.tensor_reader import TensorFiles
-from asyncrl.storage.tensor_writer import write_pth, write_tensors
 from asyncrl.worlds.wan.transformer import FRAMES_PER_LATENT, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig
-from asyncrl.worlds.wan.world import WanWorld
 
 PREFIX: Final = "pipe.dit."
 """Stands in front of a transformer's names in some files."""
@@ -258,34 +254,14 @@ def _highest(pattern: str, names: Iterable[str]) -> int:
     return max((int(match[1]) for name in names if (match := re.match(pattern, name))), default=0)
 
 
-def export_world(folder: Path, world: WanWorld) -> None:
-    """Write `world` as RLinf's tools read it: bfloat16 ``model-00001.safetensors``, ``Wan2.2_VAE.pth``.
-
-    Raises:
-        CheckpointError: The published layout cannot say what this world is: another head size, other latents.
-    """
-    size, vae = world.transformer.size, world.vae.size
-    full = VaeConfig.full()
-    same = (vae.latents_mean, vae.latents_std) == (full.latents_mean, full.latents_std)
-    if size.head_dim != HEAD_DIM or not same or world.image_size != IMAGE_SIZE:
-        raise CheckpointError(
-            f"a world with heads of {size.head_dim} channels, {vae.z_dim} latent channels and "
-            f"{world.image_size} pixels cannot be written in the published layout, which always means "
-            f"{HEAD_DIM}, {full.z_dim} with their statistics, and {IMAGE_SIZE}. Use save_world."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / WAN_TRANSFORMER, published_transformer(world))
-    write_pth(folder / WAN_VAE, published_vae(world))
-
-
-def published_transformer(world: WanWorld) -> dict[str, Tensor]:
-    """Return the transformer's tensors by their published names, in their shapes, as bfloat16."""
+def published_transformer(world: Any) -> dict[str, Tensor]:
+    """The tensors of a `WanWorld`'s transformer by their published names, bfloat16."""
     state = world.transformer.state_dict()
     return {transformer_to_published(name): tensor.to(torch.bfloat16) for name, tensor in state.items()}
 
 
-def published_vae(world: WanWorld) -> dict[str, Tensor]:
-    """Return the autoencoder's tensors by their published names, in their shapes, as float32."""
+def published_vae(world: Any) -> dict[str, Tensor]:
+    """The tensors of a `WanWorld`'s autoencoder by their published names, float32."""
     blocks = world.vae.size.res_blocks
     state = world.vae.state_dict()
     return {vae_to_published(name, res_blocks=blocks): tensor.float() for name, tensor in state.items()}

@@ -14,21 +14,26 @@ Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from asyncrl.config.run import ImaginationSettings
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, StartState
+from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, ActionSpec, ModelSummary, StartState
+from asyncrl.storage.atomic import write_json
+from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.worlds.wan.files import AS_SAVED, FORMAT, TRANSFORMER, VAE, WorldFiles, open_world
 from asyncrl.worlds.wan.flow_matching import sampling_sigmas
 from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
@@ -144,6 +149,29 @@ class WanWorld:
     def image_size(self) -> int:
         """Height and width of the frames in pixels."""
         return self._image_size
+
+    @classmethod
+    def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
+        """Check the files of a folder without loading weights. See `interface.World.check`."""
+        _refuse_settings(own)
+        files = open_world(folder)
+        return ModelSummary(image_size=files.image_size, nbytes=files.check(settings))
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> WanWorld:
+        """Read a folder of ours or a published one. See `interface.World.load`."""
+        _refuse_settings(own)
+        return _opened(open_world(folder), device, None, settings)
+
+    @property
+    def action_spec(self) -> ActionSpec:
+        """8 steps of 7 numbers."""
+        return ActionSpec()
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Transformer, autoencoder and, where it is another one, the decoder."""
+        own = {"transformer": self.transformer, "vae": self.vae, "decoder": self.decoder}
+        return {name: module for name, module in own.items() if isinstance(module, nn.Module)}
 
     def to(self, device: torch.device | str) -> WanWorld:
         """Move the weights to `device` (host memory while they are not needed) and return this world."""
@@ -321,3 +349,66 @@ def _opening_actions(state: StartState) -> NDArray[np.float32]:
     if len(state.context_actions):
         return state.context_actions.astype(np.float32)
     return np.tile(DUMMY_ACTION, (CONTEXT, 1))
+
+
+def _opened(
+    files: WorldFiles, device: torch.device | str, dtype: torch.dtype | None, settings: ImaginationSettings
+) -> WanWorld:
+    transformer, vae, decoder = files.load(device, dtype, settings)
+    return WanWorld(
+        transformer,
+        vae,
+        image_size=files.image_size,
+        schedule_steps=settings.steps or files.schedule_steps,
+        version=files.version,
+        device=device,
+        memory=settings.context,
+        decoder=decoder,
+    )
+
+
+def _refuse_settings(own: Mapping[str, Any]) -> None:
+    if own:
+        raise ConfigError(
+            f"--world-settings has {', '.join(own)}, but a Wan world takes none: see --imagination.*."
+        )
+
+
+def load_world(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    settings: ImaginationSettings = AS_SAVED,
+) -> WanWorld:
+    """Load a world for inference from a folder of ours or one with the published files.
+
+    Tensors are read one at a time and go straight to `device`.
+
+    Args:
+        folder: See `open_world`.
+        device: Where the weights go.
+        dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
+        settings: Memory, decoder and steps; compiling is left to `WanWorld.compile`.
+
+    Raises:
+        CheckpointError: A file is missing or does not fit.
+    """
+    return _opened(open_world(folder), device, dtype, settings)
+
+
+def save_world(folder: Path, world: WanWorld) -> None:
+    """Write `world` as ``transformer.safetensors``, ``vae.safetensors`` and ``world.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / TRANSFORMER, world.transformer.state_dict())
+    write_tensors(folder / VAE, world.vae.state_dict())
+    content = {
+        "format": FORMAT,
+        "kind": "wan",
+        "version": world.version,
+        "image_size": world.image_size,
+        "schedule_steps": world.schedule_steps,
+        "transformer": asdict(world.transformer.size),
+        "vae": asdict(world.vae.size),
+    }
+    write_json(folder / "world.json", content)

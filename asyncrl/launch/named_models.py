@@ -1,0 +1,112 @@
+"""Turns --policy, --world and --reward into a class, a folder and keyword settings. Loads nothing.
+
+A name is a shipped one, a folder that a built-in class reads, or 'package.module:Class@FOLDER'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl import registry
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.storage import asset_paths
+from asyncrl.storage.atomic import read_json
+
+REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
+    "policy": (
+        *("load", "save", "saved_tensors", "action_spec", "sample_arrays", "image_size", "device", "dtype"),
+        *("preprocess", "act", "evaluate", "parameter_groups", "trainable_parameters"),
+        *("trainable_tensors", "acting_tensors", "blocks"),
+    ),
+    "world": ("check", "load", "image_size", "action_spec", "modules", "start", "imagine"),
+    "reward": ("check", "load", "image_size", "modules", "score"),
+    "simulator": ("tasks", "max_steps", "reset", "step"),
+}
+"""What a class must have; whether it is right, `asyncrl check` finds out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model that was named, before anything of it is read."""
+
+    kind: type[Any]
+    """Its class, with everything that its protocol requires."""
+    folder: Path
+    settings: Mapping[str, Any]
+    """Keywords of its `check` and `load`."""
+
+
+def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
+    """Find what --policy means.
+
+    Raises:
+        ConfigError: There is no such class.
+        CheckpointError: There is no such folder.
+    """
+    if registry.names_code(text):
+        return _of_user("policy", text, settings)
+    folder, keywords = asset_paths.policy_folder(text), registry.keywords("--policy-settings", settings)
+    decoding = keywords.get("decoding") or read_json(folder / "config.json").get("decoding")
+    name = "openvla" if decoding == "autoregressive" else "openvla_oft"
+    return NamedModel(kind=registry.resolve("policy", name), folder=folder, settings=keywords)
+
+
+def named_world(text: str, settings: Iterable[str] = ()) -> NamedModel:
+    """Find what --world means; see `named_policy`."""
+    if registry.names_code(text):
+        return _of_user("world", text, settings)
+    folder, keywords = asset_paths.world_folder(text), registry.keywords("--world-settings", settings)
+    return NamedModel(kind=registry.resolve("world", "wan"), folder=folder, settings=keywords)
+
+
+def named_reward(text: str, world: NamedModel, settings: Iterable[str] = ()) -> NamedModel:
+    """Find what --reward means; left out, it is the model in the world's folder. See `named_policy`."""
+    if registry.names_code(text):
+        return _of_user("reward", text, settings)
+    folder = Path(text) if text else world.folder
+    return NamedModel(
+        kind=registry.resolve("reward", "resnet"),
+        folder=folder,
+        settings=registry.keywords("--reward-settings", settings),
+    )
+
+
+def folder_part(text: str) -> str:
+    """The folder in a name: what stands behind the @ of a class, else the name itself."""
+    name, folder = registry.split(text)
+    return folder if name else text
+
+
+def refuse_foreign_code(config: TrainConfig, own: Iterable[str]) -> None:
+    """Refuse classes that a run names and the user of this process did not: a peer never names code.
+
+    Args:
+        config: The run's settings, with the user's own in place of some.
+        own: Names of those.
+
+    Raises:
+        ConfigError: Says which flag to give.
+    """
+    given = set(own)
+    for kind in ("policy", "world", "reward"):
+        text = getattr(config, kind)
+        if registry.names_code(text) and kind not in given:
+            raise ConfigError(
+                f"The run's {kind} is {text}: a class of its user's. Code is never named by a run that is "
+                f"joined: if you trust that class and have it here, name it yourself: --{kind} {text}"
+            )
+
+
+def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
+    name, folder = registry.split(text)
+    found = registry.resolve(kind, name)
+    registry.require(kind, found, REQUIRED[kind])
+    return NamedModel(
+        kind=found,
+        folder=asset_paths.newest_checkpoint(Path(folder)) if kind == "policy" else Path(folder),
+        settings=registry.keywords(f"--{kind}-settings", settings),
+    )
