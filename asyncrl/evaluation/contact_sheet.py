@@ -15,13 +15,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.asset_paths import world_folder
+from asyncrl.storage.movies import GREEN, RED, write_movie
 from asyncrl.worlds.interface import State, World
 
 ROWS, COLUMNS = 4, 4
 BATCH = 32
 FRAMES_PER_SECOND = 10
 ENLARGE = 2
-_EDGE = {True: (60, 190, 90), False: (200, 70, 60)}
 
 
 def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
@@ -83,14 +83,14 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
     drawn = imagine_again(load_world(world_folder(world)), chosen)
     movie = tile([_pair(e, d) for e, d in zip(chosen, drawn, strict=True)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    (_write_gif if path.suffix == ".gif" else _write_mp4)(path, movie)
+    write_movie(path, movie, rate=FRAMES_PER_SECOND)
 
 
 def _pair(episode: SimulatedEpisode, drawn: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Join both halves in an edge of the outcome's colour: ``[F, H + 4, 2 W + 4, 3]`` uint8."""
     both = np.concatenate([episode.frames, drawn], axis=2)
     framed = np.empty((len(both), both.shape[1] + 4, both.shape[2] + 4, 3), np.uint8)
-    framed[:] = _EDGE[bool(episode.success.any())]
+    framed[:] = GREEN if episode.success.any() else RED
     framed[:, 2:-2, 2:-2] = both
     return framed
 
@@ -109,28 +109,3 @@ def tile(clips: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     held += [np.zeros_like(held[0])] * (-len(held) % COLUMNS)
     rows = [np.concatenate(held[i : i + COLUMNS], axis=2) for i in range(0, len(held), COLUMNS)]
     return np.concatenate(rows, axis=1).repeat(ENLARGE, 1).repeat(ENLARGE, 2)
-
-
-def _write_gif(path: Path, movie: NDArray[np.uint8]) -> None:
-    from PIL import Image
-
-    kept = Image.Quantize.MAXCOVERAGE  # Keeps the colours of small things; the usual median cut dulls them.
-    frames = [Image.fromarray(frame).quantize(256, kept) for frame in movie]
-    duration = 1000 // FRAMES_PER_SECOND
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration, loop=0, optimize=True)
-
-
-def _write_mp4(path: Path, movie: NDArray[np.uint8]) -> None:
-    try:
-        import av  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError(
-            f"--video {path} needs the package av. Install it with pip install 'asyncrl[video]', or use .gif."
-        ) from None
-    even = movie[:, : movie.shape[1] // 2 * 2, : movie.shape[2] // 2 * 2]
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=FRAMES_PER_SECOND)
-        stream.height, stream.width, stream.pix_fmt = even.shape[1], even.shape[2], "yuv420p"
-        for frame in even:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())

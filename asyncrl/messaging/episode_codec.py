@@ -1,4 +1,4 @@
-"""An episode in and out of the header and the frames of a message, for `wire`. Pure; sizes come first."""
+"""Write and read the part of a message that is an episode, for `wire`. Pure; sizes are checked first."""
 
 from __future__ import annotations
 

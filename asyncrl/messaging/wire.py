@@ -1,4 +1,4 @@
-"""Messages in and out of bytes. Pure functions: no sockets, no pickle, nothing about a peer is believed.
+"""Write and read messages as bytes. Pure functions: no sockets, no pickle, nothing about a peer is believed.
 
     frame 0    magic b"ARL1" | u32 crc32(body) | body: JSON {"schema", "kind", fields of the kind,
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}

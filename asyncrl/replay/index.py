@@ -3,7 +3,7 @@
     index.log    one line per sealed group: CRC-32 of the rest of the line, then JSON
 
 A cache, never an authority. An entry counts only when its checksum holds and its file has the size, the time
-of writing and the fingerprint (see `footer.py`) that it had; every other file is read, and the index is
+of writing and the fingerprint (see `files/format.py`) that it had; every other file is read, and the index is
 written anew. So a line needs no fsync: a crash loses or tears lines, and those groups are read from their
 files. When a group is loaded, what its file says of it is compared with its entry.
 """

@@ -1,4 +1,4 @@
-"""The folder of HDF5 files: complete groups in, the same groups out, whatever crash lies between.
+"""Keep complete groups in a folder of HDF5 files, and give them back whatever crash lies between.
 
     replay.json                format, versions and group size
     ledger.log                 see `ledger.py`

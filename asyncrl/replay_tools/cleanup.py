@@ -1,4 +1,4 @@
-"""`asyncrl replay prune`: the ledger and a limit in, fewer files out."""
+"""Run `asyncrl replay prune` and `compact`: delete or compress the files of groups that nobody needs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Compact(ReplayCommand):
 
 
 def codec_in(path: Path) -> Codec | None:
-    """The codec of a sealed file's images; None when they are not compressed.
+    """Return the codec of a sealed file's images; None when they are not compressed.
 
     Raises:
         ReplayError: It is damaged.
@@ -85,7 +85,7 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
 
     Args:
         path: A sealed file, written by nobody else.
-        settings: See `codecs.settings_of`.
+        settings: See `compression.settings_of`.
 
     Returns:
         Bytes of the new file; None when the old one is damaged, which is reported and left as it is.
@@ -188,7 +188,7 @@ class Prune(ReplayCommand):
 
 
 def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | None) -> bool:
-    """Whether nobody needs a group: it is closed, and a resume would not use it again.
+    """Tell whether nobody needs a group: it is closed, and a resume would not use it again.
 
     Args:
         group_file: The group.
@@ -202,7 +202,7 @@ def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | Non
 
 
 def resume_version(folder: Path) -> int | None:
-    """The version of the run's newest checkpoint; None when it has none."""
+    """Return the version of the run's newest checkpoint; None when it has none."""
     names = [path.name for path in (folder.parent / "checkpoints").glob("update_*")]
     found = [re.fullmatch(r"update_(\d+)", name) for name in names]
     return max((int(match[1]) for match in found if match), default=None)

@@ -1,4 +1,4 @@
-"""`asyncrl replay COMMAND`: a run's sealed groups in, tables, pictures, checks and exports out.
+"""Run `asyncrl replay COMMAND`: list, draw, check, export and clean up a run's sealed groups.
 
 Everything works on a live run but `prune` and `compact`, which alone change files and refuse on a live run.
 """

@@ -1,30 +1,43 @@
-"""Text and frames on pictures, by Pillow.
+"""Draw frames and text on pictures, by Pillow.
 
-Dimension letters: F frames, H and W image size in pixels.
+Dimension letters: H and W image size in pixels.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from asyncrl.errors import ConfigError
+
 PAPER: Final = (255, 255, 255)
 INK: Final = (30, 34, 40)
 FAINT: Final = (222, 226, 230)
 BLUE: Final = (66, 114, 184)
-GREEN: Final = (60, 190, 90)
-RED: Final = (200, 70, 60)
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
+def require_png(path: Path) -> None:
+    """Refuse a name that no picture can be written to.
+
+    Raises:
+        ConfigError: It does not end in .png, or its folder does not exist.
+    """
+    if path.suffix != ".png":
+        raise ConfigError(f"--out {path} must end in .png.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path} is not in an existing folder. Make {path.parent} first.")
+
+
 @cache
 def font(size: int) -> Font:
-    """The typeface that comes with Pillow, `size` pixels high."""
+    """Return the typeface that comes with Pillow, `size` pixels high."""
     return ImageFont.load_default(size)
 
 
@@ -32,7 +45,7 @@ def enlarged(frame: NDArray[np.uint8], width: int) -> Image.Image:
     """Make a frame at least `width` pixels wide by repeating pixels, so that nothing is smoothed over.
 
     Args:
-        frame: ``[H, W, 3]``.
+        frame: ``[H, W, 3]`` uint8.
         width: In pixels.
     """
     times = max(1, -(-width // frame.shape[1]))

@@ -1,4 +1,4 @@
-"""A run's replay folder in, its episodes out, for `asyncrl replay`. Reads only; works on a live run.
+"""Read the episodes of a run's replay folder, for `asyncrl replay`. Works on a live run.
 
 A live run deletes groups that it no longer needs: a file that vanishes between listing and reading is left
 out without a word, a damaged one is reported on stderr.

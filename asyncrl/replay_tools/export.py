@@ -1,4 +1,4 @@
-"""`asyncrl replay export`: stored episodes in, a data set for imitation learning out."""
+"""Run `asyncrl replay export`: write stored episodes as a data set for imitation learning."""
 
 from __future__ import annotations
 

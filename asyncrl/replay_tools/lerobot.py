@@ -1,4 +1,4 @@
-"""Samples in, a folder in the layout of LeRobot v3.0 out: one sample per step, 20 per second.
+"""Write samples as a folder in the layout of LeRobot v3.0: one sample per step, 20 per second.
 
 meta/info.json, meta/stats.json, meta/tasks.parquet, meta/episodes/chunk-000/file-000.parquet
 data/chunk-000/file-000.parquet                             all episodes, one row per step
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 from asyncrl.replay_tools.episodes import StoredEpisode
 from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples
-from asyncrl.replay_tools.video import can_write_mp4, write_mp4
 from asyncrl.storage.atomic import replacing
+from asyncrl.storage.movies import can_write_mp4, write_mp4
 
 IMAGE: Final = "observation.images.agentview"
 _ACTION = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
@@ -30,22 +30,26 @@ def _number(dtype: str) -> dict[str, Any]:
     return {"dtype": dtype, "shape": [1], "names": None}
 
 
-FEATURES: Final[dict[str, dict[str, Any]]] = {
-    IMAGE: {"dtype": "video", "names": ["height", "width", "channels"]},
-    "action": {"dtype": "float32", "shape": [7], "names": _ACTION},
-    "next.reward": _number("float32"),
-    "next.done": _number("bool"),
-    "next.success": _number("bool"),
-    "timestamp": _number("float32"),
-    "frame_index": _number("int64"),
-    "episode_index": _number("int64"),
-    "index": _number("int64"),
-    "task_index": _number("int64"),
-}
-"""The columns; the shape of the images is known once there are some."""
+def features_of(numbers: int) -> dict[str, dict[str, Any]]:
+    """Return the columns for actions of so many numbers, without the shape of the images."""
+    names = _ACTION if numbers == len(_ACTION) else [f"action_{i}" for i in range(numbers)]
+    return {
+        IMAGE: {"dtype": "video", "names": ["height", "width", "channels"]},
+        "action": {"dtype": "float32", "shape": [numbers], "names": names},
+        "next.reward": _number("float32"),
+        "next.done": _number("bool"),
+        "next.success": _number("bool"),
+        "timestamp": _number("float32"),
+        "frame_index": _number("int64"),
+        "episode_index": _number("int64"),
+        "index": _number("int64"),
+        "task_index": _number("int64"),
+    }
 
 
-def info_of(episodes: int, frames: int, tasks: int, size: tuple[int, int], fps: int) -> dict[str, Any]:
+def info_of(
+    episodes: int, frames: int, tasks: int, size: tuple[int, int], numbers: int, fps: int
+) -> dict[str, Any]:
     """Describe a data set.
 
     Args:
@@ -53,6 +57,7 @@ def info_of(episodes: int, frames: int, tasks: int, size: tuple[int, int], fps: 
         frames: Of all episodes.
         tasks: Different ones.
         size: Height and width of the frames in pixels.
+        numbers: Of an action.
         fps: Frames per second.
     """
     video = {
@@ -65,7 +70,8 @@ def info_of(episodes: int, frames: int, tasks: int, size: tuple[int, int], fps: 
         "video.channels": 3,
         "has_audio": False,
     }
-    image = FEATURES[IMAGE] | {"shape": [*size, 3], "info": video}
+    features = features_of(numbers)
+    features[IMAGE] |= {"shape": [*size, 3], "info": video}
     return {
         "codebase_version": "v3.0",
         "robot_type": None,
@@ -79,7 +85,7 @@ def info_of(episodes: int, frames: int, tasks: int, size: tuple[int, int], fps: 
         "splits": {"train": f"0:{episodes}"},
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
         "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-        "features": FEATURES | {IMAGE: image},
+        "features": features,
     }
 
 
@@ -135,13 +141,13 @@ def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], 
     """
     _require_packages()
     assert rate == "step"
-    books = _Books()
+    columns = _Columns()
     with replacing(out) as part:
         video = part / "videos" / IMAGE / f"{FILE}.mp4"
         video.parent.mkdir(parents=True)
-        write_mp4(video, books.follow(episodes), rate=STEPS_PER_SECOND, options=ENCODING)
-        books.write(part)
-    return books.index
+        write_mp4(video, columns.follow(episodes), rate=STEPS_PER_SECOND, options=ENCODING)
+        columns.write(part)
+    return columns.index
 
 
 def _require_packages() -> None:
@@ -154,7 +160,7 @@ def _require_packages() -> None:
         )
 
 
-class _Books:
+class _Columns:
     """Everything but the frames, gathered while the frames go to the encoder."""
 
     def __init__(self) -> None:
@@ -162,6 +168,8 @@ class _Books:
         """Samples so far."""
         self.size = (0, 0)
         """Height and width of the frames in the movie, in pixels."""
+        self.numbers = 0
+        """Of an action."""
         self.rows: list[dict[str, Any]] = []
         self.episodes: list[dict[str, Any]] = []
         self.tasks: dict[str, int] = {}
@@ -178,11 +186,15 @@ class _Books:
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
         meta = folder / "meta"
-        kinds = [(name, _arrow(pa, about)) for name, about in FEATURES.items() if name != IMAGE]
+        kinds = [
+            (name, _arrow(pa, about)) for name, about in features_of(self.numbers).items() if name != IMAGE
+        ]
         _write_table(folder / "data" / f"{FILE}.parquet", pa.Table.from_pylist(self.rows, pa.schema(kinds)))
         _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self.episodes))
         _write_table(meta / "tasks.parquet", _task_table(pa, list(self.tasks)))
-        info = info_of(len(self.episodes), self.index, len(self.tasks), self.size, STEPS_PER_SECOND)
+        info = info_of(
+            len(self.episodes), self.index, len(self.tasks), self.size, self.numbers, STEPS_PER_SECOND
+        )
         (meta / "info.json").write_text(json.dumps(info, indent=4) + "\n")
         stats = {name: running.as_dict() for name, running in self.stats.items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4) + "\n")
@@ -191,6 +203,7 @@ class _Books:
         begin, length, number = self.index, len(samples.actions), len(self.episodes)
         task = self.tasks.setdefault(row.episode.task, len(self.tasks))
         self.size = (samples.images.shape[1] // 2 * 2, samples.images.shape[2] // 2 * 2)
+        self.numbers = samples.actions.shape[1]
         frames = np.arange(length)
         columns = {
             "action": samples.actions,

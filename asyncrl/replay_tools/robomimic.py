@@ -1,11 +1,11 @@
-"""Samples in, an HDF5 file in the layout of robomimic out.
+"""Write samples as an HDF5 file in the layout of robomimic.
 
     /data               attributes: total (samples of all episodes), env_args (JSON)
     /data/demo_0        attributes: num_samples, and about the episode: episode_id, task, success,
                         group_number, policy_version (of its oldest decision), world_version
         obs/agentview_image   uint8    [T, H, W, 3]
-        actions               float32  [T, 7]
-        actions_chunk         float32  [T, 56]  only with one sample per decision
+        actions               float32  [T, A]
+        actions_chunk         float32  [T, C * A]  only with one sample per decision
         rewards               float32  [T]
         dones                 int64    [T]      1 at the last sample
     /mask/success       names of the successful episodes; /mask/failure of the others

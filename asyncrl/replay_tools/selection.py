@@ -1,4 +1,4 @@
-"""Which episodes a command is about: flags in, a selection of rows out."""
+"""Choose by flags which episodes a command is about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl replay sheet`: stored episodes in, one picture of successes and failures out."""
+"""Run `asyncrl replay sheet`: draw successes and failures in one picture."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from PIL import Image, ImageDraw
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
-from asyncrl.replay_tools.drawing import GREEN, INK, PAPER, RED, captioned, enlarged, font
+from asyncrl.replay_tools.drawing import INK, PAPER, captioned, enlarged, font, require_png
 from asyncrl.replay_tools.episodes import StoredEpisode, reread, warn
 from asyncrl.replay_tools.selection import EpisodeSelection
 from asyncrl.replay_tools.text import watched
+from asyncrl.storage.movies import GREEN, RED
 
 WIDTH = 96
 """Least width of one picture in pixels."""
@@ -62,18 +63,6 @@ class Sheet(EpisodeSelection):
         lay_out(columns, heads).save(self.out)
         print(f"{self.out}: {heads[0]}, {heads[1]}")
         return 0
-
-
-def require_png(path: Path) -> None:
-    """Refuse a name that no picture can be written to.
-
-    Raises:
-        ConfigError: It does not end in .png, or its folder does not exist.
-    """
-    if path.suffix != ".png":
-        raise ConfigError(f"--out {path} must end in .png.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--out {path} is not in an existing folder. Make {path.parent} first.")
 
 
 def spread(rows: Sequence[StoredEpisode], count: int) -> list[StoredEpisode]:

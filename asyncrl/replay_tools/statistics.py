@@ -1,4 +1,4 @@
-"""`asyncrl replay stats`: stored episodes in, success, lag and lengths out as text, JSON or a picture."""
+"""Run `asyncrl replay stats`: sum up success, lag and lengths as text, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay_tools.drawing import BLUE, FAINT, INK, PAPER, fitted, font
+from asyncrl.replay_tools.drawing import BLUE, FAINT, INK, PAPER, fitted, font, require_png
 from asyncrl.replay_tools.episodes import StoredEpisode
 from asyncrl.replay_tools.selection import EpisodeSelection
-from asyncrl.replay_tools.sheet import require_png
 from asyncrl.replay_tools.text import bar, table
 
 WIDTH, MARGIN, ROW = 760, 16, 22
@@ -27,7 +26,7 @@ TITLE = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One row of a panel."""
+    """Hold one row of a panel."""
 
     name: str
     value: float
@@ -37,7 +36,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Bars of one topic and one unit."""
+    """Hold the bars of one topic and one unit."""
 
     title: str
     bars: Sequence[Bar]
@@ -107,7 +106,7 @@ class Stats(EpisodeSelection):
 
 @dataclass(kw_only=True)
 class SuccessCount:
-    """Episodes and how many of them succeeded."""
+    """Count episodes and how many of them succeeded."""
 
     total: int = 0
     won: int = 0
@@ -125,7 +124,7 @@ class SuccessCount:
 
 @dataclass(kw_only=True)
 class Summary:
-    """What `stats` says."""
+    """Count what `stats` says."""
 
     episodes: SuccessCount = field(default_factory=SuccessCount)
     by_task: dict[str, SuccessCount] = field(default_factory=dict)
@@ -138,7 +137,7 @@ class Summary:
     steps: int = 0
     """Until success or truncation, of all episodes."""
     groups: dict[int, str] = field(default_factory=dict)
-    """Group -> its fate."""
+    """Group -> what became of it."""
 
     def add(self, row: StoredEpisode) -> None:
         """Count one episode."""
@@ -153,17 +152,17 @@ class Summary:
         self.groups[row.number] = row.outcome
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON; success is a share in [0, 1], lags and lengths count decisions."""
+        """Return the same for JSON; success is a share in [0, 1], lags and lengths count decisions."""
 
-        def told(tally: SuccessCount) -> dict[str, float]:
-            return {"episodes": tally.total, "successes": tally.won, "success": round(tally.share, 6)}
+        def counts(of: SuccessCount) -> dict[str, float]:
+            return {"episodes": of.total, "successes": of.won, "success": round(of.share, 6)}
 
         return {
-            **told(self.episodes),
+            **counts(self.episodes),
             "mean_steps": round(self.steps / max(1, self.episodes.total), 3),
             "groups": dict(sorted(Counter(self.groups.values()).items())),
-            "by_task": {task: told(self.by_task[task]) for task in sorted(self.by_task)},
-            "by_version": {str(v): told(self.by_version[v]) for v in sorted(self.by_version)},
+            "by_task": {task: counts(self.by_task[task]) for task in sorted(self.by_task)},
+            "by_version": {str(v): counts(self.by_version[v]) for v in sorted(self.by_version)},
             "decisions_by_lag": {str(lag): self.lags[lag] for lag in sorted(self.lags)},
             "episodes_by_decisions": {str(n): self.lengths[n] for n in sorted(self.lengths)},
         }
@@ -178,9 +177,9 @@ def sum_up(rows: Iterable[StoredEpisode]) -> Summary:
 
 
 def heading(summary: Summary) -> str:
-    """One line about all episodes."""
-    told = Counter(summary.groups.values())
-    outcomes = ", ".join(f"{told[outcome]} {outcome}" for outcome in sorted(told))
+    """Say in one line what all episodes are like."""
+    found = Counter(summary.groups.values())
+    outcomes = ", ".join(f"{found[outcome]} {outcome}" for outcome in sorted(found))
     mean = summary.steps / max(1, summary.episodes.total)
     return (
         f"{summary.episodes.total} episodes, {summary.episodes.share:.1%} successful, "
@@ -189,18 +188,18 @@ def heading(summary: Summary) -> str:
 
 
 def panels(summary: Summary) -> list[Panel]:
-    """The bars by topic; a topic without numbers is left out."""
+    """Return the bars by topic; a topic without numbers is left out."""
     all_panels = [
         Panel(title="success by task", bars=_shares(summary.by_task), full=1.0),
         Panel(title="success by policy version", bars=_shares(summary.by_version), full=1.0),
         Panel(title="decisions by lag when used (updates)", bars=_counts(summary.lags)),
-        Panel(title="episodes by length (decisions of 8 steps)", bars=_counts(summary.lengths)),
+        Panel(title="episodes by length (decisions)", bars=_counts(summary.lengths)),
     ]
     return [panel for panel in all_panels if panel.bars]
 
 
 def text_of(summary: Summary) -> str:
-    """The bars for a terminal."""
+    """Return the bars as text for a terminal."""
     parts = [heading(summary)]
     for panel in panels(summary):
         rows = [(each.name, each.text, bar(each.value, panel.most)) for each in panel.bars]
@@ -208,10 +207,10 @@ def text_of(summary: Summary) -> str:
     return "\n\n".join(parts)
 
 
-def _shares(tallies: dict[Any, SuccessCount]) -> list[Bar]:
-    keys: list[Hashable] = sorted(tallies)
+def _shares(counts: dict[Any, SuccessCount]) -> list[Bar]:
+    keys: list[Hashable] = sorted(counts)
     return [
-        Bar(name=str(key), value=tallies[key].share, text=f"{tallies[key].share:.1%} of {tallies[key].total}")
+        Bar(name=str(key), value=counts[key].share, text=f"{counts[key].share:.1%} of {counts[key].total}")
         for key in keys
     ]
 

@@ -1,4 +1,4 @@
-"""`asyncrl replay list` and `show`: episodes in, tables or JSON out."""
+"""Run `asyncrl replay list` and `show`: print episodes as tables or JSON."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def why_ended(row: StoredEpisode) -> str:
 
 
 def as_dict(row: StoredEpisode) -> dict[str, Any]:
-    """One episode for JSON; `lag` and `used_at` are null when its group was not used."""
+    """Describe one episode for JSON; `lag` and `used_at` are null when its group was not used."""
     return {name: getattr(row.episode, name) for name in EPISODE_SCALARS} | {
         "group_number": row.number,
         "success": row.episode.success,
@@ -98,7 +98,7 @@ def as_dict(row: StoredEpisode) -> dict[str, Any]:
         "newest_version": row.newest_version,
         "used_at": row.used_at,
         "lag": row.lag,
-        "fate": row.outcome,
+        "outcome": row.outcome,
     }
 
 

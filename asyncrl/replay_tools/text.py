@@ -1,4 +1,4 @@
-"""Rows of text in, aligned columns and bars for the terminal out."""
+"""Align rows of text in columns, and draw bars of characters, for the terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def bar(value: float, most: float) -> str:
-    """``#`` in proportion to `value`; what is not zero shows at least one."""
+    """Return ``#`` in proportion to `value`; what is not zero shows at least one."""
     return "#" * max(1, round(BAR * value / most)) if value > 0 else ""
 
 

@@ -1,4 +1,4 @@
-"""`asyncrl replay verify`: every file and the ledger in, one line per problem out."""
+"""Run `asyncrl replay verify`: check every file and the ledger, and print one line per problem."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def test_list_says_the_same_as_json(run_dir: Path, capsys: pytest.CaptureFixture
     first, _, third = json.loads(capsys.readouterr().out)
     assert first["episode_id"] == IDS[0][0]
     assert (first["success"], first["steps"], first["lag"], first["used_at"]) == (True, 12, 2, 2)
-    assert (first["oldest_version"], first["newest_version"], first["fate"]) == (0, 1, "used")
-    assert (third["lag"], third["used_at"], third["fate"]) == (None, None, "filtered")
+    assert (first["oldest_version"], first["newest_version"], first["outcome"]) == (0, 1, "used")
+    assert (third["lag"], third["used_at"], third["outcome"]) == (None, None, "filtered")
 
 
 def test_a_resume_undoes_uses_and_filters(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

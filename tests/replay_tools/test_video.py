@@ -8,9 +8,11 @@ from PIL import Image, ImageSequence
 
 from asyncrl.replay_tools import video
 from asyncrl.replay_tools.commands import run_inspection
-from asyncrl.replay_tools.drawing import GREEN, INK, RED, captioned, fitted, font
+from asyncrl.replay_tools.drawing import INK, captioned, fitted, font
 from asyncrl.replay_tools.episodes import read_rows
 from asyncrl.replay_tools.sheet import SPACE, spread
+from asyncrl.storage import movies
+from asyncrl.storage.movies import GREEN, RED
 from support.recorded_run import IMAGE, episode_of, make_run, open_store, remove_after_listing
 
 TIMES = video.WIDTH // IMAGE
@@ -84,7 +86,7 @@ def test_several_episodes_go_into_a_folder(run_dir: Path) -> None:
 def test_without_pyav_it_writes_gif_and_says_how_to_get_mp4(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(video, "find_spec", lambda name: None)
+    monkeypatch.setattr(movies, "find_spec", lambda name: None)
     assert run_inspection(["video", str(run_dir), "a", "--out", str(run_dir)]) == 0
     assert "pip install 'asyncrl[video]'" in capsys.readouterr().out
     assert len(pictures_of(run_dir / f"{'a' * 12}.gif")) == 3

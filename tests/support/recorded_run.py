@@ -1,4 +1,4 @@
-"""A replay folder with one group of every fate, for the tests of `asyncrl replay`."""
+"""A replay folder with one group of every outcome, for the tests of `asyncrl replay`."""
 
 import dataclasses
 import shutil

@@ -1,1 +1,1 @@
-"""The HDF5 file of one group: its format, writer, reader and compression."""
+"""Write, read and compress the HDF5 file of one group."""

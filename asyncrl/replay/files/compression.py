@@ -1,4 +1,4 @@
-"""Compressed arrays (`asyncrl replay compact`): a codec's name in, its settings and decoded values out.
+"""Compress and decode the arrays of a file, for `asyncrl replay compact`.
 
 gzip is part of HDF5. The others are plug-ins of the package hdf5plugin, needed to write and to read them.
 """
@@ -18,10 +18,7 @@ import h5py
 from numpy.typing import NDArray
 
 from asyncrl.errors import CodecMissing
-from asyncrl.replay.files.format import check_whole, get_dataset
-
-LIBVER: Final = ("v110", "v110")
-"""Files that HDF5 1.10 tools can read, whatever HDF5 version writes them."""
+from asyncrl.replay.files.format import LIBVER, check_whole, get_dataset
 
 
 @contextmanager
@@ -39,7 +36,7 @@ def new_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 class _Sheltered(io.FileIO):
-    """A file whose writes always seem to succeed."""
+    """A file whose writes always seem to succeed: libhdf5 may crash when the disk takes no more."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "x+")
@@ -72,7 +69,7 @@ FILTERS: Final[dict[int, Codec]] = dict(zip((1, 32015, 32004, 32001), get_args(C
 
 
 def settings_of(codec: Codec) -> dict[str, Any]:
-    """Arguments of `create_dataset`. Without a shuffle filter: the images have one byte per value.
+    """Return the arguments of `create_dataset`. Without a shuffle filter: the images have one byte per value.
 
     Raises:
         CodecMissing: It needs hdf5plugin, which is not installed.
@@ -86,7 +83,7 @@ def settings_of(codec: Codec) -> dict[str, Any]:
 
 
 def codec_of(dataset: Any) -> Codec | None:
-    """The codec of a dataset; None when it is stored as it is, or by a filter that we never write."""
+    """Return the codec of a dataset; None when it is stored as it is, or by a filter that we never write."""
     return next((FILTERS[number] for number in _filters(dataset) if number in FILTERS), None)
 
 

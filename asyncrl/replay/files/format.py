@@ -1,4 +1,4 @@
-"""The HDF5 file of one complete group: what stands in it, read as far as it is small. `writing.py` writes it.
+"""Say what stands in the HDF5 file of one complete group, check it, and read what is small.
 
     /              attributes: format, format_version, schema_version
     /group         [1] table: group_number, group_id, group_size, task, start_state, actor, oldest_version,
@@ -14,8 +14,8 @@ The columns of /checksums name the arrays, so also those of the sample. Where th
 action tokens alone, schema_version is 2.
 
 Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for images that
-`asyncrl replay compact` rewrote. Behind the HDF5 content lies a checksum of its structure and its tables
-(`footer.py`). `layout.py` reads the arrays back.
+`asyncrl replay compact` rewrote. Behind the HDF5 content lies a footer with a checksum of its structure and
+its tables. `writer.py` writes the file, `reader.py` reads the arrays back.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ def _checksum_outside(handle: int, extents: list[tuple[int, int]], length: int) 
 
 
 FORMAT: Final = "asyncrl-replay"
+LIBVER: Final = ("v110", "v110")
+"""Files that HDF5 1.10 tools can read, whatever HDF5 version writes them."""
 FORMAT_VERSION: Final = 3
 GROUP: Final = "group"
 TABLE: Final = "episodes"

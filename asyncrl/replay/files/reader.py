@@ -1,4 +1,4 @@
-"""A group's file in, its episodes out: HDF5 says once where the arrays lie, `preadv` reads them.
+"""Read the episodes of a group's file: HDF5 says once where the arrays lie, `preadv` reads them.
 
 The arrays are contiguous and uncompressed, so one system call reads a whole group; only the images of files
 that `asyncrl replay compact` rewrote are compressed, and read by HDF5. HDF5 has one lock for the

@@ -1,6 +1,7 @@
-"""A complete group in, its file out: `pwritev` puts the values between the pieces of structure from libhdf5.
+"""Write the file of a complete group: `pwritev` puts the values between pieces of structure from libhdf5.
 
-The values go from the episodes' own memory into the file, neither joined nor copied before.
+The values go from the episodes' own memory into the file, neither joined nor copied before. libhdf5 works in
+memory only, so it never meets a full disk.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from asyncrl.replay.files.format import (
     FORMAT,
     FORMAT_VERSION,
     GROUP,
+    LIBVER,
     ROOT,
     TABLE,
     TABLES,
@@ -47,8 +49,6 @@ from asyncrl.replay.files.format import (
     stacking_letter,
 )
 
-LIBVER: Final = ("v110", "v110")
-"""Files that HDF5 1.10 tools can read, whatever HDF5 version writes them."""
 ALIGNMENT: Final = 8
 """Bytes; so the values can be used where they were read to."""
 TEXT_STEP: Final = 16
@@ -305,7 +305,7 @@ def _write_file(path: Path, parts: list[Part]) -> os.stat_result:
 
 
 def _attributes(number: int, episodes: Sequence[Episode]) -> dict[str, Any]:
-    """The facts of `schema.ROOT`, in its order."""
+    """Gather the facts of `format.ROOT`, in its order."""
     first = episodes[0]
     found = {
         **_constants(first.sample),
