@@ -126,17 +126,17 @@ class Episode:
 
     @property
     def success(self) -> bool:
-        """Whether the episode ended in success."""
+        """Tell whether the episode ended in success."""
         return self.end_reason == "success"
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest decision: the one the lag bound is about."""
+        """Return the version of the oldest decision: the one the lag bound is about."""
         return int(self.policy_versions.min())
 
     @property
     def first_success_step(self) -> int:
-        """Index of the first successful step, or -1."""
+        """Return the index of the first successful step, or -1."""
         hits = np.flatnonzero(self.rewards.reshape(-1) > 0)
         return int(hits[0]) if hits.size else -1
 

@@ -34,7 +34,7 @@ class _Unacknowledged:
     """That process said it has it; what became of its group is said later, but only once."""
 
     def due(self, server_id: str, now: float) -> bool:
-        """Whether it should be sent (again) to the replay process `server_id`."""
+        """Tell whether it should be sent (again) to the replay process `server_id`."""
         return self.server_id != server_id or now - self.sent_at >= (
             HELD_RESEND_AFTER if self.held else RESEND_AFTER
         )
@@ -53,12 +53,12 @@ class Outbox:
 
     @property
     def groups(self) -> int:
-        """Groups with unacknowledged episodes."""
+        """Count the groups with unacknowledged episodes."""
         return len({item.group_id for item in self._items.values()})
 
     @property
     def undelivered(self) -> bool:
-        """Whether the replay may not even have received something."""
+        """Tell whether the replay may not even have received something."""
         return any(not item.held for item in self._items.values())
 
     def add(self, episode: Episode) -> None:

@@ -167,7 +167,7 @@ class EpisodeStore:
             sync(self.folder)
 
     def holds(self, number: int, episode_id: str) -> bool:
-        """Whether an episode is in the file of a group, or in the removed one that was to be sealed anew."""
+        """Tell whether an episode is in a group's file, or in the removed one that was to be sealed anew."""
         group_file = self.group_files.get(number)
         return episode_id in (group_file.episode_ids if group_file else self._removed.get(number, ()))
 

@@ -58,7 +58,7 @@ class Compact(ReplayCommand):
         return 1 if unreadable else 0
 
     def _choose(self, folder: Path, paths: list[Path]) -> tuple[list[GroupFile], int]:
-        """The groups to compress, and how many files could not be read."""
+        """Return the groups to compress, and how many files could not be read."""
         outcomes, chosen, unreadable = read_outcomes(folder, warn), list[GroupFile](), 0
         for path in watched(paths, "reading groups"):
             group_file = group_file_or_none(path)

@@ -40,7 +40,7 @@ class GroupOutcomes:
     """Groups that wait to be used again, because a resume lost the update that had used them."""
 
     def of(self, number: int) -> Outcome:
-        """What became of a group; `unused`: it waits, or the ledger does not know it."""
+        """Say what became of a group; `unused`: it waits, or the ledger does not know it."""
         if number in self.used:
             return "used"
         if number in self.filtered:
@@ -108,29 +108,29 @@ class StoredEpisode:
 
     @property
     def filtered(self) -> bool:
-        """Whether the group was replaced because all its episodes had the same return."""
+        """Tell whether the group was replaced because all its episodes had the same return."""
         return self.outcome == "filtered"
 
     @property
     def steps(self) -> int:
-        """Steps until success or truncation."""
+        """Count the steps until success or truncation."""
         first = self.episode.first_success_step
         return first + 1 if first >= 0 else self.episode.rewards.size
 
     @property
     def newest_version(self) -> int:
-        """Version of the newest decision."""
+        """Return the version of the newest decision."""
         return int(self.episode.policy_versions.max())
 
     @property
     def versions(self) -> str:
-        """The policy versions of the decisions, as text: ``3`` or ``3..4``."""
+        """Return the policy versions of the decisions, as text: ``3`` or ``3..4``."""
         oldest, newest = self.episode.oldest_version, self.newest_version
         return str(oldest) if oldest == newest else f"{oldest}..{newest}"
 
     @property
     def lag(self) -> int | None:
-        """Lag of the oldest decision when the group was used, in updates; None when it was not used."""
+        """Return the lag of the oldest decision when the group was used, in updates; None: it was not."""
         return None if self.used_at is None else self.used_at - self.episode.oldest_version
 
 

@@ -110,7 +110,7 @@ class RunningStatistics:
         self._pixels += len(flat)
 
     def as_dict(self) -> dict[str, Any]:
-        """The statistics as lists; those of pictures have the shape ``[3, 1, 1]``."""
+        """Return the statistics as lists; those of pictures have the shape ``[3, 1, 1]``."""
         mean = self._sum / self._pixels
         spread = np.sqrt(np.maximum(0.0, self._squares / self._pixels - mean**2))
         told = {"min": self._low, "max": self._high, "mean": mean, "std": spread}
@@ -228,7 +228,7 @@ class _Columns:
 
 
 def _episode_row(row: StoredEpisode, number: int, begin: int, end: int) -> dict[str, Any]:
-    """One row of meta/episodes: what LeRobot asks for, then where the episode comes from."""
+    """Return one row of meta/episodes: what LeRobot asks for, then where the episode comes from."""
     place = {"chunk_index": 0, "file_index": 0}
     seconds = {"from_timestamp": begin / STEPS_PER_SECOND, "to_timestamp": end / STEPS_PER_SECOND}
     return {
@@ -253,7 +253,7 @@ def _arrow(pa: Any, about: dict[str, Any]) -> Any:
 
 
 def _task_table(pa: Any, tasks: list[str]) -> Any:
-    """The tasks with their numbers; the note for pandas makes the text the index, as LeRobot expects."""
+    """Return the tasks and their numbers; the note for pandas makes the text the index, for LeRobot."""
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks)})
     columns = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
     note = {

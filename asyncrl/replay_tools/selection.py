@@ -21,7 +21,7 @@ class ReplayCommand:
 
     @property
     def folder(self) -> Path:
-        """The replay folder.
+        """Return the replay folder.
 
         Raises:
             ConfigError: There is none.

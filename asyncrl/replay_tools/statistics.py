@@ -45,7 +45,7 @@ class Panel:
 
     @property
     def most(self) -> float:
-        """Value of a bar over the whole width; positive."""
+        """Return the value of a bar over the whole width; positive."""
         return self.full or max((bar.value for bar in self.bars), default=0.0) or 1.0
 
 
@@ -113,7 +113,7 @@ class SuccessCount:
 
     @property
     def share(self) -> float:
-        """Successes over episodes, in [0, 1]."""
+        """Return successes over episodes, in [0, 1]."""
         return self.won / self.total if self.total else 0.0
 
     def add(self, won: bool) -> None:

@@ -131,7 +131,7 @@ def _action(action_A: Any) -> str:
 
 
 def _sample(row: StoredEpisode) -> str:
-    """What the policy is shown again: name, shape and type of each array."""
+    """Say what the policy is shown again: name, shape and type of each array."""
     arrays = row.episode.sample.items()
     return ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in arrays)
 

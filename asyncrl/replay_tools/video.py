@@ -59,7 +59,7 @@ class Video(ReplayCommand):
         return 0
 
     def _target(self, beginning: str) -> Path:
-        """Where one episode goes: a folder, or a file.
+        """Say where one episode goes: a folder, or a file.
 
         Raises:
             ConfigError: Nothing can be written there.
@@ -90,7 +90,7 @@ def movie_of(episode: Episode) -> list[Image.Image]:
 
 
 def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
-    """The picture seen after `steps` steps; the reward is the sum until then."""
+    """Return the picture seen after `steps` steps; the reward is the sum until then."""
     scores, rewards = episode.success_scores.reshape(-1), episode.rewards.reshape(-1)
     won = float(rewards[:steps].sum())
     decision = max(0, steps - 1) // episode.rewards.shape[1]

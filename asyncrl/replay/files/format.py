@@ -105,7 +105,7 @@ def fingerprint(handle: int, size: int) -> int:
 
 
 def _checksum_outside(handle: int, extents: list[tuple[int, int]], length: int) -> int:
-    """CRC-32 of the first `length` bytes without the extents, read in pieces."""
+    """Return the CRC-32 of the first `length` bytes without the extents, read in pieces."""
     checksum, begin = 0, 0
     for offset, count in [*extents, (length, 0)]:
         if not begin <= offset <= offset + count <= length:
@@ -191,7 +191,7 @@ class ArrayExtent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes from `offset` on."""
+        """Count the bytes from `offset` on."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

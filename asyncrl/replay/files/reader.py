@@ -184,7 +184,7 @@ class _CachedLayout:
         self._checksums = {name: written.checksums[name].tolist() for name in self.names}
 
     def plan(self, names: tuple[str, ...]) -> tuple[_Piece, ...]:
-        """Where the arrays `names` lie, but for compressed ones; neighbours are read together."""
+        """Say where the arrays `names` lie, but for compressed ones; neighbours are read together."""
         if names not in self._plans:
             places = {name: self.written.places[name] for name in names}
             self._plans[names] = tuple(_pieces({n: p for n, p in places.items() if p.offset != COMPRESSED}))
@@ -249,7 +249,7 @@ def read_layout(path: Path) -> GroupFileParts:
 
 
 def _specs(file: h5py.File, root: dict[str, Any], checksums: NDArray[Any]) -> dict[str, ArraySpec]:
-    """The arrays of a file, by the columns of its checksums."""
+    """Return the arrays of a file, by the columns of its checksums."""
     names = checksums.dtype.names or ()
     sample = [(name, get_dataset(file, name)) for name in names if name not in EPISODE_ARRAYS]
     specs = array_specs(sample_specs((name, dataset.dtype.name, dataset.shape) for name, dataset in sample))

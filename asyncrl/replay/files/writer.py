@@ -77,7 +77,7 @@ class Dimensions:
 
     @property
     def arrays(self) -> dict[str, ArraySpec]:
-        """The arrays of the file, in the order of `records.episode_arrays`."""
+        """Return the arrays of the file, in the order of `records.episode_arrays`."""
         return array_specs(sample_specs((name, dtype, (None, *shape)) for name, dtype, shape in self.sample))
 
 
@@ -113,7 +113,7 @@ class _Sparse(io.RawIOBase):
         self._written: list[tuple[int, bytes]] = []
 
     def content(self, begin: int, end: int) -> bytes:
-        """The bytes from `begin` to `end`."""
+        """Return the bytes from `begin` to `end`."""
         found = bytearray(end - begin)
         for offset, piece in self._written:
             first, last = max(begin, offset), min(end, offset + len(piece))
@@ -142,17 +142,17 @@ class _Sparse(io.RawIOBase):
 
 
 def group_type(widths: tuple[int, ...]) -> np.dtype[Any]:
-    """The type of the row of `/group`."""
+    """Return the type of the row of `/group`."""
     return _columns({name: kind for name, kind in ROOT.items() if name not in CONSTANT}, widths)
 
 
 def table_type(widths: tuple[int, ...]) -> np.dtype[Any]:
-    """The type of the rows of `/episodes`."""
+    """Return the type of the rows of `/episodes`."""
     return _columns(EPISODE_SCALARS | dict.fromkeys(BOUNDS, int), widths)
 
 
 def checksums_type(names: Iterable[str]) -> np.dtype[Any]:
-    """The type of the rows of `/checksums`, for arrays of these names."""
+    """Return the type of the rows of `/checksums`, for arrays of these names."""
     return np.dtype([(name, "<u4") for name in names])
 
 
@@ -193,7 +193,7 @@ def _constants(sample: Iterable[str]) -> dict[str, str | int]:
 
 
 def _datasets(dimensions: Dimensions) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], str]]:
-    """Type, shape and letters of every dataset in file order: what is small and often read comes first."""
+    """Return type, shape and letters of every dataset in file order: what is small comes first."""
     tables = {
         GROUP: (group_type(dimensions.group_widths), (1,), "1"),
         TABLE: (table_type(dimensions.episode_widths), (dimensions.E,), "E"),
@@ -269,7 +269,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
 
 
 def _in_file_order(structure: Structure, values: dict[str, list[memoryview]]) -> list[Part]:
-    """The whole file: structure, values, and the footer with the checksum of what libhdf5 interprets."""
+    """Return the whole file: structure, values, and the footer with the checksum of what libhdf5 reads."""
     parts, checksum, begin = list[Part](), 0, structure.gaps[0]
     for (name, place), gap in zip(structure.places.items(), structure.gaps[1:], strict=True):
         if sum(map(len, values[name])) != place.nbytes:
@@ -320,7 +320,7 @@ def _attributes(number: int, episodes: Sequence[Episode]) -> dict[str, Any]:
 def _tables(
     attributes: dict[str, Any], episodes: Sequence[Episode]
 ) -> tuple[NDArray[Any], NDArray[Any], tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The rows of `/group` and `/episodes`, and the widths of their texts."""
+    """Return the rows of `/group` and `/episodes`, and the widths of their texts."""
     row = [_plain(attributes[name]) for name in ROOT if name not in CONSTANT]
     rows = [
         [_plain(kind(getattr(episode, name))) for name, kind in EPISODE_SCALARS.items()]
@@ -341,7 +341,7 @@ def _plain(value: Any) -> Any:
 
 
 def _widths(rows: list[list[Any]]) -> tuple[int, ...]:
-    """Bytes that each column of text needs, rounded up."""
+    """Return the bytes that each column of text needs, rounded up."""
     columns = [column for column in zip(*rows, strict=True) if isinstance(column[0], bytes)]
     return tuple(max(1, -(-max(map(len, column)) // TEXT_STEP)) * TEXT_STEP for column in columns)
 
