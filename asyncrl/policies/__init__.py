@@ -1,1 +1,1 @@
-"""Vision-language-action policies: frames and an instruction in, action tokens and log-probs out."""
+"""Vision-language-action policies: what they offer, the shipped ones, and their files."""

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: blocks compute their activations again in the backward pass, which saves memory."""
+"""Make acting fast and learning small: compilation at one shape, CUDA graphs, gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class FixedShape:
     def __call__(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Fill the batch up, choose, cut off what was filled up.
+        """Fill the batch up, choose, cut off what was filled up; shapes and dtypes as in `OpenVLAOFT.choose`.
 
         Raises:
             ConfigError: There are too many rows.
@@ -111,7 +111,7 @@ class GraphedChoice:
     def __call__(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Choose; the numbers are overwritten by the next call."""
+        """Choose; shapes and dtypes as in `OpenVLAOFT.choose`, overwritten by the next call."""
         given = _tensors(inputs)
         if self._captured is None:
             self._given, self._kind = tuple(given), (sampling, uniforms_BK is None)

@@ -1,4 +1,4 @@
-"""Actions as tokens: values in [-1, 1] in, bins 0..255 out, and back to the environment's units.
+"""Turn actions into tokens and back: values in [-1, 1], bins 0..255, the environment's units.
 
 Proprioception is scaled by the same kind of statistics, the other way round.
 
@@ -76,7 +76,7 @@ class NormStats(Bounds):
         return cls.from_json({**entry["action"], "proprio": entry.get("proprio")})
 
     def to_published(self) -> dict[str, Any]:
-        """Inverse of `from_published`."""
+        """Write what `from_published` reads."""
         entries = {"action": self, "proprio": self.proprio}
         return {
             name: {"q01": list(b.q01), "q99": list(b.q99), "mask": list(b.mask)}
@@ -86,25 +86,25 @@ class NormStats(Bounds):
 
 
 def encode(actions: NDArray[np.floating]) -> NDArray[np.int32]:
-    """Bins of normalised actions; values outside [-1, 1] are clipped.
+    """Find the bins of normalised actions; values outside [-1, 1] are clipped.
 
     Args:
-        actions: Any shape, normalised to [-1, 1].
+        actions: ``[...]`` of any float dtype, normalised to [-1, 1].
 
     Returns:
-        int32 of the same shape, 0..255.
+        ``[...]`` int32, 0..255.
     """
     return (BINS - np.digitize(np.clip(actions, -1.0, 1.0), _EDGES)).astype(np.int32)
 
 
 def decode(tokens: Tensor) -> Tensor:
-    """Centers of the cells of `tokens`: the inverse of `encode` up to half a cell (1/255).
+    """Return the centers of the tokens' cells: the inverse of `encode` up to half a cell (1/255).
 
     Args:
-        tokens: Any shape and integer type, 0..255.
+        tokens: ``[...]`` of any integer dtype, 0..255.
 
     Returns:
-        float32 of the same shape, in [-0.99608, 0.99608], on the device of `tokens`.
+        ``[...]`` float32 in [-0.99608, 0.99608], on the device of `tokens`.
     """
     return _decoded_on(tokens.device)[tokens.long()]
 
@@ -145,7 +145,7 @@ def normalise(values: NDArray[np.floating], stats: Bounds) -> NDArray[np.float32
     """Scale numbers to [-1, 1], clipped: ``2 (x - q01) / (q99 - q01 + 1e-8) - 1`` where masked.
 
     Args:
-        values: ``[..., Q]`` in the environment's units.
+        values: ``[..., Q]`` of any float dtype, in the environment's units.
         stats: Percentiles.
 
     Returns:
@@ -160,8 +160,11 @@ def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:
     """Turn the last number of every action, 0 = closed to 1 = open in the data, into the robot's command.
 
     Args:
-        actions: ``[..., A]`` in the units of the data.
+        actions: ``[..., A]`` of any float dtype, in the units of the data.
         gripper: none: as it is. libero: -1 open, +1 closed. maniskill: +1 open, -1 closed.
+
+    Returns:
+        ``[..., A]`` of the same dtype.
     """
     if gripper == "none":
         return actions

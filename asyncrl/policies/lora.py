@@ -1,7 +1,7 @@
-"""Low-rank adapters (peft) inside the policy: ``W x`` becomes ``W x + alpha / r * B A x``.
+"""Train low-rank adapters (peft) inside the policy: ``W x`` becomes ``W x + alpha / r * B A x``.
 
 The layers are exchanged in place: the policy stays an `OpenVLAOFT`. Its files stay plain policies with the
-adapters merged; `adapter_files` reads and writes the adapters alone.
+adapters merged; `checkpoints.adapters` reads and writes the adapters alone.
 
 Dimension letters:
     I, O  features into and out of a linear layer      r  rank
@@ -101,7 +101,7 @@ def _check_settings(policy: nn.Module, rank: int, alpha: float, targets: str) ->
 
 
 def target_layers(policy: OpenVLAOFT, targets: Targets) -> dict[str, nn.Linear]:
-    """Linear layers that get adapters, by the module's own name.
+    """Find the linear layers that get adapters, by the module's own name.
 
     Raises:
         ConfigError: a kind of layer on the list is not in the policy.
@@ -131,17 +131,17 @@ def _is_target(name: str, part: str, kind: str) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Tell whether a parameter of this name is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def has_lora(policy: nn.Module) -> bool:
-    """Whether the policy has adapters."""
+    """Tell whether the policy has adapters."""
     return next(_adapted(policy), None) is not None
 
 
 def _adapted(policy: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Layers with adapters, by the module's own name. Needs no peft."""
+    """Yield the layers with adapters, by the module's own name. Needs no peft."""
     for name, module in policy.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
@@ -149,7 +149,7 @@ def _adapted(policy: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def adapters_disabled(policy: nn.Module) -> Iterator[None]:
-    """Within the block the policy computes without its adapters: as it was when training began.
+    """Let the policy compute without its adapters within the block: as it was when training began.
 
     Only a flag of each layer is turned, so it works on sharded policies too. Run no backward pass of an
     earlier forward pass inside: recomputed activations would lack the adapters.
@@ -166,12 +166,14 @@ def adapters_disabled(policy: nn.Module) -> Iterator[None]:
 
 
 def native_names(policy: nn.Module) -> list[str]:
-    """Stable names of all parameters but the adapters: those of the policy without adapters, in its order."""
+    """List the stable names of all parameters but the adapters, in the policy's order."""
     return [stable_name(name) for name, _ in policy.named_parameters() if not is_adapter(name)]
 
 
 def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of the policy with its adapters merged, by the names that it has without adapters.
+    """Yield the parameters with their adapters merged, by the names that the policy has without adapters.
+
+    Shapes and dtypes are those of the parameters.
 
     One at a time: a merged weight needs the memory of one layer; the other tensors share memory with the
     parameters. Without adapters these are all. Where weights are sharded too, so is what comes; every
@@ -185,7 +187,7 @@ def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged_weight(layer: Any) -> Tensor:
-    """``W + alpha / r * B A``: ``[O, I]``, computed in float32, in the type of W."""
+    """Compute ``W + alpha / r * B A``: ``[O, I]``, in float32, rounded to the dtype of W."""
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     weight = layer.base_layer.weight.detach()

@@ -1,4 +1,4 @@
-"""From logits to tokens and log-probs: the one distribution that acting and learning share. Pure functions.
+"""Turn logits into tokens and log-probs: the one distribution that acting and learning share.
 
 Dimension letters:
     B  rows      K  tokens of one decision (56)      N  action bins (256)
@@ -18,13 +18,14 @@ from asyncrl.policies.interface import SamplingParams
 def action_distribution(
     logits_BKN: Tensor, sampling: SamplingParams, taken_BK: Tensor | None = None
 ) -> Tensor:
-    """Log-probs of the distribution that is really sampled: after temperature and top-k, in float32.
+    """Compute the log-probs that are really sampled from: after temperature and top-k, in float32.
 
     Args:
-        logits_BKN: ``[B, K, N]`` of the action bins, any float type.
+        logits_BKN: ``[B, K, N]`` of the action bins, any float dtype.
         sampling: Temperature 0 gives the distribution at temperature 1 without top-k.
-        taken_BK: ``[B, K]`` tokens that stay possible even when they are not (or no longer) among the `top_k`
-            most likely: other weights or another kernel may rank them lower, and a ratio needs a number.
+        taken_BK: ``[B, K]`` integer tokens that stay possible even when they are not (or no longer) among
+            the `top_k` most likely: other weights or another kernel may rank them lower, and a ratio needs a
+            number.
 
     Returns:
         ``[B, K, N]`` float32, at most 0; -inf where top-k forbids a bin.
@@ -57,7 +58,7 @@ def row_uniforms(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def pick_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution: the first bin whose cumulated probability exceeds the uniform.
+    """Invert the cumulative distribution: pick the first bin whose cumulated probability exceeds the uniform.
 
     Args:
         logprobs_BKN: ``[B, K, N]`` float32; a bin at -inf is never picked.
@@ -76,14 +77,22 @@ def pick_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor) -> Tensor:
 def uniforms_for(
     sampling: SamplingParams, seeds: Sequence[int], count: int, device: torch.device
 ) -> Tensor | None:
-    """`row_uniforms` on the device, copied without waiting; None at temperature 0, which draws nothing."""
+    """Draw `row_uniforms` and copy them without waiting: ``[B, count]`` float64; None at temperature 0."""
     if sampling.temperature == 0:
         return None
     return to_device(row_uniforms(seeds, count).numpy(), device)
 
 
 def take_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor | None) -> Tensor:
-    """``[B, K]`` int64: `pick_tokens`, or the most likely ones without uniforms."""
+    """Pick tokens by uniforms, or the most likely ones without.
+
+    Args:
+        logprobs_BKN: ``[B, K, N]`` float32.
+        uniforms_BK: ``[B, K]`` float64 in [0, 1), or None.
+
+    Returns:
+        ``[B, K]`` int64, 0..N-1.
+    """
     return logprobs_BKN.argmax(dim=-1) if uniforms_BK is None else pick_tokens(logprobs_BKN, uniforms_BK)
 
 
@@ -94,11 +103,18 @@ def choose_tokens(logprobs_BKN: Tensor, sampling: SamplingParams, seeds: Sequenc
 
 
 def logprob_of(logprobs_BKN: Tensor, tokens_BK: Tensor) -> Tensor:
-    """``[B, K]`` log-probs of the given tokens."""
+    """Look up the log-probs ``[B, K]`` float32 of the integer tokens ``[B, K]`` in ``[B, K, N]`` float32."""
     return logprobs_BKN.gather(-1, tokens_BK.long().unsqueeze(-1)).squeeze(-1)
 
 
 def entropy_of(logprobs_BKN: Tensor) -> Tensor:
-    """``[B, K]`` entropy in nats, ``-sum p log p``; impossible bins count nothing and pass no gradient."""
+    """Compute the entropy ``-sum p log p`` in nats; impossible bins count nothing and pass no gradient.
+
+    Args:
+        logprobs_BKN: ``[B, K, N]`` float32.
+
+    Returns:
+        ``[B, K]`` float32.
+    """
     finite_BKN = logprobs_BKN.masked_fill(logprobs_BKN == float("-inf"), 0.0)
     return -(logprobs_BKN.exp() * finite_BKN).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""Adapters alone as files, in peft's layout: `adapter_config.json` and `adapter_model.safetensors`.
+"""Read and write adapters alone, in peft's layout: `adapter_config.json`, `adapter_model.safetensors`.
 
 Tensors are called ``base_model.model.<layer>.lora_A.weight`` ``[r, I]`` and ``...lora_B.weight`` ``[O, r]``.
 """
@@ -73,7 +73,7 @@ def _merged(weight: Tensor, *, into: Tensor, out: Tensor, scale: float) -> Tenso
 
 
 def read_pairs(folder: Path) -> dict[str, Pair]:
-    """A and B by layer.
+    """Read A ``[r, I]`` and B ``[O, r]`` by layer, in the dtype of the file.
 
     Raises:
         CheckpointError: a file is missing or truncated, or a tensor is not of a pair.
@@ -102,7 +102,7 @@ def read_pairs(folder: Path) -> dict[str, Pair]:
 
 
 def pattern_value(pattern: Mapping[str, float], layer: str, default: float) -> float:
-    """Value that peft's `rank_pattern` or `alpha_pattern` has for a layer: of the first key that fits it."""
+    """Look a layer up in peft's `rank_pattern` or `alpha_pattern`: the first key that fits it counts."""
     for key, value in pattern.items():
         if re.match(rf"(.*\.)?({key})$", layer):
             return value
@@ -211,12 +211,13 @@ class AdapterSettings:
 def save_adapter(
     policy: nn.Module, folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the adapters, in their own type, as peft reads them; the value head is not among them.
+    """Write the adapters, in their own dtype, as peft reads them; the value head is not among them.
 
     Args:
         policy: With adapters.
         folder: Created when missing.
-        tensors: `adapter_tensors` copied before, for example gathered from shards; None: the policy's.
+        tensors: `adapter_tensors` copied before, for example gathered from shards, ``[r, I]`` and ``[O, r]``;
+            None: the policy's.
 
     Raises:
         CheckpointError: the policy has no adapters.
@@ -263,7 +264,7 @@ def load_adapter(policy: OpenVLAOFT, folder: str | Path) -> None:
 
 
 def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
-    """The adapters by stable name, without gradient; empty when there are none."""
+    """Return the adapters by stable name: A ``[r, I]`` and B ``[O, r]``, dtype kept, without gradient."""
     return {name: parameter.detach() for name, parameter in _adapters(policy).items()}
 
 
@@ -272,12 +273,12 @@ def _adapters(policy: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _settings(policy: nn.Module) -> Any:
-    """The LoraConfig that peft left in the policy."""
+    """Return the LoraConfig that peft left in the policy."""
     return policy.peft_config[ADAPTER]  # type: ignore[index]
 
 
 def _shapes(policy: OpenVLAOFT, rank: int, targets: Targets) -> dict[str, torch.Size]:
-    """What the adapters' tensors will be, before there are any."""
+    """Compute the shapes of the adapters' tensors before there are any."""
     shapes: dict[str, torch.Size] = {}
     for name, layer in target_layers(policy, targets).items():
         stable = stable_name(f"{name}.")

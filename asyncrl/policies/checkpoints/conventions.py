@@ -1,4 +1,4 @@
-"""Which policy a published folder holds: what it says and the user's choices in, a configuration out."""
+"""Decide which policy a published folder holds, from what it says and what the user chose."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PublishedOptions:
 
 
 def config_of(opened: PublishedFolder, choices: PublishedOptions) -> OpenVLAOFTConfig:
-    """Configuration of the policy in a published folder.
+    """Build the configuration of the policy in a published folder.
 
     Raises:
         CheckpointError: the statistics cannot be found.
@@ -74,7 +74,7 @@ def _gripper_of(key: str) -> str:
 
 
 def _computed(files: TensorFiles) -> str:
-    """What a policy computes in whose output layer has a certain type."""
+    """Decide what a policy computes in whose output layer has a certain type."""
     name = "language_model.lm_head.weight"
     half = name in files.names() and files.spec(name).dtype == torch.bfloat16
     return "bfloat16" if half else "float32"
@@ -88,7 +88,7 @@ def _proprio(files: TensorFiles, wanted: bool) -> dict[str, Any]:
 
 
 def _critic(files: TensorFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[str, Any]:
-    """Level and hidden features of the value head that the folder holds; its last layer tells the level."""
+    """Read level and hidden features of the folder's value head; its last layer tells the level."""
     names = [f"{CRITIC}mlp.{layer}.weight" for layer in (0, 2, 4)]
     if not wanted or not all(name in files.names() for name in names):
         return {"value_head": "none"}

@@ -1,9 +1,9 @@
-"""Policy folders turned into each other, tensor by tensor: published OpenVLA layout <-> our own.
+"""Convert policy folders tensor by tensor: published OpenVLA layout <-> our own.
 
 No policy is built and at most a few tensors are in memory. What a published folder holds and our policy does
 not use is kept in ours, so that it can be given back:
 
-    unused.safetensors        published tensors that never matter (see `published.dropped_tensors`)
+    unused.safetensors        published tensors that never matter (see `published_names.dropped_tensors`)
     dataset_statistics.json   as it was, the ranges of proprioception included
     published/                config.json and the small files that only other stacks read
 """
@@ -186,7 +186,7 @@ def open_source(folder: Path, choices: PublishedOptions) -> PolicySource:
 
 
 def pass_through_of(folder: Path) -> PassThroughFiles:
-    """What a published folder, or our conversion of one, holds besides the policy.
+    """Collect what a published folder, or our conversion of one, holds besides the policy.
 
     Raises:
         CheckpointError: it is neither, or broken.

@@ -1,9 +1,9 @@
-"""Policies as files: our own folder, and the published OpenVLA layout in both directions.
+"""Load and save policies: our own folder, and the published OpenVLA layout.
 
 Our folder: `config.json`, `tokenizer.json` and weights, named as the module's (`stable_name`), in one
-`model.safetensors` or in shards. Published: Hugging Face shards with timm names, see `published`. Weights are
-streamed: loading takes the memory of the policy and of a few tensors. `conversion` turns folders into each
-other without building a policy.
+`model.safetensors` or in shards. Published: Hugging Face shards with timm names, see `published_names`.
+Weights are streamed: loading takes the memory of the policy and of a few tensors. `convert` turns folders
+into each other without building a policy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def save_policy(
         policy: Any device.
         folder: Created when missing; a policy that is in it is replaced.
         dtype: Of the numbers in the file (the policy computes in `config.dtype` all the same).
-        tensors: All weights by stable name, where the policy itself holds only a part of them (sharding).
+        tensors: All weights by stable name in their whole shape, where the policy itself holds only a part
+            of them (sharding).
         shard_bytes: Size above which a further weight file is begun.
     """
     kept = policy.config.torch_dtype if dtype == "config" else dtype
@@ -84,7 +85,16 @@ def write_policy(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write our own folder from its parts; `specs` and `tensors` in the same order, see `write_folder`."""
+    """Write our own folder from its parts.
+
+    Args:
+        folder: Created when missing.
+        config: Of the policy.
+        tokenizer: Of the policy.
+        specs: Shape and dtype in the file of each tensor.
+        tensors: In the order of `specs`; see `write_folder`.
+        shard_bytes: Size above which a further weight file is begun.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder, specs, tensors, shard_bytes=shard_bytes)
     with replacing(folder / "tokenizer.json") as part:
@@ -118,7 +128,7 @@ def read_policy(
 
 
 def read_config(folder: Path) -> OpenVLAOFTConfig:
-    """Configuration of a folder of ours.
+    """Read the configuration of a folder of ours.
 
     Raises:
         CheckpointError: it is of something else, or of another version.
@@ -173,7 +183,7 @@ def check_published(
 
 
 def build_on_meta(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer) -> OpenVLAOFT:
-    """A policy whose weights take no memory."""
+    """Build a policy whose weights take no memory."""
     with torch.device("meta"):
         return build_policy_model(config, tokenizer)
 

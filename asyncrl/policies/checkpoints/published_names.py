@@ -1,7 +1,7 @@
-"""The published OpenVLA layout: names, shapes and config.json of its files against those of our policy.
+"""Map names, shapes and config.json of the published OpenVLA layout to those of our policy.
 
 What the policy never computes (the last block, final norm and pooling head of the vision towers) has no
-native name: `dropped_tensors`. Pure: no files here, see `published_folder`.
+native name: `dropped_tensors`. Pure: no files here, see `published_policy`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ _SIGLIP_BLOCK: Final = {
     "layer_norm2": "norm2",
     "self_attn.out_proj": "attn.proj",
 }
-_WHOLE, _DINO_PLACES, _SIGLIP_PLACES, _CLASS_PLACE = "whole", "dino places", "siglip places", "class place"
-_PLACES: Final = "vision.dino.embeddings.position_embeddings"
+_WHOLE, _DINO_POSITIONS, _SIGLIP_POSITIONS, _CLASS_POSITION = (
+    "whole",
+    "dino places",
+    "siglip places",
+    "class place",
+)
+_POSITIONS: Final = "vision.dino.embeddings.position_embeddings"
 _TIMM_CLASS: Final = "vision_backbone.featurizer.cls_token"
 _QKV: Final = ("q", "k", "v")
 TensorMapping = tuple[str, str, str]
@@ -38,7 +43,7 @@ def _tower_rows(config: OpenVLAOFTConfig) -> Iterator[TensorMapping]:
     dino, timm = "vision.dino.", "vision_backbone.featurizer."
     yield dino + "embeddings.cls_token", timm + "cls_token", _WHOLE
     yield dino + "embeddings.register_tokens", timm + "reg_token", _WHOLE
-    yield dino + "embeddings.position_embeddings", timm + "pos_embed", _DINO_PLACES
+    yield dino + "embeddings.position_embeddings", timm + "pos_embed", _DINO_POSITIONS
     for kind in ("weight", "bias"):
         yield f"{dino}embeddings.patch_embeddings.projection.{kind}", f"{timm}patch_embed.proj.{kind}", _WHOLE
     for i in range(config.dino.depth - 1):
@@ -47,7 +52,7 @@ def _tower_rows(config: OpenVLAOFTConfig) -> Iterator[TensorMapping]:
         for n in (1, 2):
             yield f"{ours}layer_scale{n}.lambda1", f"{theirs}ls{n}.scale_factor", _WHOLE
     siglip, timm = "vision.siglip.", "vision_backbone.fused_featurizer."
-    yield siglip + "embeddings.position_embedding.weight", timm + "pos_embed", _SIGLIP_PLACES
+    yield siglip + "embeddings.position_embedding.weight", timm + "pos_embed", _SIGLIP_POSITIONS
     for kind in ("weight", "bias"):
         yield f"{siglip}embeddings.patch_embedding.{kind}", f"{timm}patch_embed.proj.{kind}", _WHOLE
     for i in range(config.siglip.depth - 1):
@@ -65,7 +70,7 @@ def _block_rows(ours: str, theirs: str, names: Mapping[str, str], attention: str
 
 
 def tensor_map(policy: OpenVLAOFT) -> list[TensorMapping]:
-    """One row per native parameter, in the order that parts of one published tensor are joined."""
+    """Make one row per native parameter, in the order that parts of one published tensor are joined."""
     rows = list(_tower_rows(policy.config))
     for name in native_names(policy):
         if name.startswith("llm."):
@@ -78,7 +83,7 @@ def tensor_map(policy: OpenVLAOFT) -> list[TensorMapping]:
 
 
 def qkv_rows(rows: Sequence[TensorMapping]) -> dict[str, tuple[str, ...]]:
-    """Our three layers, in order, by the published layer that is all of them; names without `.weight`."""
+    """Map a published layer to our three, in order, that it is all of; names without `.weight`."""
     layers: dict[str, tuple[str, ...]] = {}
     for ours, theirs, part in rows:
         if part in _QKV and ours.endswith(".weight"):
@@ -88,7 +93,7 @@ def qkv_rows(rows: Sequence[TensorMapping]) -> dict[str, tuple[str, ...]]:
 
 
 def dropped_tensors(config: OpenVLAOFTConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every published tensor that never affects the output."""
+    """List name and shape of every published tensor that never affects the output."""
     shapes: dict[str, tuple[int, ...]] = {}
     for timm, size in (("featurizer.", config.dino), ("fused_featurizer.", config.siglip)):
         d, block = size.width, f"blocks.{size.depth - 1}."
@@ -113,12 +118,12 @@ def _linears(size: TowerConfig, block: str) -> dict[str, tuple[int, ...]]:
 
 
 def modern_name(name: str) -> str:
-    """Raw timm weights call the layer scale gamma."""
+    """Rename the layer scale, which raw timm weights call gamma."""
     return name.replace(".ls1.gamma", ".ls1.scale_factor").replace(".ls2.gamma", ".ls2.scale_factor")
 
 
 def native_specs(policy: OpenVLAOFT) -> dict[str, Spec]:
-    """Type and shape of every parameter by stable name, without adapters; the policy may be on meta."""
+    """List dtype and shape of every parameter by stable name, without adapters; the policy may be on meta."""
     return {
         stable_name(name): Spec(p.dtype, tuple(p.shape))
         for name, p in policy.named_parameters()
@@ -127,7 +132,7 @@ def native_specs(policy: OpenVLAOFT) -> dict[str, Spec]:
 
 
 def published_specs(rows: Sequence[TensorMapping], natives: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Type and shape of what `to_published` gives, in its order; reads nothing."""
+    """Compute dtype and shape of what `to_published` gives, in its order; reads nothing."""
     empty = ((name, spec.empty()) for name, spec in natives.items())
     return {name: Spec(t.dtype, tuple(t.shape)) for name, t in to_published(rows, empty)}
 
@@ -135,7 +140,9 @@ def published_specs(rows: Sequence[TensorMapping], natives: Mapping[str, Spec]) 
 def to_native(
     rows: Sequence[TensorMapping], published: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors from published ones, one by one; parts of one tensor share its memory.
+    """Turn published tensors into ours, one by one; parts of one tensor share its memory.
+
+    Dtypes stay; the shape of a part is that of our parameter.
 
     Args:
         rows: See `tensor_map`.
@@ -152,14 +159,16 @@ def to_native(
 def to_published(
     rows: Sequence[TensorMapping], natives: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Published tensors from ours, each as soon as its parts are there; without those never used.
+    """Turn our tensors into published ones, each as soon as its parts are there; without those never used.
+
+    Dtypes stay; shapes are those of `published_specs`.
 
     Args:
         rows: See `tensor_map`.
         natives: All of ours, in any order: parts wait in memory until the last one comes.
     """
     sources: dict[str, list[TensorMapping]] = {}
-    for row in [*rows, (_PLACES, _TIMM_CLASS, _CLASS_PLACE)]:
+    for row in [*rows, (_POSITIONS, _TIMM_CLASS, _CLASS_POSITION)]:
         sources.setdefault(row[1], []).append(row)
     feeds: dict[str, list[str]] = {}
     for theirs, feeding in sources.items():
@@ -178,26 +187,26 @@ def to_published(
 def _native_part(tensor: Tensor, part: str) -> Tensor:
     if part in _QKV:
         return tensor.chunk(3, dim=0)[_QKV.index(part)]
-    if part == _DINO_PLACES:  # the class token has no place in the published model
+    if part == _DINO_POSITIONS:  # the class token has no position in the published model
         return torch.cat([torch.zeros_like(tensor[:, :1]), tensor], dim=1)
-    return tensor[0] if part == _SIGLIP_PLACES else tensor
+    return tensor[0] if part == _SIGLIP_POSITIONS else tensor
 
 
 def _join(parts: Sequence[tuple[Tensor, str]]) -> Tensor:
     tensor, kind = parts[0]
-    if parts[-1][1] == _CLASS_PLACE:
-        place = parts[-1][0][:, :1]
-        learned = not place.is_meta and bool(place.any())  # fine-tuning may have given it a place
-        return tensor + place if learned else tensor  # adding zero would turn -0.0 into 0.0
-    if kind == _DINO_PLACES:
+    if parts[-1][1] == _CLASS_POSITION:
+        position = parts[-1][0][:, :1]
+        learned = not position.is_meta and bool(position.any())  # fine-tuning may have given it one
+        return tensor + position if learned else tensor  # adding zero would turn -0.0 into 0.0
+    if kind == _DINO_POSITIONS:
         return tensor[:, 1:]
-    if kind == _SIGLIP_PLACES:
+    if kind == _SIGLIP_POSITIONS:
         return tensor[None]
     return torch.cat([part for part, _ in parts]) if len(parts) > 1 else tensor
 
 
 def published_config(config: OpenVLAOFTConfig) -> dict[str, Any]:
-    """The published config.json, without the action statistics."""
+    """Build the published config.json, without the action statistics."""
     text = {"model_type": "llama", "vocab_size": config.vocab_size, "pad_token_id": config.token_count}
     return {
         "model_type": "openvla",

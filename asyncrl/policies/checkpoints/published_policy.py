@@ -1,4 +1,4 @@
-"""A folder in the published OpenVLA layout: opened and understood, or written.
+"""Open, understand and write a folder in the published OpenVLA layout.
 
 Besides the weights it has `config.json` (with action statistics), `dataset_statistics.json` (which win),
 `tokenizer.json`, and files that only other stacks read: they are carried along.
@@ -60,7 +60,7 @@ def refuse_other_heads(folder: Path) -> None:
 
 
 def find_proprio(folder: Path) -> Path | None:
-    """File of the proprioception projector, if there is one.
+    """Find the file of the proprioception projector, if there is one.
 
     Raises:
         CheckpointError: there are several.
@@ -75,7 +75,7 @@ def find_proprio(folder: Path) -> Path | None:
 
 
 def read_proprio(file: Path) -> dict[str, Tensor]:
-    """Tensors of the projector as ``proprio_projector.fc1.weight`` ``[D, proprio_dim]`` and so on.
+    """Read the projector: ``proprio_projector.fc1.weight`` ``[D, Q]`` and so on, in the dtype of the file.
 
     Raises:
         CheckpointError: the file is missing, truncated, or holds something else than tensors.
@@ -84,7 +84,7 @@ def read_proprio(file: Path) -> dict[str, Tensor]:
 
 
 def read_pt(file: Path) -> dict[str, Tensor]:
-    """Tensors of a `.pt` or `.bin` state dict, without the `module.` that data-parallel training puts before.
+    """Read a `.pt` or `.bin` state dict, shape and dtype kept; the `module.` of data-parallel runs is cut.
 
     Raises:
         CheckpointError: the file is missing, truncated, or holds something else than tensors.
@@ -153,7 +153,7 @@ class PublishedFolder:
         )
 
     def action_stats(self) -> dict[str, NormStats]:
-        """Action ranges by data set.
+        """Return the action ranges by data set.
 
         Raises:
             CheckpointError: an entry is incomplete.
@@ -162,7 +162,7 @@ class PublishedFolder:
 
 
 def read_statistics(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics of config.json, overlaid by `dataset_statistics.json`; only entries that have actions."""
+    """Read the statistics of config.json and, over them, `dataset_statistics.json`; only those of actions."""
     statistics: dict[str, Any] = dict(fields.get("norm_stats") or {})
     if (folder / STATISTICS).exists():
         statistics |= read_json(folder / STATISTICS)
@@ -180,7 +180,7 @@ def _action_stats(folder: Path, statistics: Mapping[str, Any]) -> dict[str, Norm
 
 
 def statistics_to_write(config: OpenVLAOFTConfig, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics of a policy with all that is known about its data sets.
+    """Collect the statistics of a policy with all that is known about its data sets.
 
     Args:
         config: Its action ranges are what counts.
@@ -196,7 +196,7 @@ def statistics_to_write(config: OpenVLAOFTConfig, known: Mapping[str, Any]) -> d
 
 
 def conventions_of(fields: Mapping[str, Any]) -> tuple[OpenVLAOFTConfig | None, str]:
-    """Sizes and conventions that an export of ours wrote into its config.json, and its statistics key.
+    """Read the sizes, conventions and statistics key that an export of ours wrote into its config.json.
 
     Returns:
         None and "" for a folder from elsewhere.
@@ -243,9 +243,9 @@ def write_published(
         folder: Created when missing; what it has under the same names is replaced.
         config: Of the policy.
         tokenizer: Of the policy.
-        rows: See `published.tensor_map`.
+        rows: See `published_names.tensor_map`.
         specs: Of the native tensors, in the order in which they come.
-        natives: All parameters by stable name, adapters merged.
+        natives: All parameters by stable name, adapters merged; shapes and dtypes as in `specs`.
         pass_through: What the policy came from.
         shard_bytes: Size above which a further weight file is begun.
     """

@@ -1,4 +1,4 @@
-"""OpenVLA, which writes its action like text: frames and prompts in, C x 7 tokens out, one after another.
+"""OpenVLA, which writes its action like text: C x 7 tokens, one after another.
 
 The language model reads ``[<s>][patches][proprioception?][rest of the prompt]`` and attends to the past only.
 The last prompt token speaks for token 0; every chosen token is read in turn and speaks for the next one.
@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.language import read
+from asyncrl.policies.openvla.language import run_trunk
 from asyncrl.policies.openvla.parallel import OpenVLAOFT, SampledTokens
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.policies.sampling import action_distribution, take_tokens
@@ -32,10 +32,11 @@ class OpenVLA(OpenVLAOFT):
 
         Args:
             inputs: What `preprocess` gives.
-            tokens_BK: ``[B, K]`` bins; None: the prompt alone.
+            tokens_BK: ``[B, K]`` bins of any integer dtype; None: the prompt alone.
 
         Returns:
-            Embeddings ``[B, P + L (+ K - 1), D]``, mask (None: no padding), place of the last prompt token.
+            Embeddings ``[B, S, D]`` in the weights' dtype, S = P + L (+ K - 1), mask ``[B, S]`` int64 (None:
+            no padding), index of the last prompt token.
         """
         embeddings, mask = self.embed_prompt(inputs)
         last_prompt = embeddings.shape[1] - 1
@@ -49,10 +50,12 @@ class OpenVLA(OpenVLAOFT):
     def choose(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Choose one token after the other; token k takes uniform k. See `OpenVLAOFT.choose`.
+        """Choose one token after the other; token k takes uniform k.
 
-        The cache of keys and values grows by one place per token: no shape depends on numbers, so the whole
-        call can be captured as one CUDA graph.
+        Shapes and dtypes are those of `OpenVLAOFT.choose`: ``[B, K]`` uniforms float64, tokens int64.
+
+        The cache of keys and values grows by one position per token: no shape depends on numbers, so the
+        whole call can be captured as one CUDA graph.
         """
         embeddings, mask, _ = self.embed(inputs)
         cache = DynamicCache(config=self.llm.config)
@@ -70,13 +73,13 @@ class OpenVLA(OpenVLAOFT):
         return SampledTokens(torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), prompt_B1D)
 
     def _read(self, embeddings: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
-        """Read some more places; the final hidden state ``[B, 1, D]`` of the last one."""
-        return read(self.llm, embeddings, mask, causal=True, cache=cache)[:, -1:]
+        """Read some more positions; return the final hidden state ``[B, 1, D]`` of the last one."""
+        return run_trunk(self.llm, embeddings, mask, causal=True, cache=cache)[:, -1:]
 
     def _embed_bins(self, tokens: Tensor) -> Tensor:
         return self.llm.embed_tokens(tokens.long() + self.config.first_action_id)
 
 
 def build_policy_model(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> OpenVLAOFT:
-    """The class that `config.decoding` asks for, with random weights."""
+    """Build the class that `config.decoding` asks for, with random weights."""
     return (OpenVLA if config.causal else OpenVLAOFT)(config, tokenizer)

@@ -1,4 +1,4 @@
-"""What shapes an OpenVLA(-OFT) policy and gives its tokens a meaning: `config.json` in, checked sizes out."""
+"""Describe an OpenVLA(-OFT) policy: its sizes, and what its tokens mean. Checks what `config.json` says."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class OpenVLAOFTConfig:
 
     @classmethod
     def tiny(cls, **changes: Any) -> OpenVLAOFTConfig:
-        """About two million parameters: the same path on a laptop."""
+        """Return a size of about two million parameters: the same path on a laptop."""
         tower = TowerConfig(width=96, depth=5, heads=3, mlp=192)
         sizes: dict[str, Any] = {"image_size": 64, "patch_size": 8, "dino": tower, "siglip": tower}
         sizes |= {"llm_width": 128, "llm_layers": 4, "llm_heads": 4, "llm_mlp": 384}
@@ -85,7 +85,7 @@ class OpenVLAOFTConfig:
 
     @classmethod
     def full(cls, **changes: Any) -> OpenVLAOFTConfig:
-        """The published 7B model."""
+        """Return the size of the published 7B model."""
         dino = TowerConfig(width=1024, depth=24, heads=16, mlp=4096)
         siglip = TowerConfig(width=1152, depth=27, heads=16, mlp=4304)
         sizes: dict[str, Any] = {"image_size": 224, "patch_size": 14, "dino": dino, "siglip": siglip}
@@ -134,7 +134,7 @@ class OpenVLAOFTConfig:
         return getattr(torch, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries, lists and numbers."""
+        """Write plain dictionaries, lists and numbers."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""The language model's parts: the Llama trunk, its mask and positions, the action rows of its output layer.
+"""Build and run the language model: the Llama trunk, its mask and positions, and the heads on it.
 
 Dimension letters:
-    B  rows      S  places      Q  places that ask      K  tokens of a decision      N = 256 action bins
+    B  rows      S  positions      Q  new positions      K  tokens of a decision      N = 256 action bins
     D  width of the language model
 """
 
@@ -40,7 +40,7 @@ class ValueHead(nn.Module):
         self.mlp = nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2])
 
     def forward(self, hidden_BD: Tensor) -> Tensor:
-        """``[B, D]`` hidden states of any type to ``[B, V]`` float32 values."""
+        """Turn hidden states ``[B, D]`` of any float dtype into values ``[B, V]`` float32."""
         values = hidden_BD.float()
         with torch.autocast(hidden_BD.device.type, enabled=False):
             for layer in self.mlp:
@@ -60,7 +60,7 @@ class ActionHead(nn.Linear):
         self.first = config.first_action_id
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[B, K, D]`` hidden states to ``[B, K, N]`` float32 logits of the action bins."""
+        """Turn hidden states ``[B, K, D]`` of any float dtype into logits ``[B, K, N]`` float32 of bins."""
         with torch.autocast(input.device.type, enabled=False):
             return nn.functional.linear(input.float(), self.weight[self.first : self.first + BINS].float())
 
@@ -74,13 +74,13 @@ class ProprioProjector(nn.Module):
         self.fc2 = nn.Linear(llm_width, llm_width)
 
     def forward(self, proprio: Tensor) -> Tensor:
-        """``[B, numbers]`` float32 to ``[B, 1, D]``."""
+        """Turn ``[B, numbers]`` float32 into one token ``[B, 1, D]`` in the weights' dtype."""
         hidden = nn.functional.gelu(self.fc1(proprio.to(self.fc1.weight.dtype)))
         return self.fc2(hidden).unsqueeze(1)
 
 
 def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
-    """A Llama model; for parallel decoding it attends in both directions, or OFT loses half its successes."""
+    """Build a Llama model; for parallel decoding it attends both ways, or OFT loses half its successes."""
     return LlamaModel(
         LlamaConfig(
             vocab_size=config.vocab_size,
@@ -97,52 +97,52 @@ def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
     )
 
 
-def read(
+def run_trunk(
     llm: LlamaModel, x_BQD: Tensor, mask_BS: Tensor | None, *, causal: bool, cache: Cache | None = None
 ) -> Tensor:
-    """Run the layers and the final norm over some more places.
+    """Run the layers and the final norm over some more positions.
 
     Not by the model's own `forward`: that looks at the numbers of a mask, which waits for the device, and
     makes a mask where none is needed once it is compiled or captured, which costs the fast attention.
 
     Args:
         llm: Its layers, rotary embedding and final norm are used.
-        x_BQD: ``[B, Q, D]`` embeddings.
-        mask_BS: ``[B, S]``, 0 = padding, over all places so far; None: no padding. Padding takes no position:
-            a padded prompt gets those of an unpadded one.
-        causal: Whether a place sees only those up to itself.
-        cache: Keys and values of the places before; takes in those of the new ones.
+        x_BQD: ``[B, Q, D]`` embeddings in the weights' dtype.
+        mask_BS: ``[B, S]`` integer or bool, 0 = padding, over all positions so far; None: no padding. Padding
+            is not counted: the rotary positions of a padded prompt are those of an unpadded one.
+        causal: Whether a position sees only those up to itself.
+        cache: Keys and values of the positions before; takes in those of the new ones.
 
     Returns:
-        ``[B, Q, D]`` final hidden states.
+        ``[B, Q, D]`` final hidden states in the weights' dtype.
     """
-    asking = x_BQD.shape[1]
+    new = x_BQD.shape[1]
     before = cache.get_seq_length() if cache is not None else 0
     attends_B1QS = None
     if mask_BS is None:
-        positions = torch.arange(before, before + asking, device=x_BQD.device)[None]
+        positions = torch.arange(before, before + new, device=x_BQD.device)[None]
     else:
-        attends_B1QS = _attends(mask_BS, asking, causal=causal)
-        positions = (mask_BS.cumsum(dim=1) - 1).clamp(min=0)[:, -asking:]
-    turns = llm.rotary_emb(x_BQD, position_ids=positions)
+        attends_B1QS = _attends(mask_BS, new, causal=causal)
+        positions = (mask_BS.cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
+    rotary = llm.rotary_emb(x_BQD, position_ids=positions)
     for layer in llm.layers:
         x_BQD = layer(
             x_BQD,
             attention_mask=attends_B1QS,
             position_ids=positions,
-            position_embeddings=turns,
+            position_embeddings=rotary,
             past_key_values=cache,
             use_cache=cache is not None,
-            is_causal=causal and asking > 1,
+            is_causal=causal and new > 1,
         )
     return llm.norm(x_BQD)
 
 
-def _attends(mask_BS: Tensor, asking: int, *, causal: bool) -> Tensor:
-    """``[B, 1, Q, S]`` bool: which places the last Q see."""
+def _attends(mask_BS: Tensor, new: int, *, causal: bool) -> Tensor:
+    """Tell which positions the last Q see: ``[B, 1, Q, S]`` bool."""
     seen = mask_BS.shape[1]
-    attends_B1QS = mask_BS.bool()[:, None, None, :].expand(-1, 1, asking, -1)
+    attends_B1QS = mask_BS.bool()[:, None, None, :].expand(-1, 1, new, -1)
     if not causal:
         return attends_B1QS
-    before_QS = torch.ones(asking, seen, dtype=torch.bool, device=mask_BS.device).tril(seen - asking)
+    before_QS = torch.ones(new, seen, dtype=torch.bool, device=mask_BS.device).tril(seen - new)
     return attends_B1QS & before_QS

@@ -1,14 +1,14 @@
-"""OpenVLA-OFT with discrete actions, on transformers: frames and prompts in, 8 x 7 action tokens out.
+"""OpenVLA-OFT with discrete actions, on transformers: all 8 x 7 action tokens in one pass.
 
 The language model reads ``[<s>][patches][proprioception?][rest of the prompt][56 empty slots][</s>?]`` once
-and attends in both directions. The output at a place speaks for the slot after it: token 0 is read at the
+and attends in both directions. The output at a position speaks for the slot after it: token 0 is read at the
 last prompt token, and the last slot is not read. Acting never waits for the device.
 
 Dimension letters:
     B  rows      H, W  frame size in pixels      L  prompt tokens      P  patches of all pictures, + 1 with
     D  width of the language model                  proprioception
     C = 8 steps per decision      A = 7 action dimensions      K = C * A slots      N = 256 action bins
-    S = L + P + K (+ 1 with a stop token) places      V  values per decision: 1, or C
+    S = L + P + K (+ 1 with a stop token) positions      V  values per decision: 1, or C
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncrl.policies.interface import (
     SamplingParams,
 )
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.language import ActionHead, ProprioProjector, ValueHead, build_llm, read
+from asyncrl.policies.openvla.language import ActionHead, ProprioProjector, ValueHead, build_llm, run_trunk
 from asyncrl.policies.openvla.preprocess import build_inputs, place_pictures, require_complete
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.policies.openvla.vision import FusedVision, Projector, stable_name
@@ -151,18 +151,21 @@ class OpenVLAOFT(PolicyModule):
     def preprocess(
         self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
     ) -> PolicyInputs:
-        """Move frames, prompts and proprioception to the device; see `interface.Policy.preprocess`."""
+        """Move frames ``[B, H, W, 3]`` uint8, prompts and proprioception to the device.
+
+        See `interface.Policy.preprocess`.
+        """
         return build_inputs(self.config, self.tokenizer, self.device, frames, tasks, proprio)
 
     def place_pictures(self, frames: NDArray[np.uint8]) -> Tensor:
-        """The pictures of `preprocess` alone: frames ``[..., H, W, 3]`` uint8 to `PolicyInputs.pixels`."""
+        """Turn frames ``[..., H, W, 3]`` uint8 into `PolicyInputs.pixels`, as `preprocess` does."""
         return place_pictures(self.config, frames, self.device)
 
     def embed_prompt(self, inputs: PolicyInputs) -> tuple[Tensor, Tensor | None]:
         """Lay out what is known before a decision.
 
         Returns:
-            Embeddings ``[B, L + P, D]`` and mask ``[B, L + P]`` (None: no padding).
+            Embeddings ``[B, L + P, D]`` in the weights' dtype, mask ``[B, L + P]`` int64 (None: no padding).
 
         Raises:
             ConfigError: The inputs lack a picture or proprioception that the policy needs.
@@ -191,7 +194,8 @@ class OpenVLAOFT(PolicyModule):
             tokens_BK: Not looked at: the slots are empty (zeros) whatever was or will be chosen.
 
         Returns:
-            Embeddings ``[B, S, D]``, mask ``[B, S]`` (None: no padding), place of the last prompt token.
+            Embeddings ``[B, S, D]`` in the weights' dtype, mask ``[B, S]`` int64 (None: no padding), index of
+            the last prompt token.
         """
         prompt, mask = self.embed_prompt(inputs)
         parts = [prompt, prompt.new_zeros(len(prompt), self.config.slots, self.config.llm_width)]
@@ -204,12 +208,19 @@ class OpenVLAOFT(PolicyModule):
         return embeddings_BSD, mask, prompt.shape[1] - 1
 
     def readout(self, inputs: PolicyInputs, tokens_BK: Tensor | None = None) -> Tensor:
-        """Final hidden states ``[B, K, D]`` of the action tokens; the first is at the last prompt token.
+        """Compute the final hidden states of the action tokens; the first is at the last prompt token.
 
         Shapes depend on those of `inputs` alone, and on `PolicyInputs.padded`.
+
+        Args:
+            inputs: What `preprocess` gives.
+            tokens_BK: ``[B, K]`` bins of any integer dtype, for a policy that reads them.
+
+        Returns:
+            ``[B, K, D]`` in the weights' dtype.
         """
         embeddings_BSD, mask_BS, last_prompt = self.embed(inputs, tokens_BK)
-        hidden_BSD = read(self.llm, embeddings_BSD, mask_BS, causal=self.config.causal)
+        hidden_BSD = run_trunk(self.llm, embeddings_BSD, mask_BS, causal=self.config.causal)
         return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]
 
     def choose(
@@ -227,14 +238,22 @@ class OpenVLAOFT(PolicyModule):
         return SampledTokens(take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)
 
     def value_of(self, hidden_BKD: Tensor, *, critic_through_policy: bool = False) -> Tensor | None:
-        """Critic's values ``[B, V]`` float32, read at the last prompt token."""
+        """Compute the critic's values at the last prompt token.
+
+        Args:
+            hidden_BKD: What `readout` gives, of any float dtype.
+            critic_through_policy: Whether gradients of the values reach the policy.
+
+        Returns:
+            ``[B, V]`` float32; None without a critic.
+        """
         if self.value_head is None:
             return None
         hidden_BD = hidden_BKD[:, 0]
         return self.value_head(hidden_BD if critic_through_policy else hidden_BD.detach())
 
     def values(self, inputs: PolicyInputs, *, critic_through_policy: bool = False) -> Tensor:
-        """Critic's values alone; see `interface.Policy.values`.
+        """Compute the critic's values ``[B, V]`` float32 alone; see `interface.Policy.values`.
 
         Raises:
             ConfigError: the policy has no value head.
@@ -250,7 +269,7 @@ class OpenVLAOFT(PolicyModule):
         return values
 
     def as_chunk(self, per_token_BK: Tensor) -> Tensor:
-        """``[B, K]`` to ``[B, C, A]``."""
+        """Fold ``[B, K]`` of any dtype into ``[B, C, A]``."""
         return per_token_BK.unflatten(1, (self.config.chunk, self.config.action_dim))
 
     @torch.no_grad()
@@ -284,7 +303,10 @@ class OpenVLAOFT(PolicyModule):
         *,
         critic_through_policy: bool = False,
     ) -> EvaluateResult:
-        """Log-probs of given tokens ``[B, C, A]`` with gradient; see `interface.Policy.evaluate`."""
+        """Compute ``[B, C, A]`` float32 log-probs of given tokens, with gradient.
+
+        See `interface.Policy.evaluate`.
+        """
         tokens_BK = sample["tokens"].flatten(1)
         hidden_BKD = self.readout(inputs, tokens_BK)
         logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling, tokens_BK)
@@ -302,27 +324,27 @@ class OpenVLAOFT(PolicyModule):
         *,
         critic_through_policy: bool = False,
     ) -> EvaluateResult:
-        """Same as `evaluate`: sharding hooks onto `forward`."""
+        """See `evaluate`: sharding hooks onto `forward`."""
         return self.evaluate(inputs, sample, sampling, critic_through_policy=critic_through_policy)
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Bins ``[..., A]`` to float32 actions in the environment's units and gripper convention."""
+        """Turn integer bins ``[..., A]`` into float32 actions in the environment's units and conventions."""
         actions = action_tokens.decode(tokens)
         if self.config.norm_key:
             actions = action_tokens.unnormalise(actions, self.config.norm_stats[self.config.norm_key])
         return action_tokens.with_gripper(actions, self.config.gripper)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """What an update changes, by stable name."""
+        """Return what an update changes, by stable name."""
         return {stable_name(name): p for name, p in self.named_parameters() if p.requires_grad}
 
     def blocks(self) -> Iterator[nn.Module]:
-        """Vision blocks and Llama layers in the order in which they run."""
+        """Yield vision blocks and Llama layers in the order in which they run."""
         yield from self.vision.dino.encoder.layer
         yield from self.vision.siglip.encoder.layers
         yield from self.llm.layers
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Numbers in all parameters of a module."""
+    """Count the numbers in all parameters of a module."""
     return sum(math.prod(p.shape) for p in module.parameters())

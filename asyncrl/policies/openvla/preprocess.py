@@ -1,4 +1,4 @@
-"""Frames, instructions and proprioception in, `PolicyInputs` on the device out; what is missing is named.
+"""Build `PolicyInputs` on the device from frames, instructions and proprioception; name what is missing.
 
 Dimension letters:
     B  rows      H, W  frame size in pixels      N  pictures per row      Q  numbers of proprioception
@@ -54,7 +54,7 @@ def prepare_oft(frames: NDArray[np.uint8], size: int, device: torch.device) -> T
 
 
 def encode_jpeg(frame: NDArray[np.uint8]) -> bytes:
-    """JPEG file of a frame ``[H, W, 3]``: quality 95, colours at half the resolution (4:2:0)."""
+    """Write a frame ``[H, W, 3]`` uint8 as a JPEG file: quality 95, colours at half resolution (4:2:0)."""
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(frame)).save(
         file, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0"
@@ -63,15 +63,15 @@ def encode_jpeg(frame: NDArray[np.uint8]) -> bytes:
 
 
 def through_jpeg(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """``[H, W, 3]`` uint8 as it comes back from a JPEG file: what the fine-tuning data went through."""
+    """Pass ``[H, W, 3]`` uint8 through a JPEG file and back, as the fine-tuning data was."""
     with Image.open(io.BytesIO(encode_jpeg(frame))) as image:
         return np.asarray(image.convert("RGB"))
 
 
 def lanczos3_weights(source: int, target: int) -> NDArray[np.float64]:
-    """Weights of the source pixels in every target pixel, along one axis.
+    """Compute the weights of the source pixels in every target pixel, along one axis.
 
-    Pixels are at half-integer places; when the picture shrinks, the window grows with it (antialiasing).
+    Pixels are at half-integer coordinates; when the picture shrinks, the window grows with it (antialiasing).
 
     Returns:
         ``[target, source]`` float64; every row adds up to 1.
@@ -106,13 +106,13 @@ def resize_lanczos3(frames_BHW3: Tensor, size: int) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _crop_places(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower and upper neighbour ``[S]`` int64 of every sampled place, and the upper one's share ``[S]``."""
+def _crop_neighbours(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute lower and upper neighbour ``[S]`` int64 of every sample, and the upper one's share ``[S]``."""
     side = np.sqrt(CROPPED_AREA)
-    places = ((1 - side) / 2 + np.linspace(0, 1, size) * side) * (size - 1)  # corners meet corners
-    lower = np.floor(places).astype(np.int64)
+    samples = ((1 - side) / 2 + np.linspace(0, 1, size) * side) * (size - 1)  # corners meet corners
+    lower = np.floor(samples).astype(np.int64)
     upper = np.minimum(lower + 1, size - 1)
-    share = (places - lower).astype(np.float32)
+    share = (samples - lower).astype(np.float32)
     return (
         constant_to_device(lower, device),
         constant_to_device(upper, device),
@@ -129,7 +129,7 @@ def crop_centre(frames_BSS3: Tensor) -> Tensor:
     Returns:
         ``[B, S, S, 3]`` uint8: ``255.5 x`` without its fraction, for x in [0, 1].
     """
-    lower, upper, share_S = _crop_places(frames_BSS3.shape[1], frames_BSS3.device)
+    lower, upper, share_S = _crop_neighbours(frames_BSS3.shape[1], frames_BSS3.device)
     levels = frames_BSS3.float() / 255
     left, right = levels.index_select(2, lower), levels.index_select(2, upper)
     levels = left + (right - left) * share_S[:, None]
@@ -152,7 +152,15 @@ def build_inputs(
     tasks: Sequence[str],
     proprio: NDArray[np.floating] | None,
 ) -> PolicyInputs:
-    """Do what `protocol.Policy.preprocess` says, without waiting for the device.
+    """Do what `interface.Policy.preprocess` says, without waiting for the device.
+
+    Args:
+        config: Of the policy.
+        tokenizer: Of the policy.
+        device: Of the result.
+        frames: ``[B, H, W, 3]`` uint8, or ``[B, N, H, W, 3]`` for a policy of N pictures.
+        tasks: ``B`` instructions.
+        proprio: ``[B, Q]`` of any float dtype, in the environment's units.
 
     Raises:
         ConfigError: The frames or the proprioception are missing, or not of the type and shape needed.
@@ -171,7 +179,7 @@ def build_inputs(
 
 
 def place_pictures(config: OpenVLAOFTConfig, frames: NDArray[np.uint8], device: torch.device) -> Tensor:
-    """``[..., H, W, 3]`` uint8 on the device, after the `image_pipeline` that the policy wants."""
+    """Move ``[..., H, W, 3]`` uint8 to the device, through the `image_pipeline` that the policy wants."""
     if config.image_pipeline == "oft":
         return prepare_oft(frames, config.image_size, device)
     return to_device(frames, device)
@@ -216,7 +224,7 @@ def _lacks_proprio(config: OpenVLAOFTConfig) -> ConfigError:
 def _place_proprio(
     config: OpenVLAOFTConfig, proprio: NDArray[np.floating] | None, rows: int, device: torch.device
 ) -> Tensor | None:
-    """``[B, Q]`` float32 in [-1, 1]. What a policy does not look at is not asked for, and ignored."""
+    """Scale proprioception to ``[B, Q]`` float32 in [-1, 1]; what a policy does not look at is ignored."""
     if not config.proprio_dim:
         return None
     if proprio is None:

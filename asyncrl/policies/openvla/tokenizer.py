@@ -1,4 +1,4 @@
-"""Instructions to prompt tokens: B tasks in, left-padded ids and their mask out.
+"""Turn instructions into left-padded prompt tokens and their mask.
 
 The prompt is OpenVLA's. Its last token announces the action: the policy's first output is read there, so
 padding goes to the left; the beginning-of-sequence token stays in column 0, where the picture follows it.
@@ -91,7 +91,7 @@ _PIECE = r"\w+|[^\w\s]|\n"
 
 
 def build_word_tokenizer(words: Iterable[str] = WORDS) -> Tokenizer:
-    """One token per word, punctuation mark or line break: ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`."""
+    """Build one token per word, punctuation mark or line break; ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`."""
     pieces = [UNKNOWN, BEGIN, END, *re.findall(_PIECE, PROMPT.replace("{task}", "")), *words]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -150,7 +150,7 @@ class PromptTokenizer:
         path.write_text(self.tokenizer.to_str(pretty=False), encoding="utf-8")
 
     def ids(self, task: str) -> tuple[int, ...]:
-        """Prompt of one task, beginning with `<s>`; the task is put into lower case."""
+        """Tokenise the prompt of one task, beginning with `<s>`; the task is put into lower case."""
         known = self._known.get(task)
         if known is None:
             ids = self.tokenizer.encode(PROMPT.format(task=task.lower())).ids
@@ -164,7 +164,7 @@ class PromptTokenizer:
         return known
 
     def batch(self, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Prompts of equal length: `<s>`, padding, the rest.
+        """Tokenise prompts and bring them to equal length: `<s>`, padding, the rest.
 
         Returns:
             ids ``[B, L]`` int64 and mask ``[B, L]`` int64 (1 = token) on the CPU; L is the longest prompt,

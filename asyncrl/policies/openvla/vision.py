@@ -1,4 +1,4 @@
-"""Pictures to patch features: uint8 frames in, the joined features of a DINOv2 and a SigLIP tower out.
+"""Turn pictures into patch features: those of a DINOv2 and a SigLIP tower, joined.
 
 OpenVLA reads both towers after their second-to-last block, without the final norm. So the last block, the
 final norm and SigLIP's pooling head are not built at all.
@@ -42,7 +42,7 @@ _RENAMED = (
 
 
 def stable_name(name: str) -> str:
-    """Name of a parameter in files and broadcasts, whatever the version of transformers and the adapters."""
+    """Name a parameter in files and broadcasts, whatever the version of transformers and the adapters."""
     for old, new in _RENAMED:
         name = name.replace(old, new)
     return name
@@ -71,7 +71,7 @@ class TowerConfig:
 
 
 def build_dino(size: TowerConfig, image_size: int, patch_size: int) -> Dinov2WithRegistersModel:
-    """DINOv2 with registers, all blocks but the last, no final norm."""
+    """Build DINOv2 with registers, all blocks but the last, no final norm."""
     if size.mlp % size.width:
         raise ConfigError(
             f"The DINOv2 MLP has {size.mlp} features, not a multiple of its width {size.width}. "
@@ -96,7 +96,7 @@ def build_dino(size: TowerConfig, image_size: int, patch_size: int) -> Dinov2Wit
 
 
 def build_siglip(size: TowerConfig, image_size: int, patch_size: int) -> SiglipVisionModel:
-    """SigLIP's vision tower, all blocks but the last, no final norm, no pooling head."""
+    """Build SigLIP's vision tower, all blocks but the last, no final norm, no pooling head."""
     config = SiglipVisionConfig(
         hidden_size=size.width,
         num_hidden_layers=size.depth - 1,
@@ -114,7 +114,7 @@ def build_siglip(size: TowerConfig, image_size: int, patch_size: int) -> SiglipV
 
 
 def resize(frames_BHW3: Tensor, image_size: int) -> Tensor:
-    """Frames as whole grey levels of the right size.
+    """Resize frames to whole grey levels of the right size.
 
     Args:
         frames_BHW3: ``[B, H, W, 3]`` uint8.
@@ -133,7 +133,7 @@ def resize(frames_BHW3: Tensor, image_size: int) -> Tensor:
 
 
 def normalise(pixels_B3HW: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Grey levels ``[B, 3, H, W]`` in [0, 255] to ``(x / 255 - mean) / std`` per channel, float32."""
+    """Map grey levels ``[B, 3, H, W]`` float32 in [0, 255] to ``(x / 255 - mean) / std`` per channel."""
     return torch.stack([(pixels_B3HW[:, c] / 255 - mean[c]) / std[c] for c in range(3)], dim=1)
 
 
@@ -147,7 +147,7 @@ class FusedVision(nn.Module):
         self.siglip = build_siglip(siglip, image_size, patch_size)
 
     def forward(self, frames_BHW3: Tensor) -> Tensor:
-        """``[B, H, W, 3]`` uint8 to ``[B, P, D]``: DINOv2's features first, patches row by row."""
+        """Turn ``[B, H, W, 3]`` uint8 into ``[B, P, D]`` float: DINOv2's features first, patches by rows."""
         pixels = resize(frames_BHW3, self.image_size)
         dino = self.dino(pixel_values=normalise(pixels, DINO_MEAN, DINO_STD)).last_hidden_state
         siglip = self.siglip(pixel_values=normalise(pixels, (0.5,) * 3, (0.5,) * 3)).last_hidden_state
@@ -164,6 +164,6 @@ class Projector(nn.Module):
         self.fc3 = nn.Linear(llm_width, llm_width)
 
     def forward(self, features_BPD: Tensor) -> Tensor:
-        """``[B, P, D]`` to ``[B, P, llm_width]``."""
+        """Map ``[B, P, D]`` to ``[B, P, llm_width]``, both in the weights' dtype."""
         gelu = nn.functional.gelu
         return self.fc3(gelu(self.fc2(gelu(self.fc1(features_BPD)))))
