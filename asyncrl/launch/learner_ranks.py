@@ -25,9 +25,12 @@ from asyncrl.launch import build, rendezvous
 from asyncrl.launch.placement import Placement, pick_device
 from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedRanks, explain_lost_peer
 from asyncrl.learner.fsdp import make_float32_masters, shard
-from asyncrl.learner.ranks import LearnerRanks, NullLearnerPort, NullLog, NullPublisher, SingleRank
+from asyncrl.learner.learner import NullLog
+from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.weight_export import acting_types
+from asyncrl.replay.interface import NullLearnerPort
 from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
+from asyncrl.weights.interface import NullPublisher
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -47,6 +47,13 @@ class Log(Protocol):
         ...
 
 
+class NullLog:
+    """A `Log` that nobody reads."""
+
+    def write(self, step: int, values: Mapping[Metric, float]) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
     """Numbers of the learner's loop."""

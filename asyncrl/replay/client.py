@@ -1,8 +1,8 @@
-"""The ports over ZeroMQ, for actors and learner in their own processes: calls in, messages out and back.
+"""Reach the replay over ZeroMQ: the ports of actors and learner in processes of their own.
 
 What was not answered for good is repeated, at once when the replay was restarted. Episodes are recognised by
-id, acquisitions by turn, samples by request, so repeating is harmless. The ports of one process are in
-`inline.py`.
+id, acquisitions by number, samples by request, so repeating is harmless. The ports of one process are in
+`in_process_ports.py`.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class _SampleRequest:
     asked_at: float = -float("inf")
     asked_server_id: str = ""
     found: dict[int, dict[int, Episode]] = field(default_factory=dict)
-    """Place in the batch -> member -> episode."""
+    """Number in the batch -> member -> episode."""
     complete: bool = False
 
     def take(self, message: Message, episode: Episode) -> None:
@@ -215,17 +215,17 @@ class ZmqLearnerPort:
         """
         self._link = Connection(endpoint, "learner", "learner", version, security)
         self._requests = 0
-        self._wish: _SampleRequest | None = None
+        self._request: _SampleRequest | None = None
         self._reply: Message | None = None
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
         """See `LearnerPort.sample`. After a timeout the same question goes on waiting."""
         self._link.version = max(self._link.version, version)
-        wanted = self._wish
+        wanted = self._request
         if wanted is None or (wanted.groups, wanted.version) != (groups, version):
             self._requests += 1
             request = f"{self._link.session}-{self._requests}"
-            wanted = self._wish = _SampleRequest(groups=groups, version=version, request=request)
+            wanted = self._request = _SampleRequest(groups=groups, version=version, request=request)
         deadline = time.monotonic() + timeout
         while not wanted.complete and (left := deadline - time.monotonic()) > 0:
             self._ask(wanted)
@@ -237,7 +237,7 @@ class ZmqLearnerPort:
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "
                     f"the replay at {self._link.endpoint} {contents}."
                 )
-        self._wish = None
+        self._request = None
         return wanted.batch()
 
     def report_version(self, version: int) -> None:
@@ -275,9 +275,9 @@ class ZmqLearnerPort:
         for message in self._link.exchange(wait):
             if message.kind == "status_reply":
                 self._reply = message
-            elif message.kind == "batch" and self._wish and message["request"] == self._wish.request:
+            elif message.kind == "batch" and self._request and message["request"] == self._request.request:
                 assert message.episode is not None
-                self._wish.take(message, message.episode)
+                self._request.take(message, message.episode)
 
     def _ask(self, wanted: _SampleRequest) -> None:
         server_id, now = self._link.server_id, time.monotonic()

@@ -1,4 +1,4 @@
-"""Waiting for a full disk: failed attempts in, when to try again and how long it took out.
+"""Wait for a full disk: when to try again, and how long it took.
 
 While groups wait they stay in memory and nothing new is granted, so what is held is bounded by the credit.
 """

@@ -1,6 +1,6 @@
-"""What the actors and the learner see of the replay: grants of groups in, batches of groups out.
+"""Say what the actors and the learner see of the replay: `ActorPort` and `LearnerPort`.
 
-Two pairs of ports keep these protocols (`client.py`): over ZeroMQ, and inline for one process.
+Two pairs of ports keep these protocols: over ZeroMQ (`client.py`) and in one process (`in_process_ports.py`).
 """
 
 from __future__ import annotations
@@ -174,3 +174,24 @@ class LearnerPort(Protocol):
     def close(self) -> None:
         """Let go of the connection."""
         ...
+
+
+class NullLearnerPort:
+    """A `LearnerPort` without a replay."""
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        """Never asked: this rank's part comes from rank 0."""
+        raise AssertionError("only rank 0 samples")
+
+    def report_version(self, version: int) -> None:
+        """Do nothing."""
+
+    def status(self) -> dict[Metric, float]:
+        """Return nothing."""
+        return {}
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""

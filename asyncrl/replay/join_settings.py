@@ -1,4 +1,4 @@
-"""What a process that wants to join a run asks the replay first, and what it is told: the run's settings.
+"""Tell a process that wants to join a run the run's settings.
 
     visitor ──► replay   hello as 'visitor', then `settings` for part 0, 1, ... of the run's config.json
     replay ──► visitor   `settings_part`: that part, the number of parts, and where the weights can be fetched

@@ -1,4 +1,4 @@
-"""Who talks to the replay: introductions and farewells in, names and answers out.
+"""Keep track of who talks to the replay, and answer who comes and goes.
 
 Part of the replay's one serving thread. `PeerSender` is the way back to the peers.
 """
@@ -18,7 +18,7 @@ from asyncrl.messaging.wire import Message, encode
 from asyncrl.replay.join_settings import ROLE, JoinSettings
 from asyncrl.replay.replay import Replay
 
-TAKEN: Final = 5.0
+NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
 _LOG = logging.getLogger(__name__)
 _LOGGED: Final = 100
@@ -104,7 +104,7 @@ class Peers:
         """Give one that wants to join a part of the run's settings."""
         name = message["name"]
         part = self.settings.part(message["part"]) if self.settings else None
-        if name in self.actors.values() and self.replay.state.limiter.since_heartbeat(name) < TAKEN:
+        if name in self.actors.values() and self.replay.state.limiter.since_heartbeat(name) < NAME_RESERVED:
             why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
             self.sender.send(peer, "refused", reason=why)
         elif part is None:

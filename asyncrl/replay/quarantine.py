@@ -3,7 +3,7 @@
 The replay decides, because only it hears of the failures of all actors and its ledger outlives them all. It
 does not know which start state a number stands for: the actors do, so it tells them the names before the next
 grant, and an actor answers the grant of such a start state at once, without imagining. That costs a message
-per turn of the stream, and start states stay a pure function of seed and number, whatever failed.
+per such grant, and start states stay a pure function of seed and number, whatever failed.
 
 A failure is part of the event that gives its group up (`events.Dropped`): both are durable, or neither.
 """

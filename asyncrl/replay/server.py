@@ -1,4 +1,4 @@
-"""The replay process: messages of actors and the learner in, grants, receipts and batches out.
+"""Serve the replay to actors and the learner over one ROUTER socket.
 
 One thread serves, one writes files.
 
@@ -35,14 +35,14 @@ from asyncrl.replay.replay import Replay
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""
-HANGS_AFTER: Final = 300.0
+HANG_TIMEOUT: Final = 300.0
 """Seconds that handling what is there may take; a disk that needs longer is not there any more."""
 SHUTDOWN_TIMEOUT: Final = 5.0
 """Seconds the actors have to leave after the stop."""
-HELD_UP: Final = 2.0
-"""Seconds of a turn (a slow disk, a suspended machine) that are not counted as the actors' silence."""
-_AT_ONCE: Final = 64
-"""Messages handled before parked requests are looked at again."""
+LONG_PASS: Final = 2.0
+"""Seconds of one pass of the loop (a slow disk, a suspended machine) that do not count as actors' silence."""
+_MESSAGES_PER_PASS: Final = 64
+"""Messages handled before waiting requests are tried again."""
 
 
 def serve_replay(
@@ -93,9 +93,9 @@ class ReplayServer:
         """Begin without peers; those of an earlier process introduce themselves again."""
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
         self.peers = Peers(replay, self.sender, settings)
-        self._turned = time.monotonic()
+        self._served_at = time.monotonic()
         self._acquires: dict[bytes, int] = {}
-        self._sample: Message | None = None
+        self._sample_request: Message | None = None
         self._batch: deque[list[Buffer]] = deque()
         self._batch_of = ""
         """The request that `_batch` answers."""
@@ -109,7 +109,7 @@ class ReplayServer:
             "episode": self._episode,
             "failed": self._failed,
             "report": self._report,
-            "sample": self._want,
+            "sample": self._sample_asked,
             "version": self._version,
             "status": self._status,
             "stop": self._stop,
@@ -127,17 +127,17 @@ class ReplayServer:
 
     def serve_once(self, wait_ms: int) -> None:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
-        set_activity("serving", HANGS_AFTER)
+        set_activity("serving", HANG_TIMEOUT)
         if self.socket.poll(wait_ms):
             self._receive()
-        if time.monotonic() - self._turned > HELD_UP:
+        if time.monotonic() - self._served_at > LONG_PASS:
             self.replay.state.limiter.forgive_silence()
         self.replay.maintain()
         self._answer()
-        self._turned = time.monotonic()
+        self._served_at = time.monotonic()
 
     def _receive(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_MESSAGES_PER_PASS):
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -201,23 +201,23 @@ class ReplayServer:
                 self.sender.send(peer, "grant", turn=request_number, keep_video=grant.keep_video, **about)
 
     def _try_sample(self) -> None:
-        wanted = self._sample
+        wanted = self._sample_request
         if wanted is None or self._batch:
             return
         groups = self.replay.sample(wanted["groups"], wanted["version"], wanted["request"])
         if groups is None:
             why = self.replay.exhausted_reason[:4000]
             if why and self.sender.send(self.peers.learner, "refused", reason=why):
-                self._sample = None
+                self._sample_request = None
             return
-        self._sample, self._batch_of = None, wanted["request"]
-        for place, group in enumerate(groups):
-            about = {"request": self._batch_of, "group": place, "groups": len(groups), "size": len(group)}
+        self._sample_request, self._batch_of = None, wanted["request"]
+        for number, group in enumerate(groups):
+            about = {"request": self._batch_of, "group": number, "groups": len(groups), "size": len(group)}
             self._batch.extend(encode("batch", episode, **about) for episode in group)
 
     def _hello(self, peer: bytes, message: Message) -> None:
         if message["role"] == "learner" and peer != self.peers.learner:
-            self._sample = None
+            self._sample_request = None
             self._batch.clear()
         self.peers.hello(peer, message)
 
@@ -240,7 +240,7 @@ class ReplayServer:
             readings = {REPORTED[name]: value for name, value in message["readings"].items()}
             self.replay.report(self.peers.actors[peer], readings)
 
-    def _want(self, peer: bytes, message: Message) -> None:
+    def _sample_asked(self, peer: bytes, message: Message) -> None:
         if (
             peer != self.peers.learner
             or message["groups"] < 1
@@ -248,7 +248,7 @@ class ReplayServer:
         ):
             return
         self._batch.clear()
-        self._sample = message
+        self._sample_request = message
 
     def _version(self, peer: bytes, message: Message) -> None:
         if peer == self.peers.learner:

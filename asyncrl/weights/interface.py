@@ -91,6 +91,24 @@ class Publisher(Protocol):
         ...
 
 
+class NullPublisher:
+    """A `Publisher` without actors."""
+
+    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
+        """Hand this rank's part of the weights to rank 0, which sends them."""
+        as_weight_source(weights).write({})
+
+    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+        """Do nothing."""
+
+    def status(self) -> dict[Metric, float]:
+        """Return nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class Receiver(Protocol):
     """An actor's end. Used by one thread of the actor."""
 

@@ -77,9 +77,9 @@ def with_more_digits(policy: Any) -> Any:
 
 def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
     from asyncrl.learner.fsdp import shard
-    from asyncrl.learner.ranks import NullPublisher
     from asyncrl.learner.weight_export import ActingWeights, acting_types
     from asyncrl.weights.double_buffer import DoubleBuffer
+    from asyncrl.weights.interface import NullPublisher
 
     policy = policy_of(lora)
     types = acting_types(policy)

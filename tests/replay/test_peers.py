@@ -179,7 +179,7 @@ def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(
     socket.say(b"a", "acquire", turn=0)
     service.serve_once(0)
     clock.now += 100.0
-    service._turned -= 100.0
+    service._served_at -= 100.0
     service.serve_once(0)
     assert list(service.replay.state.limiter.open) == [0]
     clock.now += 31.0
