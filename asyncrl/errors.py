@@ -60,7 +60,7 @@ class RunError(AsyncRLError):
     """The run as a whole cannot go on."""
 
 
-def first_line(error: object, longest: int = 300) -> str:
-    """Shorten an error to its first line, which ends without a period; an error without text to its name."""
-    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line.strip()[:longest].rstrip(".")
+def first_line(error: object, longest: int = 200) -> str:
+    """Shorten an error to its first line, of at most `longest` characters; one without text to its name."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)[:longest]

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
-    {"errors", "records", "activity", "memory", "pixels", "placing", "capture"},
+    {"errors", "seeds", "records", "activity", "memory", "pixels", "placing", "capture"},
     {"registry", "storage.atomic", "metrics", "assets", "recipe", "imagination"},
     {"waits", "config"},
     {"observability", "metric_advice", "logbook", "run_folder", "checkpoint_state", "checkpoint_writer"},

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.errors import first_line
 from asyncrl.replay.interface import Cause
 
 Result = TypeVar("Result")
@@ -84,7 +85,7 @@ def _caught(places: list[int], attempt: Callable[[list[int]], Result]) -> Result
             raise
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # Raises again when the error was the device's and shows only now.
-        return RowFailure(place=places[0], cause="raised", reason=one_line(error), error=error)
+        return RowFailure(place=places[0], cause="raised", reason=reason_of(error), error=error)
 
 
 def breaks_device(error: Exception) -> bool:
@@ -97,8 +98,7 @@ def breaks_device(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
-def one_line(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Type and first line of an error, printable and not long."""
-    first = (str(error).splitlines() or [""])[0]
-    text = f"{type(error).__name__}: {first}"[:_REASON]
+    text = f"{type(error).__name__}: {first_line(error)}"[:_REASON]
     return "".join(letter if letter.isprintable() else "?" for letter in text)

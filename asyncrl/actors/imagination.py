@@ -22,7 +22,6 @@ from torch import Tensor
 
 from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
-from asyncrl.actors.seeds import sampling_seed
 from asyncrl.actors.slots import DecisionRecord, Slots
 from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.observability import metrics_system as m
@@ -30,6 +29,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.interface import Cause
 from asyncrl.rewards.interface import RewardModel
+from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
 
 CPU: Final = torch.device("cpu")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.seeds import episode_seed, noise_seed
 from asyncrl.records import Episode, StartState
 from asyncrl.replay.interface import GroupGrant
+from asyncrl.seeds import episode_seed, noise_seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.launch.child import die_with_parent, redirect_output
+from asyncrl.launch.child import redirect_output
+from asyncrl.observability.signals import die_with_parent
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]

@@ -20,6 +20,7 @@ from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.rewards.model import ResNetReward
+from asyncrl.seeds import recorded_noise_seed
 from asyncrl.worlds.wan.tiny_decoder import Decoder, TinyDecoder
 from asyncrl.worlds.wan.world import WanWorld
 
@@ -102,7 +103,7 @@ def imagine_episodes(
                 tasks, state = [start.task for start in some], world.start(some)
                 seen_BHW3 = np.stack([_last_frame(start) for start in some])
                 for decision in range(decisions):
-                    seeds = [_seed(seed, begin + row, decision) for row in range(len(some))]
+                    seeds = [recorded_noise_seed(seed, begin + row, decision) for row in range(len(some))]
                     acted = policy.act(policy.preprocess(seen_BHW3, tasks), sampling, seeds)
                     frames, state = world.imagine(state, acted.actions, seeds)
                     seen_BHW3 = frames[:, -1].cpu().numpy()
@@ -117,10 +118,6 @@ def imagine_episodes(
 
 def _last_frame(start: StartState) -> np.ndarray:
     return start.context_frames[-1] if len(start.context_frames) else start.frame
-
-
-def _seed(run: int, episode: int, decision: int) -> int:
-    return int(np.random.SeedSequence([run, episode, decision]).generate_state(1)[0])
 
 
 OPENING = 5

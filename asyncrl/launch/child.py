@@ -5,19 +5,15 @@ Apart from `supervisor` so that a child imports nothing else.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 
-POLL_INTERVAL = 0.5
-"""Seconds between two looks after the parent where the kernel does not tell."""
-_PR_SET_PDEATHSIG = 1
+from asyncrl.observability.signals import die_with_parent
 
 
 def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> None:
@@ -50,21 +46,3 @@ def redirect_output(log_path: str) -> None:
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     os.close(log)
     faulthandler.enable()
-
-
-def die_with_parent(parent: int) -> None:
-    """Make this process end when the process `parent` does, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before the kernel was told.
-            os._exit(1)
-    else:
-        threading.Thread(
-            target=_end_after_parent, args=(parent,), name="end after parent", daemon=True
-        ).start()
-
-
-def _end_after_parent(parent: int) -> None:
-    while os.getppid() == parent:  # Ended by the parent's death; that is its purpose, so it has no deadline.
-        time.sleep(POLL_INTERVAL)
-    os._exit(1)

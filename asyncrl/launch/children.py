@@ -5,12 +5,9 @@ Also the learner's ports with that look built in, wherever they wait longer than
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.errors import AsyncRLError, ReplayError, RunError
@@ -18,6 +15,7 @@ from asyncrl.launch.supervisor import ChildState, Supervisor
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
+from asyncrl.observability.signals import StopFlag
 from asyncrl.records import Episode
 from asyncrl.replay.interface import LearnerPort
 
@@ -100,26 +98,6 @@ REPLAY = "replay"
 """Name of the child that keeps the episodes."""
 ANSWER_DEADLINE = 60.0
 """Seconds a replay that died has to come back and answer."""
-
-
-class StopFlag:
-    """Whether SIGINT or SIGTERM came. Later ones change nothing: torchrun repeats the terminal's signal."""
-
-    def __init__(self) -> None:
-        self.set = False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.set = True
-
-    @contextmanager
-    def listening(self) -> Iterator[StopFlag]:
-        """Take both signals over within the block; main thread only."""
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class ChildProcesses:

@@ -10,12 +10,12 @@ import torch
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, learner_ranks, rendezvous
-from asyncrl.launch.children import StopFlag
 from asyncrl.launch.environment import build_environment
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import MetricsLogger
+from asyncrl.observability.signals import StopFlag
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.transports.in_process import build_in_process
 

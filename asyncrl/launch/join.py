@@ -13,21 +13,19 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.children import StopFlag, log_errors
+from asyncrl.launch.children import log_errors
 from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
+from asyncrl.observability.signals import StopFlag, interrupts_raised
 
 if TYPE_CHECKING:
     from asyncrl.actors.actor import Actor
@@ -72,7 +70,7 @@ def run(settings: JoinOptions) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        with _interrupting():
+        with interrupts_raised():
             name, keys = _pick_name(settings.name), pick_key(settings)
             actor, port, receiver = _join(settings, name, keys)
     except KeyboardInterrupt:
@@ -167,18 +165,3 @@ def _pick_name(name: str) -> str:
             "called learner, replay, actor-0, actor-1 ... Use another one, like the host's, or leave it out."
         )
     return name
-
-
-@contextmanager
-def _interrupting() -> Iterator[None]:
-    """Let SIGTERM and SIGINT raise KeyboardInterrupt within the block."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

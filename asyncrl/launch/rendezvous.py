@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError, RunError, first_line
 from asyncrl.observability import waits
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] 
         who = f"rank {reader} did not come to read" if reader else "the job's store cannot be used"
         raise RunError(
             f"Rank 0 could not tell the other ranks about the run within {deadline:g} s at "
-            f"{_place(environ)}: {who} ({_first_line(error)}). "
+            f"{_place(environ)}: {who} ({first_line(error)}). "
             "Look at the output of the other ranks for the cause."
         ) from None
 
@@ -118,7 +118,7 @@ def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ)
     except dist.DistError as error:
         raise RunError(
             f"Rank {me} waited {deadline:g} s at {_place(environ)} for rank 0 to say where the run is, in "
-            f"vain ({_first_line(error)}). Rank 0 has failed or cannot be reached: see its output, and on "
+            f"vain ({first_line(error)}). Rank 0 has failed or cannot be reached: see its output, and on "
             "several hosts check that this address is open between them."
         ) from None
     return RunInfo(**json.loads(text))
@@ -168,7 +168,7 @@ def learners_store(deadline: float = DEADLINE, environ: Mapping[str, str] = os.e
     except dist.DistError as error:
         raise RunError(
             f"Learner rank {rank(environ)} could not reach torchrun's store at {_place(environ)} within "
-            f"{deadline:g} s ({_first_line(error)}). See torchrun's output."
+            f"{deadline:g} s ({first_line(error)}). See torchrun's output."
         ) from None
 
 
@@ -240,7 +240,3 @@ def _number(name: str, absent: int, environ: Mapping[str, str]) -> int:
 def _left(until: float) -> timedelta:
     # The store reads a timeout of 0 as none at all.
     return timedelta(seconds=max(until - time.monotonic(), 0.001))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]

@@ -21,11 +21,9 @@ from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import endpoints, rendezvous
-from asyncrl.launch.child import die_with_parent
 from asyncrl.launch.children import (
     REPLAY,
     ChildProcesses,
-    StopFlag,
     WatchedPublisher,
     WatchedReplay,
     log_errors,
@@ -34,6 +32,7 @@ from asyncrl.launch.placement import Placement, check_groups, parse_placement, p
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status
+from asyncrl.observability.signals import StopFlag, die_with_parent
 from asyncrl.observability.watchdog import Watchdog
 
 if TYPE_CHECKING:

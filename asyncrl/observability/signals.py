@@ -1,20 +1,55 @@
-"""Decide when Ctrl-C may interrupt a process."""
+"""Answer signals: note a wish to stop, raise or hold back an interrupt, end with the parent process."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+PARENT_POLL_INTERVAL = 0.5
+"""Seconds between two looks after the parent where the kernel does not tell."""
+_PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopFlag:
+    """Whether SIGINT or SIGTERM came. Later ones change nothing: torchrun repeats the terminal's signal."""
+
+    def __init__(self) -> None:
+        self.set = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.set = True
+
+    @contextmanager
+    def listening(self) -> Iterator[StopFlag]:
+        """Take both signals over within the block; main thread only."""
+        with _handled(self._note, *_ENDING):
+            yield self
+
+
+@contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Let SIGTERM, like SIGINT, raise KeyboardInterrupt within the block; main thread only."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handled(interrupt, *_ENDING):
+        yield
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Hold back the first Ctrl-C until the end of the block; a second one interrupts at once."""
-    before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or before is not signal.default_int_handler:
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # Ctrl-C raises no KeyboardInterrupt here.
         return
     interrupted = False
@@ -25,10 +60,35 @@ def interrupts_deferred() -> Iterator[None]:
             raise KeyboardInterrupt
         interrupted = True
 
-    signal.signal(signal.SIGINT, note)
+    with _handled(note, signal.SIGINT):
+        yield
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupted:
-        raise KeyboardInterrupt
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def die_with_parent(parent: int) -> None:
+    """Make this process end when the process `parent` does, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before the kernel was told.
+            os._exit(1)
+    else:
+        threading.Thread(
+            target=_end_after_parent, args=(parent,), name="end after parent", daemon=True
+        ).start()
+
+
+def _end_after_parent(parent: int) -> None:
+    while os.getppid() == parent:  # Ended by the parent's death; that is its purpose, so it has no deadline.
+        time.sleep(PARENT_POLL_INTERVAL)
+    os._exit(1)

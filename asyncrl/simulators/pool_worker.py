@@ -5,11 +5,9 @@ Dimension letters:
     H, W  picture size in pixels (equal)
 """
 
-import ctypes
 import json
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -18,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.observability.signals import die_with_parent
 from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.simulators.interface import Simulator
 
@@ -96,18 +95,9 @@ class Server:
         return seen.task
 
 
-def _die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent's thread ends; elsewhere the pipe's end must do."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
 def worker_main(pipe: Connection, buffer: Any, name: str, envs: int, image_size: int, parent: int) -> None:
     """Serve requests until the pipe closes. What a worker cannot do goes to the parent as a message."""
-    _die_with_parent(parent)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
     os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa draws in this thread: one core per worker
     try:

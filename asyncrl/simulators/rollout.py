@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.records import CHUNK, DUMMY_ACTION
+from asyncrl.seeds import simulated_sampling_seed
 
 Act = Callable[[NDArray[np.uint8], list[str], list[int]], NDArray[np.float32]]
 """``(frames [B, H, W, 3], tasks, sampling seeds) -> actions [B, C, 7]``, C steps per decision."""
@@ -90,11 +91,6 @@ class _Running:
         )
 
 
-def sampling_seed(seed: int, decision: int) -> int:
-    """Compute the seed of the policy's sampling at one decision of the episode that began with `seed`."""
-    return (seed * 1_000_003 + decision * 7919 + 17) % (2**62)
-
-
 def rollout(pool: Pool, act: Act, seeds: Sequence[int], *, max_decisions: int) -> Iterator[SimulatedEpisode]:
     """Play every seed once and yield the episodes in the order they end.
 
@@ -108,7 +104,7 @@ def rollout(pool: Pool, act: Act, seeds: Sequence[int], *, max_decisions: int) -
         slots = sorted(running)
         live = [running[slot] for slot in slots]
         frames = np.stack([episode.frames[-1][-1] for episode in live])
-        noise = [sampling_seed(episode.seed, episode.decisions) for episode in live]
+        noise = [simulated_sampling_seed(episode.seed, episode.decisions) for episode in live]
         actions = act(frames, [episode.task for episode in live], noise)
         new_frames, success = pool.step_chunk(slots, actions)
         for row, (slot, episode) in enumerate(zip(slots, live, strict=True)):

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from asyncrl.errors import WeightSyncError
-from asyncrl.weights.rendezvous_store import first_line
+from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.weights.transports.interface import Link
 
 ABORT_SECONDS = 10.0

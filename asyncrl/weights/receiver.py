@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.observability import waits
 from asyncrl.weights import packing
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
 from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, Membership, VersionHeader, WakeUpSocket
-from asyncrl.weights.rendezvous_store import LOST, connect, epoch_store, first_line
+from asyncrl.weights.rendezvous_store import LOST, connect, epoch_store
 from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
 from asyncrl.weights.transports.interface import Transport, TransportName, build_transport
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.errors import ConfigError, WeightSyncError, first_line
 
 STORE_SECONDS = 30.0
 """Longest wait of a single store request."""
@@ -88,8 +88,3 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 def epoch_store(endpoint: str, epoch: int, seconds: float) -> Store:
     """Open a connection of its own for the links of one epoch, so that their long waits block nobody else."""
     return PrefixStore(f"e{epoch}/link", connect(endpoint, seconds))
-
-
-def first_line(error: BaseException) -> str:
-    """Shorten an error to its first line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -11,12 +11,12 @@ import torch
 
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage
-from asyncrl.actors.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.actors.slots import DecisionRecord, PendingEpisode, Slot, Slots, finished_episode
 from asyncrl.errors import SampleTimeout
 from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.in_process_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
+from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.weights.interface import ChannelClosed
 from support.tiny_actor import GROUP, TASKS, actor_with, start
 

@@ -12,7 +12,8 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import HELD_OUT, SuccessRate, evaluate, evaluation_seeds, summarise
 from asyncrl.records import DUMMY_ACTION
-from asyncrl.simulators.rollout import SimulatedEpisode, rollout, sampling_seed
+from asyncrl.seeds import simulated_sampling_seed
+from asyncrl.simulators.rollout import SimulatedEpisode, rollout
 
 TASKS = ["put a on b", "put c on d"]
 
@@ -140,7 +141,7 @@ def test_a_place_is_refilled_as_soon_as_it_is_free() -> None:
 
 
 def test_sampling_seeds_differ_between_episodes_and_decisions() -> None:
-    seeds = {sampling_seed(seed, n) for seed in evaluation_seeds(0, 200) for n in range(6)}
+    seeds = {simulated_sampling_seed(seed, n) for seed in evaluation_seeds(0, 200) for n in range(6)}
     assert len(seeds) == 200 * 6
     assert all(0 <= seed < 2**62 for seed in seeds)
 

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from asyncrl.errors import ReplayError, RunError
-from asyncrl.launch.children import ChildProcesses, StopFlag, WatchedReplay
+from asyncrl.launch.children import ChildProcesses, WatchedReplay
 from asyncrl.launch.supervisor import ChildState
+from asyncrl.observability.signals import StopFlag
 
 
 class Child:
