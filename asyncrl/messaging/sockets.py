@@ -178,15 +178,3 @@ def open_dealer(
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     return socket
-
-
-def connect_dealer(
-    context: zmq.Context[zmq.Socket[bytes]],
-    endpoint: str,
-    identity: bytes,
-    security: ClientKeys | None = None,
-) -> zmq.Socket[bytes]:
-    """Connect a peer's socket; see `open_dealer`."""
-    socket = open_dealer(context, endpoint, identity, security)
-    socket.connect(endpoint)
-    return socket

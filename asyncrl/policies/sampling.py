@@ -96,12 +96,6 @@ def take_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor | None) -> Tensor:
     return logprobs_BKN.argmax(dim=-1) if uniforms_BK is None else pick_tokens(logprobs_BKN, uniforms_BK)
 
 
-def choose_tokens(logprobs_BKN: Tensor, sampling: SamplingParams, seeds: Sequence[int]) -> Tensor:
-    """Sample (or, at temperature 0, take the most likely) tokens: ``[B, K]`` int64."""
-    uniforms_BK = uniforms_for(sampling, seeds, logprobs_BKN.shape[1], logprobs_BKN.device)
-    return take_tokens(logprobs_BKN, uniforms_BK)
-
-
 def logprob_of(logprobs_BKN: Tensor, tokens_BK: Tensor) -> Tensor:
     """Look up the log-probs ``[B, K]`` float32 of the integer tokens ``[B, K]`` in ``[B, K, N]`` float32."""
     return logprobs_BKN.gather(-1, tokens_BK.long().unsqueeze(-1)).squeeze(-1)

@@ -13,7 +13,7 @@ Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -142,24 +142,12 @@ def start_state_at(states: Sequence[StartState], seed: int, n: int) -> StartStat
 class StartStateStream:
     """An endless iterator over start states whose n-th element depends on `seed` and n only."""
 
-    def __init__(self, states: Sequence[StartState], seed: int, offset: int = 0) -> None:
+    def __init__(self, states: Sequence[StartState], seed: int) -> None:
         if not states:
             raise AssetError("a stream of start states needs at least one. Set --start-states.")
         self.states = list(states)
         self.seed = seed
-        self.position = offset
-        """Index of the next element; pass it as `offset` to go on after a restart."""
 
     def __getitem__(self, n: int) -> StartState:
         """Return element `n` without moving the stream."""
         return start_state_at(self.states, self.seed, n)
-
-    def __iter__(self) -> Iterator[StartState]:
-        """Return the stream itself."""
-        return self
-
-    def __next__(self) -> StartState:
-        """Return the next start state."""
-        state = self[self.position]
-        self.position += 1
-        return state

@@ -21,7 +21,7 @@ from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_replay as m
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.sampling import action_distribution, choose_tokens, logprob_of
+from asyncrl.policies.sampling import action_distribution, logprob_of
 from asyncrl.records import episode_arrays
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
@@ -40,6 +40,7 @@ from support.failing_models import (
     named,
 )
 from support.replay_server import ScriptedSocket, Served, acquire, kill, start_server, until
+from support.sampling import choose_tokens
 from support.tiny_models import start_state, write_models
 
 CAUSE_OF = {

@@ -20,11 +20,12 @@ from asyncrl.launch import endpoints
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.curve_keys import ClientKeys, create_keys, load_client_keys, load_server_keys
-from asyncrl.messaging.sockets import bind_router, check_endpoint, connect_dealer
+from asyncrl.messaging.sockets import bind_router, check_endpoint
 from asyncrl.messaging.wire import encode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
 from support.replay_server import CONFIG, acquire, push_group, until
+from support.sockets import connect_dealer
 
 
 @pytest.fixture

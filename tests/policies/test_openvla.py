@@ -21,12 +21,12 @@ from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_token
 from asyncrl.policies.openvla.vision import DINO_MEAN, DINO_STD, resize
 from asyncrl.policies.sampling import (
     action_distribution,
-    choose_tokens,
     entropy_of,
     pick_tokens,
     row_uniforms,
 )
 from support import ROOT
+from support.sampling import choose_tokens
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
 AS_IS = SamplingParams(temperature=1.0)

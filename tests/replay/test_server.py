@@ -8,7 +8,7 @@ import zmq
 
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
 from asyncrl.launch.roles import open_run_replay
-from asyncrl.messaging.sockets import bind_router, connect_dealer
+from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
@@ -28,6 +28,7 @@ from support.replay_server import (
     start_server,
     until,
 )
+from support.sockets import connect_dealer
 
 
 def imagine_until_stopped(endpoint: str, name: str, version: list[int], pushed: dict[str, list[str]]) -> None:

@@ -21,7 +21,6 @@ from asyncrl.simulators.tabletop.simulator import (
     TRANSLATION,
     Tabletop,
     rotation_matrix,
-    steps_taken,
 )
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
@@ -227,16 +226,6 @@ def test_expert_actions_are_calm():
     assert motion.max() <= 1.0
     assert (motion[:, :3].max(axis=1) == 1.0).mean() < 0.3
     assert set(np.unique(np.array(actions)[:, 6])) == {-1.0, 1.0}
-
-
-def test_every_step_is_counted():
-    simulator = Tabletop(render=False)
-    before = steps_taken()
-    simulator.reset(0)
-    assert steps_taken() == before
-    for _ in range(3):
-        simulator.step(np.zeros(7))
-    assert steps_taken() == before + 3
 
 
 def test_box_average_rounds_half_up():

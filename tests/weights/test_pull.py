@@ -17,7 +17,6 @@ import zmq
 from asyncrl.errors import ConfigError, WeightSyncError, WireError
 from asyncrl.messaging import weight_messages
 from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
-from asyncrl.messaging.sockets import connect_dealer
 from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import pull_client, pull_server
@@ -26,6 +25,7 @@ from asyncrl.weights.interface import ChannelClosed, as_weight_source
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.pull_client import PulledReceiver, build_pulled_receiver
 from asyncrl.weights.pull_server import PullSettings
+from support.sockets import connect_dealer
 from support.weights import PATIENCE, policy, raw, swap_until
 
 LOOPBACK = "tcp://127.0.0.1:0"

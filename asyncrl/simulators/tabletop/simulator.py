@@ -37,13 +37,6 @@ _CLEARANCE = 0.115
 """Least distance between two objects at reset: the open fingers must fit between a plate and a cube."""
 _NO_IMAGE = np.zeros((0, 0, 3), np.uint8)
 
-_steps = 0
-
-
-def steps_taken() -> int:
-    """Count the simulator steps carried out in this process since it began."""
-    return _steps
-
 
 @functools.cache
 def _shared_renderer(size: int, supersample: int) -> Renderer:
@@ -116,14 +109,12 @@ class Tabletop:
         Raises:
             ValueError: The action does not have 7 finite numbers.
         """
-        global _steps
         clipped = np.clip(np.asarray(action, np.float64), -1, 1)
         if clipped.shape != (ACTION_DIM,) or not np.isfinite(clipped).all():
             raise ValueError(f"an action is {ACTION_DIM} finite numbers, got {action!r}")
         self._set_goal(clipped)
         self._advance()
         self.success = self._is_success()
-        _steps += 1
         return self._observe()
 
     @property
