@@ -90,11 +90,21 @@ def resolve(kind: str, name: str) -> type:
     Raises:
         ConfigError: Nothing is called so, or it cannot be imported.
     """
-    built_in = BUILT_IN[kind]
-    if name in built_in:
-        return _load(kind, name, built_in[name])
     if _CLASS.fullmatch(name):
         return _load(kind, name, name)
+    check_name(kind, name)
+    return _load(kind, name, BUILT_IN[kind][name])
+
+
+def check_name(kind: str, name: str) -> None:
+    """Refuse a name that no built-in part has. Imports nothing.
+
+    Raises:
+        ConfigError: Says the nearest name and all of them.
+    """
+    built_in = BUILT_IN[kind]
+    if name in built_in:
+        return
     near = difflib.get_close_matches(name, built_in, n=1)
     hint = f"Perhaps you meant {near[0]!r}. " if near else ""
     raise ConfigError(

@@ -34,7 +34,7 @@ import tyro
 from pace import commit
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.build import build_learning_policy
+from asyncrl.launch.build import build_learning_policy, build_update
 from asyncrl.launch.placement import pick_device
 from asyncrl.learner.batches import batch_metrics, build_batch
 from asyncrl.learner.fsdp import make_float32_masters
@@ -178,7 +178,7 @@ def measure(algorithm: Literal["grpo", "ppo"], settings: Settings) -> tuple[int,
     policy = build_learning_policy(config, device)
     make_float32_masters(policy, config.learner.precision)
     groups = make_groups(policy, config, settings)
-    update, watch = Update(policy, config), Stopwatch(device)
+    update, watch = build_update(config, policy), Stopwatch(device)
     for name in PASSES:
         setattr(policy, name, watch.around(name, getattr(policy, name)))
     update.optimizer.step = watch.around("adamw", update.optimizer.step)  # type: ignore[method-assign]

@@ -11,11 +11,12 @@ from typing import Annotated, ClassVar, Literal
 
 from asyncrl.config.bounds import AtLeast, Bounded, Positive, Within
 from asyncrl.errors import ConfigError
+from asyncrl.registry import check_name, names_code
 
-Level = Literal["token", "action", "chunk"]
-"""What has one probability ratio: a token, an action (7 tokens), a decision (8 actions)."""
-CorrectionLevel = Literal["token", "action", "chunk", "episode"]
-LEVELS = ("token", "action", "chunk", "episode")
+Level = Literal["token", "action", "decision"]
+"""What has one probability ratio: a token, an action (the tokens of a step), a decision (all its actions)."""
+CorrectionLevel = Literal["token", "action", "decision", "episode"]
+LEVELS = ("token", "action", "decision", "episode")
 """From fine to coarse."""
 
 
@@ -38,11 +39,16 @@ class AlgorithmSettings(Bounded):
     (Dr. GRPO, WoVR)."""
     filter_groups: bool = False
     """Replace groups whose episodes all scored the same by fresh ones (DAPO's dynamic sampling)."""
-    objective: Literal["ppo", "cispo", "gspo"] = "ppo"
+    advantage: str = "auto"
+    """group_relative: an episode's return against its siblings'. gae: what followed against the critic's
+    values. auto: group_relative for grpo, gae for ppo. Or a class of yours: package.module:Class."""
+    objective: str = "ppo"
     """ppo: clipped ratio. cispo: the ratio is clipped but every token keeps its gradient. gspo: clipped
-    geometric mean of the ratios of a decision."""
+    geometric mean of the ratios of a decision. Or a class of yours: package.module:Class."""
+    settings: tuple[str, ...] = ()
+    """key=value texts for your own advantage and objective; a value is read as TOML, else it is text."""
     level: Level = "token"
-    """What has one ratio of its own: a token, an action (7 tokens) or a chunk (a decision of 56 tokens)."""
+    """What has one ratio of its own: a token, an action (tokens of a step), a decision (all tokens)."""
     aggregation: Literal["token_mean", "episode_mean", "length_normalised", "constant"] = "token_mean"
     """How ratios add up to the loss: equal weight for all; equal weight for every episode (RLinf calls it
     length-normalised); or divided by the constant number that the longest episodes would have (Dr. GRPO)."""
@@ -103,14 +109,17 @@ class CorrectionSettings(Bounded):
 
     SECTION: ClassVar[str] = "correction."
 
-    kind: Literal["none", "naive", "tis", "mis", "decoupled", "vtrace"] = "tis"
+    kind: str = "tis"
     """none: samples count as fresh. naive: the clipped ratio is taken against the policy that sampled.
     tis: truncated importance weights. mis: weights outside the limits become 0 (IcePop). decoupled: weights
-    as they are, 0 above the cap. vtrace: corrected advantages and value targets; needs ppo."""
-    level: Literal["auto", "token", "action", "chunk", "episode"] = "auto"
+    as they are, 0 above the cap. vtrace: corrected advantages and value targets; needs ppo. Or a class of
+    yours: package.module:Class."""
+    settings: tuple[str, ...] = ()
+    """key=value texts for your own correction; a value is read as TOML, else it is text."""
+    level: Literal["auto", "token", "action", "decision", "episode"] = "auto"
     """What has one importance weight. auto: as --algorithm.level."""
     geometric: bool = False
-    """The weight of an action, chunk or episode is the geometric mean of its tokens' ratios."""
+    """The weight of an action, decision or episode is the geometric mean of its tokens' ratios."""
     min_weight: Annotated[
         float, Within(0, 1, "fresh samples have weight 1 and must pass.", "Use 0.", open_above=True)
     ] = 0.0
@@ -140,8 +149,8 @@ class CriticSettings(Bounded):
 
     SECTION: ClassVar[str] = "critic."
 
-    level: Literal["chunk", "action"] = "chunk"
-    """chunk: one value per decision. action: one per step; rewards and advantages are per step as well."""
+    level: Literal["decision", "action"] = "decision"
+    """decision: one value per decision. action: one per step; rewards and advantages are per step as well."""
     learning_rate: float = 1e-3
     """AdamW learning rate of the value head."""
     through_policy: bool = False
@@ -235,6 +244,7 @@ def check_recipe(
     Raises:
         ConfigError: V-trace without a critic, a finer correction than objective, or another such pair.
     """
+    _check_names(algorithm, correction)
     episodes = algorithm.groups_per_update * algorithm.group_size
     if algorithm.minibatches > episodes:
         raise ConfigError(
@@ -246,10 +256,10 @@ def check_recipe(
             f"--correction.kind is vtrace, but --algorithm.kind is {algorithm.kind}: V-trace corrects the "
             "values of a critic, and grpo has none. Use --algorithm.kind ppo, or tis, mis or decoupled."
         )
-    if algorithm.objective == "gspo" and algorithm.level != "chunk":
+    if algorithm.objective == "gspo" and algorithm.level != "decision":
         raise ConfigError(
             f"--algorithm.objective is gspo, but --algorithm.level is {algorithm.level}: its ratio "
-            "belongs to a whole decision. Use --algorithm.level chunk."
+            "belongs to a whole decision. Use --algorithm.level decision."
         )
     if algorithm.objective == "cispo" and algorithm.dual_clip:
         raise ConfigError(
@@ -262,13 +272,35 @@ def check_recipe(
             f"--correction.level is {level}, but --algorithm.level is {algorithm.level}: one ratio cannot "
             "have several weights. Use --correction.level auto or a coarser one."
         )
-    if algorithm.kind == "ppo" and critic.level == "action" and algorithm.level == "chunk":
+    if algorithm.kind == "ppo" and critic.level == "action" and algorithm.level == "decision":
         raise ConfigError(
-            "--critic.level is action, but --algorithm.level is chunk: the ratio of a whole decision cannot "
-            "have eight advantages. Use --critic.level chunk, or --algorithm.level action or token."
+            "--critic.level is action, but --algorithm.level is decision: the ratio of a whole decision "
+            "cannot have an advantage per step. Use --critic.level decision, or --algorithm.level action."
         )
     if correction.proximal == "log_linear" and (level == "episode" or correction.veto):
         raise ConfigError(
             "--correction.proximal is log_linear, but weights or vetoes of whole episodes need the log-probs "
             "of all their tokens before the loss. Use --correction.proximal recomputed."
+        )
+
+
+def _check_names(algorithm: AlgorithmSettings, correction: CorrectionSettings) -> None:
+    """Refuse a name that nothing has, and settings that nothing of the user's takes; imports nothing."""
+    names = {
+        "correction": correction.kind,
+        "advantage": algorithm.advantage,
+        "objective": algorithm.objective,
+    }
+    for kind, name in names.items():
+        if not names_code(name) and (kind, name) != ("advantage", "auto"):
+            check_name(kind, name)
+    if correction.settings and not names_code(correction.kind):
+        raise ConfigError(
+            f"--correction.settings is {' '.join(correction.settings)}, but --correction.kind "
+            f"{correction.kind} is set by the other --correction flags. Leave it out."
+        )
+    if algorithm.settings and not any(map(names_code, (algorithm.advantage, algorithm.objective))):
+        raise ConfigError(
+            f"--algorithm.settings is {' '.join(algorithm.settings)}, but neither --algorithm.advantage nor "
+            "--algorithm.objective names a class of yours. Leave it out."
         )

@@ -43,6 +43,10 @@ REMOVED: Final = MappingProxyType(
     {"replay.shared_megabytes": "Leave it out: pictures go through the socket, which is fast enough."}
 )
 """Name of a setting that is gone -> what to do."""
+RENAMED_VALUES: Final = MappingProxyType(
+    {(f"{section}.level", "chunk"): "decision" for section in ("algorithm", "correction", "critic")}
+)
+"""Setting and its value before 0.1.0 -> the value now."""
 PARTS: Final = ("policy", "world", "reward")
 """Settings that a table may give: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
 
@@ -87,6 +91,8 @@ def overlay(config: Any, table: Any, where: str, section: str = "") -> Any:
         if dataclasses.is_dataclass(current):
             changes[name] = overlay(current, value, f"{where} [{key}]", f"{section}{name}.")
         else:
+            if now := RENAMED_VALUES.get((section + name, str(value))):
+                raise ConfigError(f"{where}: {key} is {value!r}, which is called {now!r} now.")
             changes[name] = _typed(value, current, f"{where}: {key}", typing.get_args(hints[name]))
     return dataclasses.replace(config, **changes)
 
@@ -98,7 +104,8 @@ def _renamed(table: dict[str, Any], section: str = "") -> dict[str, Any]:
         if section + key in REMOVED:
             continue
         name = RENAMED.get(section + key, section + key).removeprefix(section)
-        found[name] = _renamed(value, f"{section}{key}.") if isinstance(value, dict) else value
+        now = RENAMED_VALUES.get((section + name, str(value)), value)
+        found[name] = _renamed(value, f"{section}{key}.") if isinstance(value, dict) else now
     return found
 
 
@@ -154,15 +161,18 @@ def parse(arguments: list[str], prog: str = "asyncrl train", description: str | 
 
 
 def refuse_old_flags(arguments: list[str]) -> None:
-    """Answer a flag that has another name now, or that is gone.
+    """Answer a flag, or a value of one, that has another name now, or that is gone.
 
     Raises:
         ConfigError: Says the new name, or what to do.
     """
-    for argument in arguments:
-        flag = argument.partition("=")[0]
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
+        value = value if equals else following
         if name in REMOVED:
             raise ConfigError(f"{flag} is gone. {REMOVED[name]}")
         if now := RENAMED.get(name):
             raise ConfigError(f"{flag} is called --{now.replace('_', '-')} now.")
+        if now := RENAMED_VALUES.get((name, value)):
+            raise ConfigError(f"{flag} {value} is called {flag} {now} now.")

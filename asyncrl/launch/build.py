@@ -25,9 +25,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import named_policy
 from asyncrl.launch.placement import Placement, only_learns, pick_device
-from asyncrl.learner.learner import Learner, LearnerSettings, Log
+from asyncrl.learner.learner import Learner, Log, LoopSettings
 from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
@@ -294,11 +296,10 @@ def actor_settings(config: TrainConfig, name: str) -> ActorSettings:
     )
 
 
-def learner_settings(config: TrainConfig) -> LearnerSettings:
-    """Numbers of the learner."""
-    return LearnerSettings(
+def loop_settings(config: TrainConfig) -> LoopSettings:
+    """Numbers of the learner's loop."""
+    return LoopSettings(
         updates=config.updates,
-        groups_per_update=config.algorithm.groups_per_update,
         checkpoint_every=config.checkpoint_every,
         batch_timeout=config.batch_timeout,
         hang_timeout=config.hang_timeout,
@@ -324,6 +325,7 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Envi
     Raises:
         ConfigError: Something is missing or does not fit.
     """
+    build_recipe(config.algorithm, config.correction, config.critic)
     environment = check_environment(config)
     policy = build_learning_policy(config, device)
     if isinstance(policy, ChecksTraining):
@@ -359,13 +361,42 @@ def prepare(config: TrainConfig, device: torch.device, again: Path | None = None
     return LearnerStart(policy=policy, run_dir=run_dir, version=version, checkpoint=folder)
 
 
+def build_update(
+    config: TrainConfig,
+    policy: Policy,
+    *,
+    ranks: LearnerRanks | None = None,
+    reference: Reference | None = None,
+) -> Update:
+    """Build what updates the policy, over its (already sharded) parameters.
+
+    Args:
+        config: Of the run.
+        policy: With a value head when the algorithm is ppo.
+        ranks: The learner ranks; None: this one alone.
+        reference: Policy that the KL penalty is about.
+    """
+    return Update(
+        policy,
+        config.algorithm,
+        config.correction,
+        config.critic,
+        config.optimizer,
+        updates=config.updates,
+        max_decisions=config.actor.max_decisions,
+        seed=config.seed,
+        ranks=ranks,
+        reference=reference,
+    )
+
+
 def build_learner(
     config: TrainConfig,
     start: LearnerStart,
     port: LearnerPort,
     publisher: Publisher,
     log: Log,
-    group: LearnerRanks,
+    ranks: LearnerRanks,
     *,
     types: Mapping[str, torch.dtype],
     checkpoints: checkpoint.Checkpoints,
@@ -375,11 +406,11 @@ def build_learner(
 
     Args:
         config: Of the run.
-        start: Its policy is already spread over the ranks of `group`.
+        start: Its policy is already spread over the `ranks`.
         port: The replay.
         publisher: The weight channel.
-        log: For the readings.
-        group: The learner ranks.
+        log: For the metrics.
+        ranks: The learner ranks.
         types: In which the actors hold the weights (`acting_types`).
         checkpoints: Shared by the ranks.
         stop_requested: Whether the run shall end.
@@ -389,17 +420,23 @@ def build_learner(
     """
     reference = build_reference(config, start.policy, start.policy.device)
     acting = ActingWeights(start.policy, types)
-    update = Update(start.policy, config, group=group, reference=reference)
+    update = build_update(config, start.policy, ranks=ranks, reference=reference)
     learner = Learner(
         update,
         port,
         publisher,
         log,
         checkpoints,
-        learner_settings(config),
-        copy_policy=partial(copy_policy, start.policy, group),
+        loop_settings(config),
+        copy_policy=partial(copy_policy, start.policy, ranks),
         acting_tensors=lambda: acting,
-        group=group,
+        throughput=Throughput(
+            start.policy,
+            ranks,
+            micro_batch=config.algorithm.micro_batch,
+            precision=config.learner.precision,
+            adapters=config.lora.rank > 0,
+        ),
         offload=learner_offload(config, update),
         stop_requested=stop_requested,
     )

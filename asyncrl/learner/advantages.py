@@ -1,30 +1,94 @@
-"""Returns and rewards of episodes in, advantages and value targets out. Pure functions of tensors.
+"""Computes advantages and value targets: the built-in ways, and the functions that they are made of.
 
 An episode is one row, so nothing can leak from the next one. After its last valid place a row is padding.
 
 Dimension letters used in this file:
     B  episodes in the batch     G  episodes per group     N  groups, N = B / G
-    T  places of the longest episode: decisions (chunk level) or steps (action level)
+    T  places of the longest episode: decisions, or steps with a critic of level action
+    D  decisions of all episodes     C  steps per decision     A  numbers per step
+    K  values of a decision: 1, or C with a critic of level action
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import AlgorithmSettings, CriticSettings
+from asyncrl.learner.batches import Batch
+from asyncrl.learner.interface import (
+    AdvantagesAndTargets,
+    Correction,
+    CorrectsAdvantages,
+    Estimates,
+    OldPolicy,
+)
+from asyncrl.learner.levels import summed
+from asyncrl.learner.losses import log_ratio
+from asyncrl.learner.ranks import LearnerRanks
+
 Baseline = Literal["mean", "leave_one_out"]
-Spread = Literal["group_std", "batch_std", "none"]
+Scale = Literal["group_std", "batch_std", "none"]
 
 
-class Estimates(NamedTuple):
-    """What a critic's rollout teaches. Both are detached, and 0 where the mask is False."""
+class GroupRelative:
+    """Compares each episode with its siblings; needs no critic. See `group_relative_advantages`."""
 
-    advantages: Tensor
-    """``[B, T]`` float32, for the policy."""
-    targets: Tensor
-    """``[B, T]`` float32, what the critic should have said."""
+    def __init__(self, algorithm: AlgorithmSettings, critic: CriticSettings) -> None:
+        self.settings = algorithm
+        self.needs: frozenset[str] = frozenset()
+
+    def estimate(
+        self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
+    ) -> AdvantagesAndTargets:
+        """Advantages ``[D, 1, 1]``; the batch's standard deviation is that of all ranks."""
+        batch_std = None
+        if self.settings.advantage_scale == "batch_std":
+            _, batch_std = moments_of_all(batch.returns, torch.ones_like(batch.returns).bool(), ranks)
+        advantages_B = group_relative_advantages(
+            batch.returns,
+            batch.group_size,
+            baseline=self.settings.baseline,
+            scale=self.settings.advantage_scale,
+            batch_std=batch_std,
+        )
+        return AdvantagesAndTargets(advantages_B[batch.episode][:, None, None], None)
+
+
+class GeneralizedAdvantage:
+    """Compares what followed with the critic's values: GAE, or what the correction computes in its place."""
+
+    def __init__(self, algorithm: AlgorithmSettings, critic: CriticSettings) -> None:
+        self.critic = critic
+        self.needs: frozenset[str] = frozenset({"critic"})
+
+    def estimate(
+        self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
+    ) -> AdvantagesAndTargets:
+        """Advantages ``[D, K, 1]`` and targets ``[D, K]``."""
+        assert old is not None  # A critic's old values are always needed.
+        assert old.values is not None
+        critic, width = self.critic, old.values.shape[1]
+        mask = batch.mask.any(dim=2)
+        mask_DK = mask if width > 1 else mask.any(dim=1, keepdim=True)
+        rewards_DK = batch.rewards if width > 1 else batch.rewards.sum(dim=1, keepdim=True)
+        rewards, values, valid = (_by_episode(x, batch) for x in (rewards_DK, old.values, mask_DK))
+        terminated = batch.successes | (critic.truncation == "failure")
+        common = (rewards, values, old.final_values, valid, terminated)
+        if isinstance(correction, CorrectsAdvantages):
+            level = "action" if width > 1 else "decision"
+            ratios_DUV = summed(log_ratio(old.logprob, batch.logprob_behaviour), batch.mask, level)
+            ratios = _by_episode(ratios_DUV.flatten(1), batch)
+            estimates = correction.estimates(*common, ratios, gamma=critic.gamma, lam=critic.lam)
+        else:
+            estimates = generalized_advantages(*common, gamma=critic.gamma, lam=critic.lam)
+        advantages_DK, targets_DK = (_by_decision(x, batch, width) for x in Estimates(*estimates))
+        if critic.normalize_advantages:
+            mean, std = moments_of_all(advantages_DK, mask_DK, ranks)
+            advantages_DK = whitened(advantages_DK, mask_DK, mean=mean, std=std)
+        return AdvantagesAndTargets(advantages_DK[:, :, None], targets_DK)
 
 
 def group_relative_advantages(
@@ -32,11 +96,11 @@ def group_relative_advantages(
     group_size: int,
     *,
     baseline: Baseline = "mean",
-    spread: Spread = "group_std",
+    scale: Scale = "group_std",
     batch_std: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Score each episode against its siblings: ``A = (R - baseline) / (spread + eps)``.
+    """Score each episode against its siblings: ``A = (R - baseline) / (scale + eps)``.
 
     Siblings share a start state, so they are a baseline that needs no critic. Sources: mean and group's
     standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no division, Dr. GRPO, arXiv 2503.20783;
@@ -47,7 +111,7 @@ def group_relative_advantages(
         returns: ``[B]`` float32, sum of rewards of each episode. Siblings are adjacent.
         group_size: ``G``, at least 2; must divide ``B``.
         baseline: The mean of all siblings, or of the others.
-        spread: What the difference is divided by.
+        scale: What the difference is divided by.
         batch_std: [] standard deviation of all returns of the batch when these are only a part of it.
         eps: Keeps the division finite. Same unit as the returns.
 
@@ -62,7 +126,7 @@ def group_relative_advantages(
         >>> returns = torch.tensor([1.0, 0.0, 0.5, 0.5])
         >>> group_relative_advantages(returns, group_size=2)
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
-        >>> group_relative_advantages(returns, group_size=2, baseline="leave_one_out", spread="none")
+        >>> group_relative_advantages(returns, group_size=2, baseline="leave_one_out", scale="none")
         tensor([ 1., -1.,  0.,  0.])
     """
     if returns.ndim != 1 or group_size < 2 or returns.shape[0] % group_size:
@@ -74,9 +138,9 @@ def group_relative_advantages(
     advantages_NG = returns_NG - returns_NG.mean(dim=1, keepdim=True)
     if baseline == "leave_one_out":
         advantages_NG = advantages_NG * group_size / (group_size - 1)
-    if spread == "group_std":
+    if scale == "group_std":
         advantages_NG = advantages_NG / (returns_NG.std(dim=1, keepdim=True) + eps)
-    elif spread == "batch_std":
+    elif scale == "batch_std":
         advantages_NG = advantages_NG / ((returns_NG.std() if batch_std is None else batch_std) + eps)
     # The mean of equal numbers can be off by a rounding error, which the tiny divisor would blow up.
     constant_N1 = returns_NG.amax(dim=1, keepdim=True) == returns_NG.amin(dim=1, keepdim=True)
@@ -220,3 +284,31 @@ def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps
     tensor([-1.0000,  1.0000])
     """
     return torch.where(mask, (advantages - mean) / (std + eps), 0.0)
+
+
+def moments_of_all(values: Tensor, mask: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased standard deviation over the valid values of all ranks, each ``[]`` float32.
+
+    Args:
+        values: This rank's, any shape, float32.
+        mask: bool, of the same shape.
+        ranks: All of them call this.
+    """
+    valid = values[mask].double()
+    number, total = ranks.sum(torch.stack([torch.tensor(float(valid.numel())).double(), valid.sum()]))
+    mean = total / number.clamp(min=1)
+    square = ranks.sum((valid - mean).square().sum()[None])[0]  # From the mean: no cancellation.
+    return mean.float(), (square / (number - 1).clamp(min=1)).sqrt().float()
+
+
+def _by_episode(values_DK: Tensor, batch: Batch) -> Tensor:
+    """``[D, K]`` to ``[B, T]``: one row per episode, padded with zeros."""
+    longest = int(batch.decision_index.max()) + 1
+    rows = values_DK.new_zeros(len(batch.returns), longest, values_DK.shape[1])
+    rows[batch.episode, batch.decision_index] = values_DK
+    return rows.flatten(1)
+
+
+def _by_decision(values_BT: Tensor, batch: Batch, width: int) -> Tensor:
+    """``[B, T]`` back to ``[D, K]``."""
+    return values_BT.unflatten(1, (-1, width))[batch.episode, batch.decision_index]

@@ -1,8 +1,8 @@
-"""Groups of episodes in, one batch of decisions for the update out. numpy in, torch out; no config.
+"""Flattens groups of episodes (numpy) into one batch of decisions for the update (torch).
 
 Dimension letters used in this file:
-    D  decisions of all episodes     C  steps per decision (8)     A  action dimensions (7)
-    B  episodes                      G  episodes per group         H, W  image size in pixels
+    D  decisions of all episodes     C  steps per decision     A  numbers per step
+    B  episodes                      N  decisions of one       H, W  image size in pixels
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.records import ACTION_DIM, Episode, Uint8, decision_layout
+from asyncrl.records import Episode, Uint8, decision_layout
 
 
 def valid_steps(rewards_NC: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Mark the steps up to and including the first success.
 
-    A decision chooses 8 actions at once. When the third of them succeeds, the other five were drawn by the
-    policy but changed nothing, so rewarding them would be noise. RLinf keeps the whole chunk that holds the
-    first success (its mask counts finished decisions, not steps); a comparison with its numbers has to allow
-    for at most 7 steps per successful episode.
+    A decision chooses C actions at once. When the third of them succeeds, the others were drawn by the policy
+    but changed nothing, so rewarding them would be noise. RLinf keeps the whole decision that holds the first
+    success (its mask counts finished decisions, not steps); a comparison with its numbers has to allow for
+    at most C - 1 steps per successful episode.
 
     Args:
-        rewards_NC: ``[N, 8]`` float32, positive at a successful step, 0 elsewhere.
+        rewards_NC: ``[N, C]`` float32, positive at a successful step, 0 elsewhere.
 
     Returns:
-        ``[N, 8]`` bool. All True when no step succeeded.
+        ``[N, C]`` bool. All True when no step succeeded.
 
     Example:
         >>> rewards = np.zeros((2, 8), np.float32)
@@ -49,20 +49,21 @@ def valid_steps(rewards_NC: NDArray[np.float32]) -> NDArray[np.bool_]:
     return (successes_before == 0).reshape(rewards_NC.shape)
 
 
-def token_mask(steps_NC: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Give each of the 7 tokens of a step the step's validity.
+def token_mask(steps_NC: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
+    """Give each of the numbers of a step the step's validity.
 
     Args:
-        steps_NC: ``[N, 8]`` bool.
+        steps_NC: ``[N, C]`` bool.
+        dim: ``A``.
 
     Returns:
-        ``[N, 8, 7]`` bool.
+        ``[N, C, A]`` bool.
 
     Example:
-        >>> token_mask(np.array([[True, False]])).sum(axis=-1)
+        >>> token_mask(np.array([[True, False]]), 7).sum(axis=-1)
         array([[7, 0]])
     """
-    return np.repeat(steps_NC[..., None], ACTION_DIM, axis=-1)
+    return np.repeat(steps_NC[..., None], dim, axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +77,11 @@ class Batch:
     sample: dict[str, Tensor]
     """`Episode.sample`: name -> ``[D, ...]``, integers as int64."""
     logprob_behaviour: Tensor
-    """``[D, 8, 7]`` float32, nats."""
+    """``[D, C, A]`` float32, nats."""
     mask: Tensor
-    """``[D, 8, 7]`` bool, True up to and including the first successful step."""
+    """``[D, C, A]`` bool, True up to and including the first successful step."""
     rewards: Tensor
-    """``[D, 8]`` float32, per step; 0 where the step does not count."""
+    """``[D, C]`` float32, per step; 0 where the step does not count."""
     lag: Tensor
     """``[D]`` int64, learner's version minus the version that sampled the decision."""
     episode: Tensor
@@ -105,7 +106,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
     """Flatten groups into decisions, with masks and lags.
 
     Args:
-        groups: Complete groups; the order of members does not matter.
+        groups: Complete groups; the order of siblings does not matter.
         version: Learner's policy version, from which the lag counts.
 
     Raises:
@@ -124,7 +125,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         tasks=tuple(e.task for e in episodes for _ in range(len(e.frames))),
         sample={name: _joined([e.sample[name] for e in episodes]) for name in episodes[0].sample},
         logprob_behaviour=torch.from_numpy(np.concatenate([e.logprobs for e in episodes])),
-        mask=torch.from_numpy(token_mask(valid)),
+        mask=torch.from_numpy(token_mask(valid, episodes[0].logprobs.shape[2])),
         rewards=torch.from_numpy(np.concatenate([e.rewards for e in episodes]) * valid),
         lag=version - torch.from_numpy(np.concatenate([e.policy_versions for e in episodes])),
         episode=episode_D,
@@ -166,7 +167,7 @@ def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[
 
 
 def _complete(group: Sequence[Episode]) -> list[Episode]:
-    """Sort a group by member; refuse it when a member is absent, double or from elsewhere."""
+    """Sort a group by sibling number; refuse it when one is absent, double or from elsewhere."""
     members = sorted(group, key=lambda episode: episode.member)
     size = members[0].group_size if members else 0
     same_group = len({(episode.group_id, episode.group_size) for episode in members}) == 1

@@ -1,6 +1,6 @@
-"""Log-probs of three policies in, weights that correct for stale samples out. Pure functions of tensors.
+"""Weighs samples of older policies: the built-in corrections, and the functions that they are made of.
 
-behaviour  the policy that sampled the token (its log-prob travels with the episode)
+behaviour  the policy that sampled (its log-probs travel with the episode)
 proximal   the policy that the clipped ratio is taken against: the learner's at the start of the update
 current    the policy that is being optimised
 
@@ -13,29 +13,135 @@ current    the policy that is being optimised
     vtrace      the learner's                     1: `advantages.vtrace` corrects advantages and targets
 
 All weights are detached, and masked or vetoed samples stay in the denominator of the loss: they count as
-"learn nothing from it", not as "never happened". Tensors are ``[D, C, A]``: decisions, steps per decision
-(8), action dimensions (7), or units ``[D, U, V]`` of them (see `levels`). Log-probs are in nats.
+"learn nothing from it", not as "never happened". Log-probs are in nats.
+
+Dimension letters used in this file:
+    D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision (`levels`)
+    B  episodes      T  places of the longest episode
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import CorrectionLevel, CorrectionSettings, Level
-from asyncrl.errors import ConfigError
-from asyncrl.learner.levels import reduce_to_level, sum_per_episode
-from asyncrl.learner.losses import MAX_LOG_RATIO
+from asyncrl.learner.accumulator import MetricAccumulator
+from asyncrl.learner.advantages import vtrace
+from asyncrl.learner.interface import Estimates
+from asyncrl.learner.levels import reduce_to_level, sum_per_episode, valid_units
+from asyncrl.learner.losses import MAX_LOG_RATIO, log_ratio
+from asyncrl.observability import metrics_training as m
 
-WEIGHTED: Final = ("tis", "mis", "decoupled")
-"""Kinds that multiply the loss by an importance weight."""
+
+class NoCorrection:
+    """Counts every sample as fresh."""
+
+    def __init__(self, settings: CorrectionSettings) -> None:
+        self.needs: frozenset[str] = frozenset({"old_policy"})
+
+    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
+        """None: all weights are 1."""
 
 
-def log_ratio(logprob_numerator: Tensor, logprob_denominator: Tensor) -> Tensor:
-    """Return ``log(p / q)``, detached and within plus and minus 20; any shape."""
-    return (logprob_numerator - logprob_denominator).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+class Naive:
+    """Takes the clipped ratio against the policy that sampled."""
+
+    def __init__(self, settings: CorrectionSettings) -> None:
+        self.needs: frozenset[str] = frozenset({"behaviour"})
+
+    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
+        """None: all weights are 1."""
+
+    def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
+        """Return `behaviour`; see `ChoosesProximal.proximal`."""
+        return behaviour
+
+
+class TruncatedImportanceSampling:
+    """Multiplies the loss by truncated importance weights; base of the kinds that limit them otherwise."""
+
+    def __init__(self, settings: CorrectionSettings) -> None:
+        self.settings = settings
+        self.low, self.cap = settings.min_weight, settings.max_weight
+        needs = {"behaviour"}
+        if settings.proximal == "recomputed":
+            needs.add("old_policy")
+        if settings.level == "episode" or settings.veto > 0:
+            needs.add("whole_episodes")
+        self.needs: frozenset[str] = frozenset(needs)
+
+    def limit(self, log_ratios: Tensor) -> Tensor:
+        """Turn log-ratios of any shape into weights of the same shape."""
+        return truncated_weights(log_ratios, low=self.low, cap=self.cap)
+
+    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> Tensor:
+        """``[D, C, A]``, ``[D, C, 1]`` or ``[D, 1, 1]`` by --correction.level; see `Correction.weights`."""
+        own = correction_level(self.settings, level)
+        weights = self.limit(reduce_to_level(log_ratios, mask, own, episode, mean=self.settings.geometric))
+        if self.settings.veto:
+            dropped = vetoed(log_ratios, mask, episode, self.settings.veto)
+            weights = torch.where(dropped[:, None, None], 0.0, weights)
+        return weights
+
+    def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
+        """By --correction.proximal the policy before the update, or `log_linear_proximal`."""
+        if self.settings.proximal == "log_linear":
+            return log_linear_proximal(logprob, behaviour, lag)
+        return old_logprob
+
+
+class MaskedImportanceSampling(TruncatedImportanceSampling):
+    """Multiplies the loss by importance weights, 0 outside the limits."""
+
+    def limit(self, log_ratios: Tensor) -> Tensor:
+        """See `TruncatedImportanceSampling.limit`."""
+        return masked_weights(log_ratios, low=self.low, cap=self.cap)
+
+
+class Decoupled(MaskedImportanceSampling):
+    """Multiplies the loss by importance weights as they are, 0 above the upper limit."""
+
+    def __init__(self, settings: CorrectionSettings) -> None:
+        super().__init__(settings)
+        self.low = 0.0
+
+
+class VTrace:
+    """Corrects the advantages and the critic's targets in place of the loss."""
+
+    def __init__(self, settings: CorrectionSettings) -> None:
+        self.settings = settings
+        self.needs: frozenset[str] = frozenset({"behaviour", "critic", "whole_episodes", "old_policy"})
+
+    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
+        """None: the advantages contain them."""
+
+    def estimates(
+        self,
+        rewards: Tensor,
+        values: Tensor,
+        final_values: Tensor,
+        mask: Tensor,
+        terminated: Tensor,
+        log_ratios: Tensor,
+        *,
+        gamma: float,
+        lam: float,
+    ) -> Estimates:
+        """Advantages and targets ``[B, T]``; arguments as of `advantages.vtrace`."""
+        return vtrace(
+            rewards,
+            values,
+            final_values,
+            mask,
+            terminated,
+            log_ratios,
+            gamma=gamma,
+            lam=lam,
+            rho_cap=self.settings.rho_cap,
+            trace_cap=self.settings.trace_cap,
+        )
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -81,7 +187,17 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
 
 
 def vetoed(log_ratios_DCA: Tensor, mask_DCA: Tensor, episode: Tensor, threshold: float) -> Tensor:
-    """``[D]`` bool: decisions of an episode with a valid token whose ratio is below `threshold`."""
+    """Find the decisions of an episode with a valid number whose ratio is below `threshold`.
+
+    Args:
+        log_ratios_DCA: ``[D, C, A]`` float32.
+        mask_DCA: ``[D, C, A]`` bool.
+        episode: ``[D]`` int64; all decisions of an episode must be there.
+        threshold: Of the ratio, in [0, 1).
+
+    Returns:
+        ``[D]`` bool.
+    """
     below = (log_ratios_DCA.exp() < threshold) & mask_DCA
     return sum_per_episode(below.flatten(1).any(dim=1).float(), episode) > 0
 
@@ -106,69 +222,45 @@ def log_linear_proximal(logprob: Tensor, logprob_behaviour: Tensor, lag: Tensor)
     return (logprob_behaviour + alpha * (logprob - logprob_behaviour)).detach()
 
 
-def importance_weights(
-    settings: CorrectionSettings,
-    log_ratios_DCA: Tensor,
-    mask_DCA: Tensor,
-    episode: Tensor,
-    level: Level,
-) -> Tensor:
-    """Weights of the correction that the settings name.
-
-    Args:
-        settings: Kind, level, limits and veto.
-        log_ratios_DCA: ``[D, C, A]`` float32, `log_ratio` of proximal against behaviour policy.
-        mask_DCA: ``[D, C, A]`` bool.
-        episode: ``[D]`` int64; on episode level, or with a veto, all decisions of an episode must be there.
-        level: The objective's, for a correction whose level is ``auto``.
-
-    Returns:
-        float32, detached; ``[D, C, A]``, ``[D, C, 1]`` or ``[D, 1, 1]`` by the correction's level.
-    """
-    if settings.kind not in WEIGHTED:
-        return torch.ones_like(log_ratios_DCA[:, :1, :1])
-    own = correction_level(settings, level)
-    log_ratios = reduce_to_level(log_ratios_DCA, mask_DCA, own, episode, mean=settings.geometric)
-    if settings.kind == "tis":
-        weights = truncated_weights(log_ratios, low=settings.min_weight, cap=settings.max_weight)
-    else:
-        low = settings.min_weight if settings.kind == "mis" else 0.0
-        weights = masked_weights(log_ratios, low=low, cap=settings.max_weight)
-    if settings.veto:
-        dropped = vetoed(log_ratios_DCA, mask_DCA, episode, settings.veto)
-        weights = torch.where(dropped[:, None, None], 0.0, weights)
-    return weights
-
-
 def correction_level(settings: CorrectionSettings, level: Level) -> CorrectionLevel:
-    """What has one importance weight."""
+    """What has one importance weight; `level` is the objective's."""
     return level if settings.level == "auto" else settings.level
 
 
-def whole_episodes(settings: CorrectionSettings) -> bool:
-    """Whether the weights need the log-probs of all decisions of an episode at once."""
-    weighted = settings.kind in WEIGHTED and (settings.level == "episode" or settings.veto > 0)
-    return weighted or settings.kind == "vtrace"
-
-
-def check_needs(settings: CorrectionSettings, *, critic: bool, behaviour: bool) -> None:
-    """Refuse a correction that lacks what it needs.
+def staleness_metrics(
+    settings: CorrectionSettings,
+    level: Level,
+    old_logprob: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    weights: Tensor | None,
+    episode: Tensor,
+) -> MetricAccumulator:
+    """Compare the policy before the update with the one that sampled; once per decision and update.
 
     Args:
-        settings: The correction.
-        critic: Whether the policy has a value head that is trained.
-        behaviour: Whether the episodes hold the log-probs they were sampled with.
-
-    Raises:
-        ConfigError: V-trace without a critic, or anything but `none` without behaviour log-probs.
+        settings: Level, mean and veto of the ratios that are compared.
+        level: The objective's.
+        old_logprob: ``[D, C, A]`` float32 before the update; 0 where the mask is False, as `behaviour`.
+        behaviour: ``[D, C, A]`` float32.
+        mask: ``[D, C, A]`` bool.
+        weights: float32, broadcasts to the units ``[D, U, V]``; None: the correction has none.
+        episode: ``[D]`` int64.
     """
-    if settings.kind == "vtrace" and not critic:
-        raise ConfigError(
-            "--correction.kind is vtrace, but the policy has no critic whose values it could correct. Use "
-            "--algorithm.kind ppo, or --correction.kind tis."
-        )
-    if settings.kind != "none" and not behaviour:
-        raise ConfigError(
-            f"--correction.kind is {settings.kind}, but the episodes hold no log-probs of the policy that "
-            "sampled them (NaN). Imagine them again with this version, or use --correction.kind none."
-        )
+    found = MetricAccumulator()
+    ratios = torch.where(mask, log_ratio(old_logprob, behaviour), 0.0)
+    found.mean(m.MISMATCH_KL, k3(ratios), mask)
+    own = correction_level(settings, level)
+    units = valid_units(mask, "decision" if own == "episode" else own)
+    raw = reduce_to_level(ratios, mask, own, episode, mean=settings.geometric)
+    raw = raw.clamp(max=MAX_LOG_RATIO).exp()
+    found.moments("ratio", raw, units)
+    found.largest(m.IMPORTANCE_MAX, raw, units)
+    if weights is not None:
+        found.mean(m.IMPORTANCE_CAPPED, (weights != raw).float(), units)
+        found.mean(m.IMPORTANCE_MEAN, weights, units)
+        found.moments("weight", weights, units)
+    if settings.veto:
+        dropped = vetoed(ratios, mask, episode, settings.veto)[:, None, None]
+        found.mean(m.VETOED, dropped.float(), units)
+    return found

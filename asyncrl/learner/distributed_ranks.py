@@ -1,7 +1,7 @@
 """The learner ranks of a run, joined by torch.distributed's default process group (which has learners only).
 
-    rank 0         samples, then deals its batch out          waits for: the others to take their parts
-    other ranks    wait for rank 0's word: a part or the end   ended by: rank 0, or its end (the link breaks)
+    rank 0         samples, then shares its batch out       waits for: the others to receive their parts
+    other ranks    wait for a part, or the end of the run   ended by: rank 0, or its end (the link breaks)
 
 Episodes travel as our own messages (`messaging.wire`) through gloo, as raw bytes with a header of lengths:
 
@@ -39,7 +39,7 @@ POLL_INTERVAL: Final = 0.02
 
 
 class _Announcement(IntEnum):
-    """What rank 0 says when it shares."""
+    """What rank 0 says before it shares."""
 
     END = 0
     PARTS = 1
@@ -49,17 +49,17 @@ class _Announcement(IntEnum):
 class DistributedRanks:
     """A `LearnerRanks` over the default process group. Used by one thread per rank."""
 
-    def __init__(self, patience: float, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, batch_timeout: float, *, while_waiting: Callable[[], object] = lambda: None) -> None:
         """Make the link for episodes; collective, like every method.
 
         Args:
-            patience: Seconds that rank 0 may need for the next batch: how long the others wait.
+            batch_timeout: Seconds that rank 0 may need for the next batch: how long the others wait.
             while_waiting: Called often while this rank waits in `scatter_groups`.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.patience, self.while_waiting = patience, while_waiting
+        self.batch_timeout, self.while_waiting = batch_timeout, while_waiting
         self._link: Any = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=patience + COLLECTIVE_DEADLINE)
+            backend="gloo", timeout=timedelta(seconds=batch_timeout + COLLECTIVE_DEADLINE)
         )
 
     def sum(self, values: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class DistributedRanks:
     ) -> Groups | None:
         """See `LearnerRanks.scatter_groups`; group n goes to rank ``n % size``."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to share a batch"):
-            return self._deal(groups) if self.rank == 0 else self._take(while_waiting)
+            return self._send_parts(groups) if self.rank == 0 else self._receive_part(while_waiting)
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `LearnerRanks.gather_full`; one tensor at a time, in the order of their names."""
@@ -90,48 +90,48 @@ class DistributedRanks:
 
     def _reduce(self, values: Tensor, operation: Any) -> Tensor:
         result = values.detach().clone()
-        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to add up readings"):
+        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to add up metrics"):
             dist.all_reduce(result, operation)
         return result
 
-    def _deal(self, groups: Groups | None) -> Groups | None:
+    def _send_parts(self, groups: Groups | None) -> Groups | None:
         if groups is None:
-            self._tell(_Announcement.END, [])
+            self._announce(_Announcement.END, [])
             return None
         if len(groups) < self.size:
-            self._tell(_Announcement.TOO_FEW, [])
+            self._announce(_Announcement.TOO_FEW, [])
             raise too_few(self.size)
         packed = [pack(groups[rank :: self.size]) for rank in range(1, self.size)]
-        self._tell(_Announcement.PARTS, [len(lengths) for lengths, _ in packed])
+        self._announce(_Announcement.PARTS, [len(lengths) for lengths, _ in packed])
         for rank, (lengths, frames) in enumerate(packed, start=1):
             dist.send(lengths, rank, group=self._link)
             dist.send(frames, rank, group=self._link)
         return groups[:: self.size]
 
-    def _tell(self, word: _Announcement, counts: list[int]) -> None:
-        header = torch.tensor([word, 0, *(counts or [0] * (self.size - 1))])
+    def _announce(self, announcement: _Announcement, counts: list[int]) -> None:
+        header = torch.tensor([announcement, 0, *(counts or [0] * (self.size - 1))])
         dist.broadcast(header, 0, group=self._link)
 
-    def _take(self, while_waiting: Callable[[], object]) -> Groups | None:
+    def _receive_part(self, while_waiting: Callable[[], object]) -> Groups | None:
         header = torch.zeros(1 + self.size, dtype=torch.int64)
         awaited = dist.broadcast(header, 0, group=self._link, async_op=True)
         assert awaited is not None  # This rank is in the group.
-        until = time.monotonic() + self.patience
-        with waits.waiting(waits.PART, self.patience):
+        until = time.monotonic() + self.batch_timeout
+        with waits.waiting(waits.PART, self.batch_timeout):
             while not awaited.is_completed() and time.monotonic() < until:
                 self.while_waiting()
                 while_waiting()
                 time.sleep(POLL_INTERVAL)
         if not awaited.is_completed():
             raise RunError(
-                f"Learner rank {self.rank} waited {self.patience:g} s for rank 0 to deal a batch. It hangs: "
-                "see its output and the actors' logs."
+                f"Learner rank {self.rank} waited {self.batch_timeout:g} s for rank 0 to share a batch. It "
+                "hangs: see its output and the actors' logs."
             )
         awaited.wait()
-        word, count = _Announcement(int(header[0])), int(header[1 + self.rank])
-        if word is _Announcement.TOO_FEW:
+        announcement, count = _Announcement(int(header[0])), int(header[1 + self.rank])
+        if announcement is _Announcement.TOO_FEW:
             raise too_few(self.size)
-        if word is _Announcement.END:
+        if announcement is _Announcement.END:
             return None
         lengths = torch.zeros(count, dtype=torch.int64)
         dist.recv(lengths, 0, group=self._link)
@@ -141,7 +141,7 @@ class DistributedRanks:
 
 
 def too_few(ranks: int) -> ConfigError:
-    """Return the error for a batch that cannot be dealt out."""
+    """Return the error for a batch that cannot be shared out."""
     return ConfigError(
         f"--placement names {ranks} learner ranks, but a batch has fewer groups of episodes, so one "
         f"would have nothing to learn from. Use --algorithm.groups-per-update {ranks} or a multiple of it, "
@@ -167,7 +167,7 @@ def unpack(lengths: Tensor, frames: Tensor) -> list[list[Episode]]:
     Raises:
         WireError: An episode breaks the wire format.
     """
-    numbers, place = iter(lengths.tolist()), 0
+    numbers, offset = iter(lengths.tolist()), 0
     view = frames.numpy().data
     groups: list[list[Episode]] = []
     for _ in range(next(numbers)):
@@ -176,8 +176,8 @@ def unpack(lengths: Tensor, frames: Tensor) -> list[list[Episode]]:
             message: list[memoryview] = []
             for _ in range(next(numbers)):
                 size = next(numbers)
-                message.append(view[place : place + size])
-                place += size
+                message.append(view[offset : offset + size])
+                offset += size
             episode = decode(message).episode
             assert episode is not None  # The kind carries one.
             group.append(episode)

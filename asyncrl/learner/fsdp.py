@@ -1,9 +1,9 @@
-"""A policy in, the same policy spread over the learner ranks out: FSDP2.
+"""Spreads a policy over the learner ranks: FSDP2.
 
     all weights are trained    every Llama layer and vision block is a unit of its own, gathered when it runs
                                and freed after it; the rest (embeddings, projector, norms, heads) is the root
-    adapters are               one unit, the root. Frozen weights stay whole on every rank: nothing of them
-                               ever changes, and gathering them in each pass would cost more than their room
+    adapters are               one unit, the root. Frozen weights stay unsharded: nothing of them changes,
+                               and gathering them in each pass would cost more than their room
 
 What is spread becomes DTensors, so the optimizer must be built afterwards. Works on one rank as well: there
 it only separates the float32 weights from the bfloat16 passes.
@@ -46,12 +46,12 @@ def shard(policy: Any, device: torch.device, precision: Precision) -> Any:
     passes = MixedPrecisionPolicy()
     if precision == "bf16":
         passes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    whole = _frozen_and_ready(policy, precision)
-    for unit in [] if whole else policy.blocks():
+    unsharded = _frozen_and_ready(policy, precision)
+    for unit in [] if unsharded else policy.blocks():
         fully_shard(unit, mesh=mesh, mp_policy=passes)
     # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
     # parameters in the module, where publishing and checkpoints expect the sharded ones.
-    fully_shard(policy, mesh=mesh, mp_policy=passes, reshard_after_forward=True, ignored_params=whole)
+    fully_shard(policy, mesh=mesh, mp_policy=passes, reshard_after_forward=True, ignored_params=unsharded)
     if device.type == "cpu":
         for module in policy.modules():
             if isinstance(module, FSDPModule):
@@ -68,7 +68,7 @@ def make_float32_masters(policy: nn.Module, precision: Precision) -> None:
 
 
 def _frozen_and_ready(policy: nn.Module, precision: Precision) -> set[nn.Parameter]:
-    """Frozen parameters if all are of the type that passes compute in; none if one must be cast for them."""
+    """Return the frozen parameters if all have the type that passes compute in; none if one has not."""
     frozen = {parameter for parameter in policy.parameters() if not parameter.requires_grad}
     wanted = torch.bfloat16 if precision == "bf16" else torch.float32
     return frozen if all(parameter.dtype == wanted for parameter in frozen) else set()

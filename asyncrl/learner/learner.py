@@ -1,4 +1,4 @@
-"""The learner: groups of episodes in, policy versions out, until enough updates are made.
+"""The learner: turns groups of episodes into policy versions until enough updates are made.
 
 produces   version v     never waits: the publisher copies the weights and sends them on its own thread
 consumes   groups        waits for: `groups_per_update` complete, fresh groups in the replay
@@ -6,7 +6,7 @@ consumes   groups        waits for: `groups_per_update` complete, fresh groups i
 At the start it also waits for the actors to take the first version, so that a broken link fails at once.
 A version is published and saved only when its weights are finite.
 
-Every learner rank runs this loop and makes the same calls in the same order: rank 0 samples, deals the batch
+Every learner rank runs this loop and makes the same calls in the same order: rank 0 samples, shares the batch
 out, publishes the weights that come together there, and decides when to end. The others' ports lead nowhere.
 """
 
@@ -25,7 +25,7 @@ from asyncrl.devices.memory import host_peak, peak_memory
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import batch_metrics, build_batch
-from asyncrl.learner.ranks import Groups, LearnerRanks, SingleRank, not_finite
+from asyncrl.learner.ranks import Groups, not_finite
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
@@ -40,7 +40,7 @@ from asyncrl.weights.interface import Publisher, WeightSource
 
 
 class Log(Protocol):
-    """Where the readings of an update go."""
+    """Where the metrics of an update go."""
 
     def write(self, step: int, values: Mapping[Metric, float]) -> None:
         """Record one row; `step` is the policy version."""
@@ -55,12 +55,11 @@ class NullLog:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerSettings:
-    """Numbers of the learner's loop."""
+class LoopSettings:
+    """Numbers of the learner's loop that belong to no section of the configuration."""
 
     updates: int
     """Policy version at which the run is over."""
-    groups_per_update: int
     checkpoint_every: int
     """Updates between two checkpoints."""
     batch_timeout: float
@@ -91,20 +90,21 @@ class Learner:
         publisher: Publisher,
         log: Log,
         checkpoints: Checkpoints,
-        settings: LearnerSettings,
+        settings: LoopSettings,
         *,
+        throughput: Throughput,
         copy_policy: Callable[[], Callable[[Path], None]],
         acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
-        group: LearnerRanks | None = None,
         offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join the parts.
 
-        `copy_policy` copies the policy to host memory, with all ranks, and returns what writes its files;
-        `acting_tensors` gives what actors need, of which this rank may hold a part; `offload` moves what only
-        updates need to host memory while this rank waits; `stop_requested` is asked on rank 0.
+        `throughput` measures the updates; `copy_policy` copies the policy to host memory, with all ranks, and
+        returns what writes its files; `acting_tensors` gives what actors need, of which this rank may hold a
+        part; `offload` moves what only updates need to host memory while this rank waits; `stop_requested` is
+        asked on rank 0.
         """
         self.update = update
         self.replay = replay
@@ -114,9 +114,10 @@ class Learner:
         self.settings = settings
         self.copy_policy = copy_policy
         self.acting_tensors = acting_tensors
-        self.group = group or SingleRank()
+        self.ranks = update.ranks
+        self.groups_per_update = update.recipe.algorithm.groups_per_update
         self.offload = offload
-        self.throughput = Throughput(update.policy, update.config, self.group)
+        self.throughput = throughput
         self.stop_requested = stop_requested
         self.clock = clock
         self.version = 0
@@ -134,12 +135,12 @@ class Learner:
             CheckpointError: A file is missing, truncated or does not fit the policy.
         """
         progress = checkpoint.load(
-            folder, optimizer=self.update.optimizer, parameters=self._parameters(), rank=self.group.rank
+            folder, optimizer=self.update.optimizer, parameters=self._parameters(), rank=self.ranks.rank
         )
         self.version = self._saved_version = progress.version
         self.groups_used = progress.groups_used
-        steps = self.update.steps
-        steps.bad_updates, steps.bad_in_a_row = progress.bad_updates, progress.bad_in_a_row
+        stepper = self.update.stepper
+        stepper.bad_updates, stepper.bad_in_a_row = progress.bad_updates, progress.bad_in_a_row
 
     def run(self) -> None:
         """Update until `settings.updates`, a stop request or Ctrl-C; then save, and end the run for all.
@@ -175,7 +176,7 @@ class Learner:
             self.log.write(self.version, values | self._status())
             if self.version % self.settings.checkpoint_every == 0:
                 self._save()
-            if failure_reason := self.update.steps.failure_reason:
+            if failure_reason := self.update.stepper.failure_reason:
                 self._save()
                 raise RunError(f"{failure_reason} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
 
@@ -183,13 +184,13 @@ class Learner:
         """Wait for the batch (rank 0 only) and for this rank's part of it, which is None at the end."""
         try:
             batch = self._next_batch()
-            return batch, self.group.scatter_groups(batch, self.offload.offload_if_idle)
+            return batch, self.ranks.scatter_groups(batch, self.offload.offload_if_idle)
         finally:
             self.offload.restore()
 
     def _next_batch(self) -> Groups | None:
         """Rank 0: wait for the actors, then for a batch; None when the run shall stop. Others: None."""
-        if self.group.rank > 0:
+        if self.ranks.rank > 0:
             return None
         try:
             if not self._met_actors:
@@ -209,7 +210,7 @@ class Learner:
             self.offload.offload_if_idle()
             try:
                 groups = self.replay.sample(
-                    groups=self.settings.groups_per_update,
+                    groups=self.groups_per_update,
                     version=self.version,
                     timeout=min(SAMPLE_SLICE, self.offload.next_check_in, max(left, 0.0)),
                 )
@@ -217,7 +218,7 @@ class Learner:
                 if self.clock() - began >= self.settings.batch_timeout:
                     raise RunError(
                         f"The learner waited {self.settings.batch_timeout:g} s (--batch-timeout) for "
-                        f"{self.settings.groups_per_update} groups at version {self.version}. {error} "
+                        f"{self.groups_per_update} groups at version {self.version}. {error} "
                         "Look into the actors' logs; raise --batch-timeout if they are only slow."
                     ) from error
                 continue
@@ -234,16 +235,18 @@ class Learner:
             values = self.update(batch, self.version)
             self._require_finite()  # While half updated: what is not finite is neither published nor saved.
             self.version += 1
-            self.groups_used += self.settings.groups_per_update
+            self.groups_used += self.groups_per_update
             self._half_updated = False
-            seconds, learned = self.clock() - began, self.update.steps.policy_learns
-            pace = self.throughput.read(batch, seconds, policy_learned=learned)
-        return values | pace | {m.UPDATE_SECONDS: seconds}
+            seconds = self.clock() - began
+            speed = self.throughput.measure(
+                batch, self.update.decisions, seconds, policy_learned=self.update.stepper.policy_learns
+            )
+        return values | speed | {m.UPDATE_SECONDS: seconds}
 
     def _require_finite(self) -> None:
         """Raise RunError unless all weights that are trained are finite, on all ranks alike."""
         tensors = self.update.policy.trainable_tensors()
-        if names := not_finite(tensors, self.group):
+        if names := not_finite(tensors, self.ranks):
             raise RunError(
                 f"Weights are not finite, {len(names)} of {len(tensors)} tensors ({', '.join(names[:3])}), "
                 f"{'after' if self._half_updated else 'before'} the update from version {self.version}. They "
@@ -252,7 +255,7 @@ class Learner:
             )
 
     def _where_to_go_on(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> str:
-        """Name the newest checkpoint, once it is whole."""
+        """Name the newest checkpoint, once it is complete."""
         self._finish_after_failure(deadline)
         newest = self.checkpoints.newest
         return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
@@ -262,7 +265,7 @@ class Learner:
         self.replay.report_version(self.version)
 
     def _status(self) -> dict[Metric, float]:
-        """Readings of the row that ends now: from the end of the last row, so they cover all the time."""
+        """Return the metrics of the row that ends now. It began when the last one ended: no time is lost."""
         now = self.clock()
         seconds = max(now - self._row_began, 1e-9)
         waited, self._waited, self._row_began = self._waited, 0.0, now
@@ -270,7 +273,7 @@ class Learner:
             **self.replay.status(),
             **self.publisher.status(),
             **waits.wait_metrics(),
-            m.GROUPS_PER_MINUTE: 60 * self.settings.groups_per_update / seconds,
+            m.GROUPS_PER_MINUTE: 60 * self.groups_per_update / seconds,
             m.LEARNER_WAITING: waited / seconds,
             m.CHECKPOINT_WAITING: self.checkpoints.waited(),
             m.PEAK_MEMORY: host_peak(),
@@ -278,13 +281,13 @@ class Learner:
         }
 
     def _device_memory(self) -> dict[Metric, float]:
-        readings: dict[Metric, float] = {}
+        found: dict[Metric, float] = {}
         if (device := self.update.device).type == "cuda":
-            readings[m.LEARNER_MEMORY] = peak_memory([device])
+            found[m.LEARNER_MEMORY] = peak_memory([device])
         if self.offload.enabled:
             seconds, offloaded = self.offload.pop_readings()
-            readings |= {m.LEARNER_OFFLOAD: seconds, m.LEARNER_OFFLOADED: float(offloaded)}
-        return readings
+            found |= {m.LEARNER_OFFLOAD: seconds, m.LEARNER_OFFLOADED: float(offloaded)}
+        return found
 
     def _save(self) -> None:
         """Begin a checkpoint of this version, unless it exists or an update was cut in the middle."""
@@ -296,8 +299,8 @@ class Learner:
         progress = Progress(
             version=self.version,
             groups_used=self.groups_used,
-            bad_updates=self.update.steps.bad_updates,
-            bad_in_a_row=self.update.steps.bad_in_a_row,
+            bad_updates=self.update.stepper.bad_updates,
+            bad_in_a_row=self.update.stepper.bad_in_a_row,
             config_hash=self.settings.config_hash,
         )
         write, optimizer = self.copy_policy(), self.update.optimizer
@@ -307,7 +310,7 @@ class Learner:
         self._saved_version = self.version
 
     def _finish_after_failure(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> None:
-        """Let a checkpoint that is being written become whole: it is where the run can go on."""
+        """Let a checkpoint that is being written become complete: it is where the run can go on."""
         try:
             self.checkpoints.finish(deadline)
         except CheckpointError as error:

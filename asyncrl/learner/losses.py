@@ -1,20 +1,25 @@
-"""Log-probs, values and advantages in, losses out. Pure functions of tensors; every result is per unit.
+"""Computes losses per unit: the built-in objectives, the critic's loss and the KL penalty.
 
 A unit is what has one probability ratio: a token, an action or a decision (see `levels`). Each loss returns
 one number per unit and `aggregation_weights` says what each counts; the loss to minimise is the sum of their
 products. So the losses of micro-batches, and of data-parallel ranks, add up to the loss of the batch, and so
-do their gradients.
+do their gradients. Log-probs are in nats. Advantages, weights and everything of an older policy are detached.
 
-Tensors are ``[D, U, V]``: decisions, and a decision's units (8 x 7 tokens, 8 x 1 actions, 1 x 1 chunk).
-Log-probs are in nats. Advantages, weights and everything of an older policy are detached.
+Dimension letters used in this file:
+    D  decisions      C  steps per decision      A  numbers per step      K  values of a decision: 1, or C
+    U, V  units of a decision: C x A tokens, C x 1 actions, or 1 x 1 decision
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
+
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.learner.interface import UnitLoss
+from asyncrl.learner.levels import summed
 
 MAX_LOG_RATIO: Final = 20.0
 """Log-ratios are kept within plus and minus this, so that their exponential stays finite in float32."""
@@ -22,17 +27,54 @@ Aggregation = Literal["token_mean", "episode_mean", "length_normalised", "consta
 Estimator = Literal["k1", "k2", "k3"]
 
 
-class UnitLoss(NamedTuple):
-    """A loss per unit."""
+class ClippedObjective:
+    """PPO's clipped ratio; see `clipped_loss`."""
 
-    loss: Tensor
-    """What to minimise, with gradient."""
-    clipped: Tensor
-    """bool, True where the clip removed the gradient (cispo: where it cut the weight)."""
-    dual_clipped: Tensor
-    """bool, True where the dual clip removed the gradient."""
-    clipped_ratio: Tensor
-    """Current / proximal probability after clipping, detached."""
+    GEOMETRIC: ClassVar[bool] = False
+    """Whether the ratio of a unit is the geometric mean of those in it, or their product."""
+
+    def __init__(self, settings: AlgorithmSettings) -> None:
+        self.settings = settings
+
+    def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
+        """``[D, U, V]``; see `Objective.loss`."""
+        chosen = self.settings
+        return clipped_loss(
+            summed(logprob - proximal, mask, chosen.level, mean=self.GEOMETRIC),
+            advantages,
+            clip_low=chosen.clip_low,
+            clip_high=chosen.clip_high,
+            dual_clip=chosen.dual_clip,
+        )
+
+
+class GspoObjective(ClippedObjective):
+    """GSPO: the clipped geometric mean of the ratios of a decision."""
+
+    GEOMETRIC: ClassVar[bool] = True
+
+
+class CispoObjective:
+    """CISPO: the ratio is clipped, but every token keeps its gradient; see `cispo_loss`."""
+
+    def __init__(self, settings: AlgorithmSettings) -> None:
+        self.settings = settings
+
+    def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
+        """``[D, U, V]``; see `Objective.loss`."""
+        chosen = self.settings
+        return cispo_loss(
+            summed(logprob, mask, chosen.level),
+            summed(logprob - proximal, mask, chosen.level),
+            advantages,
+            clip_low=chosen.clip_low,
+            clip_high=chosen.clip_high,
+        )
+
+
+def log_ratio(logprob_numerator: Tensor, logprob_denominator: Tensor) -> Tensor:
+    """Return ``log(p / q)``, detached and within plus and minus 20; any shape."""
+    return (logprob_numerator - logprob_denominator).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def finite_ratio(log_ratio: Tensor) -> Tensor:
@@ -110,14 +152,14 @@ def value_loss(
     ``V_old + clamp(V - V_old, -clip, clip)``. Source of the clip: OpenAI baselines' PPO2.
 
     Args:
-        values: ``[D, V]`` float32, with gradient.
-        old_values: ``[D, V]`` float32, before the update.
-        targets: ``[D, V]`` float32.
+        values: ``[D, K]`` float32, with gradient.
+        old_values: ``[D, K]`` float32, before the update.
+        targets: ``[D, K]`` float32.
         clip: Widest move that still has a gradient; 0 = no clip.
         huber: Where the loss becomes linear.
 
     Returns:
-        ``[D, V]`` the loss, and ``[D, V]`` bool: True where the clip decided it.
+        ``[D, K]`` the loss, and ``[D, K]`` bool: True where the clip decided it.
     """
     old_values, targets = old_values.detach(), targets.detach()
     plain = torch.nn.functional.huber_loss(values, targets, reduction="none", delta=huber)
@@ -159,11 +201,11 @@ def kl_penalty(logprob: Tensor, logprob_reference: Tensor, estimator: Estimator)
 def aggregation_weights(
     mask: Tensor, episode: Tensor, aggregation: Aggregation, *, units: float, episodes: float, longest: int
 ) -> Tensor:
-    """What each unit counts in the loss; the denominators are those of the whole batch, over all ranks.
+    """Say what each unit counts in the loss; the denominators are those of the whole batch, over all ranks.
 
     token_mean         ``1 / units``                    every unit counts the same
     episode_mean       ``1 / (episodes n_e)``           every episode counts the same
-    length_normalised  the same: RLinf takes the mean over all ``episodes * longest`` places of
+    length_normalised  the same: RLinf takes the mean over all ``episodes * longest`` units of
                        ``loss * longest / n_e``, which is the mean over episodes
     constant           ``1 / (episodes longest)``       no bias by length: Dr. GRPO, arXiv 2503.20783
 
@@ -171,7 +213,7 @@ def aggregation_weights(
 
     Args:
         mask: ``[D, U, V]`` bool, which units are valid.
-        episode: ``[D]`` int64, index of each decision's episode; an episode is whole on one rank.
+        episode: ``[D]`` int64, index of each decision's episode; all of an episode is on one rank.
         aggregation: Which.
         units: Valid units of the whole batch.
         episodes: Episodes of the whole batch.

@@ -1,61 +1,83 @@
-"""Episodes in, minibatches of whole episodes and micro-batches of decisions out.
+"""Cuts a batch into minibatches of whole episodes, and these into micro-batches of decisions.
 
 A minibatch decides an optimizer step, so its episodes are whole. A micro-batch only decides how much memory
-a pass takes. Learner ranks have different numbers of decisions but make the same number of passes: those with
-fewer repeat a decision that counts nothing.
+a pass takes. A rank that has no decisions left repeats one that counts nothing, to keep in step with others.
+
+Dimension letters used in this file:
+    M  decisions of a micro-batch, or minibatch     C  steps per decision     A  numbers per step
+    U, V  units of a decision (`levels`)            K  values of a decision: 1, or C
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import Level
+from asyncrl.learner.batches import Batch
+from asyncrl.learner.levels import units_per_decision, valid_units
+from asyncrl.learner.losses import aggregation_weights
+from asyncrl.learner.prepare import PreparedBatch
 from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.learner.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Minibatch:
-    """Decisions of one minibatch, or micro-batch, that can have a gradient, and what they count."""
+class MicroBatch:
+    """Decisions with all that their loss needs. A minibatch is one too; `part` cuts it for the passes."""
 
     rows: Tensor
-    """``[K]`` int64, rows of the batch."""
+    """``[M]`` int64 on the CPU, rows of the batch."""
+    counted: Tensor
+    """``[M]`` bool on the CPU; False: a decision that only keeps this rank in step and counts nothing."""
+    mask: Tensor
+    """``[M, C, A]`` bool."""
+    behaviour: Tensor
+    """``[M, C, A]`` float32 log-probs of the policy that sampled."""
+    lag: Tensor
+    """``[M]`` int64."""
+    episode: Tensor
+    """``[M]`` int64."""
+    advantages: Tensor
+    """``[M, 1, 1]`` or ``[M, C, 1]`` float32."""
     counts: Tensor
-    """``[K, U, V]`` float32 per unit."""
+    """``[M, U, V]`` float32, what each unit counts."""
     token_counts: Tensor
-    """``[K, C, A]`` float32 per token."""
+    """``[M, C, A]`` float32, the same per token, for entropy and KL."""
     value_counts: Tensor
-    """``[K, V]`` float32 per value."""
-    real: bool = True
-    """False: a decision that only keeps this rank in step."""
+    """``[M, K]`` float32."""
+    old_logprob: Tensor | None = None
+    """``[M, C, A]`` float32 log-probs before the update; None: this pass finds them."""
+    weights: Tensor | None = None
+    """Importance weights, which broadcast to ``[M, U, V]``; None: computed in the pass."""
+    values: Tensor | None = None
+    """``[M, K]`` float32 critic's values before the update."""
+    targets: Tensor | None = None
+    """``[M, K]`` float32."""
+    reference: Tensor | None = None
+    """``[M, C, A]`` float32 log-probs of the reference policy."""
 
-    def part(self, place: slice | None) -> Minibatch:
-        """Cut out a micro-batch; None gives the decision that counts nothing."""
-        if place is not None:
-            return Minibatch(
-                rows=self.rows[place],
-                counts=self.counts[place],
-                token_counts=self.token_counts[place],
-                value_counts=self.value_counts[place],
-            )
-        nothing = [x.new_zeros(1, *x.shape[1:]) for x in (self.counts, self.token_counts, self.value_counts)]
-        return Minibatch(
-            rows=torch.zeros(1, dtype=torch.int64),
-            counts=nothing[0],
-            token_counts=nothing[1],
-            value_counts=nothing[2],
-            real=False,
-        )
+    @property
+    def decisions(self) -> int:
+        """How many decisions count."""
+        return int(self.counted.sum())
+
+    def part(self, rows: slice | None, device: torch.device) -> MicroBatch:
+        """Cut out a micro-batch, on the policy's device; None gives the row that counts nothing."""
+        rows = slice(-1, None) if rows is None else rows
+        tensors = {f.name: x[rows] for f in fields(self) if (x := getattr(self, f.name)) is not None}
+        here = {name: x if name in ("rows", "counted") else x.to(device) for name, x in tensors.items()}
+        return replace(self, **here)
 
 
 def split_minibatches(episodes: int, minibatches: int, seed: tuple[int, ...]) -> list[Tensor]:
-    """Deal episodes out to minibatches whose sizes differ by at most one; one alone keeps their order.
+    """Share episodes out to minibatches whose sizes differ by at most one; one alone keeps their order.
 
     Returns:
-        int64 indices of episodes per minibatch. The same seed deals the same way: nothing to save.
+        int64 indices of episodes per minibatch. The same seed gives the same ones: nothing to save.
     """
     if minibatches == 1:
         return [torch.arange(episodes)]
@@ -63,9 +85,66 @@ def split_minibatches(episodes: int, minibatches: int, seed: tuple[int, ...]) ->
     return [order[start::minibatches] for start in range(minibatches)]
 
 
-def micro_batches(rows: int, size: int, group: LearnerRanks) -> Iterator[slice | None]:
-    """Cut `rows` decisions into places of at most `size`; None for every pass that only other ranks need."""
-    own = -(-rows // size)
-    needed = int(group.max(torch.tensor([float(own)]))[0])
-    for number in range(needed):
-        yield slice(number * size, min((number + 1) * size, rows)) if number < own else None
+def build_minibatch(
+    batch: Batch,
+    prepared: PreparedBatch,
+    episodes: Tensor,
+    recipe: Recipe,
+    ranks: LearnerRanks,
+    *,
+    max_decisions: int,
+) -> MicroBatch:
+    """Collect the decisions of some episodes that can have a gradient; collective.
+
+    Args:
+        batch: This rank's part.
+        prepared: What was known of it before the first step.
+        episodes: ``[E]`` int64, this rank's episodes of the minibatch.
+        recipe: What each unit counts, and which decisions can have a gradient.
+        ranks: The counts' denominators are those of all of them.
+        max_decisions: Decisions of an episode of full length.
+
+    Returns:
+        On the devices of `batch` and `prepared`; its last row counts nothing.
+    """
+    chosen = recipe.algorithm
+    rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
+    mask, episode = batch.mask[rows_M], batch.episode[rows_M]
+    units, values = valid_units(mask, chosen.level), prepared.value_mask(batch)[rows_M]
+    sums = torch.tensor([units.sum(), mask.sum(), len(episodes), values.sum()], dtype=torch.float64)
+    n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
+    teaches = mask.flatten(1).any(dim=1)
+    if not (recipe.trains_critic or chosen.entropy_coef or chosen.kl_coef):
+        teaches &= (prepared.estimates.advantages[rows_M] != 0).flatten(1).any(dim=1)
+    rows = torch.cat([rows_M[teaches], torch.zeros(1, dtype=torch.int64)])
+    counted = torch.arange(len(rows)) < len(rows) - 1
+
+    def counts(valid: Tensor, number: float, level: Level) -> Tensor:
+        longest = max_decisions * units_per_decision(level, *batch.mask.shape[1:])
+        found = aggregation_weights(
+            valid, episode, chosen.aggregation, units=number, episodes=n_episodes, longest=longest
+        )
+        return with_last_row(found)
+
+    def with_last_row(found: Tensor) -> Tensor:
+        return torch.cat([found[teaches], found.new_zeros(1, *found.shape[1:])])
+
+    def at_rows(found: Tensor | None) -> Tensor | None:
+        return None if found is None else found[rows.to(found.device)]
+
+    return MicroBatch(
+        rows=rows,
+        counted=counted,
+        mask=batch.mask[rows] & counted[:, None, None],
+        behaviour=batch.logprob_behaviour[rows],
+        lag=batch.lag[rows],
+        episode=batch.episode[rows],
+        advantages=prepared.estimates.advantages[rows],
+        counts=counts(units, n_units, chosen.level),
+        token_counts=counts(mask, n_tokens, "token"),
+        value_counts=with_last_row(values.float() / max(n_values, 1.0)),
+        old_logprob=at_rows(prepared.old_logprob),
+        weights=at_rows(prepared.weights),
+        values=at_rows(prepared.values),
+        targets=at_rows(prepared.estimates.targets),
+    )

@@ -1,4 +1,4 @@
-"""Gradients in, optimizer steps out: learning rates, clipping, and the guard against what is not finite."""
+"""Steps the optimizer: learning rates, clipped gradients, and the guard against what is not finite."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import OptimizerSettings
-from asyncrl.config.run import TrainConfig
-from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
@@ -48,9 +46,26 @@ _log = logging.getLogger(__name__)
 class ClippedOptimizer:
     """AdamW over the policy and, at its own learning rate, the critic; their gradients are clipped apart."""
 
-    def __init__(self, policy: Policy, config: TrainConfig) -> None:
-        self.config, self.settings = config, config.optimizer
-        groups = policy.parameter_groups(self.settings.learning_rate, config.critic.learning_rate)
+    def __init__(
+        self,
+        policy: Policy,
+        settings: OptimizerSettings,
+        *,
+        updates: int,
+        critic_learning_rate: float,
+        critic_warmup: int = 0,
+    ) -> None:
+        """Build AdamW.
+
+        Args:
+            policy: Its trainable parameters, already sharded if they will be.
+            settings: Learning rates, limits.
+            updates: Of the whole run.
+            critic_learning_rate: Of the value head.
+            critic_warmup: First updates that train only the critic.
+        """
+        self.settings, self.updates, self.critic_warmup = settings, updates, critic_warmup
+        groups = policy.parameter_groups(settings.learning_rate, critic_learning_rate)
         self.optimizer = torch.optim.AdamW(
             groups,
             lr=self.settings.learning_rate,
@@ -69,16 +84,15 @@ class ClippedOptimizer:
 
     def set_version(self, version: int) -> None:
         """Take the learning rates of the update from `version` to the next one."""
-        share = learning_rate_share(self.settings, version, self.config.updates)
+        share = learning_rate_share(self.settings, version, self.updates)
         for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
             group["lr"] = full * share
-        warming = self.config.algorithm.kind == "ppo" and version < self.config.critic.warmup_updates
-        self.policy_learns = not warming
+        self.policy_learns = version >= self.critic_warmup
         self._norms = {}
 
     def clear_gradient(self) -> None:
         """Begin a minibatch."""
-        for group in self._learning:
+        for group in self._learning_groups:
             for parameter in group["params"]:
                 # Never None: AdamW steps over None, and a batch without signal must still decay the momentum.
                 if parameter.grad is None:
@@ -86,18 +100,17 @@ class ClippedOptimizer:
                 else:
                     parameter.grad.zero_()
 
-    def step(self, accumulator: MetricAccumulator) -> None:
+    def step(self) -> None:
         """Clip the gradient and step, or skip and count one that is not finite: then nothing changes."""
         if not self.policy_learns:  # What reached the policy on the way to the critic is not its gradient.
             for group in self.optimizer.param_groups:
                 for parameter in [] if _is_critic(group) else group["params"]:
                     parameter.grad = None
-        norms = [self._clip(group) for group in self._learning]
-        accumulator.steps += 1
+        norms = [self._clip(group) for group in self._learning_groups]
         if all(math.isfinite(norm) for norm in norms):
             self.optimizer.step()
             self.bad_in_a_row = 0
-            for group, norm in zip(self._learning, norms, strict=True):
+            for group, norm in zip(self._learning_groups, norms, strict=True):
                 metric = m.CRITIC_GRAD_NORM if _is_critic(group) else m.GRAD_NORM
                 self._norms[metric] = max(norm, self._norms.get(metric, 0.0))
             return
@@ -118,8 +131,8 @@ class ClippedOptimizer:
             f"{self.settings.max_grad_norm})."
         )
 
-    def readings(self) -> dict[Metric, float]:
-        """Gradient norms of the update, learning rates, steps skipped so far."""
+    def metrics(self) -> dict[Metric, float]:
+        """Return gradient norms of the update, learning rates, steps skipped so far."""
         rates = {
             m.CRITIC_LEARNING_RATE if _is_critic(group) else m.LEARNING_RATE: float(group["lr"])
             for group in self.optimizer.param_groups
@@ -127,20 +140,20 @@ class ClippedOptimizer:
         return self._norms | rates | {m.BAD_UPDATES: float(self.bad_updates)}
 
     @property
-    def _learning(self) -> list[dict[str, Any]]:
+    def _learning_groups(self) -> list[dict[str, Any]]:
         return [g for g in self.optimizer.param_groups if self.policy_learns or _is_critic(g)]
 
     def _clip(self, group: dict[str, Any]) -> float:
         norm: Any = torch.nn.utils.clip_grad_norm_(group["params"], self.settings.max_grad_norm)
-        return float(_whole(norm))
+        return float(_full(norm))
 
 
 def _is_critic(group: dict[str, Any]) -> bool:
     return group.get("name") == "value"
 
 
-def _whole(norm: Tensor) -> Tensor:
-    """A norm over sharded gradients is itself spread over the ranks."""
+def _full(norm: Tensor) -> Tensor:
+    """Gather a norm: over sharded gradients it is itself spread over the ranks."""
     from torch.distributed.tensor import DTensor
 
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,6 +1,6 @@
 """The learner ranks as one: what must be the same on all of them, and how work is shared out.
 
-Every method is a collective: all ranks call the same ones in the same order. `SingleRank` is a group of one.
+Every method is a collective: all ranks call the same ones in the same order. `SingleRank` is one alone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from torch import Tensor
 from asyncrl.records import Episode
 
 
-def not_finite(tensors: Mapping[str, Tensor], group: LearnerRanks) -> list[str]:
-    """Names of the tensors that hold a number which is not finite, on any rank; the same on all ranks.
+def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
+    """Find the tensors that hold a number which is not finite, on any rank.
 
     Args:
         tensors: Not empty, any shapes and float types; this rank's part where they are sharded.
-        group: All its ranks have to call this.
+        ranks: All of them have to call this.
+
+    Returns:
+        Their names, the same on all ranks.
     """
     bad_T = torch.stack([~_own_part(tensor).isfinite().all() for tensor in tensors.values()])
-    found = group.max(bad_T.float()).tolist()
+    found = ranks.max(bad_T.float()).tolist()
     return [name for name, bad in zip(tensors, found, strict=True) if bad]
 
 
@@ -53,7 +56,7 @@ class LearnerRanks(Protocol):
     def scatter_groups(
         self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
     ) -> Groups | None:
-        """Deal groups of episodes out: rank 0 gives a batch, or None to end the run; each gets its part.
+        """Share groups of episodes out: rank 0 gives a batch, or None to end the run; each gets its part.
 
         `while_waiting` is called often on the ranks that wait for rank 0.
 
@@ -68,7 +71,7 @@ class LearnerRanks(Protocol):
 
 
 class SingleRank:
-    """A group of one rank: nothing to exchange."""
+    """One rank alone: nothing to exchange."""
 
     rank = 0
     size = 1

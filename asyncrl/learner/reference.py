@@ -1,7 +1,7 @@
-"""The policy the run began with, for the KL penalty: log-probs of given tokens, without gradient.
+"""The policy the run began with, for the KL penalty: log-probs of given decisions, without gradient.
 
-Dimension letters:
-    B  rows      C = 8 steps per decision      A = 7 action dimensions
+Dimension letters used in this file:
+    B  rows      C  steps per decision      A  numbers per step
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A batch and the seconds its update took in, decisions per second and model FLOPs utilisation (MFU) out.
+"""Measures how fast updates are: decisions per second and model FLOPs utilisation (MFU).
 
     MFU = passes * FLOPs of a decision's forward pass * decisions / (seconds * peak of all ranks' GPUs)
 
@@ -18,7 +18,6 @@ from typing import Final, Literal
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_system as m
@@ -48,7 +47,7 @@ def peak_flops(device: torch.device, precision: Precision) -> float:
 
 
 def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device) -> float:
-    """FLOPs of one decision's forward pass, counted on the first `rows` decisions, without gradient.
+    """Count the FLOPs of one decision's forward pass on the first `rows` decisions, without gradient.
 
     Matrix products, convolutions and attention count, two FLOPs per multiplication and addition. On a sharded
     policy all ranks must call it together.
@@ -65,61 +64,63 @@ def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device)
     return counter.get_total_flops() / rows
 
 
-def trained_decisions(batch: Batch, config: TrainConfig) -> int:
-    """Decisions of the batch that have a gradient and are therefore evaluated; each once per epoch.
-
-    With grpo alone those are the decisions of groups whose episodes differ in return.
-    """
-    chosen = config.algorithm
-    teaches = batch.mask.flatten(1).any(dim=1)
-    if not (chosen.kind == "ppo" or chosen.entropy_coef or chosen.kl_coef):
-        returns_NG = batch.returns.unflatten(0, (-1, batch.group_size))
-        differs_N = returns_NG.amax(dim=1) > returns_NG.amin(dim=1)
-        teaches &= differs_N.repeat_interleave(batch.group_size)[batch.episode]
-    return int(teaches.sum()) * chosen.epochs
-
-
 class Throughput:
     """How fast updates are. Every learner rank has one and asks it after each update."""
 
-    def __init__(self, policy: Policy, config: TrainConfig, group: LearnerRanks) -> None:
-        """Look up the device's peak; nothing is counted or exchanged before the first `read`."""
-        self.policy, self.config, self.group = policy, config, group
-        parameters = policy.trainable_parameters().values()
-        self.device = next(iter(parameters)).device
-        self.own_peak = peak_flops(self.device, config.learner.precision)
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: LearnerRanks,
+        *,
+        micro_batch: int,
+        precision: Precision = "fp32",
+        adapters: bool = False,
+    ) -> None:
+        """Look up the device's peak; nothing is counted or exchanged before the first `measure`.
+
+        Args:
+            policy: What is evaluated.
+            ranks: The learner ranks.
+            micro_batch: Decisions of a pass.
+            precision: Of the passes.
+            adapters: Whether only adapters learn.
+        """
+        self.policy, self.ranks, self.micro_batch, self.adapters = policy, ranks, micro_batch, adapters
+        self.device = next(iter(policy.trainable_parameters().values())).device
+        self.own_peak = peak_flops(self.device, precision)
         self._flops: float | None = None
         self._peak = 0.0
 
-    def read(self, batch: Batch, seconds: float, *, policy_learned: bool = True) -> dict[Metric, float]:
-        """Readings of an update; collective.
+    def measure(
+        self, batch: Batch, decisions: int, seconds: float, *, policy_learned: bool = True
+    ) -> dict[Metric, float]:
+        """Return the metrics of an update; collective.
 
         Args:
             batch: This rank's part.
+            decisions: How many of them had a gradient, each once per epoch.
             seconds: Duration of the update on this rank.
             policy_learned: False in the critic's warm-up.
         """
         if self._flops is None:
-            self._look(batch)
-        decisions = trained_decisions(batch, self.config)
-        total = float(self.group.sum(torch.tensor([float(decisions)], dtype=torch.float64))[0])
+            self._count_flops(batch)
+        total = float(self.ranks.sum(torch.tensor([float(decisions)], dtype=torch.float64))[0])
         pace = total / max(seconds, 1e-9)
-        readings = {m.DECISIONS_PER_SECOND: pace}
+        found = {m.DECISIONS_PER_SECOND: pace}
         if self._peak and self._flops:
-            readings[m.MFU] = self._passes(policy_learned) * self._flops * pace / self._peak
-        return readings
+            found[m.MFU] = self._passes(policy_learned) * self._flops * pace / self._peak
+        return found
 
-    def _look(self, batch: Batch) -> None:
+    def _count_flops(self, batch: Batch) -> None:
         """Count a forward pass, on all ranks or on none: on shards it is a computation of all together."""
         mine = torch.tensor([self.own_peak, float(self.own_peak > 0)], dtype=torch.float64)
-        peak, known = self.group.sum(mine).tolist()
+        peak, known = self.ranks.sum(mine).tolist()
         self._flops = 0.0
-        if known == self.group.size:
+        if known == self.ranks.size:
             self._peak = peak
-            rows = self.config.algorithm.micro_batch
-            self._flops = forward_flops(self.policy, batch, rows, self.device)
+            self._flops = forward_flops(self.policy, batch, self.micro_batch, self.device)
 
     def _passes(self, policy_learned: bool) -> int:
         if not policy_learned:
             return 1
-        return 2 if self.config.lora.rank else 3
+        return 2 if self.adapters else 3

@@ -158,8 +158,8 @@ IMPORTANCE_MAX = define(
     Reduction.MAX,
     "1",
     "Largest importance weight before truncation.",
-    "Close to 1 at lag 0. Large values are what --correction.max-weight is for; on chunk and episode level "
-    "they multiply over tokens, so try --correction.geometric there.",
+    "Close to 1 at lag 0. Large values are what --correction.max-weight is for; on decision and episode "
+    "level they multiply over tokens, so try --correction.geometric there.",
 )
 IMPORTANCE_CAPPED = define(
     "train/actor/importance_capped",

@@ -161,11 +161,14 @@ def test_a_bad_flag_exits_with_two_and_says_why(capsys: pytest.CaptureFixture[st
     [
         ({"correction.kind": "vtrace"}, "vtrace.*--algorithm.kind ppo"),
         ({"algorithm.minibatches": 200}, "--algorithm.minibatches is 200.*128 episodes"),
-        ({"algorithm.objective": "gspo"}, "gspo.*--algorithm.level chunk"),
+        ({"algorithm.objective": "gspo"}, "gspo.*--algorithm.level decision"),
         ({"algorithm.objective": "cispo", "algorithm.dual_clip": 3.0}, "--algorithm.dual-clip is 3.0.*cispo"),
-        ({"algorithm.level": "chunk", "correction.level": "token"}, "--correction.level is token.*coarser"),
         (
-            {"algorithm.kind": "ppo", "critic.level": "action", "algorithm.level": "chunk"},
+            {"algorithm.level": "decision", "correction.level": "token"},
+            "--correction.level is token.*coarser",
+        ),
+        (
+            {"algorithm.kind": "ppo", "critic.level": "action", "algorithm.level": "decision"},
             "--critic.level is action.*eight advantages",
         ),
         ({"correction.proximal": "log_linear", "correction.veto": 0.1}, "log_linear.*recomputed"),
@@ -214,7 +217,7 @@ def test_the_wan_recipes_have_rlinfs_values(suite: str) -> None:
 def test_the_wan_ppo_recipe_has_rlinfs_values() -> None:
     config = load_file(CONFIGS / "wan_libero_spatial_ppo_openvlaoft.toml")
     chosen, critic = config.algorithm, config.critic
-    assert (chosen.kind, chosen.level, critic.level, chosen.group_size) == ("ppo", "token", "chunk", 1)
+    assert (chosen.kind, chosen.level, critic.level, chosen.group_size) == ("ppo", "token", "decision", 1)
     assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (16, 0.2, 0.28)
     assert (chosen.temperature, chosen.top_k) == (1.0, 50)
     assert (critic.learning_rate, critic.gamma, critic.lam) == (3e-3, 0.99, 0.95)

@@ -1,4 +1,4 @@
-"""Readings folded over micro-batches and ranks: exact means whatever the cuts, maxima, moments."""
+"""Metrics folded over micro-batches and ranks: exact means whatever the cuts, maxima, moments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from asyncrl.learner.accumulator import MetricAccumulator, effective_sample_size
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.observability import metrics_training as m
 
-CPU = torch.device("cpu")
-
 
 class Twice(SingleRank):
     """Two ranks that hold the same."""
@@ -32,13 +30,15 @@ def test_a_mean_is_the_same_whatever_the_micro_batches_were(cuts: list[int]) -> 
     g = torch.Generator().manual_seed(0)
     values, mask = torch.randn(12, 8, 7, generator=g), torch.rand(12, 8, 7, generator=g) < 0.5
     values[~mask] = math.nan
-    tally, edges = MetricAccumulator(CPU), [0, *sorted(cuts), 12]
+    metrics, edges = MetricAccumulator(), [0, *sorted(cuts), 12]
     for start, stop in itertools.pairwise(edges):
         if stop > start:
-            tally.mean(m.ENTROPY_LOSS, values[start:stop], mask[start:stop])
-            tally.largest(m.IMPORTANCE_MAX, values[start:stop], mask[start:stop])
-            tally.moments("x", values[start:stop], mask[start:stop])
-    found = tally.readings(Twice())
+            part = MetricAccumulator()
+            part.mean(m.ENTROPY_LOSS, values[start:stop], mask[start:stop])
+            part.largest(m.IMPORTANCE_MAX, values[start:stop], mask[start:stop])
+            part.moments("x", values[start:stop], mask[start:stop])
+            metrics.fold(part)
+    found = metrics.reduce(Twice())
     valid = values[mask].double()
     assert found[m.ENTROPY_LOSS] == pytest.approx(float(valid.mean()))
     assert found[m.IMPORTANCE_MAX] == pytest.approx(float(valid.max()))
@@ -46,22 +46,21 @@ def test_a_mean_is_the_same_whatever_the_micro_batches_were(cuts: list[int]) -> 
 
 
 def test_totals_are_per_optimizer_step() -> None:
-    tally = MetricAccumulator(CPU)
+    metrics = MetricAccumulator()
     for part in (1.0, 2.0, 3.0):
-        tally.total(m.LOSS, torch.tensor(part))
-    tally.steps = 2
-    assert tally.readings(SingleRank())[m.LOSS] == 3.0
-    assert tally.readings(Twice())[m.LOSS] == 6.0  # Each rank holds its part of the loss.
+        metrics.total(m.LOSS, torch.tensor(part))
+    assert metrics.reduce(SingleRank(), 2)[m.LOSS] == 3.0
+    assert metrics.reduce(Twice(), 2)[m.LOSS] == 6.0  # Each rank holds its part of the loss.
 
 
 def test_the_effective_sample_size_by_hand() -> None:
-    tally = MetricAccumulator(CPU)
-    tally.moments("w", torch.tensor([1.0, 1.0, 4.0]), torch.tensor(True))
-    assert effective_sample_size(tally.readings(SingleRank()), "w") == pytest.approx(36 / (3 * 18))
+    metrics = MetricAccumulator()
+    metrics.moments("w", torch.tensor([1.0, 1.0, 4.0]), torch.tensor(True))
+    assert effective_sample_size(metrics.reduce(SingleRank()), "w") == pytest.approx(36 / (3 * 18))
 
 
 def test_what_has_no_valid_value_is_left_out() -> None:
-    tally = MetricAccumulator(CPU)
-    tally.mean(m.RATIO, torch.ones(3), torch.tensor(False))
-    assert m.RATIO not in tally.readings(SingleRank())
-    assert math.isnan(variance(tally.readings(SingleRank()), "x"))
+    metrics = MetricAccumulator()
+    metrics.mean(m.RATIO, torch.ones(3), torch.tensor(False))
+    assert m.RATIO not in metrics.reduce(SingleRank())
+    assert math.isnan(variance(metrics.reduce(SingleRank()), "x"))

@@ -41,8 +41,8 @@ def test_one_success_of_four_is_one_and_a_half_deviations_above() -> None:
 
 def test_without_the_deviation_only_the_baseline_is_subtracted() -> None:
     returns = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    assert group_relative_advantages(returns, 4, spread="none").tolist() == [0.75, -0.25, -0.25, -0.25]
-    others = group_relative_advantages(returns, 4, baseline="leave_one_out", spread="none")
+    assert group_relative_advantages(returns, 4, scale="none").tolist() == [0.75, -0.25, -0.25, -0.25]
+    others = group_relative_advantages(returns, 4, baseline="leave_one_out", scale="none")
     torch.testing.assert_close(others, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))  # 0 - mean(1, 0, 0)
 
 
@@ -52,7 +52,7 @@ def test_without_the_deviation_only_the_baseline_is_subtracted() -> None:
 def test_group_advantages_match_the_definition(group_size: int, baseline: str, spread: str) -> None:
     returns = torch.rand(16, generator=torch.Generator().manual_seed(0))
     expected = torch.tensor(by_definition(returns.tolist(), group_size, baseline, spread))
-    actual = group_relative_advantages(returns, group_size, baseline=baseline, spread=spread)  # pyright: ignore
+    actual = group_relative_advantages(returns, group_size, baseline=baseline, scale=spread)  # pyright: ignore
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
@@ -62,7 +62,7 @@ def test_a_group_that_scored_all_the_same_gets_exactly_zero(
     spread: str, score: float, group_size: int
 ) -> None:
     returns = torch.cat([torch.full((group_size,), score), torch.arange(group_size).float()])
-    advantages = group_relative_advantages(returns, group_size, spread=spread)  # pyright: ignore
+    advantages = group_relative_advantages(returns, group_size, scale=spread)  # pyright: ignore
     assert advantages[:group_size].tolist() == [0.0] * group_size
     assert advantages[group_size:].abs().min() > 0 or group_size % 2
 

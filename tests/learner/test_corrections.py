@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import CorrectionSettings
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.errors import ConfigError
-from asyncrl.learner.corrections import (
-    check_needs,
-    importance_weights,
-    k3,
-    log_linear_proximal,
-    log_ratio,
-    masked_weights,
-    truncated_weights,
-    vetoed,
-    whole_episodes,
-)
+from asyncrl.learner.batches import build_batch
+from asyncrl.learner.corrections import k3, log_linear_proximal, masked_weights, truncated_weights, vetoed
+from asyncrl.learner.interface import Correction
 from asyncrl.learner.levels import reduce_to_level
+from asyncrl.learner.losses import log_ratio
+from asyncrl.learner.recipe import Recipe, build_recipe
+from support.table_policy import groups_of
 
 PROXIMAL = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 BEHAVIOUR = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
@@ -52,6 +49,18 @@ def test_k3_has_the_kl_divergence_as_its_expectation() -> None:
     assert (BEHAVIOUR * k3(RATIOS)).sum().item() == pytest.approx(kl)
 
 
+def recipe_of(algorithm: str = "grpo", **changes: Any) -> Recipe:
+    return build_recipe(
+        AlgorithmSettings(kind=algorithm),  # pyright: ignore
+        CorrectionSettings(**changes),
+        CriticSettings(),
+    )
+
+
+def correction_of(**changes: Any) -> Correction:
+    return recipe_of("ppo", **changes).correction
+
+
 # --- levels -------------------------------------------------------------------
 
 
@@ -69,7 +78,7 @@ def by_loop(level: str, mean: bool) -> Tensor:
     names = {
         "token": lambda d, c, a: (d, c, a),
         "action": lambda d, c, a: (d, c),
-        "chunk": lambda d, c, a: d,
+        "decision": lambda d, c, a: d,
         "episode": lambda d, c, a: int(episode[d]),
     }
     sums: dict[object, list[float]] = {}
@@ -85,7 +94,7 @@ def by_loop(level: str, mean: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("level", ["token", "action", "chunk", "episode"])
+@pytest.mark.parametrize("level", ["token", "action", "decision", "episode"])
 def test_sums_of_every_level_match_a_loop_over_tokens(level: str, mean: bool) -> None:
     ratios, mask, episode = tokens()
     actual = reduce_to_level(ratios, mask, level, episode, mean=mean)  # pyright: ignore
@@ -94,12 +103,14 @@ def test_sums_of_every_level_match_a_loop_over_tokens(level: str, mean: bool) ->
 
 
 @pytest.mark.parametrize("kind", ["tis", "mis", "decoupled"])
-@pytest.mark.parametrize("level", ["token", "action", "chunk", "episode"])
+@pytest.mark.parametrize("level", ["token", "action", "decision", "episode"])
 @pytest.mark.parametrize("geometric", [False, True])
 def test_weights_of_every_kind_and_level_match_a_loop(kind: str, level: str, geometric: bool) -> None:
     ratios, mask, episode = tokens()
-    settings = CorrectionSettings(kind=kind, level=level, geometric=geometric, min_weight=0.7, max_weight=1.4)  # pyright: ignore
-    actual = importance_weights(settings, ratios, mask, episode, "token").expand(3, 8, 7)
+    correction = correction_of(kind=kind, level=level, geometric=geometric, min_weight=0.7, max_weight=1.4)
+    weights = correction.weights(ratios, mask, episode, "token")
+    assert weights is not None
+    actual = weights.expand(3, 8, 7)
     for place in torch.nonzero(mask).tolist():
         raw = math.exp(by_loop(level, geometric)[tuple(place)].item())
         low = 0.0 if kind == "decoupled" else 0.7
@@ -111,8 +122,7 @@ def test_weights_of_every_kind_and_level_match_a_loop(kind: str, level: str, geo
 def test_a_correction_without_weights_has_weight_one() -> None:
     ratios, mask, episode = tokens()
     for kind in ("none", "naive", "vtrace"):
-        weights = importance_weights(CorrectionSettings(kind=kind), ratios, mask, episode, "token")
-        assert weights.flatten().tolist() == [1.0, 1.0, 1.0]
+        assert correction_of(kind=kind).weights(ratios, mask, episode, "token") is None  # All are 1.
 
 
 def test_one_token_below_the_veto_drops_its_whole_episode() -> None:
@@ -122,8 +132,8 @@ def test_one_token_below_the_veto_drops_its_whole_episode() -> None:
     episode = torch.tensor([0, 0, 1])
     assert vetoed(ratios, mask, episode, 1e-3).tolist() == [True, True, False]
     assert vetoed(ratios, mask, episode, 1e-5).tolist() == [False, False, False]
-    settings = CorrectionSettings(kind="tis", veto=1e-3)
-    weights = importance_weights(settings, ratios, mask, episode, "token")
+    weights = correction_of(kind="tis", veto=1e-3).weights(ratios, mask, episode, "token")
+    assert weights is not None
     assert weights[:2].abs().max() == 0
     assert weights[2, 1, 1] == 1
 
@@ -132,8 +142,9 @@ def test_no_gradient_flows_through_weights() -> None:
     ratios, mask, episode = tokens()
     ratios.requires_grad_()
     for kind in ("tis", "mis", "decoupled"):
-        settings = CorrectionSettings(kind=kind, level="episode")
-        assert not importance_weights(settings, ratios, mask, episode, "token").requires_grad
+        weights = correction_of(kind=kind, level="episode").weights(ratios, mask, episode, "token")
+        assert weights is not None
+        assert not weights.requires_grad
 
 
 @pytest.mark.parametrize(("lag", "expected"), [(0, -3.0), (1, -2.0), (3, -1.5)])
@@ -150,16 +161,22 @@ def test_the_log_linear_anchor_by_hand(lag: int, expected: float) -> None:
 
 def test_a_correction_without_what_it_needs_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"vtrace.*no critic.*--algorithm.kind ppo"):
-        check_needs(CorrectionSettings(kind="vtrace"), critic=False, behaviour=True)
+        recipe_of(kind="vtrace")
+    known = build_batch(groups_of([[3, -1]]), version=0)
+    unknown = dataclasses.replace(known, logprob_behaviour=torch.full_like(known.logprob_behaviour, math.nan))
     for kind in ("naive", "tis", "mis", "decoupled", "vtrace"):
+        recipe_of("ppo", kind=kind).check_batch(known)
         with pytest.raises(ConfigError, match=r"no log-probs of the policy that"):
-            check_needs(CorrectionSettings(kind=kind), critic=True, behaviour=False)
-    check_needs(CorrectionSettings(kind="none"), critic=False, behaviour=False)
+            recipe_of("ppo", kind=kind).check_batch(unknown)
+    recipe_of(kind="none").check_batch(unknown)
 
 
 def test_only_episodes_and_vetoes_need_whole_episodes() -> None:
-    assert not whole_episodes(CorrectionSettings(kind="tis", level="chunk"))
-    assert not whole_episodes(CorrectionSettings(kind="none", level="episode"))
-    assert whole_episodes(CorrectionSettings(kind="tis", level="episode"))
-    assert whole_episodes(CorrectionSettings(kind="mis", veto=1e-4))
-    assert whole_episodes(CorrectionSettings(kind="vtrace"))
+    def whole_episodes(**changes: Any) -> bool:
+        return "whole_episodes" in correction_of(**changes).needs
+
+    assert not whole_episodes(kind="tis", level="decision")
+    assert not whole_episodes(kind="none", level="episode")
+    assert whole_episodes(kind="tis", level="episode")
+    assert whole_episodes(kind="mis", veto=1e-4)
+    assert whole_episodes(kind="vtrace")

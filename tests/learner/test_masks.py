@@ -31,7 +31,7 @@ def test_a_step_counts_when_no_step_before_it_succeeded(hits: list[bool]) -> Non
 
 
 def test_all_seven_tokens_of_a_step_share_its_validity() -> None:
-    mask = token_mask(valid_steps(rewards(2, 10)))
+    mask = token_mask(valid_steps(rewards(2, 10)), 7)
     assert mask.shape == (2, 8, 7)
     assert mask.sum() == 11 * 7
     assert mask[1, 2].all()

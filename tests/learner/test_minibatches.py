@@ -8,14 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.config.algorithm import OptimizerSettings
-from asyncrl.learner.minibatches import Minibatch, micro_batches, split_minibatches
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
+from asyncrl.learner.batches import build_batch
+from asyncrl.learner.forward import PolicyForward
+from asyncrl.learner.minibatches import build_minibatch, split_minibatches
 from asyncrl.learner.optimizer import learning_rate_share
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.prepare import prepare_batch
+from asyncrl.learner.ranks import LearnerRanks, SingleRank
+from asyncrl.learner.recipe import build_recipe
+from support.table_policy import TablePolicy, groups_of
 
 
 class OtherRankNeeds(SingleRank):
-    """A group in which another rank makes `passes` passes."""
+    """Ranks of which another one makes `passes` passes."""
 
     size = 2
 
@@ -26,8 +31,12 @@ class OtherRankNeeds(SingleRank):
         return values.clamp(min=float(self.passes))
 
 
+def forward_in(ranks: LearnerRanks, size: int) -> PolicyForward:
+    return PolicyForward(TablePolicy(), ranks, torch.device("cpu"), micro_batch=size)  # type: ignore[arg-type]
+
+
 @given(episodes=st.integers(1, 40), minibatches=st.integers(1, 8), epoch=st.integers(0, 3))
-def test_every_episode_is_dealt_once_and_sizes_differ_by_one(
+def test_every_episode_is_used_once_and_sizes_differ_by_one(
     episodes: int, minibatches: int, epoch: int
 ) -> None:
     dealt = split_minibatches(episodes, minibatches, (7, 3, epoch))
@@ -37,7 +46,7 @@ def test_every_episode_is_dealt_once_and_sizes_differ_by_one(
     assert all(torch.equal(a, b) for a, b in zip(dealt, again, strict=True))
 
 
-def test_another_epoch_or_version_is_dealt_differently() -> None:
+def test_another_epoch_or_version_is_shared_out_differently() -> None:
     orders = [
         torch.cat(split_minibatches(32, 4, seed)).tolist() for seed in ((0, 0, 0), (0, 0, 1), (0, 1, 0))
     ]
@@ -48,23 +57,26 @@ def test_another_epoch_or_version_is_dealt_differently() -> None:
 def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(
     rows: int, size: int, others: int
 ) -> None:
-    places = list(micro_batches(rows, size, OtherRankNeeds(others)))
-    real = [place for place in places if place is not None]
-    assert [i for place in real for i in range(rows)[place]] == list(range(rows))
-    assert all(place.stop - place.start <= size for place in real)
-    assert len(places) == max(others, len(real))
+    found = list(forward_in(OtherRankNeeds(others), size).micro_batches(rows))
+    own = [part for part in found if part is not None]
+    assert [i for part in own for i in range(rows)[part]] == list(range(rows))
+    assert all(part.stop - part.start <= size for part in own)
+    assert len(found) == max(others, len(own))
 
 
 def test_a_pass_for_the_others_counts_nothing() -> None:
-    ones = torch.ones(3, 8, 7)
-    share = Minibatch(
-        rows=torch.tensor([4, 5, 6]), counts=ones, token_counts=ones, value_counts=torch.ones(3, 1)
-    )
-    part = share.part(None)
-    assert not part.real
-    assert part.rows.tolist() == [0]
+    batch = build_batch(groups_of([[10, -1], [-1, -1]]), version=0)
+    recipe = build_recipe(AlgorithmSettings(group_size=2), CorrectionSettings(), CriticSettings())
+    prepared, _ = prepare_batch(batch, recipe, forward_in(SingleRank(), 32))
+    minibatch = build_minibatch(batch, prepared, torch.arange(4), recipe, SingleRank(), max_decisions=6)
+    assert minibatch.decisions == 4  # The second group carries no signal.
+    assert minibatch.rows.tolist() == [0, 1, 2, 3, 0]
+    part = minibatch.part(None, torch.device("cpu"))
+    assert (part.decisions, part.rows.tolist()) == (0, [0])
     assert float(part.counts.sum() + part.token_counts.sum() + part.value_counts.sum()) == 0
-    assert share.part(slice(1, 3)).rows.tolist() == [5, 6]
+    assert not part.mask.any()
+    assert minibatch.part(slice(1, 3), torch.device("cpu")).rows.tolist() == [1, 2]
+    assert float(minibatch.counts.sum()) == pytest.approx(float(batch.mask[:4].sum() / batch.mask.sum()))
 
 
 @pytest.mark.parametrize(

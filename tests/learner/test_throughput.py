@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.algorithm import AlgorithmSettings, CriticSettings, LoraSettings
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.objective import Objective
+from asyncrl.learner.objective import update_loss
 from asyncrl.learner.ranks import SingleRank
-from asyncrl.learner.throughput import Throughput, forward_flops, peak_flops, trained_decisions
-from asyncrl.learner.update import Update
+from asyncrl.learner.throughput import Throughput, forward_flops, peak_flops
 from asyncrl.observability import metrics_system as m
 from support.ranks import run_ranks
-from support.table_policy import BINS, Evaluation, TablePolicy, groups_of
+from support.table_policy import BINS, Evaluation, TableActorCritic, TablePolicy, groups_of
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -56,13 +56,8 @@ def a_batch() -> Batch:
     return build_batch(groups_of([[10, -1], [-1, -1], [-1, 3]]), version=0)
 
 
-def a_config(**changes: Any) -> TrainConfig:
-    algorithm = AlgorithmSettings(group_size=2, micro_batch=3, **changes.pop("algorithm", {}))
-    return TrainConfig(algorithm=algorithm, **changes)
-
-
-def on_known_device(config: TrainConfig, group: Any = None) -> Throughput:
-    throughput = Throughput(LinearPolicy(), config, group or SingleRank())  # type: ignore[arg-type]
+def on_known_device(ranks: Any = None, **more: Any) -> Throughput:
+    throughput = Throughput(LinearPolicy(), ranks or SingleRank(), micro_batch=3, **more)  # type: ignore[arg-type]
     throughput.own_peak = PEAK
     return throughput
 
@@ -73,26 +68,19 @@ def test_a_forward_pass_of_one_matrix_is_counted_as_by_hand(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "learned", "passes"),
-    [
-        ({}, True, 3),
-        ({"lora": LoraSettings(rank=4)}, True, 2),
-        ({"algorithm": {"kind": "ppo"}, "critic": CriticSettings(warmup_updates=1)}, False, 1),
-    ],
+    ("adapters", "learned", "passes"), [(False, True, 3), (True, True, 2), (False, False, 1)]
 )
-def test_mfu_counts_what_learns(changes: dict[str, Any], learned: bool, passes: int) -> None:
-    config = a_config(**changes)
-    decisions = 11 if config.algorithm.kind == "ppo" else 7
-    readings = on_known_device(config).read(a_batch(), 4.0, policy_learned=learned)
-    assert readings[m.DECISIONS_PER_SECOND] == decisions / 4
-    assert readings[m.MFU] == pytest.approx(passes * FORWARD * decisions / (4 * PEAK))
+def test_mfu_counts_what_learns(adapters: bool, learned: bool, passes: int) -> None:
+    found = on_known_device(adapters=adapters).measure(a_batch(), 7, 4.0, policy_learned=learned)
+    assert found[m.DECISIONS_PER_SECOND] == 7 / 4
+    assert found[m.MFU] == pytest.approx(passes * FORWARD * 7 / (4 * PEAK))
 
 
 def test_the_forward_pass_is_counted_once() -> None:
-    throughput = on_known_device(a_config())
-    first = throughput.read(a_batch(), 1.0)
+    throughput = on_known_device()
+    first = throughput.measure(a_batch(), 7, 1.0)
     throughput.policy = None  # type: ignore[assignment]
-    assert throughput.read(a_batch(), 1.0) == first
+    assert throughput.measure(a_batch(), 7, 1.0) == first
 
 
 def test_counting_leaves_compiled_layers_compiled() -> None:
@@ -121,8 +109,8 @@ def test_counting_leaves_compiled_layers_compiled() -> None:
 
 def test_on_a_device_without_known_peak_there_is_no_mfu_and_no_extra_pass() -> None:
     policy = TablePolicy()
-    throughput = Throughput(policy, a_config(), SingleRank())  # type: ignore[arg-type]
-    assert throughput.read(a_batch(), 2.0).keys() == {m.DECISIONS_PER_SECOND}
+    throughput = Throughput(policy, SingleRank(), micro_batch=3)  # type: ignore[arg-type]
+    assert throughput.measure(a_batch(), 7, 2.0).keys() == {m.DECISIONS_PER_SECOND}
     assert policy.evaluated == []
     assert peak_flops(CPU, "fp32") == 0
 
@@ -136,21 +124,32 @@ def test_tf32_is_no_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{}, {"epochs": 3}, {"minibatches": 2}, {"entropy_coef": 0.1}, {"baseline": "leave_one_out"}]
+    ("changes", "decisions"),
+    [
+        ({}, 7),
+        ({"epochs": 3}, 21),
+        ({"minibatches": 2}, 7),
+        ({"entropy_coef": 0.1}, 11),
+        ({"baseline": "leave_one_out"}, 7),
+        ({"kind": "ppo"}, 11),
+    ],
 )
-def test_the_decisions_that_count_are_those_that_an_update_evaluates(algorithm: dict[str, Any]) -> None:
-    config = a_config(algorithm=algorithm)
-    evaluated: list[int] = []
+def test_the_decisions_that_count_are_those_with_a_gradient(
+    changes: dict[str, Any], decisions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
 
-    class Counting(Objective):
-        def __call__(self, now: Any, micro: Any, tally: Any, **more: Any) -> Tensor:
-            evaluated.append(len(micro.mask))
-            return super().__call__(now, micro, tally, **more)
+    def counting(recipe: Any, now: Any, micro: Any, **more: Any) -> Any:
+        counted.append(len(micro.mask))
+        return update_loss(recipe, now, micro, **more)
 
-    update = Update(TablePolicy(), config)  # type: ignore[arg-type]
-    update.objective = Counting(config)
+    monkeypatch.setattr("asyncrl.learner.update.update_loss", counting)
+    config = TrainConfig(algorithm=AlgorithmSettings(group_size=2, micro_batch=3, **changes))
+    update = build_update(
+        config, TableActorCritic(rows=8) if config.algorithm.kind == "ppo" else TablePolicy()
+    )  # type: ignore[arg-type]
     update(a_batch())
-    assert sum(evaluated) == trained_decisions(a_batch(), config)
+    assert update.decisions == sum(counted) == decisions
 
 
 def read_on_one_of_two_ranks() -> tuple[float, float, float]:
@@ -162,12 +161,12 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
     from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.storage.asset_paths import policy_folder
 
-    group = DistributedRanks(30.0)
-    alone = on_known_device(a_config(), group)
+    ranks = DistributedRanks(30.0)
+    alone = on_known_device(ranks)
     alone.own_peak = PEAK * dist.get_rank()
-    unknown = alone.read(a_batch(), 1.0).get(m.MFU, 0.0)
-    both = on_known_device(a_config(), group)
-    whole = both.read(a_batch(), 1.0)[m.MFU]
+    unknown = alone.measure(a_batch(), 7, 1.0).get(m.MFU, 0.0)
+    both = on_known_device(ranks)
+    whole = both.measure(a_batch(), 7, 1.0)[m.MFU]
     policy = load_policy(policy_folder("tabletop"), device=CPU)
     batch = build_batch(groups_of([[10, -1]], image=64), version=0)
     plain = forward_flops(policy, batch, 2, CPU)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.reference import FrozenReference
-from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_training as m
 from support.slow_update import Table, recipe, slow_loss
 from support.table_policy import TableActorCritic, TablePolicy, episode, groups_of
@@ -46,7 +46,7 @@ def stale_batch(outcomes: list[list[int]] = OUTCOMES, spread: float = 0.3, **cha
 def gradients(
     policy: TablePolicy, batch: Batch, config: TrainConfig, **more: Any
 ) -> tuple[Tensor, Tensor | None]:
-    Update(policy, config, **more)(batch)
+    build_update(config, policy, **more)(batch)
     assert policy.logits.grad is not None
     return policy.logits.grad, policy.table.grad if isinstance(policy, TableActorCritic) else None
 
@@ -59,19 +59,19 @@ GRPO = [
     {"correction__kind": "mis", "correction__max_weight": 1.2, "correction__min_weight": 0.8},
     {"correction__kind": "decoupled", "correction__max_weight": 1.2},
     {"correction__kind": "decoupled", "correction__proximal": "log_linear"},
-    {"correction__level": "chunk", "correction__geometric": True},
+    {"correction__level": "decision", "correction__geometric": True},
     {"correction__level": "episode", "correction__max_weight": 5.0},
     {"correction__level": "episode", "correction__geometric": True, "correction__veto": 0.5},
     {"algorithm__level": "action"},
-    {"algorithm__level": "chunk", "correction__max_weight": 5.0},
+    {"algorithm__level": "decision", "correction__max_weight": 5.0},
     {"algorithm__level": "action", "correction__kind": "naive", "algorithm__dual_clip": 1.5},
     {"algorithm__objective": "cispo", "correction__kind": "naive"},
     {"algorithm__objective": "cispo", "algorithm__level": "action"},
-    {"algorithm__objective": "gspo", "algorithm__level": "chunk", "correction__kind": "naive"},
-    {"algorithm__objective": "gspo", "algorithm__level": "chunk", "correction__geometric": True},
+    {"algorithm__objective": "gspo", "algorithm__level": "decision", "correction__kind": "naive"},
+    {"algorithm__objective": "gspo", "algorithm__level": "decision", "correction__geometric": True},
     {"algorithm__aggregation": "episode_mean"},
     {"algorithm__aggregation": "length_normalised", "algorithm__level": "action"},
-    {"algorithm__aggregation": "constant", "algorithm__level": "chunk"},
+    {"algorithm__aggregation": "constant", "algorithm__level": "decision"},
     {"algorithm__baseline": "leave_one_out", "algorithm__advantage_scale": "none"},
     {"algorithm__advantage_scale": "batch_std"},
     {"algorithm__entropy_coef": 0.3},
@@ -83,7 +83,7 @@ PPO = [
     {},
     {"critic__level": "action"},
     {"critic__level": "action", "algorithm__level": "action", "critic__gamma": 0.9},
-    {"algorithm__level": "chunk", "critic__normalize_advantages": False, "critic__huber": 0.5},
+    {"algorithm__level": "decision", "critic__normalize_advantages": False, "critic__huber": 0.5},
     {"correction__kind": "none", "critic__lam": 0.5},
     {"correction__kind": "naive", "critic__coef": 2.0, "critic__truncation": "failure"},
     {"correction__kind": "mis", "correction__level": "episode", "correction__geometric": True},
@@ -108,7 +108,7 @@ def test_loss_and_gradient_match_the_slow_formula(changes: dict[str, Any]) -> No
     slow = Table.of(policy_for(config))
     loss = slow_loss(config, batch, slow, start, reference, list(range(9)))
     loss.backward()
-    update = Update(policy, config, reference=FrozenReference(other) if reference else None)  # pyright: ignore
+    update = build_update(config, policy, reference=FrozenReference(other) if reference else None)  # pyright: ignore
     values = update(batch)
     assert values[m.LOSS] == pytest.approx(float(loss.detach()), abs=2e-5, rel=1e-4)
     assert slow.logits.grad is not None
@@ -147,7 +147,7 @@ def test_several_steps_match_a_slow_loop(changes: dict[str, Any]) -> None:
             slow_loss(config, batch, slow, start, None, episodes.tolist()).backward()
             optimizer.step()
     policy.scale.requires_grad_(False)
-    update = Update(policy, config)
+    update = build_update(config, policy)
     values = update(batch, version=2)
     # Adam turns a gradient of rounding noise into a full step: compare where there is a gradient.
     moved = (slow.logits.grad.abs() > 1e-6) if slow.logits.grad is not None else None
@@ -196,7 +196,7 @@ def test_the_order_of_the_groups_does_not_change_the_gradient(
 
 
 @settings(max_examples=20, deadline=None)
-@given(nonsense=st.sampled_from([0.0, -3.0, -60.0]), level=st.sampled_from(["token", "action", "chunk"]))
+@given(nonsense=st.sampled_from([0.0, -3.0, -60.0]), level=st.sampled_from(["token", "action", "decision"]))
 def test_what_comes_after_the_success_changes_nothing(nonsense: float, level: str) -> None:
     config, batch = recipe(algorithm__level=level, algorithm__kind="ppo"), stale_batch()
     masked = torch.where(batch.mask, batch.logprob_behaviour, nonsense)
@@ -231,7 +231,7 @@ def test_an_update_makes_what_won_likelier_and_what_lost_less_likely() -> None:
     batch, policy = build_batch(groups, version=0), TablePolicy()
     before = Table.of(policy).logprobs(batch)[0]
     batch = dataclasses.replace(batch, logprob_behaviour=before.detach().float())
-    Update(policy, recipe(algorithm__group_size=2))(batch)
+    build_update(recipe(algorithm__group_size=2), policy)(batch)
     after = Table.of(policy).logprobs(batch)[0]
     assert after[0].sum() > before[0].sum()
     assert after[1].sum() < before[1].sum()
@@ -243,7 +243,7 @@ def test_an_update_makes_what_won_likelier_and_what_lost_less_likely() -> None:
 def test_the_critic_learns_alone_during_its_warm_up() -> None:
     config = recipe(algorithm__kind="ppo", critic__warmup_updates=2)
     policy, batch = TableActorCritic(rows=8), stale_batch()
-    update, before = Update(policy, config), policy.logits.detach().clone()
+    update, before = build_update(config, policy), policy.logits.detach().clone()
     values = [update(batch, version) for version in range(2)]
     assert torch.equal(policy.logits, before)
     assert m.POLICY_LOSS not in values[0]
@@ -261,7 +261,7 @@ def test_explained_variance_by_hand() -> None:
     cut = float(table[int(batch.final_frames[1, 0, 0, 0])])
     targets = torch.tensor([1.0, 1.0, cut, cut], dtype=torch.float64)
     errors = targets - table[rows]
-    values = Update(policy, config)(batch)
+    values = build_update(config, policy)(batch)
     expected = 1 - errors.var(correction=0) / targets.var(correction=0)
     assert values[m.EXPLAINED_VARIANCE] == pytest.approx(float(expected), rel=1e-4)
     assert values[m.RETURNS_MEAN] == pytest.approx(float(targets.mean()), rel=1e-5)
@@ -272,7 +272,7 @@ def test_the_value_clip_is_counted() -> None:
     config = recipe(
         algorithm__kind="ppo", algorithm__epochs=4, critic__value_clip=0.01, critic__learning_rate=0.1
     )
-    assert 0 < Update(TableActorCritic(rows=8), config)(stale_batch())[m.VALUE_CLIP_RATIO] < 1
+    assert 0 < build_update(config, TableActorCritic(rows=8))(stale_batch())[m.VALUE_CLIP_RATIO] < 1
 
 
 def test_vtrace_without_a_critic_is_refused() -> None:
@@ -283,7 +283,7 @@ def test_vtrace_without_a_critic_is_refused() -> None:
 def test_a_batch_without_behaviour_logprobs_is_refused_unless_they_are_not_needed() -> None:
     blind = dataclasses.replace(stale_batch(), logprob_behaviour=torch.full((18, 8, 7), math.nan))
     with pytest.raises(ConfigError, match="no log-probs of the policy that"):
-        Update(TablePolicy(rows=8), recipe())(blind)
+        build_update(recipe(), TablePolicy(rows=8))(blind)
     uncorrected = recipe(correction__kind="none")
     gradient, _ = gradients(TablePolicy(rows=8), blind, uncorrected)
     torch.testing.assert_close(gradient, gradients(TablePolicy(rows=8), stale_batch(), uncorrected)[0])
@@ -300,14 +300,14 @@ def evaluated(batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("micro_batch", [3, 1000])
-def test_staleness_readings_are_means_over_valid_tokens(micro_batch: int) -> None:
+def test_staleness_metrics_are_means_over_valid_tokens(micro_batch: int) -> None:
     batch, config = stale_batch(spread=0.8), recipe(algorithm__micro_batch=micro_batch)
     policy = TablePolicy(rows=8)
     logprob, entropy = Table.of(policy).logprobs(batch)
     chosen = evaluated(batch)
     delta = (logprob.detach() - batch.logprob_behaviour)[chosen]
     raw, weight = delta.exp(), delta.exp().clamp(max=2.0)
-    values = Update(policy, config)(batch)
+    values = build_update(config, policy)(batch)
     expected = {
         m.IMPORTANCE_MEAN: weight.mean(),
         m.IMPORTANCE_MAX: raw.max(),
@@ -324,18 +324,18 @@ def test_staleness_readings_are_means_over_valid_tokens(micro_batch: int) -> Non
 
 
 def test_fresh_samples_have_weight_one_and_no_mismatch() -> None:
-    values = Update(TablePolicy(rows=8), recipe())(stale_batch(spread=0.0))
+    values = build_update(recipe(), TablePolicy(rows=8))(stale_batch(spread=0.0))
     assert values[m.IMPORTANCE_MEAN] == pytest.approx(1.0, abs=1e-5)
     assert values[m.ESS] == values[m.IMPORTANCE_ESS] == pytest.approx(1.0, abs=1e-5)
     assert values[m.MISMATCH_KL] == pytest.approx(0.0, abs=1e-6)
     assert values[m.CLIPPED_RATIO] == pytest.approx(1.0)
 
 
-def test_a_vetoed_episode_shows_in_the_readings() -> None:
+def test_a_vetoed_episode_shows_in_the_metrics() -> None:
     batch = stale_batch(spread=0.0)
     behaviour = batch.logprob_behaviour.clone()
     behaviour[1, 0, 0] += 9.0  # a ratio of e^-9: token of the second decision of episode 0
-    values = Update(TablePolicy(rows=8), recipe(correction__veto=1e-3))(
+    values = build_update(recipe(correction__veto=1e-3), TablePolicy(rows=8))(
         dataclasses.replace(batch, logprob_behaviour=behaviour)
     )
     in_episode = batch.mask[batch.episode == 0].sum() / batch.mask.sum()
@@ -346,17 +346,17 @@ def test_the_kl_that_the_update_moved_is_k3_over_valid_tokens() -> None:
     batch, policy, config = stale_batch(), TablePolicy(rows=8), recipe(algorithm__micro_batch=1000)
     chosen = evaluated(batch)
     before = Table.of(policy).logprobs(batch)[0].detach()
-    values = Update(policy, config)(batch)
+    values = build_update(config, policy)(batch)
     moved = (Table.of(policy).logprobs(batch)[0].detach() - before)[chosen]
     assert values[m.APPROX_KL] == pytest.approx(float((moved.exp() - 1 - moved).mean()), rel=1e-3)
 
 
-def test_advantage_readings_are_over_valid_tokens() -> None:
+def test_advantage_metrics_are_over_valid_tokens() -> None:
     batch = stale_batch([[10, -1, -1], [-1, -1, -1]])
     tokens = batch.mask.flatten(1).sum(dim=1)
     high, low = 2 / math.sqrt(3), -1 / math.sqrt(3)  # mean 1/3, unbiased deviation 1/sqrt(3)
     per_decision = torch.tensor([high] * 2 + [low] * 4 + [0.0] * 6)
-    values = Update(TablePolicy(rows=8), recipe())(batch)
+    values = build_update(recipe(), TablePolicy(rows=8))(batch)
     assert values[m.ADVANTAGES_MEAN] == pytest.approx(
         float((per_decision * tokens).sum() / tokens.sum()), rel=1e-4
     )
@@ -368,14 +368,15 @@ def test_tokens_are_evaluated_at_the_temperature_they_were_sampled_with() -> Non
     batch = build_batch(groups_of(OUTCOMES, temperature=1.6), version=0)
     logprob = Table.of(TablePolicy(rows=8)).logprobs(batch)[0].detach().float()
     fresh = dataclasses.replace(batch, logprob_behaviour=logprob)
-    values = Update(TablePolicy(rows=8), recipe(algorithm__temperature=0.7))(fresh)  # it does not matter here
+    # The settings' temperature does not matter here.
+    values = build_update(recipe(algorithm__temperature=0.7), TablePolicy(rows=8))(fresh)
     assert values[m.MISMATCH_KL] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_token_outside_the_top_k_teaches_nothing() -> None:
     batch = build_batch(groups_of(OUTCOMES, top_k=40), version=0)
     policy = TablePolicy(rows=8)
-    values = Update(policy, recipe())(batch)
+    values = build_update(recipe(), policy)(batch)
     assert policy.logits.grad is not None
     assert policy.logits.grad.isfinite().all()
     assert math.isfinite(values[m.LOSS])
@@ -388,14 +389,14 @@ def test_a_token_outside_the_top_k_teaches_nothing() -> None:
 def test_a_batch_without_signal_leaves_a_fresh_policy_as_it_is(epochs: int) -> None:
     policy = TablePolicy(rows=8)
     before = policy.logits.detach().clone()
-    values = Update(policy, recipe(algorithm__epochs=epochs))(stale_batch([[-1, -1, -1]]))
+    values = build_update(recipe(algorithm__epochs=epochs), policy)(stale_batch([[-1, -1, -1]]))
     assert torch.equal(policy.logits, before)
     assert values[m.GRAD_NORM] == 0.0
 
 
 def test_a_batch_without_signal_still_decays_the_momentum_of_the_one_before() -> None:
     policy = TablePolicy(rows=8)
-    update = Update(policy, recipe())
+    update = build_update(recipe(), policy)
     update(stale_batch())
     before = update.optimizer.state[policy.logits]["exp_avg"].clone()
     update(stale_batch([[-1, -1, -1]]))
@@ -404,10 +405,10 @@ def test_a_batch_without_signal_still_decays_the_momentum_of_the_one_before() ->
 
 def test_policy_and_critic_are_clipped_apart_and_reported_before_clipping() -> None:
     config = recipe(algorithm__kind="ppo")
-    whole = Update(TableActorCritic(rows=8), config)(stale_batch())
+    whole = build_update(config, TableActorCritic(rows=8))(stale_batch())
     clipped = recipe(algorithm__kind="ppo", optimizer__max_grad_norm=whole[m.GRAD_NORM] / 10)
     policy = TableActorCritic(rows=8)
-    values = Update(policy, clipped)(stale_batch())
+    values = build_update(clipped, policy)(stale_batch())
     assert values[m.GRAD_NORM] == pytest.approx(whole[m.GRAD_NORM])
     assert values[m.CRITIC_GRAD_NORM] == pytest.approx(whole[m.CRITIC_GRAD_NORM])
     for parameters in ([policy.logits, policy.scale], [policy.table]):
@@ -419,7 +420,7 @@ def test_learning_rates_follow_the_schedule_and_are_reported() -> None:
     config = dataclasses.replace(
         recipe(algorithm__kind="ppo", optimizer__schedule="linear", optimizer__warmup_updates=2), updates=6
     )
-    update = Update(TableActorCritic(rows=8), config)
+    update = build_update(config, TableActorCritic(rows=8))
     values = update(stale_batch(), version=4)
     assert values[m.LEARNING_RATE] == pytest.approx(0.005)
     assert values[m.CRITIC_LEARNING_RATE] == pytest.approx(0.005)
@@ -438,7 +439,7 @@ class Broken(TablePolicy):
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_after_n_in_a_row_the_run_is_lost() -> None:
     policy = Broken(rows=8)
     before = policy.logits.detach().clone()
-    update = Update(policy, recipe(correction__kind="none", optimizer__max_bad_updates=3))
+    update = build_update(recipe(correction__kind="none", optimizer__max_bad_updates=3), policy)
     assert update(stale_batch())[m.BAD_UPDATES] == 1
     assert update(stale_batch())[m.BAD_UPDATES] == 2
     assert torch.equal(policy.logits, before)
@@ -447,15 +448,15 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_after_n_in_a_r
     policy.broken = True
     update(stale_batch())
     update(stale_batch())
-    assert not update.steps.failure_reason
+    assert not update.stepper.failure_reason
     update(stale_batch())
-    assert re.search(r"3 steps in a row.*--optimizer.learning-rate", update.steps.failure_reason)
+    assert re.search(r"3 steps in a row.*--optimizer.learning-rate", update.stepper.failure_reason)
 
 
 def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were() -> None:
     policy = Broken(rows=8)
     policy.broken = False
-    update = Update(policy, recipe(correction__kind="none"))
+    update = build_update(recipe(correction__kind="none"), policy)
     update(stale_batch())
     policy.broken = True
     before = copy.deepcopy((policy.state_dict(), update.optimizer.state_dict()["state"]))
@@ -465,12 +466,12 @@ def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tis", "naive"])
-def test_several_epochs_evaluate_no_decision_more_often_and_read_staleness_once(kind: str) -> None:
+def test_several_epochs_evaluate_no_decision_more_often_and_measure_staleness_once(kind: str) -> None:
     one, three = (
         recipe(algorithm__epochs=n, algorithm__micro_batch=1000, correction__kind=kind) for n in (1, 3)
     )
     policy, batch = TablePolicy(rows=8), stale_batch()
-    first, values = Update(TablePolicy(rows=8), one)(batch), Update(policy, three)(batch)
+    first, values = build_update(one, TablePolicy(rows=8))(batch), build_update(three, policy)(batch)
     assert policy.evaluated == [11, 11, 11, 11]  # three epochs, and how far the policy moved
     for metric in (m.MISMATCH_KL, m.ESS, m.IMPORTANCE_MAX):
         assert values[metric] == first[metric]

@@ -1,4 +1,4 @@
-"""The real update on two sharded ranks (FSDP2, gloo) equals the one on one rank: gradients and readings."""
+"""The real update on two sharded ranks (FSDP2, gloo) equals the one on one rank: gradients and metrics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
-from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -35,24 +35,24 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def updated(
-    name: str, group: LearnerRanks, ranks_share: slice
+    name: str, ranks: LearnerRanks, own_groups: slice
 ) -> tuple[dict[str, Tensor], dict[Metric, float]]:
-    """Gradients of the last step and readings; the policy is sharded when there is a group to shard over."""
+    """Gradients of the last step and metrics; the policy is sharded when there are ranks to shard over."""
     config = recipe(algorithm__group_size=2, algorithm__micro_batch=3, **RECIPES[name])
     torch.manual_seed(0)
     level = "chunk" if config.algorithm.kind == "ppo" else "none"
     policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(value_head=level)).eval()
-    if group.size > 1:
+    if ranks.size > 1:
         policy = shard(policy, torch.device("cpu"), "fp32")
-    groups = groups_of(OUTCOMES, image=64)[ranks_share]
-    values = Update(policy, config, group=group)(build_batch(groups, version=0))
+    groups = groups_of(OUTCOMES, image=64)[own_groups]
+    values = build_update(config, policy, ranks=ranks)(build_batch(groups, version=0))
     gradients = {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}
-    return group.gather_full(gradients), values
+    return ranks.gather_full(gradients), values
 
 
 def on_ranks(name: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    group = DistributedRanks(20.0)
-    gradients, values = updated(name, group, slice(group.rank, None, group.size))
+    ranks = DistributedRanks(20.0)
+    gradients, values = updated(name, ranks, slice(ranks.rank, None, ranks.size))
     return {n: g.clone() for n, g in gradients.items()}, {metric.name: v for metric, v in values.items()}
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
 from asyncrl.errors import SampleTimeout, WeightSyncError
-from asyncrl.learner.learner import Learner, LearnerSettings
-from asyncrl.learner.update import Update
+from asyncrl.launch.build import build_update
+from asyncrl.learner.learner import Learner, LoopSettings
+from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.throughput import Throughput
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric
@@ -134,25 +136,25 @@ class Run:
         self.publisher = MemoryPublisher(self.events)
         self.log = MemoryLog(self.events)
         self.learner = Learner(
-            Update(
-                self.policy,
+            build_update(
                 TrainConfig(
-                    algorithm=AlgorithmSettings(group_size=2),
+                    algorithm=AlgorithmSettings(group_size=2, groups_per_update=2),
                     optimizer=OptimizerSettings(learning_rate=0.05),
                 ),
+                self.policy,
             ),
             self.replay,
             self.publisher,
             self.log,
             Checkpoints(folder, keep=10),
-            LearnerSettings(
+            LoopSettings(
                 updates=updates,
-                groups_per_update=2,
                 checkpoint_every=every,
                 batch_timeout=batch_timeout,
                 first_weights_deadline=30.0,
                 config_hash="abc",
             ),
+            throughput=Throughput(self.policy, SingleRank(), micro_batch=32),
             copy_policy=self.copy_policy,
             acting_tensors=self.policy.acting_tensors,
             stop_requested=stop,

@@ -171,7 +171,7 @@ def weights_of(config: TrainConfig, batch: Batch, gaps: list, d: int, unit: list
         "action": [
             (d, decision_index) for decision_index in valid(batch, d, [(first[0], a) for a in range(7)])
         ],
-        "chunk": [(d, decision_index) for decision_index in valid(batch, d, PLACES)],
+        "decision": [(d, decision_index) for decision_index in valid(batch, d, PLACES)],
         "episode": [(of, decision_index) for of in own for decision_index in valid(batch, of, PLACES)],
     }[level]
     total = sum(ratio(*member) for member in members)
@@ -213,7 +213,7 @@ def counted(
     ]
     home = batch.episode.tolist()
     sizes = Counter(home[d] for d, _ in found)
-    each = {"token": 56, "action": 8, "chunk": 1}[level] * config.actor.max_decisions
+    each = {"token": 56, "action": 8, "decision": 1}[level] * config.actor.max_decisions
     for d, tokens in found:
         own = sizes[home[d]]
         count = {

@@ -1,0 +1,180 @@
+"""The protocols of what the learner finds by name: correction, advantage, objective.
+
+    --correction.kind        `Correction`   Class(settings: CorrectionSettings, **own)
+    --algorithm.advantage    `Advantage`    Class(algorithm: AlgorithmSettings, critic: CriticSettings, **own)
+    --algorithm.objective    `Objective`    Class(settings: AlgorithmSettings, **own)
+
+A name is a short one of ours or `package.module:Class` of the user's; `own` are the key=value texts of
+--correction.settings and --algorithm.settings. Log-probs are in nats.
+
+Dimension letters used in this file:
+    D  decisions                      C  steps per decision         A  numbers per step
+    U, V  units of a decision: what has one probability ratio (`levels`)
+    B  episodes                       T  places of the longest episode, decisions or steps
+    K  values of a decision: 1, or C
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from asyncrl.config.algorithm import Level
+from asyncrl.learner.batches import Batch
+from asyncrl.learner.ranks import LearnerRanks
+
+Need = Literal["behaviour", "critic", "whole_episodes", "old_policy"]
+"""What a correction or an advantage cannot work without:
+
+    behaviour        log-probs of the policy that sampled; a batch without them is refused
+    critic           a critic that is trained: --algorithm.kind ppo
+    whole_episodes   log-probs of all decisions of an episode at once, before the first step
+    old_policy       log-probs of the policy before the update, also with several minibatches
+"""
+
+
+class Estimates(NamedTuple):
+    """What a critic's rollout teaches. Both are detached, and 0 where the mask is False."""
+
+    advantages: Tensor
+    """``[B, T]`` float32, for the policy."""
+    targets: Tensor
+    """``[B, T]`` float32, what the critic should have said."""
+
+
+class AdvantagesAndTargets(NamedTuple):
+    """What the decisions of a batch teach. Detached, on the CPU."""
+
+    advantages: Tensor
+    """``[D, 1, 1]`` or ``[D, C, 1]`` float32. A decision whose advantages are all 0 may be left out."""
+    targets: Tensor | None
+    """``[D, K]`` float32 for the critic; None without one."""
+
+
+class OldPolicy(NamedTuple):
+    """What the policy said about a batch before the update. On the CPU."""
+
+    logprob: Tensor
+    """``[D, C, A]`` float32."""
+    values: Tensor | None
+    """``[D, K]`` float32 of the critic; None without one."""
+    final_values: Tensor
+    """``[B]`` float32, value of the final observation; 0 where it does not count."""
+
+
+class UnitLoss(NamedTuple):
+    """A loss per unit ``[D, U, V]``."""
+
+    loss: Tensor
+    """What to minimise, with gradient."""
+    clipped: Tensor
+    """bool, True where the clip removed the gradient (cispo: where it cut the weight)."""
+    dual_clipped: Tensor
+    """bool, True where the dual clip removed the gradient."""
+    clipped_ratio: Tensor
+    """Current / proximal probability after clipping, detached."""
+
+
+class Correction(Protocol):
+    """Makes up for samples of older policies."""
+
+    needs: frozenset[str]
+
+    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> Tensor | None:
+        """Importance weights, which multiply the objective's loss.
+
+        Args:
+            log_ratios: ``[D, C, A]`` float32, log proximal - log behaviour within plus and minus 20; 0 where
+                the mask is False.
+            mask: ``[D, C, A]`` bool, which numbers of an action count.
+            episode: ``[D]`` int64, index of each decision's episode. All decisions of an episode are there
+                only with the need `whole_episodes`.
+            level: What has one ratio in the objective.
+
+        Returns:
+            float32, detached, broadcasts to the units ``[D, U, V]`` of `level`. None: all are 1.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosesProximal(Protocol):
+    """A correction that chooses the policy which the clipped ratio is taken against.
+
+    Without it that is the learner's before the update. It may follow the current policy, unless the
+    correction needs `old_policy` or `whole_episodes`: then the weights are computed once, at the start.
+    """
+
+    def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
+        """Log-probs ``[D, C, A]`` float32 of the proximal policy, detached.
+
+        Args:
+            logprob: ``[D, C, A]`` float32 of the current policy, detached.
+            old_logprob: The same, of the policy before the update.
+            behaviour: The same, of the policy that sampled.
+            lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
+        """
+        ...
+
+
+@runtime_checkable
+class CorrectsAdvantages(Protocol):
+    """A correction of the advantages and value targets themselves, in place of GAE."""
+
+    def estimates(
+        self,
+        rewards: Tensor,
+        values: Tensor,
+        final_values: Tensor,
+        mask: Tensor,
+        terminated: Tensor,
+        log_ratios: Tensor,
+        *,
+        gamma: float,
+        lam: float,
+    ) -> Estimates:
+        """Advantages and targets; arguments as of `advantages.vtrace`."""
+        ...
+
+
+class Advantage(Protocol):
+    """Says how much better than expected each decision was."""
+
+    needs: frozenset[str]
+
+    def estimate(
+        self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
+    ) -> AdvantagesAndTargets:
+        """Advantages, and with a critic its targets.
+
+        Args:
+            batch: This rank's part; its tensors are on the CPU.
+            old: None where nothing needed the policy before the update.
+            correction: Of the samples; it may be one that `CorrectsAdvantages`.
+            ranks: For means over all of them; every rank makes the same calls.
+        """
+        ...
+
+
+class Objective(Protocol):
+    """The loss of each unit, before importance weights and before units are counted together."""
+
+    def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
+        """Loss per unit.
+
+        Args:
+            logprob: ``[D, C, A]`` float32 of the current policy, with gradient; 0 where the mask is False.
+            proximal: The same of the policy that the ratio is taken against, detached.
+            mask: ``[D, C, A]`` bool.
+            advantages: ``[D, 1, 1]`` or ``[D, C, 1]`` float32.
+        """
+        ...
+
+
+def describe_tensor(value: Any) -> str:
+    """Say what something is that should have been a tensor: type, shape, and whether it has a gradient."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    gradient = " with gradient" if value.requires_grad else ""
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{gradient}"
