@@ -1,0 +1,185 @@
+"""Corrections, advantages and objectives of the user's: they train as they say, or are refused plainly."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
+from asyncrl.errors import ConfigError
+from asyncrl.launch.build import build_update
+from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.recipe import build_recipe
+from asyncrl.observability import metrics_training as m
+from support.slow_update import PLACES, Table, decisions_of, group_advantages, recipe, valid
+from support.table_policy import TablePolicy, groups_of
+
+OWN = "support.own_parts:"
+OUTCOMES = [[10, -1, -1], [2, 15, -1]]
+
+
+def stale_batch() -> Batch:
+    """Decisions of lag 2 and 1 whose behaviour policy was near the table's."""
+    batch = build_batch(groups_of(OUTCOMES, versions=(0, 1)), version=2)
+    logprob, _ = Table.of(TablePolicy(rows=8)).logprobs(batch)
+    noise = 0.3 * torch.randn(logprob.shape, generator=torch.Generator().manual_seed(5))
+    return dataclasses.replace(batch, logprob_behaviour=(logprob.detach().float() - noise).clamp(max=0.0))
+
+
+def slow_loss(batch: Batch, table: Table, before: Table, *, by_lag: bool, tolerance: float) -> Tensor:
+    """PPO's clipped loss, token by token, with the weights of `own_parts.Softened` or `ByLag`."""
+    config = recipe()
+    now, old = table.logprobs(batch)[0], before.logprobs(batch)[0].detach()
+    behaviour = batch.logprob_behaviour.double()
+    share = 1 / (1 + batch.lag.double())[:, None, None] if by_lag else 1.0
+    proximal = behaviour + share * (old - behaviour)
+    advantages = group_advantages(config, batch)
+    tokens = sum(int(batch.mask[d].sum()) for e in range(len(batch.returns)) for d in decisions_of(batch, e))
+    loss = torch.zeros((), dtype=torch.float64)
+    for d in range(len(batch.tasks)):
+        for c, a in valid(batch, d, PLACES):
+            gap = sum(float(proximal[d, c, k] - behaviour[d, c, k]) for k in range(7))
+            weight = 0.0 if gap < -tolerance else 1 / (1 + abs(gap))
+            ratio = (now[d, c, a] - proximal[d, c, a]).exp()
+            clipped = ratio.clamp(1 - config.algorithm.clip_low, 1 + config.algorithm.clip_high)
+            score = advantages[d, c]
+            loss = loss + weight * torch.maximum(-score * ratio, -score * clipped) / tokens
+    return loss
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("Softened", 0.5), ("ByLag", 1.0)])
+def test_a_correction_of_the_users_trains_two_updates_like_a_slow_loop(name: str, tolerance: float) -> None:
+    config = recipe(
+        correction__kind=OWN + name,
+        correction__settings=(f"tolerance={tolerance}",),
+        algorithm__micro_batch=4,
+        optimizer__learning_rate=0.1,
+    )
+    policy, batch, slow = TablePolicy(rows=8), stale_batch(), Table.of(TablePolicy(rows=8))
+    policy.scale.requires_grad_(False)
+    update = build_update(config, policy)
+    for version in (2, 3):
+        before = Table(slow.logits.detach().clone(), None)
+        loss = slow_loss(batch, slow, before, by_lag=name == "ByLag", tolerance=tolerance)
+        slow.logits.grad = None
+        loss.backward()
+        values = update(batch, version)
+        assert values[m.LOSS] == pytest.approx(float(loss.detach()), abs=2e-5, rel=1e-4)
+        assert 0 < values[m.IMPORTANCE_MEAN] < 1
+        assert policy.logits.grad is not None
+        assert slow.logits.grad is not None
+        assert slow.logits.grad.abs().max() > 1e-4
+        torch.testing.assert_close(policy.logits.grad.double(), slow.logits.grad, atol=2e-5, rtol=1e-3)
+        with torch.no_grad():
+            slow.logits.copy_(policy.logits)
+
+
+def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
+    config = recipe(
+        algorithm__advantage=OWN + "Centred",
+        algorithm__objective=OWN + "PolicyGradient",
+        algorithm__settings=("expected=0.25",),
+        correction__kind="none",
+    )
+    policy, batch, slow = TablePolicy(rows=8), stale_batch(), Table.of(TablePolicy(rows=8))
+    score = (batch.returns - 0.25)[batch.episode][:, None, None]
+    loss = -(torch.where(batch.mask, score * slow.logprobs(batch)[0], 0.0)).sum() / batch.mask.sum()
+    loss.backward()
+    assert build_update(config, policy)(batch)[m.LOSS] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert policy.logits.grad is not None
+    assert slow.logits.grad is not None
+    torch.testing.assert_close(policy.logits.grad.double(), slow.logits.grad, atol=2e-6, rtol=1e-3)
+
+
+def test_a_batch_without_what_the_users_correction_needs_is_refused() -> None:
+    blind = dataclasses.replace(stale_batch(), logprob_behaviour=torch.full((12, 8, 7), math.nan))
+    with pytest.raises(ConfigError, match=r"own_parts:Softened.*no log-probs of the policy that"):
+        build_update(recipe(correction__kind=OWN + "Softened"), TablePolicy(rows=8))(blind)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"correction__kind": "WithoutMethod"}, r"--correction.kind.*WithoutMethod.*lacks weights"),
+        ({"correction__kind": "UnknownNeed"}, r"UnknownNeed.*`needs` is .*luck.*expected.*old_policy"),
+        (
+            {"correction__kind": "Softened", "correction__settings": ("hardness=2",)},
+            r"Softened.*cannot be made.*hardness",
+        ),
+        ({"algorithm__advantage": "Centred"}, r"--algorithm.advantage.*Centred.*cannot be made.*expected"),
+        (
+            {
+                "algorithm__kind": "ppo",
+                "algorithm__advantage": "Centred",
+                "algorithm__settings": ("expected=0",),
+            },
+            r"Centred, which has no targets for a critic.*Use --algorithm.kind grpo",
+        ),
+        ({"correction__kind": "Absent"}, r"own_parts has no 'Absent'"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(
+    changes: dict[str, Any], says: str
+) -> None:
+    named = {
+        k: OWN + v if k.endswith(("kind", "advantage")) and v != "ppo" else v for k, v in changes.items()
+    }
+    config = recipe(**named)
+    with pytest.raises(ConfigError, match=says):
+        build_recipe(config.algorithm, config.correction, config.critic)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"correction__kind": "WrongShape"}, r"WrongShape, whose method weights returned float32\[3, 5\]"),
+        ({"correction__kind": "WithGradient"}, r"method weights returned float32.* with gradient, expected"),
+        (
+            {"correction__kind": "WrongProximal"},
+            r"method proximal returned float64\[11, 8, 7\], expected",
+        ),
+        (
+            {"algorithm__advantage": "WrongAdvantage", "algorithm__settings": ("expected=0",)},
+            r"estimate returned AdvantagesAndTargets\(float32\[6\], NoneType\), expected .*\[12, 8, 1\]",
+        ),
+        (
+            {"algorithm__objective": "WrongLoss"},
+            r"method loss returned float32\[\] with gradient, expected",
+        ),
+    ],
+)
+def test_what_a_class_gets_wrong_is_said_with_class_method_and_shapes(
+    changes: dict[str, Any], says: str
+) -> None:
+    named = {k: OWN + v if isinstance(v, str) else v for k, v in changes.items()}
+    with pytest.raises(ConfigError, match=says):
+        build_update(recipe(**{"algorithm__micro_batch": 1000, **named}), TablePolicy(rows=8))(stale_batch())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kind": "tsi"}, r"--correction.kind is 'tsi'.*Perhaps you meant 'tis'"),
+        ({"settings": ("a=1",)}, r"--correction.settings is a=1, but --correction.kind tis is set by"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_nearest_one(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        recipe(**{f"correction__{key}": value for key, value in settings.items()})
+
+
+def test_what_the_built_in_kinds_stand_for_needs_what_it_needs() -> None:
+    built = build_recipe(AlgorithmSettings(), CorrectionSettings(), CriticSettings())
+    assert built.needs == {"behaviour", "old_policy"}
+    assert not built.needs_old_policy_pass  # With one minibatch the first pass finds it.
+    several = build_recipe(AlgorithmSettings(minibatches=2), CorrectionSettings(), CriticSettings())
+    assert several.needs_old_policy_pass
+    naive = build_recipe(AlgorithmSettings(minibatches=2), CorrectionSettings(kind="naive"), CriticSettings())
+    assert not naive.needs_old_policy_pass
+    assert naive.weights_move
+    assert not several.weights_move
