@@ -166,7 +166,7 @@ def refuse_old_flags(arguments: list[str]) -> None:
     Raises:
         ConfigError: Says the new name, or what to do.
     """
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
         value = value if equals else following

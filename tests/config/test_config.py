@@ -169,7 +169,7 @@ def test_a_bad_flag_exits_with_two_and_says_why(capsys: pytest.CaptureFixture[st
         ),
         (
             {"algorithm.kind": "ppo", "critic.level": "action", "algorithm.level": "decision"},
-            "--critic.level is action.*eight advantages",
+            "--critic.level is action.*an advantage per step",
         ),
         ({"correction.proximal": "log_linear", "correction.veto": 0.1}, "log_linear.*recomputed"),
         ({"correction.proximal": "log_linear", "correction.level": "episode"}, "log_linear.*recomputed"),
@@ -262,3 +262,27 @@ def _at(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
+
+
+@pytest.mark.parametrize("section", ["algorithm", "correction", "critic"])
+def test_an_old_value_is_answered_and_in_an_old_run_is_read(section: str, tmp_path: Path) -> None:
+    for arguments in ([f"--{section}.level", "chunk"], [f"--{section}.level=chunk"]):
+        with pytest.raises(
+            ConfigError, match=rf"--{section}.level chunk is called --{section}.level decision"
+        ):
+            parse(arguments)
+    with pytest.raises(ConfigError, match="level is 'chunk', which is called 'decision' now"):
+        load_file(toml(tmp_path, f'[{section}]\nlevel = "chunk"\n'))
+    old_run = tmp_path / "config.json"
+    old_run.write_text(json.dumps({section: {"level": "chunk"}}))
+    assert getattr(load_file(old_run), section).level == "decision"
+
+
+def test_settings_of_the_users_classes_come_back_from_a_runs_folder(tmp_path: Path) -> None:
+    text = '[correction]\nkind = "my.fix:Mine"\n[correction.settings]\ntolerance = 0.5\nname = "a"\n'
+    config = load_file(toml(tmp_path, text))
+    assert config.correction.settings == ("tolerance=0.5", 'name="a"')
+    (tmp_path / "config.json").write_text(to_json(config))
+    assert load_file(tmp_path / "config.json") == config
+    flags = ["--correction.kind", "my.fix:Mine", "--correction.settings", "tolerance=0.5", 'name="a"']
+    assert parse(flags) == config

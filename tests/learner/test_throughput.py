@@ -99,11 +99,11 @@ def test_counting_leaves_compiled_layers_compiled() -> None:
     policy.matrix = Layer(WIDTH, 56 * BINS, bias=False)
     policy.matrix.compile(backend=backend)
     inputs = policy.preprocess(batch.frames, batch.tasks)
-    policy.evaluate(inputs, batch.sample["tokens"], None)
+    policy.evaluate(inputs, batch.sample, None)
     assert len(ran) == 1
     assert forward_flops(policy, batch, 4, CPU) == FORWARD  # type: ignore[arg-type]
     assert len(ran) == 1
-    policy.evaluate(inputs, batch.sample["tokens"], None)
+    policy.evaluate(inputs, batch.sample, None)
     assert len(ran) == 2
 
 
