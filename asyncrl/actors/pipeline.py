@@ -113,7 +113,7 @@ class Stage(Generic[State]):
 def split_slots(slots: int, stages: int) -> list[range]:
     """Cut the places of a batch into parts that differ by one at most.
 
-    >>> cut(5, 2)
+    >>> split_slots(5, 2)
     [range(0, 2), range(2, 5)]
     """
     ends = [slots * n // stages for n in range(stages + 1)]

@@ -102,7 +102,7 @@ def test_the_report_names_everything_and_its_code_follows_from_it(capsys, tmp_pa
 
 
 def test_json_is_a_list_of_findings_and_nothing_else(capsys, monkeypatch) -> None:
-    light = (Check(name="CPU cores", where="machine:check_cores"), Check(name="no", where="machine:missing"))
+    light = (Check(name="CPU cores", where="host:check_cores"), Check(name="no", where="host:missing"))
     monkeypatch.setattr(checks, "CHECKS", light)
     assert command.main(["--updates", "3", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)

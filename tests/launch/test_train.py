@@ -208,6 +208,7 @@ def test_help_and_configs_answer_without_loading_torch(tmp_path):
     assert "tabletop.toml" in done.stdout
 
 
+@pytest.mark.slow
 def test_training_never_loads_the_simulator(models, tmp_path):
     _, flags = models
     program = (

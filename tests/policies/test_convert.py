@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import runpy
 import shlex
 import subprocess
@@ -32,7 +31,7 @@ from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.asset_paths import policy_folder
 from asyncrl.storage.tensor_reader import INDEX, TensorFiles
-from support import ROOT
+from support import ROOT, child_environment
 from support.published import (
     CONFIG,
     DINO,
@@ -365,7 +364,9 @@ peak("openvla", lambda: load_openvla(folder / "published", config, norm_key="des
 
 def test_weights_are_streamed(tmp_path: Path) -> None:
     """Peaks of resident memory above what was there before, as parts of the weights' size in float32."""
-    settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # What is freed is given back at once.
+    settings = child_environment() | {
+        "MALLOC_MMAP_THRESHOLD_": "65536"
+    }  # What is freed is given back at once.
     command = [sys.executable, "-c", MEMORY, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=settings)
     assert done.returncode == 0, done.stderr
