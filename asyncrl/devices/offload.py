@@ -116,8 +116,8 @@ class OffloadedTensors:
     def host_views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors by name; those that are offloaded as views of their copies in host memory.
 
-        Shapes and dtypes stay. What is written there comes back with them, so it must be among the changing
-        ones.
+        The shape and dtype of each stay. What is written there comes back with them, so it must be among the
+        changing ones.
         """
         return {name: self._host_view(tensor) for name, tensor in tensors.items()}
 

@@ -44,7 +44,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array that is kept: a tensor made in inference mode could not take part in a gradient later.
 
-    See `to_device` for shapes and dtypes.
+    ``[...]`` of any numeric dtype, as `to_device`.
     """
     with torch.inference_mode(False):
         return to_device(array, device)

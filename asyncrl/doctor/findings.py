@@ -95,7 +95,7 @@ def broken(name: str, seen: str, advice: str = "") -> Finding:
 
 
 def render(finding: Finding) -> str:
-    """One aligned line of the report."""
+    """Write one aligned line of the report."""
     text = f"{finding.seen} {finding.advice}".rstrip()
     return f"{finding.name:<{NAME_WIDTH}}{finding.verdict.value:<9}{text}"
 

@@ -37,7 +37,7 @@ def check_devices(_: Examination) -> Finding:
 
 
 def placement_of(config: TrainConfig) -> Placement:
-    """Placement of a run that `asyncrl train` starts with these settings.
+    """Work out the placement of a run that `asyncrl train` starts with these settings.
 
     Raises:
         ConfigError: It cannot work.
@@ -46,7 +46,7 @@ def placement_of(config: TrainConfig) -> Placement:
 
 
 def check_placement(examination: Examination) -> Finding:
-    """Whether the ranks, the devices and the carrier of the weights go together."""
+    """Check whether the ranks, the devices and the carrier of the weights go together."""
     import torch
 
     from asyncrl.launch import build, learner_ranks
@@ -81,7 +81,7 @@ def check_placement(examination: Examination) -> Finding:
 
 
 def devices_of(config: TrainConfig, placement: Placement) -> dict[int, torch.device]:
-    """The device of every rank.
+    """Return the device of every rank.
 
     Raises:
         ConfigError: --device is cuda and there is none.
@@ -100,14 +100,14 @@ def check_device_memory(examination: Examination) -> Finding | None:
         return None
     needed: Counter[str] = Counter()
     for rank, device in by_rank.items():
-        place = str(device) if device.type == "cuda" else HOST
-        needed[place] += rank_needs(examination.config, examination.sizes, placement, rank)
-    free = {place: free_on(place) for place in needed}
+        name = str(device) if device.type == "cuda" else HOST
+        needed[name] += rank_needs(examination.config, examination.sizes, placement, rank)
+    free = {name: free_on(name) for name in needed}
     seen = "; ".join(
-        f"{place}: {needed[place] / GIB:.2f} of {free[place] / GIB:.1f} GiB that are free" for place in needed
+        f"{name}: {needed[name] / GIB:.2f} of {free[name] / GIB:.1f} GiB that are free" for name in needed
     )
     seen = f"weights and training state take {seen}"
-    tight = [place for place in needed if needed[place] > free[place]]
+    tight = [name for name in needed if needed[name] > free[name]]
     if tight:
         return warning(
             "device memory",
@@ -118,7 +118,7 @@ def check_device_memory(examination: Examination) -> Finding | None:
 
 
 def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: int) -> int:
-    """Bytes of weights and training state on a rank's device; activations are not counted."""
+    """Estimate the bytes of weights and training state on a rank's device; activations are not counted."""
     needed, roles = 0, placement.roles(rank)
     if "learner" in roles:
         spread = sizes.float32_masters - sizes.unsharded + sizes.training
@@ -134,8 +134,8 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
     return needed
 
 
-def free_on(place: str) -> int:
-    """Bytes that are free on 'cuda:N', or for this process in the host's memory."""
+def free_on(name: str) -> int:
+    """Read the bytes that are free on 'cuda:N', or for this process in the host's memory."""
     import torch
 
-    return free_memory() if place == HOST else int(torch.cuda.mem_get_info(torch.device(place))[0])
+    return free_memory() if name == HOST else int(torch.cuda.mem_get_info(torch.device(name))[0])

@@ -24,7 +24,7 @@ OPEN_FILES_PER_RANK: Final = 32
 
 
 def check_opengl(_: Examination) -> Finding:
-    """Whether MuJoCo can draw."""
+    """Check whether MuJoCo can draw."""
     from asyncrl.simulators.rendering import require_backend
 
     try:
@@ -34,7 +34,7 @@ def check_opengl(_: Examination) -> Finding:
 
 
 def check_cores(_: Examination) -> Finding:
-    """How many cores there are for this process."""
+    """Check how many cores there are for this process."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup("cpu.max").split()
     limit = f", limited to {int(quota[0]) / int(quota[1]):g}" if quota and quota[0] != "max" else ""
@@ -42,7 +42,7 @@ def check_cores(_: Examination) -> Finding:
 
 
 def check_memory(_: Examination) -> Finding:
-    """How much memory there is for this process, in all."""
+    """Check how much memory there is for this process, in all."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _cgroup("memory.max")
     total = min(total, int(limit)) if limit.isdecimal() else total
@@ -53,7 +53,7 @@ def check_memory(_: Examination) -> Finding:
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process could still get."""
+    """Read the bytes of memory that this process could still get."""
     meminfo = Path("/proc/meminfo")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if meminfo.is_file():
@@ -64,18 +64,18 @@ def free_memory() -> int:
 
 
 def _cgroup(name: str) -> str:
-    """A limit of the container this runs in; '' where there is none."""
+    """Read a limit of the container this runs in; '' where there is none."""
     path = Path("/sys/fs/cgroup") / name
     return path.read_text().strip() if path.is_file() else ""
 
 
 def gpus_of_host() -> int:
-    """How many NVIDIA GPUs the driver shows; asked without torch."""
+    """Count the NVIDIA GPUs that the driver shows; asked without torch."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None = None) -> Finding:
-    """Whether several GPUs have the shared memory that NCCL may use between them.
+    """Check whether several GPUs have the shared memory that NCCL may use between them.
 
     Args:
         folder: Where shared memory is mounted.
@@ -95,7 +95,7 @@ def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None 
 
 
 def check_open_files(examination: Examination) -> Finding:
-    """Whether a process may open as many files as it needs."""
+    """Check whether a process may open as many files as it needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks_named(examination.config.placement)
     most = "any number" if hard == resource.RLIM_INFINITY else f"{hard}"

@@ -141,7 +141,7 @@ def measure(
 
 
 def _names(devices: Sequence[str]) -> list[str]:
-    """What the devices are called; processes that share the CPU are numbered."""
+    """Name the devices; processes that share the CPU are numbered."""
     return [name if devices.count(name) == 1 else f"{name} process {i}" for i, name in enumerate(devices)]
 
 

@@ -22,7 +22,7 @@ SHIPPED: Final = "tabletop"
 
 
 def check_shipped_files(examination: Examination) -> Finding | None:
-    """Whether the shipped models are complete; None when the settings name others only."""
+    """Check whether the shipped models are complete; None when the settings name others only."""
     config = examination.config
     if SHIPPED not in (config.policy, config.world, config.start_states):
         return None

@@ -22,7 +22,7 @@ SOCKET_DEADLINE: Final = 2000
 
 
 def check_sockets(_: Examination) -> Finding | None:
-    """Whether messages get through loopback and unix sockets."""
+    """Check whether messages get through loopback and unix sockets."""
     try:
         import zmq
     except (ImportError, OSError):  # The line about pyzmq says so.
@@ -59,7 +59,7 @@ def exchange(endpoint: str) -> None:
 
 
 def check_temporary_folder(_: Examination) -> Finding:
-    """Whether the private folder of a run's sockets can be made, with a path that is short enough."""
+    """Check whether the private folder of a run's sockets can be made, with a short enough path."""
     try:
         folder = private_folder()
         try:
@@ -75,7 +75,7 @@ def check_temporary_folder(_: Examination) -> Finding:
 
 
 def check_listen(examination: Examination) -> Finding | None:
-    """Whether the replay can listen at --replay.listen now; None without one."""
+    """Check whether the replay can listen at --replay.listen now; None without one."""
     config = examination.config
     if not config.replay.listen:
         return None
@@ -124,7 +124,7 @@ def holder(port: int) -> str:
 
 
 def check_keys(examination: Examination) -> Finding | None:
-    """Whether --replay.keys has what this run's processes need; None without keys."""
+    """Check whether --replay.keys has what this run's processes need; None without keys."""
     config = examination.config
     if not config.replay.keys:
         return None

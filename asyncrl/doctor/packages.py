@@ -31,7 +31,7 @@ NEEDED: Final = {
 
 
 def check_python(_: Examination) -> Finding:
-    """Whether this Python is new enough."""
+    """Check whether this Python is new enough."""
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     return ok("Python", text) if sys.version_info >= (3, 11) else broken("Python", f"{text}; 3.11 is needed.")
 
@@ -63,13 +63,13 @@ def _library_beneath(package: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version; '2.13.0+cpu' is (2, 13, 0)."""
+    """Read the leading numbers of a version; '2.13.0+cpu' is (2, 13, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def check_torchvision(_: Examination) -> Finding | None:
-    """A torchvision built for another torch breaks transformers, which imports it when it is there."""
+    """Check torchvision: one built for another torch breaks transformers, which imports it."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:

@@ -35,24 +35,24 @@ NETWORK: Final = frozenset(
 
 
 def existing_parent(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """Return the folder itself, or the nearest one above it that is there."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
-def _place(config: TrainConfig) -> Path:
+def _disk_folder(config: TrainConfig) -> Path:
     return existing_parent(Path(config.run_dir.partition(run_folder.TIME)[0] or ".").expanduser())
 
 
 @contextmanager
 def _scratch(config: TrainConfig) -> Iterator[Path]:
-    """A folder for a moment, on the disk of the run."""
-    with tempfile.TemporaryDirectory(prefix=".asyncrl-doctor-", dir=_place(config)) as folder:
+    """Make a folder for a moment, on the disk of the run."""
+    with tempfile.TemporaryDirectory(prefix=".asyncrl-doctor-", dir=_disk_folder(config)) as folder:
         yield Path(folder)
 
 
 def check_run_folder(examination: Examination) -> Finding:
-    """Whether the run's folder could be made, or found with --resume."""
+    """Check whether the run's folder could be made, or found with --resume."""
     config = examination.config
     try:
         folder = run_folder.locate(config)
@@ -67,14 +67,14 @@ def check_run_folder(examination: Examination) -> Finding:
 
 def check_free_disk(examination: Examination) -> Finding:
     """Compare what replay and checkpoints may come to with what is free."""
-    config, place = examination.config, _place(examination.config)
-    free = shutil.disk_usage(place).free + _held(config)
+    config, folder = examination.config, _disk_folder(examination.config)
+    free = shutil.disk_usage(folder).free + _held(config)
     # While a checkpoint is written, all that are kept still lie there.
     checkpoints = (config.keep_checkpoints + 1) * examination.sizes.checkpoint if examination.sizes else 0
     replay = int(config.replay.max_gigabytes * 1e9)
     size = f"{checkpoints / GIB:.2f}" if examination.sizes else "an unknown size"
     seen = (
-        f"{free / GIB:.1f} GiB in {place}{', with what the run has already' * config.resume}; "
+        f"{free / GIB:.1f} GiB in {folder}{', with what the run has already' * config.resume}; "
         f"the replay may take {replay / GIB:.1f}, {config.keep_checkpoints + 1} checkpoints {size}"
     )
     if free < checkpoints:
@@ -87,7 +87,7 @@ def check_free_disk(examination: Examination) -> Finding:
 
 
 def _held(config: TrainConfig) -> int:
-    """Bytes that a run to be resumed has on the disk already."""
+    """Count the bytes that a run to be resumed has on the disk already."""
     if not config.resume:
         return 0
     try:
@@ -122,7 +122,7 @@ def check_disk_speed(examination: Examination) -> Finding:
 
 
 def seconds_per_update(config: TrainConfig, frame: int, speed: float, sync: float) -> float:
-    """How long the replay writes for the groups of one update.
+    """Estimate how long the replay writes for the groups of one update.
 
     Args:
         config: Of the run.
@@ -153,19 +153,19 @@ def check_file_system(examination: Examination) -> Finding | None:
     mounts = Path("/proc/mounts")
     if not mounts.is_file():
         return None
-    place = _place(examination.config)
-    kind = kind_of(place.resolve(), mounts.read_text())
+    folder = _disk_folder(examination.config)
+    kind = kind_of(folder.resolve(), mounts.read_text())
     if kind in NETWORK or kind.startswith("fuse"):
         return warning(
             "file system",
-            f"{kind} in {place}: whether a synced and renamed file survives a crash is up to its server.",
+            f"{kind} in {folder}: whether a synced and renamed file survives a crash is up to its server.",
             "Choose a local disk with --run-dir, and copy the run afterwards.",
         )
-    return ok("file system", f"{kind} in {place}")
+    return ok("file system", f"{kind} in {folder}")
 
 
-def kind_of(place: Path, mounts: str) -> str:
-    r"""Type of the file system that `place` lies on; 'unknown' where no line of /proc/mounts has it.
+def kind_of(path: Path, mounts: str) -> str:
+    r"""Read the type of the file system that `path` lies on; 'unknown' where no line of /proc/mounts has it.
 
     >>> kind_of(Path("/home/me/runs"), "disk / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\n")
     'nfs4'
@@ -174,13 +174,13 @@ def kind_of(place: Path, mounts: str) -> str:
     for line in mounts.splitlines():
         point, found = line.split()[1:3]
         point = point.encode().decode("unicode_escape")  # A blank in a path is written \040.
-        if place.is_relative_to(point) and len(point) >= longest:  # Of two on one point the later is seen.
+        if path.is_relative_to(point) and len(point) >= longest:  # Of two on one point the later is seen.
             kind, longest = found, len(point)
     return kind
 
 
 def check_locks(examination: Examination) -> Finding:
-    """Whether a lock of one holder keeps another one out: it guards the replay against two writers."""
+    """Check whether a lock of one holder keeps another one out: it guards the replay against two writers."""
     advice = "Choose a local disk with --run-dir."
     with _scratch(examination.config) as folder, (folder / "lock").open("w") as first:
         try:
@@ -193,7 +193,7 @@ def check_locks(examination: Examination) -> Finding:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds the lock of a file."""
+    """Tell whether somebody holds the lock of a file."""
     with path.open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

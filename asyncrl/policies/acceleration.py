@@ -78,7 +78,7 @@ class FixedShape:
     def __call__(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Fill the batch up, choose, cut off what was filled up; shapes and dtypes as in `OpenVLAOFT.choose`.
+        """Fill the batch up, choose, cut off what was filled up; shape and dtype as in `OpenVLAOFT.choose`.
 
         Raises:
             ConfigError: There are too many rows.
@@ -111,7 +111,7 @@ class GraphedChoice:
     def __call__(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Choose; shapes and dtypes as in `OpenVLAOFT.choose`, overwritten by the next call."""
+        """Choose; shape and dtype as in `OpenVLAOFT.choose`, overwritten by the next call."""
         given = _tensors(inputs)
         if self._captured is None:
             self._given, self._kind = tuple(given), (sampling, uniforms_BK is None)

@@ -91,7 +91,7 @@ def write_policy(
         folder: Created when missing.
         config: Of the policy.
         tokenizer: Of the policy.
-        specs: Shape and dtype in the file of each tensor.
+        specs: The shape and dtype of each tensor in the file.
         tensors: In the order of `specs`; see `write_folder`.
         shard_bytes: Size above which a further weight file is begun.
     """
@@ -200,7 +200,15 @@ def fill_policy(
     *,
     critic: bool,
 ) -> Model:
-    """Make `tensors` the parameters of a policy on meta; without `critic` one that it needs begins afresh."""
+    """Make `tensors` the parameters of a policy on meta; without `critic` one that it needs begins afresh.
+
+    Args:
+        policy: Built without memory for its weights.
+        tensors: Each by its stable name, in the parameter's shape and any float dtype.
+        device: Where they go.
+        dtype: What they become; "config" means the policy's own.
+        critic: Whether `tensors` have a critic.
+    """
     wanted = policy.config.torch_dtype if dtype == "config" else dtype
     own_names = {stable_name(name): name for name, _ in policy.named_parameters()}
     state: dict[str, Tensor] = {}

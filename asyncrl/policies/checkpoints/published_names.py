@@ -142,7 +142,7 @@ def to_native(
 ) -> Iterator[tuple[str, Tensor]]:
     """Turn published tensors into ours, one by one; parts of one tensor share its memory.
 
-    Dtypes stay; the shape of a part is that of our parameter.
+    The dtype stays; the shape of a part is that of our parameter.
 
     Args:
         rows: See `tensor_map`.
@@ -161,7 +161,7 @@ def to_published(
 ) -> Iterator[tuple[str, Tensor]]:
     """Turn our tensors into published ones, each as soon as its parts are there; without those never used.
 
-    Dtypes stay; shapes are those of `published_specs`.
+    The dtype stays; the shape is that of `published_specs`.
 
     Args:
         rows: See `tensor_map`.

@@ -245,7 +245,7 @@ def write_published(
         tokenizer: Of the policy.
         rows: See `published_names.tensor_map`.
         specs: Of the native tensors, in the order in which they come.
-        natives: All parameters by stable name, adapters merged; shapes and dtypes as in `specs`.
+        natives: All parameters by stable name, adapters merged; shape and dtype as in `specs`.
         pass_through: What the policy came from.
         shard_bytes: Size above which a further weight file is begun.
     """

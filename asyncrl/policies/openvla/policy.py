@@ -70,15 +70,15 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
         return fill_policy(policy, source.natives(), device, "config", critic=critic)
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Write a folder of ours. See `interface.Policy.save`."""
+        """Write a folder of ours, shape kept, dtype `config.dtype`. See `interface.Policy.save`."""
         save_policy(self, folder, tensors=tensors)
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by stable name, adapters merged, in `config.dtype`."""
+        """Yield the parameters by stable name, adapters merged, shape kept, dtype `config.dtype`."""
         yield from ((name, tensor.to(self.config.torch_dtype)) for name, tensor in merged_tensors(self))
 
     def lora_layers(self, targets: str) -> list[str]:
-        """Names of the linear layers that get adapters. See `interface.LoraTargets`."""
+        """List the linear layers that get adapters. See `interface.LoraTargets`."""
         chosen: Targets = "language" if targets == "language" else "all"
         return list(target_layers(self, chosen))
 
