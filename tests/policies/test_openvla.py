@@ -430,7 +430,7 @@ def test_the_value_loss_reaches_the_trunk_only_when_told(call: str, through: boo
     if call == "values":
         value = policy.values(inputs, **more)
     else:
-        value = getattr(policy, call)(inputs, tokens, AS_IS, **more).value
+        value = getattr(policy, call)(inputs, {"tokens": tokens}, AS_IS, **more).value
     assert value is not None
     value.square().sum().backward()
     reached = {n for n, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
