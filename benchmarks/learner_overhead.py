@@ -41,7 +41,7 @@ from asyncrl.learner.fsdp import make_float32_masters
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import CHUNK, Episode
 
 PASSES = ("preprocess", "evaluate", "values")
@@ -112,7 +112,7 @@ class Timing:
         return self.whole - self.passes
 
 
-def make_groups(policy: OpenVLAOFT, config: TrainConfig, settings: Settings) -> list[list[Episode]]:
+def make_groups(policy: OpenVLAOFTPolicy, config: TrainConfig, settings: Settings) -> list[list[Episode]]:
     """Groups of one update, with noise for frames and what the policy says to it."""
     rng = np.random.default_rng(settings.seed)
     width = min(settings.success, 1 - settings.success)
@@ -125,7 +125,12 @@ def make_groups(policy: OpenVLAOFT, config: TrainConfig, settings: Settings) -> 
 
 
 def _episode(
-    policy: OpenVLAOFT, config: TrainConfig, rng: np.random.Generator, group: int, member: int, chance: float
+    policy: OpenVLAOFTPolicy,
+    config: TrainConfig,
+    rng: np.random.Generator,
+    group: int,
+    member: int,
+    chance: float,
 ) -> Episode:
     success = int(rng.triangular(*SUCCESS_STEPS)) if rng.random() < chance else -1
     decisions = config.actor.max_decisions if success < 0 else success // CHUNK + 1

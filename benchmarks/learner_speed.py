@@ -24,7 +24,7 @@ from policy_speed import SAMPLING, Reading, inputs
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
 from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Settings(policy_speed.Settings):
     """Decisions of a micro-batch."""
 
 
-def build(settings: Settings) -> OpenVLAOFT:
+def build(settings: Settings) -> OpenVLAOFTPolicy:
     """The policy as a learner with adapters has it, not compiled."""
     policy = policy_speed.build(settings, torch.device(settings.device))
     add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
@@ -43,7 +43,7 @@ def build(settings: Settings) -> OpenVLAOFT:
     return policy.eval()
 
 
-def passes(policy: OpenVLAOFT, given: PolicyInputs) -> dict[str, tuple[int, Callable[[], object]]]:
+def passes(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> dict[str, tuple[int, Callable[[], object]]]:
     """By name: model passes that count, and what to time."""
     shape = (len(given.input_ids), policy.config.slots)
     tokens = policy.as_chunk(torch.randint(0, 256, shape, device=policy.device))
@@ -59,7 +59,7 @@ def passes(policy: OpenVLAOFT, given: PolicyInputs) -> dict[str, tuple[int, Call
     return {"forward": (1, forward), "forward and backward": (2, both)}
 
 
-def read(policy: OpenVLAOFT, how: str, settings: Settings, flops: float, rate: Rate) -> list[Reading]:
+def read(policy: OpenVLAOFTPolicy, how: str, settings: Settings, flops: float, rate: Rate) -> list[Reading]:
     """Time all passes at all sizes, and the last size also with prompts of two lengths."""
     found = []
     cases = [(rows, False) for rows in settings.rows] + [(settings.rows[-1], True)]

@@ -25,8 +25,7 @@ from asyncrl.policies.acceleration import GraphedChoice, compile_blocks
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 
 SAMPLING = SamplingParams(temperature=1.6, top_k=0)
 
@@ -63,7 +62,7 @@ class Reading:
     """Seconds of the first call: compilation."""
 
 
-def build(settings: Settings, device: torch.device) -> OpenVLAOFT:
+def build(settings: Settings, device: torch.device) -> OpenVLAOFTPolicy:
     """The policy with random weights."""
     config = OpenVLAOFTConfig.tiny() if settings.tiny else OpenVLAOFTConfig.full()
     with torch.device("meta"):
@@ -73,7 +72,7 @@ def build(settings: Settings, device: torch.device) -> OpenVLAOFT:
     return made
 
 
-def inputs(policy: OpenVLAOFT, settings: Settings, rows: int, *, padded: bool) -> PolicyInputs:
+def inputs(policy: OpenVLAOFTPolicy, settings: Settings, rows: int, *, padded: bool) -> PolicyInputs:
     """Random pictures and prompts; `padded`: of two lengths, so that attention needs a mask."""
     device, side = policy.device, 64 if settings.tiny else 256
     mask = torch.ones(rows, settings.prompt, dtype=torch.int64, device=device)
@@ -105,13 +104,13 @@ def read(
     return Reading(how=how, rows=rows, seconds=taken, first=first, **shares)
 
 
-def captured(policy: OpenVLAOFT) -> Callable[..., Any]:
+def captured(policy: OpenVLAOFTPolicy) -> Callable[..., Any]:
     """A CUDA graph of its own for one shape, as `compile` makes."""
     return GraphedChoice(policy.choose) if policy.device.type == "cuda" else policy.choose
 
 
 @torch.no_grad()
-def agreement(policy: OpenVLAOFT, choose: Callable[..., Any], given: PolicyInputs) -> dict[str, float]:
+def agreement(policy: OpenVLAOFTPolicy, choose: Callable[..., Any], given: PolicyInputs) -> dict[str, float]:
     """Differences of log-probs between acting and evaluating, per token and summed over a decision."""
     rows = len(given.input_ids)
     uniforms = torch.rand(rows, policy.config.slots, dtype=torch.float64, device=policy.device)

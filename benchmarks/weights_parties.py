@@ -37,10 +37,10 @@ def shapes_of(kind: Kind, gigabytes: float) -> tuple[Shapes, torch.dtype]:
     """
     from asyncrl.policies.lora import add_lora
     from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-    from asyncrl.policies.openvla.parallel import OpenVLAOFT
+    from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
     with torch.device("meta"):
-        policy = OpenVLAOFT(OpenVLAOFTConfig.full())
+        policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.full())
         if kind == "lora":
             add_lora(policy, LORA_RANK, 0.0)
     tensors = policy.acting_tensors()

@@ -14,7 +14,7 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.replay.server import ReplayServer
 from asyncrl.rewards.model import ResNetReward
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def imagination() -> Imagination:
     torch.manual_seed(0)
     tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2)).eval()
+    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2)).eval()
     size = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
     vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)).eval()
     world: Any = WanWorld(ActionWanTransformer(size).eval(), vae, image_size=64, schedule_steps=2, version=5)

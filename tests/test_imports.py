@@ -9,16 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
-    {"errors", "seeds", "records", "activity", "memory", "pixels", "placing", "capture"},
-    {"registry", "storage.atomic", "metrics", "assets", "recipe", "imagination"},
-    {"waits", "config"},
-    {"observability", "metric_advice", "logbook", "run_folder", "checkpoint_state", "checkpoint_writer"},
-    {"devices", "messaging", "metric_page", "parking", "tensor_files", "checkpoint"},
+    {"errors", "seeds"},
+    {"records", "registry", "storage.atomic"},
+    {"observability"},
+    {"config", "devices", "messaging"},
     {"storage", "weights", "simulators"},
     {"policies", "worlds", "rewards", "replay"},
-    {"actors", "learner", "fitting", "evaluation", "replay_tools", "contact_sheet"},
+    {"actors", "learner", "fitting", "evaluation", "replay_tools"},
     {"launch"},
-    {"doctor", "doctoring"},
+    {"doctor"},
     {"commands"},
     {"cli"},
 ]

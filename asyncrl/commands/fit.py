@@ -160,13 +160,12 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
     from asyncrl.fitting.fit_policy import fit_policy
     from asyncrl.policies.checkpoints.folder import save_policy
     from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-    from asyncrl.policies.openvla.parallel import OpenVLAOFT
-    from asyncrl.policies.openvla.policy import load_policy
+    from asyncrl.policies.openvla.policy import load_policy, new_policy
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
     fresh = not config.refine
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny()) if fresh else load_policy(policy_folder(config.refine))
+    policy = new_policy(OpenVLAOFTConfig.tiny()) if fresh else load_policy(policy_folder(config.refine))
     policy.to(device).requires_grad_(True)
     drawn = redrawn(Path(config.world), recordings, device) if config.world else None
     loss = fit_policy(

@@ -206,7 +206,8 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
 
 
 def _add_critic(config: TrainConfig, policy: Policy) -> None:
-    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
+    level = "decision" if config.critic.level == "chunk" else config.critic.level
+    wanted = level if config.algorithm.kind == "ppo" else "none"
     if isinstance(policy, HasCritic):
         if wanted == "none":
             policy.drop_critic()

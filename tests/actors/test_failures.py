@@ -20,7 +20,7 @@ from asyncrl.actors.failures import retry_rows_singly
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_replay as m
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.sampling import action_distribution, logprob_of
 from asyncrl.records import episode_arrays
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
@@ -394,10 +394,10 @@ def test_an_inline_run_reaches_its_updates_although_the_policy_gives_nan_for_one
 ) -> None:
     flags = write_models(tmp_path / "models")
     sick = torch.from_numpy(start_state(3, 64).frame)
-    act = OpenVLAOFT.act
+    act = OpenVLAOFTPolicy.act
     poisoned = 0
 
-    def act_or_not(self: OpenVLAOFT, inputs: Any, *rest: Any) -> Any:
+    def act_or_not(self: OpenVLAOFTPolicy, inputs: Any, *rest: Any) -> Any:
         nonlocal poisoned
         made = act(self, inputs, *rest)
         for row, pixels in enumerate(inputs.pixels):
@@ -406,7 +406,7 @@ def test_an_inline_run_reaches_its_updates_although_the_policy_gives_nan_for_one
                 made.logprob[row] = NAN
         return made
 
-    monkeypatch.setattr(OpenVLAOFT, "act", act_or_not)
+    monkeypatch.setattr(OpenVLAOFTPolicy, "act", act_or_not)
     run = tmp_path / "run"
     more = ["--inline", "--updates", "24", "--replay.max-lag", "0", "--run-dir", str(run)]
     assert cli.run("train", [*flags, *more]) == 0

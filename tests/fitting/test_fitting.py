@@ -21,7 +21,7 @@ from asyncrl.fitting.recordings import Recordings, load_recordings, write_part
 from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.simulators.rendering import find_backend
@@ -200,10 +200,10 @@ def random_demonstration() -> Recordings:
     )
 
 
-def small_policy() -> OpenVLAOFT:
+def small_policy() -> OpenVLAOFTPolicy:
     torch.manual_seed(0)
     tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
-    return OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2))
+    return OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2))
 
 
 def test_every_second_step_of_cloning_sees_the_redrawn_frames() -> None:

@@ -12,14 +12,12 @@ import torch
 from asyncrl import cli
 from asyncrl.observability import metrics_training as m
 from asyncrl.policies.checkpoints.folder import save_policy
-from asyncrl.policies.openvla.autoregressive import OpenVLA
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.policy import load_policy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, OpenVLAPolicy, load_policy
 from support.tiny_models import write_models
 
 
-def with_policy(folder: Path, policy: OpenVLAOFT) -> list[str]:
+def with_policy(folder: Path, policy: OpenVLAOFTPolicy) -> list[str]:
     flags = write_models(folder)
     save_policy(policy, folder / "policy")
     return [*flags, "--inline", "--updates", "1", "--run-dir", str(folder / "run")]
@@ -29,7 +27,7 @@ def with_policy(folder: Path, policy: OpenVLAOFT) -> list[str]:
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])
 def test_openvla_trains_at_every_level(tmp_path: Path, level: str) -> None:
     torch.manual_seed(0)
-    before = OpenVLA(OpenVLAOFTConfig.tiny(decoding="autoregressive", llm_layers=1))
+    before = OpenVLAPolicy(OpenVLAOFTConfig.tiny(decoding="autoregressive", llm_layers=1))
     flags = with_policy(tmp_path, before)
     more = ["--algorithm.kind", "ppo", "--algorithm.level", level, "--algorithm.entropy-coef", "0.01"]
     assert cli.run("train", [*flags, *more]) == 0
@@ -37,7 +35,7 @@ def test_openvla_trains_at_every_level(tmp_path: Path, level: str) -> None:
     assert abs(row[m.MISMATCH_KL.name]) < 1e-6  # the actors' log-probs are those that the learner finds
     assert row[m.GRAD_NORM.name] > 0
     after = load_policy(next((tmp_path / "run" / "checkpoints").iterdir()))
-    assert isinstance(after, OpenVLA)
+    assert isinstance(after, OpenVLAPolicy)
     changed = after.trainable_tensors()
     assert all(
         not torch.equal(t, changed[n]) for n, t in before.trainable_tensors().items() if "proj.weight" in n
@@ -56,7 +54,8 @@ def test_a_policy_that_no_world_can_train_is_refused_before_the_run_has_a_folder
     tmp_path: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = with_policy(
-        tmp_path, (OpenVLA if changes.get("decoding") else OpenVLAOFT)(OpenVLAOFTConfig.tiny(**changes))
+        tmp_path,
+        (OpenVLAPolicy if changes.get("decoding") else OpenVLAOFTPolicy)(OpenVLAOFTConfig.tiny(**changes)),
     )
     assert cli.run("train", flags) == 2
     short_path = " ".join(capsys.readouterr().err.split())

@@ -19,7 +19,7 @@ from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from support.ranks import run_ranks
 from support.table_policy import groups_of
 
@@ -29,12 +29,12 @@ SAMPLING = SamplingParams(temperature=1.0)
 CPU = torch.device("cpu")
 
 
-def policy_of(seed: int = 0) -> OpenVLAOFT:
+def policy_of(seed: int = 0) -> OpenVLAOFTPolicy:
     torch.manual_seed(seed)
-    return OpenVLAOFT(OpenVLAOFTConfig.tiny(value_head="chunk")).eval()
+    return OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(value_head="chunk")).eval()
 
 
-def loss_of(policy: OpenVLAOFT, rows: slice) -> Tensor:
+def loss_of(policy: OpenVLAOFTPolicy, rows: slice) -> Tensor:
     """Policy gradient and value loss of some of the rows, as their part of the sum over all."""
     rng = np.random.default_rng(0)
     frames = rng.integers(0, 256, (ROWS, 64, 64, 3), dtype=np.uint8)
@@ -48,7 +48,7 @@ def loss_of(policy: OpenVLAOFT, rows: slice) -> Tensor:
     return (result.value.sum() - gain) / ROWS
 
 
-def gradients(policy: OpenVLAOFT) -> dict[str, Tensor]:
+def gradients(policy: OpenVLAOFTPolicy) -> dict[str, Tensor]:
     found = policy.trainable_parameters()
     assert all(p.grad is not None for p in found.values())
     return {name: p.grad for name, p in found.items() if p.grad is not None}
@@ -73,7 +73,7 @@ def assert_same_gradients() -> None:
         torch.testing.assert_close(gradient, expected[name], atol=1e-6 * scale, rtol=0)
 
 
-def _inputs(policy: OpenVLAOFT) -> tuple:
+def _inputs(policy: OpenVLAOFTPolicy) -> tuple:
     frames = np.full((2, 64, 64, 3), 7, np.uint8)
     return policy.preprocess(frames, TASKS[:2]), torch.full((2, 8, 7), 3)
 
@@ -105,7 +105,7 @@ def test_bf16_passes_keep_float32_weights_gradients_and_logits() -> None:
 
 
 def adapters_and_patched_forwards() -> None:
-    def build() -> OpenVLAOFT:
+    def build() -> OpenVLAOFTPolicy:
         policy = policy_of()
         add_lora(policy, 2, 0.0)
         for name, parameter in policy.named_parameters():
@@ -130,7 +130,7 @@ def adapters_and_patched_forwards() -> None:
     assert_merged(alone, policy, group)
 
 
-def assert_merged(alone: OpenVLAOFT, policy: OpenVLAOFT, group: DistributedRanks) -> None:
+def assert_merged(alone: OpenVLAOFTPolicy, policy: OpenVLAOFTPolicy, group: DistributedRanks) -> None:
     expected = dict(merged_tensors(alone))
     for name, tensor in merged_tensors(policy):
         for full in group.gather_full({name: tensor}).values():

@@ -16,7 +16,7 @@ from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from support.ranks import run_ranks
 from support.slow_update import recipe
 from support.table_policy import groups_of
@@ -41,7 +41,7 @@ def updated(
     config = recipe(algorithm__group_size=2, algorithm__micro_batch=3, **RECIPES[name])
     torch.manual_seed(0)
     level = "chunk" if config.algorithm.kind == "ppo" else "none"
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(value_head=level)).eval()
+    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(value_head=level)).eval()
     if ranks.size > 1:
         policy = shard(policy, torch.device("cpu"), "fp32")
     groups = groups_of(OUTCOMES, image=64)[own_groups]

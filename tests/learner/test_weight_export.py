@@ -57,10 +57,10 @@ def test_rows_of_all_ranks_come_together_bit_for_bit_and_a_lost_rank_is_an_error
 def policy_of(lora: int) -> Any:
     from asyncrl.policies.lora import add_lora
     from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-    from asyncrl.policies.openvla.parallel import OpenVLAOFT
+    from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
     torch.manual_seed(0)
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dtype="bfloat16", value_head="chunk"))
+    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dtype="bfloat16", value_head="chunk"))
     if lora:
         add_lora(policy, lora, 0.0)
     return policy

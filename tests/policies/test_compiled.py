@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
 from support.adapters import TASKS, adapted
 
 
-def logprobs(policy: OpenVLAOFT, rows: int) -> Tensor:
+def logprobs(policy: OpenVLAOFTPolicy, rows: int) -> Tensor:
     frames = np.random.default_rng(rows).integers(0, 256, (rows, 64, 64, 3), dtype=np.uint8)
     tokens = torch.randint(0, 256, (rows, 8, 7), generator=torch.Generator().manual_seed(rows))
     inputs = policy.preprocess(frames, [TASKS[row % len(TASKS)] for row in range(rows)])

@@ -327,11 +327,12 @@ import sys, torch
 from pathlib import Path
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.checkpoints.folder import save_policy
+sys.path.insert(0, sys.argv[-1])
 from support.published_exports import load_openvla
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.checkpoints.convert import PublishedOptions, convert
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
 def peak(name, work):
     def read(key):
@@ -346,7 +347,7 @@ stats = NormStats(q01=(0.0,) * 7, q99=(1.0,) * 7, mask=(True,) * 7)
 sizes = {"llm_width": 512, "llm_layers": 9, "llm_heads": 8, "llm_mlp": 1408}
 config = OpenVLAOFTConfig.tiny(norm_key="desk", norm_stats={"desk": stats}, dtype="bfloat16", **sizes)
 with torch.device("meta"):
-    policy = OpenVLAOFT(config)
+    policy = OpenVLAOFTPolicy(config)
 policy.to_empty(device="cpu")
 for parameter in policy.parameters():
     torch.nn.init.constant_(parameter, 0.5)

@@ -13,8 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies.acceleration import compile
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.vision import TowerConfig
 
 TASKS = ["put the red cube on the white plate", "lift it"]
@@ -26,7 +25,7 @@ SMALL = {
 }
 
 
-def policy_of(**changes: object) -> OpenVLAOFT:
+def policy_of(**changes: object) -> OpenVLAOFTPolicy:
     torch.manual_seed(3)
     return new_policy(OpenVLAOFTConfig.tiny(**SMALL, **changes)).eval()
 

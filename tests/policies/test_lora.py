@@ -19,8 +19,7 @@ from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import adapters_disabled, add_lora, has_lora, merged_tensors, target_layers
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.policy import load_policy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.weights.packing import build_manifest, require_same
 from support.adapters import (
     ALPHA,
@@ -42,7 +41,7 @@ DINO = {f"attention.{x}_proj" for x in "qkvo"} | {"mlp.fc1", "mlp.fc2"}
 SIGLIP = {f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "out_proj")} | {"mlp.fc1", "mlp.fc2"}
 
 
-def merged_by_hand(plain: OpenVLAOFT, trained: OpenVLAOFT) -> dict[str, Tensor]:
+def merged_by_hand(plain: OpenVLAOFTPolicy, trained: OpenVLAOFTPolicy) -> dict[str, Tensor]:
     """``W + s B A``, one number pair after the other summed in float64."""
     learned = trained.trainable_tensors()
     found = {}
@@ -81,7 +80,7 @@ def test_every_linear_layer_but_the_heads_is_on_the_list() -> None:
 @pytest.mark.parametrize("targets", ["all", "language"])
 def test_the_full_size_has_the_published_number_of_adapter_weights(targets: str) -> None:
     with torch.device("meta"):
-        policy = OpenVLAOFT(OpenVLAOFTConfig.full())
+        policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.full())
     add_lora(policy, 32, 32, targets)  # type: ignore[arg-type]
     # rank x (features in + features out) of every linear layer
     llama = 32 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
@@ -108,7 +107,7 @@ def test_only_adapters_and_the_critic_learn() -> None:
 @pytest.mark.parametrize("targets", ["all", "language"])
 def test_a_gradient_reaches_every_adapter(targets: str) -> None:
     policy = adapted(targets)
-    policy.evaluate(some_inputs(policy), some_tokens(), AS_IS).logprob.square().sum().backward()
+    policy.evaluate(some_inputs(policy), {"tokens": some_tokens()}, AS_IS).logprob.square().sum().backward()
     unreached = {n for n, p in policy.trainable_parameters().items() if p.grad is None or not p.grad.any()}
     assert unreached == set()
     assert all(p.grad is None for p in policy.parameters() if not p.requires_grad)
@@ -240,7 +239,7 @@ def test_a_gradient_taken_around_a_disabled_pass_is_unharmed() -> None:
     gradients = []
     for interrupted in (False, True):
         policy = adapted()
-        loss = policy.evaluate(some_inputs(policy), some_tokens(), AS_IS).logprob.sum()
+        loss = policy.evaluate(some_inputs(policy), {"tokens": some_tokens()}, AS_IS).logprob.sum()
         if interrupted:
             with adapters_disabled(policy):
                 logits_of(policy)
@@ -407,7 +406,7 @@ def test_broken_adapter_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_adapters_holds_the_merged_policy_and_the_adapters_alone(tmp_path: Path) -> None:
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny()).eval()
+    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).eval()
     save_policy(policy, tmp_path / "start")
     add_lora(policy, 2, 0.0)
     with torch.no_grad():

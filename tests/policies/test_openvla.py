@@ -15,8 +15,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import Bounds, NormStats, decode, encode, normalise, unnormalise
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
-from asyncrl.policies.openvla.parallel import OpenVLAOFT, count_parameters
-from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.policies.openvla.parallel import count_parameters
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.policies.openvla.vision import DINO_MEAN, DINO_STD, resize
 from asyncrl.policies.sampling import (
@@ -35,7 +35,7 @@ WITH_STATE = replace(SEVEN, proprio=SEVEN)
 FIRST_ID = 31744  # of the action bins in Llama 2's vocabulary of 32000
 
 
-def tiny(**changes: object) -> OpenVLAOFT:
+def tiny(**changes: object) -> OpenVLAOFTPolicy:
     """A tiny policy whose weights are large enough to matter everywhere."""
     torch.manual_seed(0)
     policy = new_policy(OpenVLAOFTConfig.tiny(**changes))
@@ -46,7 +46,7 @@ def tiny(**changes: object) -> OpenVLAOFT:
 
 
 @pytest.fixture(scope="module")
-def policy() -> OpenVLAOFT:
+def policy() -> OpenVLAOFTPolicy:
     return tiny(value_head="chunk")
 
 
@@ -116,7 +116,7 @@ def test_the_gripper_leaves_in_the_convention_of_the_simulator(gripper: str, com
     tokens = torch.from_numpy(
         encode(np.array([[0, 0, 0, 0, 0, 0, 0.99], [0, 0, 0, 0, 0, 0.99, 0.02]], np.float32))
     )
-    actions = OpenVLAOFT(config).decode(tokens)
+    actions = OpenVLAOFTPolicy(config).decode(tokens)
     assert actions[:, 6].tolist() == commands  # the first opens the gripper
     assert actions[1, 5].item() == pytest.approx(0.495, abs=0.5 / 255)
 
@@ -185,7 +185,9 @@ def test_each_row_draws_from_its_own_seed() -> None:
     assert not torch.equal(together[0], together[1])
 
 
-def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_one(policy: OpenVLAOFT) -> None:
+def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_one(
+    policy: OpenVLAOFTPolicy,
+) -> None:
     inputs = policy.preprocess(some_frames(2), [LONG, LONG])
     greedy = policy.act(inputs, SamplingParams(temperature=0.0), [1, 2])
     with torch.no_grad():
@@ -210,7 +212,7 @@ def test_sampling_that_cannot_work_is_refused(bad: dict[str, float]) -> None:
     "sampling", [AS_IS, SamplingParams(temperature=1.6), SamplingParams(temperature=0.7, top_k=9)]
 )
 def test_evaluating_gives_the_log_probs_that_acting_reported(
-    policy: OpenVLAOFT, sampling: SamplingParams
+    policy: OpenVLAOFTPolicy, sampling: SamplingParams
 ) -> None:
     inputs = policy.preprocess(some_frames(3), [LONG, SHORT, LONG])
     acted = policy.act(inputs, sampling, [1, 2, 3])
@@ -223,7 +225,7 @@ def test_evaluating_gives_the_log_probs_that_acting_reported(
     assert not acted.logprob.requires_grad
 
 
-def test_a_decision_has_the_promised_shapes_and_types(policy: OpenVLAOFT) -> None:
+def test_a_decision_has_the_promised_shapes_and_types(policy: OpenVLAOFTPolicy) -> None:
     as_protocol: Policy = policy
     acted = as_protocol.act(as_protocol.preprocess(some_frames(2), [LONG, SHORT]), AS_IS, [1, 2])
     assert acted.value is not None
@@ -239,7 +241,7 @@ def test_a_decision_has_the_promised_shapes_and_types(policy: OpenVLAOFT) -> Non
     assert (acted.logprob <= 0).all()
 
 
-def test_a_row_does_not_depend_on_its_place_or_its_neighbours(policy: OpenVLAOFT) -> None:
+def test_a_row_does_not_depend_on_its_place_or_its_neighbours(policy: OpenVLAOFTPolicy) -> None:
     frames, tasks, seeds = some_frames(4), [LONG, SHORT, LONG, SHORT], [11, 12, 13, 14]
     together = policy.act(policy.preprocess(frames, tasks), AS_IS, seeds)
     order = [2, 0, 3, 1]
@@ -254,12 +256,12 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours(policy: OpenVLAOFT
     assert not torch.equal(together.sample["tokens"][0], together.sample["tokens"][1])
 
 
-def test_every_row_needs_its_seed(policy: OpenVLAOFT) -> None:
+def test_every_row_needs_its_seed(policy: OpenVLAOFTPolicy) -> None:
     with pytest.raises(ConfigError, match="1 seeds for 2 rows"):
         policy.act(policy.preprocess(some_frames(2), [LONG, LONG]), AS_IS, [1])
 
 
-def test_frames_that_are_not_pictures_are_refused(policy: OpenVLAOFT) -> None:
+def test_frames_that_are_not_pictures_are_refused(policy: OpenVLAOFTPolicy) -> None:
     with pytest.raises(ConfigError, match=r"float32\[1, 64, 64, 3\]"):
         policy.preprocess(some_frames(1).astype(np.float32), [LONG])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="2 tasks"):
@@ -287,7 +289,7 @@ def test_pictures_or_proprioception_that_are_missing_are_named() -> None:
         two.act(complete, AS_IS, [1])
 
 
-def test_one_picture_may_come_with_an_axis_of_its_own(policy: OpenVLAOFT) -> None:
+def test_one_picture_may_come_with_an_axis_of_its_own(policy: OpenVLAOFTPolicy) -> None:
     frames = some_frames(2)
     plain, wrapped = (policy.preprocess(f, [LONG, LONG]).pixels for f in (frames, frames[:, None]))
     assert torch.equal(plain, wrapped)
@@ -311,7 +313,7 @@ def test_what_no_world_can_train_is_refused(changes: dict[str, object], said: st
     require_trainable(OpenVLAOFTConfig.tiny(decoding="autoregressive"))
 
 
-def test_read_only_frames_are_welcome(policy: OpenVLAOFT) -> None:
+def test_read_only_frames_are_welcome(policy: OpenVLAOFTPolicy) -> None:
     frames = some_frames(1)
     frames.flags.writeable = False
     assert policy.preprocess(frames, [LONG]).pixels.dtype == torch.uint8
@@ -321,7 +323,7 @@ def test_read_only_frames_are_welcome(policy: OpenVLAOFT) -> None:
 
 
 @torch.no_grad()
-def test_the_instruction_changes_the_first_and_the_last_token(policy: OpenVLAOFT) -> None:
+def test_the_instruction_changes_the_first_and_the_last_token(policy: OpenVLAOFTPolicy) -> None:
     inputs = policy.preprocess(
         np.repeat(some_frames(1), 2, axis=0), [LONG, "put the red cube on the white table"]
     )
@@ -332,7 +334,7 @@ def test_the_instruction_changes_the_first_and_the_last_token(policy: OpenVLAOFT
 
 
 @torch.no_grad()
-def test_padding_changes_nothing(policy: OpenVLAOFT) -> None:
+def test_padding_changes_nothing(policy: OpenVLAOFTPolicy) -> None:
     frames = some_frames(2)
     both = policy.preprocess(frames, [SHORT, LONG])
     assert both.attention_mask.sum(1).tolist() == [len(policy.tokenizer.ids(t)) for t in (SHORT, LONG)]
@@ -343,7 +345,7 @@ def test_padding_changes_nothing(policy: OpenVLAOFT) -> None:
 
 
 @torch.no_grad()
-def test_prompts_of_one_length_need_no_mask(policy: OpenVLAOFT) -> None:
+def test_prompts_of_one_length_need_no_mask(policy: OpenVLAOFTPolicy) -> None:
     both = policy.preprocess(some_frames(2), [SHORT, SHORT])
     embeddings, mask, last_prompt = policy.embed(both)
     assert not both.padded
@@ -381,7 +383,7 @@ def test_no_module_needs_torchvision_or_timm() -> None:
 # --- the critic ---------------------------------------------------------------
 
 
-def slow_values(policy: OpenVLAOFT, hidden_BD: Tensor) -> Tensor:
+def slow_values(policy: OpenVLAOFTPolicy, hidden_BD: Tensor) -> Tensor:
     """The three layers by their equations, in float64."""
     tensors = {n: t.double() for n, t in policy.trainable_tensors().items() if n.startswith("value_head.")}
 
@@ -455,7 +457,7 @@ def test_a_policy_without_a_critic_has_no_values() -> None:
         policy.values(inputs)
 
 
-@pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("action", 8)])
+@pytest.mark.parametrize(("level", "count"), [("decision", 1), ("action", 8)])
 def test_a_fresh_critic_is_the_same_for_the_same_seed(level: str, count: int) -> None:
     policies = [tiny(), tiny(value_head="chunk")]  # one gets its first critic, the other's is replaced
     for policy in policies:
@@ -485,7 +487,7 @@ def test_actors_need_everything_that_learns_but_the_critic() -> None:
 # --- parameters ---------------------------------------------------------------
 
 
-def test_gradient_reaches_every_parameter(policy: OpenVLAOFT) -> None:
+def test_gradient_reaches_every_parameter(policy: OpenVLAOFTPolicy) -> None:
     policy.zero_grad()
     inputs = policy.preprocess(some_frames(2), [SHORT, LONG])
     acted = policy.act(inputs, AS_IS, [1, 2])
@@ -503,7 +505,9 @@ def test_gradient_reaches_every_parameter(policy: OpenVLAOFT) -> None:
     policy.zero_grad()
 
 
-def test_the_critic_has_its_own_learning_rate_and_groups_hold_everything_once(policy: OpenVLAOFT) -> None:
+def test_the_critic_has_its_own_learning_rate_and_groups_hold_everything_once(
+    policy: OpenVLAOFTPolicy,
+) -> None:
     groups = policy.parameter_groups(lr=1e-5, value_lr=3e-3)
     assert [(g["name"], g["lr"]) for g in groups] == [("policy", 1e-5), ("value", 3e-3)]
     grouped = [id(p) for g in groups for p in g["params"]]
@@ -534,7 +538,7 @@ def test_rotary_frequencies_stay_in_full_precision_when_the_weights_do_not() -> 
 
 def test_the_full_size_has_the_published_parameters_but_the_unused_ones() -> None:
     with torch.device("meta"):
-        policy = OpenVLAOFT(OpenVLAOFTConfig.full())
+        policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.full())
     # weights + biases of qkv, proj, fc1, fc2; two norms; two layer scales (DINOv2 only)
     dino_block = 4 * 1024 * 1024 + 4 * 1024 + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024 + 2 * 1024
     siglip_block = 4 * 1152 * 1152 + 4 * 1152 + 2 * 1152 * 4304 + 4304 + 1152 + 4 * 1152
@@ -549,7 +553,7 @@ def test_the_full_size_has_the_published_parameters_but_the_unused_ones() -> Non
 
 
 def test_the_tiny_size_is_tiny() -> None:
-    assert count_parameters(OpenVLAOFT(OpenVLAOFTConfig.tiny())) == 1_896_320
+    assert count_parameters(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny())) == 1_896_320
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from torch import Tensor
 from asyncrl.policies.action_tokens import Bounds, NormStats
 from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.autoregressive import OpenVLA
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.policy import load_policy, new_policy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, OpenVLAPolicy, load_policy, new_policy
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.policies.sampling import row_uniforms
 from support.slow_policy import SlowPolicy
@@ -44,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def small(**changes: Any) -> OpenVLAOFT:
+def small(**changes: Any) -> OpenVLAOFTPolicy:
     """Two blocks per tower, 16 patches, two Llama layers; weights large enough to matter everywhere."""
     torch.manual_seed(0)
     sizes = {
@@ -63,7 +61,7 @@ def small(**changes: Any) -> OpenVLAOFT:
     return policy.eval()
 
 
-def raw_inputs(policy: OpenVLAOFT, rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+def raw_inputs(policy: OpenVLAOFTPolicy, rows: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Frames (of the policy's size) and proprioception, partly out of bounds."""
     rng = np.random.default_rng(0)
     config = policy.config
@@ -73,7 +71,7 @@ def raw_inputs(policy: OpenVLAOFT, rows: int) -> tuple[np.ndarray, np.ndarray | 
     return frames, states if config.proprio_dim else None
 
 
-def inputs_of(policy: OpenVLAOFT, tasks: list[str]) -> PolicyInputs:
+def inputs_of(policy: OpenVLAOFTPolicy, tasks: list[str]) -> PolicyInputs:
     frames, proprio = raw_inputs(policy, len(tasks))
     return policy.preprocess(frames, tasks, proprio)
 
@@ -82,7 +80,7 @@ SCALED = torch.tensor([[0.5, -0.5, 0.8], [-1.0, 1.0, 0.0]], dtype=torch.float64)
 """The proprioception of `raw_inputs` by hand: 2 (x - q01) / (q99 - q01) - 1, clipped."""
 
 
-def some_tokens(policy: OpenVLAOFT, rows: int) -> Tensor:
+def some_tokens(policy: OpenVLAOFTPolicy, rows: int) -> Tensor:
     shape = (rows, policy.config.chunk, policy.config.action_dim)
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(2), dtype=torch.int32)
 
@@ -222,7 +220,7 @@ def test_norms_add_a_millionth_to_the_mean_square() -> None:
 def test_the_factory_and_a_saved_folder_give_the_class_that_decodes_so(tmp_path: Path) -> None:
     for variant in ("oft", "openvla with all of it"):
         policy = small(**VARIANTS[variant])
-        assert isinstance(policy, OpenVLA) == (variant != "oft")
+        assert isinstance(policy, OpenVLAPolicy) == (variant != "oft")
         save_policy(policy, tmp_path / variant)
         again = load_policy(tmp_path / variant)
         assert type(again) is type(policy)

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.sampling import uniforms_for
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
@@ -36,12 +35,12 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 tasks_of = pytest.mark.parametrize("tasks", [[LONG, LONG], [SHORT, LONG]], ids=["unpadded", "padded"])
 
 
-def policy_of(variant: str, **changes: Any) -> OpenVLAOFT:
+def policy_of(variant: str, **changes: Any) -> OpenVLAOFTPolicy:
     torch.manual_seed(0)
     return new_policy(OpenVLAOFTConfig.tiny(**COMMON, **VARIANTS[variant], **changes)).eval()
 
 
-def inputs_of(policy: OpenVLAOFT, tasks: list[str]) -> PolicyInputs:
+def inputs_of(policy: OpenVLAOFTPolicy, tasks: list[str]) -> PolicyInputs:
     shape = (2, policy.config.images, 80, 80, 3)
     frames = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     return policy.preprocess(frames, tasks, np.zeros((2, 7)))

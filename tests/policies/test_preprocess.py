@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.preprocess import (
     crop_centre,
     encode_jpeg,
@@ -132,7 +132,9 @@ def test_a_smooth_picture_survives_the_jpeg_and_colours_of_single_pixels_do_not(
 
 def test_the_policy_sees_the_pipeline_that_its_configuration_names() -> None:
     frames = some_frames(2, 80, 72)
-    policies = {name: OpenVLAOFT(OpenVLAOFTConfig.tiny(image_pipeline=name)) for name in ("rlinf", "oft")}
+    policies = {
+        name: OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(image_pipeline=name)) for name in ("rlinf", "oft")
+    }
     tasks = ["lift the cube"] * 2
     raw, official = (policy.preprocess(frames, tasks).pixels for policy in policies.values())
     assert np.array_equal(raw.numpy(), frames)

@@ -16,26 +16,30 @@ from torch.distributed.tensor import DTensor
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import adapters_disabled, merged_tensors
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from support.adapters import adapted, logits_of, small, some_inputs, some_tokens
 
 AS_IS = SamplingParams(temperature=1.0)
 
 
-def loss_of(policy: OpenVLAOFT) -> Tensor:
+def loss_of(policy: OpenVLAOFTPolicy) -> Tensor:
     inputs = some_inputs(policy)
-    result = OpenVLAOFT.evaluate(policy, inputs, some_tokens(), AS_IS, critic_through_policy=True)
+    result = OpenVLAOFTPolicy.evaluate(
+        policy, inputs, {"tokens": some_tokens()}, AS_IS, critic_through_policy=True
+    )
     return result.logprob.square().mean() + (0.0 if result.value is None else result.value.square().mean())
 
 
-def gradients(policy: OpenVLAOFT, loss: Callable[[OpenVLAOFT], Tensor] = loss_of) -> dict[str, Tensor]:
+def gradients(
+    policy: OpenVLAOFTPolicy, loss: Callable[[OpenVLAOFTPolicy], Tensor] = loss_of
+) -> dict[str, Tensor]:
     policy.zero_grad()
     loss(policy).backward()
     found = {name: p.grad for name, p in policy.trainable_parameters().items() if p.grad is not None}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
 
 
-def kept_bytes(policy: OpenVLAOFT) -> int:
+def kept_bytes(policy: OpenVLAOFTPolicy) -> int:
     """Bytes of the activations that a forward pass keeps for its backward pass, parameters left out."""
     parameters = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     kept: dict[int, int] = {}
@@ -135,8 +139,10 @@ def test_it_nests_inside_sharding(lora: bool) -> None:
     assert torch.equal(acted.sample["tokens"].flatten(1).long(), before.argmax(-1))
     if lora:
         with torch.no_grad(), adapters_disabled(policy):
-            free = policy.evaluate(some_inputs(policy), some_tokens(), AS_IS).logprob
-        plain = small(value_head="chunk").evaluate(some_inputs(policy), some_tokens(), AS_IS).logprob
+            free = policy.evaluate(some_inputs(policy), {"tokens": some_tokens()}, AS_IS).logprob
+        plain = (
+            small(value_head="chunk").evaluate(some_inputs(policy), {"tokens": some_tokens()}, AS_IS).logprob
+        )
         torch.testing.assert_close(free, plain.detach(), atol=1e-6, rtol=0)
         assert_same(gradients(policy, lambda sharded: sharded()), expected)
         whole = {n: m.full_tensor() for n, m in merged_tensors(policy) if isinstance(m, DTensor)}

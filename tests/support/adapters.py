@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.lora import add_lora, is_adapter
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
 
 TASKS = ["put the red cube on the white plate", "lift it"]
@@ -19,7 +19,7 @@ RANK, ALPHA = 4, 6.0
 SCALE = 1.5
 
 
-def small(**changes: Any) -> OpenVLAOFT:
+def small(**changes: Any) -> OpenVLAOFTPolicy:
     """The same weights every time, large enough to matter everywhere."""
     torch.manual_seed(0)
     sizes = {
@@ -27,14 +27,14 @@ def small(**changes: Any) -> OpenVLAOFT:
         "siglip": TowerConfig(width=32, depth=4, heads=2, mlp=40),
         "llm_layers": 2,
     }
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(**(sizes | changes)))
+    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(**(sizes | changes)))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return policy.eval()
 
 
-def move_adapters(policy: OpenVLAOFT, seed: int = 1, size: float = 0.1) -> None:
+def move_adapters(policy: OpenVLAOFTPolicy, seed: int = 1, size: float = 0.1) -> None:
     """Pretend to train: random numbers in all adapters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def move_adapters(policy: OpenVLAOFT, seed: int = 1, size: float = 0.1) -> None:
                 parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
 
 
-def adapted(targets: Any = "all", **changes: Any) -> OpenVLAOFT:
+def adapted(targets: Any = "all", **changes: Any) -> OpenVLAOFTPolicy:
     """The policy of `small` with adapters that were trained."""
     policy = small(**changes)
     add_lora(policy, RANK, ALPHA, targets)
@@ -51,13 +51,13 @@ def adapted(targets: Any = "all", **changes: Any) -> OpenVLAOFT:
     return policy
 
 
-def some_inputs(policy: OpenVLAOFT) -> PolicyInputs:
+def some_inputs(policy: OpenVLAOFTPolicy) -> PolicyInputs:
     frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
     return policy.preprocess(frames, TASKS)
 
 
 @torch.no_grad()
-def logits_of(policy: OpenVLAOFT) -> Tensor:
+def logits_of(policy: OpenVLAOFTPolicy) -> Tensor:
     return policy.lm_head(policy.readout(some_inputs(policy)))
 
 

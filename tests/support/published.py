@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl import cli
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
 
 STATS = NormStats(q01=(-0.5,) * 7, q99=(0.9,) * 7, mask=(True,) * 6 + (False,))
@@ -29,9 +29,9 @@ TASK = "put the red cube on the white plate"
 DINO, SIGLIP = "vision_backbone.featurizer.", "vision_backbone.fused_featurizer."
 
 
-def some_policy(config: OpenVLAOFTConfig = CONFIG) -> OpenVLAOFT:
+def some_policy(config: OpenVLAOFTConfig = CONFIG) -> OpenVLAOFTPolicy:
     torch.manual_seed(0)
-    policy = OpenVLAOFT(config).eval()
+    policy = OpenVLAOFTPolicy(config).eval()
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -122,7 +122,7 @@ def run_cli(*arguments: object) -> int:
     return cli.run("convert", [str(argument) for argument in arguments])
 
 
-def logits_of(policy: OpenVLAOFT) -> Tensor:
+def logits_of(policy: OpenVLAOFTPolicy) -> Tensor:
     frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
     with torch.no_grad():
         return policy.lm_head(policy.readout(policy.preprocess(frames, [TASK, "lift it"])))

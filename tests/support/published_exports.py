@@ -19,7 +19,6 @@ from asyncrl.policies.checkpoints.published_policy import (
 )
 from asyncrl.policies.lora import merged_tensors
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.rewards.files import PUBLISHED
@@ -71,7 +70,7 @@ def load_openvla(
 
 
 def export_openvla(
-    policy: OpenVLAOFT,
+    policy: OpenVLAOFTPolicy,
     folder: str | Path,
     *,
     pass_through: PassThroughFiles | None = None,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
 Weights = Mapping[str, Tensor]
 
@@ -139,7 +139,7 @@ class SlowResult(NamedTuple):
 class SlowPolicy:
     """The same weights in float64, every one of them a leaf that collects its gradient."""
 
-    def __init__(self, policy: OpenVLAOFT) -> None:
+    def __init__(self, policy: OpenVLAOFTPolicy) -> None:
         self.config = policy.config
         self.ids = policy.tokenizer.ids
         self.end_id = policy.tokenizer.end_id

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
 from asyncrl.rewards.model import ResNetReward, save_reward
 from asyncrl.rewards.resnet import RewardConfig, build_network
@@ -26,7 +26,7 @@ SIZE = 64
 def write_models(folder: Path) -> list[str]:
     """Write policy, world, reward and start states; returns the flags of a small run with them."""
     torch.manual_seed(0)
-    save_policy(OpenVLAOFT(OpenVLAOFTConfig.tiny()), folder / "policy")
+    save_policy(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()), folder / "policy")
     vae = WanVae(VaeConfig.tiny())
     save_world(
         folder / "world", WanWorld(ActionWanTransformer(TransformerConfig.tiny()), vae, image_size=SIZE)

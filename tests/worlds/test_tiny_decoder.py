@@ -29,7 +29,7 @@ from asyncrl.fitting.fit_decoder import (
 from asyncrl.fitting.fit_vae import reconstruction_loss
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import StartState
 from asyncrl.rewards.model import ResNetReward, load_reward
@@ -306,7 +306,7 @@ def start_state(seed: int) -> StartState:
 def imagine(world: WanWorld, count: int, batch: int) -> Imagined:
     torch.manual_seed(3)
     tower = TowerConfig(width=48, depth=2, heads=2, mlp=48)
-    policy = OpenVLAOFT(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1)).eval()
+    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1)).eval()
     starts = [start_state(seed) for seed in range(count)]
     return imagine_episodes(world, policy, SAMPLING, starts, decisions=2, batch=batch, seed=5, name="imagine")
 
