@@ -1,10 +1,10 @@
 """Computes advantages and value targets: the built-in ways, and the functions that they are made of.
 
-An episode is one row, so nothing can leak from the next one. After its last valid place a row is padding.
+An episode is one row, so nothing can leak from the next one. After its last valid time step a row is padding.
 
 Dimension letters used in this file:
     B  episodes in the batch     G  episodes per group     N  groups, N = B / G
-    T  places of the longest episode: decisions, or steps with a critic of level action
+    T  time steps of the longest episode: decisions, or steps with a critic of level action
     D  decisions of all episodes     C  steps per decision     A  numbers per step
     K  values of a decision: 1, or C with a critic of level action
 """
@@ -160,16 +160,16 @@ def generalized_advantages(
     """Generalised advantage estimation (GAE), arXiv 1506.02438, equation 16.
 
     ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}``; the value after the
-    last place is 0 where the task ended (termination) and `final_values` where time ran out (truncation):
+    last one is 0 where the task ended (termination) and `final_values` where time ran out (truncation):
     an episode that was cut could have gone on from its final observation.
 
     Args:
         rewards: ``[B, T]`` float32.
-        values: ``[B, T]`` float32, critic's value of the observation before each place.
+        values: ``[B, T]`` float32, critic's value of the observation before each time step.
         final_values: ``[B]`` float32, value of the observation after the last one; ignored after termination.
-        mask: ``[B, T]`` bool, True from the first place to the last; every row has one.
+        mask: ``[B, T]`` bool, True from the first time step to the last; every row has one.
         terminated: ``[B]`` bool, True: the task ended (success). False: time ran out.
-        gamma: Discount per place, in [0, 1].
+        gamma: Discount per time step, in [0, 1].
         lam: 0: one-step temporal differences; 1: Monte Carlo returns minus values.
 
     Returns:
@@ -212,7 +212,7 @@ def vtrace(
 
     With lambda below 1 two conventions for ``q`` are in use: ``v_{t+1}`` (`target`; the paper, seed_rl) and
     ``lambda v_{t+1} + (1 - lambda) V_{t+1}`` (`mixture`; rlax), of which the second equals GAE at ratio 1.
-    After the last place both are 0 after termination and `final_values` after truncation.
+    After the last time step both are 0 after termination and `final_values` after truncation.
 
     Args:
         rewards: ``[B, T]`` float32.
@@ -220,8 +220,8 @@ def vtrace(
         final_values: ``[B]`` float32.
         mask: ``[B, T]`` bool.
         terminated: ``[B]`` bool.
-        log_ratios: ``[B, T]`` float32, ``log pi - log mu`` of each place: pi is learned, mu has sampled.
-        gamma: Discount per place.
+        log_ratios: ``[B, T]`` float32, ``log pi - log mu`` of each time step: pi is learned, mu sampled.
+        gamma: Discount per time step.
         lam: Extra discount of the traces.
         rho_cap: Decides which policy's values are learned (infinite: pi's); at least `trace_cap`.
         trace_cap: Decides how far corrections reach back: variance, not the result.
@@ -269,7 +269,7 @@ def _backwards(
 
 
 def _following(values: Tensor, final_values: Tensor, mask: Tensor, terminated: Tensor) -> Tensor:
-    """``[B, T]`` what comes after each place: the next one's value, at the end 0 or the final value."""
+    """Shift values by one: ``[B, T]`` the next time step's, at the end 0 or the final value."""
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1).detach()
     last = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     end = torch.where(terminated, 0.0, final_values.detach())

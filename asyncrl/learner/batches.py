@@ -142,8 +142,8 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
     """``[D, ...]`` one array of the sample of all episodes; integers as int64."""
-    whole = np.concatenate(arrays)
-    return torch.from_numpy(whole if whole.dtype.kind == "f" else whole.astype(np.int64))
+    joined = np.concatenate(arrays)
+    return torch.from_numpy(joined if joined.dtype.kind == "f" else joined.astype(np.int64))
 
 
 def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[Metric, float]:

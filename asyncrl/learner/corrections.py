@@ -17,7 +17,7 @@ All weights are detached, and masked or vetoed samples stay in the denominator o
 
 Dimension letters used in this file:
     D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision (`levels`)
-    B  episodes      T  places of the longest episode
+    B  episodes      T  time steps of the longest episode
 """
 
 from __future__ import annotations

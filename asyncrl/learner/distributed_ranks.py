@@ -35,7 +35,7 @@ from asyncrl.records import Episode
 COLLECTIVE_DEADLINE: Final = 300.0
 """Seconds that every rank has to join a collective; all make the same calls at about the same time."""
 POLL_INTERVAL: Final = 0.02
-"""Seconds between two looks at a word that is awaited."""
+"""Seconds between two questions whether an announcement has arrived."""
 
 
 class _Announcement(IntEnum):

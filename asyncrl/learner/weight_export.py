@@ -1,7 +1,7 @@
-"""Sharded weights of all learner ranks in, whole tensors in the places that rank 0 gives out.
+"""Gathers the sharded weights of all learner ranks into the buffers of rank 0, and into policy folders.
 
     other ranks   cast their rows of many tensors into one message (a bucket), send it to rank 0
-    rank 0        casts its own rows into the places while the others' travel, then copies theirs beside them
+    rank 0        casts its own rows into the buffers while the others' travel, then copies theirs beside them
 
 So half as many bytes travel as the float32 weights have, no rank but rank 0 ever holds more than a few
 buckets, and there is a message per bucket instead of one per tensor. On CUDA all of it runs in the order of
@@ -47,10 +47,10 @@ def acting_types(policy: Any) -> dict[str, torch.dtype]:
 
 
 class ActingWeights:
-    """What actors need of the learner's policy, in their types. See `weights.sources.WeightSource`."""
+    """What actors need of the learner's policy, in their types. See `weights.interface.WeightSource`."""
 
     def __init__(self, policy: Any, types: Mapping[str, torch.dtype]) -> None:
-        """Begin with a policy that is spread over the ranks already, or lies whole on one.
+        """Begin with a policy that is spread over the ranks already, or lies unsharded on one.
 
         Args:
             policy: This rank's part; its weights are read at every `write`.
@@ -71,35 +71,35 @@ class ActingWeights:
         return {name: p for name, p in self._policy.trainable_parameters().items() if name in self._types}
 
 
-def copy_policy(policy: Any, group: LearnerRanks) -> Callable[[Path], None]:
+def copy_policy(policy: Any, ranks: LearnerRanks) -> Callable[[Path], None]:
     """Gather the policy in host memory, adapters merged, one tensor at a time, with all ranks.
 
     Returns:
         Writes the policy's files, and the adapters alone into `adapter/`, into a folder; called on rank 0, at
         any time, on any thread.
     """
-    whole = _gathered(group, policy.saved_tensors())
-    adapters = _gathered(group, adapter_tensors(policy).items())
+    full = _gathered(ranks, policy.saved_tensors())
+    adapters = _gathered(ranks, adapter_tensors(policy).items())
 
     def write(folder: Path) -> None:
-        policy.save(folder, tensors=whole)
+        policy.save(folder, tensors=full)
         if adapters:
             save_adapter(policy, folder / ADAPTER_FOLDER, tensors=adapters)
 
     return write
 
 
-def _gathered(group: LearnerRanks, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _gathered(ranks: LearnerRanks, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in tensors:  # Merging shards is itself a computation of all ranks together.
-        found |= {n: full.to("cpu", copy=True) for n, full in group.gather_full({name: tensor}).items()}
+        found |= {n: full.to("cpu", copy=True) for n, full in ranks.gather_full({name: tensor}).items()}
     return found
 
 
 BUCKET: Final = 2**28
-"""Bytes of whole tensors that travel together, at most, unless one tensor alone is larger."""
+"""Bytes of full tensors that travel together, at most, unless one tensor alone is larger."""
 IN_FLIGHT: Final = 2
-"""Buckets that travel at the same time: while one arrives, the one before it is put into its places."""
+"""Buckets that travel at the same time: while one arrives, the one before it is copied to its place."""
 
 
 Views = list[list[Tensor]]
@@ -116,31 +116,33 @@ class Gathering:
         """Plan how the tensors travel.
 
         Args:
-            tensors: The same names on every rank, sharded or whole.
+            tensors: The same names on every rank, sharded or not.
             types: What they are cast to, by name.
 
         Raises:
             ConfigError: a tensor is sharded in another way than by rows over one group of ranks.
         """
         sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
-        self._whole = [name for name in tensors if name not in sharded]
+        self._unsharded = [name for name in tensors if name not in sharded]
         self._buckets = [_Bucket(names, sharded, types) for names in _buckets(sharded, types)]
         self._views: dict[int, tuple[Mapping[str, Tensor], list[Views]]] = {}
         """By id of the places: the places, and their views for every bucket."""
 
     def write(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
-        """Write every tensor, whole and cast, into its place on rank 0. A collective of the learner ranks.
+        """Write every tensor, full and cast, into its place on rank 0. A collective of the learner ranks.
 
         Args:
-            tensors: Of the same names and shapes as when it was prepared; whole ones are taken from rank 0.
-            places: Rank 0: where they go, of whole shape and in their types; always the same few mappings.
+            tensors: Of the same names and shapes as when it was prepared; unsharded ones are rank 0's.
+            places: Rank 0: where they go, of full shape and in their types; always the same few mappings.
                 Other ranks: empty.
 
         Raises:
             RunError: another learner rank is gone or late.
         """
         if places:
-            packing.copy([places[name] for name in self._whole], [tensors[name] for name in self._whole])
+            packing.copy(
+                [places[name] for name in self._unsharded], [tensors[name] for name in self._unsharded]
+            )
         under_way: deque[Callable[[], None]] = deque()
         with torch.no_grad(), explain_lost_peer("the learner ranks to gather the weights"):
             for bucket, views in zip(self._buckets, self._views_of(places), strict=True):

@@ -30,7 +30,7 @@ def test_the_reference_is_the_policy_of_the_start(lora: bool) -> None:
         optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
         policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob.mean().backward()
         optimizer.step()
-    found = reference.logprob(inputs, tokens, SAMPLING)
+    found = reference.logprob(inputs, {"tokens": tokens}, SAMPLING)
     moved = policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob
     assert torch.equal(found, start)
     assert (found.dtype, tuple(found.shape), found.requires_grad) == (torch.float32, (2, 8, 7), False)
