@@ -1,4 +1,4 @@
-"""What a supervised child does before its own work: a function's name and text arguments in, its call out.
+"""Prepare a supervised child, then call the function that it was started for.
 
 Apart from `supervisor` so that a child imports nothing else.
 """

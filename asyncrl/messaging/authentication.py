@@ -1,4 +1,4 @@
-"""Who may talk to whom: keys onto sockets, an allow-list for the replay, and refused handshakes as errors.
+"""Put keys onto sockets, admit listed clients only, and report refused handshakes as errors.
 
 CURVE by itself admits every client that knows the server's public key. So the replay's context runs an
 authenticator that admits listed keys only, and a socket with keys admits nobody while it does not run. A

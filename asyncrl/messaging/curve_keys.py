@@ -1,4 +1,4 @@
-"""Key pairs for CURVE: a folder of key files in, `ServerKeys` or `ClientKeys` out.
+"""Make and read key pairs for CURVE.
 
     DIR/                   mode 0700
       server.secret        mode 0600; stays on the replay's host
@@ -42,7 +42,7 @@ class ServerKeys:
     allowed: frozenset[bytes]
     """Public keys of the clients when they were read; nobody else is admitted."""
     folder: Path
-    """Holds the allow-list, which may change: see `admission.AllowList`."""
+    """Holds the allow-list, which may change: see `authentication.AllowList`."""
 
 
 @dataclass(frozen=True, kw_only=True)

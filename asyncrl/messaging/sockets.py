@@ -1,6 +1,6 @@
-"""Endpoints and sockets: a private ipc folder, loopback tcp, or any tcp with keys in, ZeroMQ sockets out.
+"""Open ZeroMQ sockets: in a private ipc folder, on loopback tcp, or on any tcp address with keys.
 
-Without keys (see `keys.py`) an address that other hosts can reach is refused.
+Without keys (see `curve_keys`) an address that other hosts can reach is refused.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def bind_router(
     """Bind a server's socket. A vanished peer raises on send; a returning peer takes its name over.
 
     Args:
-        context: Where the socket lives. With keys it must be `admission.admitting`, or nobody gets in.
+        context: Where the socket lives. With keys it must be `authentication.admitting`, or nobody gets in.
         endpoint: See `check_endpoint`; port 0: `zmq.LAST_ENDPOINT` tells the one that the system chose.
         security: The server's keys and its allow-list.
 

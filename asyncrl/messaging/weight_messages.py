@@ -1,4 +1,4 @@
-"""Messages about weights between the learner and actors that joined, in and out of bytes.
+"""Encode and decode the messages about weights between the learner and actors that joined.
 
 The header is that of `wire`, the kinds are others:
 

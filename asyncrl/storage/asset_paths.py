@@ -1,4 +1,4 @@
-"""Where the shipped files are, and what a name like 'tabletop' on the command line stands for."""
+"""Find the shipped files, and what a name like 'tabletop' on the command line stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a run needs to go on, on disk: policy, optimizer, random states and counters. No pickle.
+"""Write and read all that a run needs to go on: policy, optimizer, random states and counters. No pickle.
 
     run_dir/checkpoints/update_000040/
       (policy files)           written by a function that the caller passes, so the folder is a --policy too

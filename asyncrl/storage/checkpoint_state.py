@@ -1,4 +1,4 @@
-"""Weights and optimizer of a training run as files, and back: torch.distributed.checkpoint without pickle.
+"""Write and read weights and optimizer with torch.distributed.checkpoint, without pickle.
 
 Every rank writes its own part of every tensor, in safetensors files whose headers say where the parts belong,
 so that another number of ranks can read them. Because the headers are enough, the ranks exchange nothing:

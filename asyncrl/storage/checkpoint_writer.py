@@ -1,4 +1,4 @@
-"""How checkpoints reach the disk beside the training: one thread per rank, and ranks that succeed together.
+"""Write checkpoints beside the training: one thread per rank, and ranks that succeed together.
 
 The rename that publishes a checkpoint happens after all ranks have said, through a process group of their
 writers' own, that their files are written. When one fails, all of them do.

@@ -1,4 +1,4 @@
-"""The folder of a run: a configuration in, a folder with its sub-folders and config.json out.
+"""Make or find the folder of a run, with its sub-folders and config.json.
 
 runs/2025-01-31_12-00-00/
   config.json       what the run was started with; `asyncrl train .../config.json` repeats it

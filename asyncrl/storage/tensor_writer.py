@@ -97,15 +97,15 @@ def _write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tupl
 
 def _encode_header(specs: Mapping[str, Spec]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    place = 0
+    offset = 0
     for name, spec in specs.items():
-        if place % spec.dtype.itemsize:
+        if offset % spec.dtype.itemsize:
             raise CheckpointError(
                 f"Tensor {name} is wider than those before it. Write all in one type: --dtype."
             )
-        offsets = [place, place + spec.nbytes]
+        offsets = [offset, offset + spec.nbytes]
         header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        place += spec.nbytes
+        offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -1,4 +1,4 @@
-"""Actions that may block for ever in, their result or a `WeightSyncError` before a deadline out.
+"""Run actions that may block for ever, and end each with its result or a `WeightSyncError` before a deadline.
 
 A link need not notice a dead peer, so whatever is done with one is done here.
 """
@@ -16,7 +16,7 @@ from asyncrl.weights.transports.interface import Link
 
 ABORT_SECONDS = 10.0
 """Longest wait for an aborted link; NCCL needs about half a second."""
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 """How often a bounded action asks whether it has become pointless."""
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def run_bounded(action: Callable[[], T], *, seconds: float, what: str, given_up:
 
     threading.Thread(target=run, name=f"weights: {what}", daemon=True).start()
     until = time.monotonic() + seconds
-    while not done.wait(LOOK_SECONDS):
+    while not done.wait(POLL_SECONDS):
         if reason := given_up():
             raise WeightSyncError(f"{what} was given up: {reason}.")
         if time.monotonic() > until:

@@ -1,6 +1,6 @@
-"""The learner's two buffer sets: policy tensors in, the newest packed version out.
+"""Pack the policy's tensors into one of the learner's two buffer sets while the other one is sent.
 
-One set is sent while the other is packed. A version that was not sent yet is replaced by the next one. What
+A version that was not sent yet is replaced by the next one. What
 is sent stays where it is while somebody holds it; the learner goes on packing the other set.
 """
 

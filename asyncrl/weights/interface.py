@@ -1,4 +1,4 @@
-"""What the learner and the actors see of the weight channel, whatever carries it."""
+"""Declare both ends of the weight channel, whatever carries it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Publisher(Protocol):
         ...
 
     def status(self) -> dict[Metric, float]:
-        """Return the newest readings of `weights/*`."""
+        """Return the newest metrics `weights/*`."""
         ...
 
     def close(self) -> None:

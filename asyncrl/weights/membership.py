@@ -1,4 +1,4 @@
-"""Who takes part in the weight group: registrations in, epochs out, all through one loopback TCPStore.
+"""Agree through one loopback TCPStore who takes part in the weight group, epoch by epoch.
 
 Actors come and go; a group of a fixed set of members lives for one *epoch*. In order:
 
@@ -11,8 +11,8 @@ Actors come and go; a group of a fixed set of members lives for one *epoch*. In 
        (6 and 7 repeat with k = 0, 1, 2 ...)
     8  a registration, a failure: drop the link, 2        8  a newer offer: drop the link, 3; not in it: 1
 
-Whoever sets a key that another waits for rings the other's bell (`bell`), so that each step takes well below
-a millisecond; who missed the bell looks within LOOK_SECONDS.
+Who sets a key that another waits for wakes the other (`WakeUpSocket`), so that each step takes well below a
+millisecond; who missed that polls within IDLE_POLL_SECONDS.
 
 A member that is not ready in time is left behind: it is absent from the next offer and registers again when
 it can. A failed member sets `e<epoch>/broken`, so that the learner need not wait for its deadline. One that
@@ -42,7 +42,7 @@ _HOST = "127.0.0.1"
 
 
 class WakeUpSocket:
-    """One process's bell. One thread waits; any thread may ring others or itself."""
+    """A datagram socket on which a process waits. One thread waits; any thread may wake others or itself."""
 
     def __init__(self) -> None:
         """Bind to a port of the loopback device that the system chooses."""
@@ -52,28 +52,28 @@ class WakeUpSocket:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self.port: int = self._socket.getsockname()[1]
-        """Where others ring it."""
+        """Where others send to."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the bell is rung, at most `seconds`. Returns whether it was, since the last wait."""
+        """Wait until woken, at most `seconds`. Returns whether that happened since the last wait."""
         if not self._poll.poll(1000 * seconds):
             return False
-        with contextlib.suppress(BlockingIOError):  # All are read: one look answers them all.
+        with contextlib.suppress(BlockingIOError):  # All are read: one poll answers them all.
             while True:
                 self._socket.recv(1)
         return True
 
-    def ring(self, *ports: int) -> None:
-        """Ring the bells at `ports`; 0 is nobody's."""
+    def wake(self, *ports: int) -> None:
+        """Wake the processes at `ports`; 0 is nobody's."""
         for port in ports:
             if port:
-                # Full, closed or gone: whoever is there looks later.
+                # Full, closed or gone: whoever is there polls later.
                 with contextlib.suppress(OSError):
                     self._socket.sendto(b"!", (_HOST, port))
 
-    def ring_all(self, ports: Iterable[int]) -> None:
-        """Ring each of these bells once."""
-        self.ring(*set(ports))
+    def wake_all(self, ports: Iterable[int]) -> None:
+        """Wake each of these processes once."""
+        self.wake(*set(ports))
 
     def close(self) -> None:
         """Free the port."""
@@ -81,9 +81,9 @@ class WakeUpSocket:
 
 
 POLL_SECONDS = 0.02
-"""Pause between two looks at the store while an answer is expected."""
-LOOK_SECONDS = 0.1
-"""Pause between two looks at the store while nothing is expected and no bell rings."""
+"""Pause between two polls of the store while an answer is expected."""
+IDLE_POLL_SECONDS = 0.1
+"""Pause between two polls of the store while nothing is expected and nobody wakes this process."""
 READY_SECONDS = 2.0
 """Longest wait for the members' answer to an offer, which involves no weights."""
 STOPPED_SECONDS = 2.0
@@ -104,7 +104,7 @@ class Member:
     started: int = 0
     """See `process_status.started`; 0 where the system does not tell."""
     bell: int = 0
-    """Port of its bell."""
+    """Of its `WakeUpSocket`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +130,8 @@ class VersionHeader:
 class WeightGroup:
     """The learner's view: who registered, who is a member of the current epoch. Used by one thread."""
 
-    def __init__(self, store: Store, bell: WakeUpSocket) -> None:
-        self._store, self._wake_up = store, bell
+    def __init__(self, store: Store, wake_up: WakeUpSocket) -> None:
+        self._store, self._wake_up = store, wake_up
         self._seen = 0
         self.epoch = 0
         self.members: tuple[Member, ...] = ()
@@ -143,7 +143,7 @@ class WeightGroup:
         self.changed = False
         """The members are not those of the last offer, or its epoch failed."""
         self._stopped_since: dict[str, float] = {}
-        store.set("bell", str(bell.port))
+        store.set("bell", str(wake_up.port))
         store.set("joins", "")
 
     def admit(self) -> bool:
@@ -221,7 +221,7 @@ class WeightGroup:
         self._store.delete_key(f"e{self.epoch}/send/{k}")
 
     def broken(self) -> str:
-        """Return what a member complained about in this epoch; empty when all is well."""
+        """Return what a member reported as its failure in this epoch; empty when there is none."""
         key = f"e{self.epoch}/broken"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
@@ -237,15 +237,15 @@ class WeightGroup:
             self._wake_up.wait(POLL_SECONDS)
 
     def _ring(self, members: Iterable[Member]) -> None:
-        self._wake_up.ring_all(member.bell for member in members)
+        self._wake_up.wake_all(member.bell for member in members)
 
 
 class Membership:
     """One actor's view: its registration and the offers it finds itself in. Used by one thread."""
 
-    def __init__(self, store: Store, name: str, bell: WakeUpSocket) -> None:
-        self._store, self._wake_up = store, bell
-        self._learners_bell = 0
+    def __init__(self, store: Store, name: str, wake_up: WakeUpSocket) -> None:
+        self._store, self._wake_up = store, wake_up
+        self._learner_port = 0
         self.name = name
         self.ticket = ""
         self._index = -1
@@ -259,7 +259,7 @@ class Membership:
     def register(self, refused: str = "") -> None:
         """Ask for a place in the next epoch, or (`refused`) tell why not."""
         self.ticket = secrets.token_hex(8)
-        self._learners_bell = int(self._store.get("bell"))
+        self._learner_port = int(self._store.get("bell"))
         row = self._append(refused=refused)
         rows = self._store.get("joins").decode().splitlines()
         self._index = rows.index(row)
@@ -336,13 +336,13 @@ class Membership:
 
     def _tell(self, key: str, value: str) -> None:
         self._store.set(key, value)
-        self._wake_up.ring(self._learners_bell)
+        self._wake_up.wake(self._learner_port)
 
     def _append(self, **row: Any) -> str:
-        pid, bell = os.getpid(), self._wake_up.port
-        process = {"pid": pid, "started": process_status.started(pid), "bell": bell}
+        pid, port = os.getpid(), self._wake_up.port
+        process = {"pid": pid, "started": process_status.started(pid), "bell": port}
         text = json.dumps({"name": self.name, "ticket": self.ticket, **process, **row})
         store: Any = self._store
         store.append("joins", text + "\n")  # atomic, unlike a counter and a key that belongs to it
-        self._wake_up.ring(self._learners_bell)
+        self._wake_up.wake(self._learner_port)
         return text

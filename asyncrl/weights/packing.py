@@ -1,4 +1,4 @@
-"""Named tensors in, one flat buffer per dtype out, and back.
+"""Copy named tensors into one flat buffer per dtype, and out of it again.
 
 A manifest says which tensor lies where in the buffers. Learner and actor each derive it from their own
 policy; when the two differ, nothing is sent.

@@ -1,10 +1,10 @@
-"""The learner's end of the weight channel: named tensors in, broadcasts to the live actors out.
+"""Broadcast the learner's newest weights to all live actors of the host.
 
 publish (learner's thread)   packs a spare buffer set and returns; waits for nobody
 the publisher's thread       consumes   the newest packed version, registrations
                              produces   epochs, broadcasts
                              waits for  answers (READY_SECONDS), forming, broadcast (deadline each)
-                             ended by   the members, a member's complaint, its name registering again, close
+                             ended by   the members, a member's failure, its name registering again, close
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
 from asyncrl.weights.double_buffer import DoubleBuffer, PackedVersion
 from asyncrl.weights.interface import WeightSource, as_weight_source
 from asyncrl.weights.membership import (
-    LOOK_SECONDS,
+    IDLE_POLL_SECONDS,
     POLL_SECONDS,
     READY_SECONDS,
     Member,
@@ -41,10 +41,10 @@ from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.rendezvous_store import epoch_store, open_store
 from asyncrl.weights.transports.interface import Transport, TransportName, build_transport
 
-PACKING_LOOK_SECONDS = 0.0005
-"""Pause between two looks at whether the device has packed a version."""
+PACKING_POLL_SECONDS = 0.0005
+"""Pause between two polls of whether the device has packed a version."""
 CLOSE_SECONDS = 2.0
-"""How long `close` waits for the members to read the goodbye."""
+"""How long `close` waits for the members to read that the channel is closed."""
 _log = logging.getLogger(__name__)
 
 
@@ -112,7 +112,7 @@ class BroadcastPublisher:
         """Copy the weights and return at once. See `interface.Publisher`."""
         self._require_alive()
         self._buffers.pack(as_weight_source(weights), version)
-        self._wake_up.ring(self._wake_up.port)
+        self._wake_up.wake(self._wake_up.port)
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Wait until `actors` actors hold `version`. See `interface.Publisher`."""
@@ -130,8 +130,8 @@ class BroadcastPublisher:
                 self._changed.wait(min(left, POLL_SECONDS))
 
     def status(self) -> dict[Metric, float]:
-        """Return the newest readings of `weights/*`."""
-        joined = self.pulls.readings() if self.pulls else {}
+        """Return the newest metrics `weights/*`."""
+        joined = self.pulls.status() if self.pulls else {}
         with self._changed:
             return joined | {
                 m.WEIGHTS_VERSION: self._buffers.newest,
@@ -159,7 +159,7 @@ class BroadcastPublisher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._wake_up.ring(self._wake_up.port)
+        self._wake_up.wake(self._wake_up.port)
         if self.pulls is not None:
             self.pulls.close()
         self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
@@ -211,17 +211,17 @@ class BroadcastPublisher:
             self._wake_up.close()
 
     def _pause(self) -> None:
-        """Wait until the next look, which bells hasten; not after a failure, of which every member tells."""
+        """Wait until the next poll, or until woken; after a failure every member wakes, so not until woken then."""
         if self._failed_in_a_row:
             with self._changed:
                 if not self._closing:
                     self._changed.wait(min(1.0, POLL_SECONDS * 2**self._failed_in_a_row))
         elif self._packing is None:
-            self._wake_up.wait(LOOK_SECONDS)
+            self._wake_up.wait(IDLE_POLL_SECONDS)
         else:
             until = time.monotonic() + POLL_SECONDS
             while not self._packing.complete and time.monotonic() < until:
-                time.sleep(PACKING_LOOK_SECONDS)
+                time.sleep(PACKING_POLL_SECONDS)
 
     def _step(self) -> bool:
         """Look for new members and versions. Returns whether one was sent."""
@@ -360,9 +360,9 @@ def build_publisher(
     carrier = build_transport(transport, torch.device(device), deadline)
     store, endpoint = open_store(store_listen)
 
-    def serve(outbox: DoubleBuffer) -> PullServer:
+    def serve(buffers: DoubleBuffer) -> PullServer:
         assert pulls is not None
-        return PullServer(outbox, carrier.device, pulls)
+        return PullServer(buffers, carrier.device, pulls)
 
     return BroadcastPublisher(carrier, store, endpoint, deadline, serve if pulls else None)
 

@@ -1,4 +1,4 @@
-"""An end of the weight channel for actors anywhere: pieces of versions in over ZeroMQ, swaps out.
+"""Fetch versions of the weights over ZeroMQ, piece by piece, for an actor that joined from anywhere.
 
 swap_into (actor's thread)   copies the newest complete version; waits for nobody
 the receiver's thread        consumes   offers and pieces from the learner's `pull_server`

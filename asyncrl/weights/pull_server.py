@@ -1,7 +1,7 @@
-"""Weights for actors that joined from anywhere: the outbox's newest version in, pieces of it out on request.
+"""Serve the newest weights, piece by piece, to actors that joined from anywhere.
 
-the learner's thread      asks for `versions_held`, `readings`, `pop_events`, and closes; never waits
-the server's thread       consumes   requests (`messaging/weight_messages.py`), versions in the outbox
+the learner's thread      asks for `versions_held`, `status`, `pop_events`, and closes; never waits
+the server's thread       consumes   requests (`messaging/weight_messages.py`), versions of the publisher
                           produces   offers, pieces of a version
                           waits for  requests, at most 50 ms            ended by: any actor, close
                           parks      `newest` until there is a newer version, at most 1 s
@@ -53,9 +53,9 @@ class HostVersion:
 class HostVersions:
     """The newest version that was asked for, and older ones that are still read."""
 
-    def __init__(self, outbox: DoubleBuffer, device: torch.device) -> None:
-        """Begin without copies; `device` is where the outbox has its buffers."""
-        self._buffers = outbox
+    def __init__(self, buffers: DoubleBuffer, device: torch.device) -> None:
+        """Begin without copies; `device` is where the buffers are."""
+        self._buffers = buffers
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies: dict[int, HostVersion] = {}
 
@@ -136,19 +136,19 @@ class PullSettings:
 class PullServer:
     """Serves pieces of versions. Everything is guarded by one lock, which is never held while waiting."""
 
-    def __init__(self, outbox: DoubleBuffer, device: torch.device, settings: PullSettings) -> None:
+    def __init__(self, buffers: DoubleBuffer, device: torch.device, settings: PullSettings) -> None:
         """Open the socket and begin to serve.
 
         Args:
-            outbox: Of the publisher, which goes on sending from it.
+            buffers: Of the publisher, which goes on sending from them.
             device: Where its buffers are.
             settings: Address, keys, and when an actor counts as gone.
 
         Raises:
             ConfigError: The endpoint is not allowed, or someone else has it.
         """
-        self._buffers, self._silence = outbox, settings.silence
-        self._copies = HostVersions(outbox, device)
+        self._buffers, self._silence = buffers, settings.silence
+        self._copies = HostVersions(buffers, device)
         self._lock = threading.Lock()
         self._pullers: dict[bytes, _Puller] = {}
         self._news: deque[str] = deque(maxlen=1000)
@@ -191,8 +191,8 @@ class PullServer:
         with self._lock:
             return {puller.name: puller.held for puller in self._pullers.values()}
 
-    def readings(self) -> dict[Metric, float]:
-        """Return the newest readings about actors that joined."""
+    def status(self) -> dict[Metric, float]:
+        """Return the newest metrics of actors that joined."""
         with self._lock:
             there = [puller for puller in self._pullers.values() if puller.held >= 0]
             return {
@@ -229,7 +229,7 @@ class PullServer:
             until = time.monotonic() + GOODBYE
             while self._pullers and time.monotonic() < until:
                 self._turn()
-        except Exception as error:  # the thread's boundary: the learner's next look raises it
+        except Exception as error:  # the thread's boundary: the learner's next call raises it
             self._failure = error
         finally:
             self._socket.close(LINGER_MS)

@@ -1,10 +1,10 @@
-"""An actor's end of the weight channel: broadcasts in, the policy's tensors swapped between two decisions.
+"""Receive the learner's broadcasts, and swap the newest one into the policy between two decisions.
 
 swap_into (actor's thread)   copies the newest complete version; waits for nobody
 the receiver's thread        consumes   the learner's manifest, offers and broadcasts
                              produces   complete versions, in the spare buffers
-                             waits for  forming and broadcast (deadline each); otherwise it looks when the
-                                        learner rings its bell, and every 100 ms
+                             waits for  forming and broadcast (deadline each); otherwise it polls when the
+                                        learner wakes it, and every 100 ms
                              ended by   the learner, a newer offer, close
 """
 
@@ -23,7 +23,13 @@ from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.observability import waits
 from asyncrl.weights import packing
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
-from asyncrl.weights.membership import LOOK_SECONDS, POLL_SECONDS, Membership, VersionHeader, WakeUpSocket
+from asyncrl.weights.membership import (
+    IDLE_POLL_SECONDS,
+    POLL_SECONDS,
+    Membership,
+    VersionHeader,
+    WakeUpSocket,
+)
 from asyncrl.weights.rendezvous_store import LOST, connect, epoch_store
 from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
 from asyncrl.weights.transports.interface import Transport, TransportName, build_transport
@@ -57,7 +63,7 @@ class BroadcastReceiver(BufferedReceiver):
     def close(self) -> None:
         """Leave the group and stop. See `interface.Receiver`."""
         self._closing.set()
-        self._wake_up.ring(self._wake_up.port)
+        self._wake_up.wake(self._wake_up.port)
         self._thread.join(2 * ABORT_SECONDS)
 
     # --- the receiver's thread ---
@@ -87,7 +93,7 @@ class BroadcastReceiver(BufferedReceiver):
                 self._membership.leave()
                 return
             if not self._step():
-                self._wake_up.wait(LOOK_SECONDS)
+                self._wake_up.wait(IDLE_POLL_SECONDS)
 
     def _await_manifest(self) -> bool:
         """Wait for the learner's manifest and compare it with ours. Returns False when closed before."""

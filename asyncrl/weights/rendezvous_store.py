@@ -1,4 +1,4 @@
-"""The loopback TCPStore through which learner and actors meet: an address in, a connected store out."""
+"""Open and reach the loopback TCPStore through which learner and actors of a host meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every actor's end of the weight channel shares: complete versions from its thread in, swaps out.
+"""Keep the newest complete version of the weights for the actor to swap in, while the next one arrives.
 
 A thread of the receiver fills the spare buffers and makes them the complete ones; the actor's thread copies
 the complete ones into the policy. Neither waits for the other longer than such a copy takes.

@@ -180,8 +180,8 @@ def test_inline_hands_over_the_newest_version_once() -> None:
 
 def test_a_bell_wakes_who_waits_and_one_that_rang_before_is_not_lost() -> None:
     mine, yours = WakeUpSocket(), WakeUpSocket()
-    mine.ring_all([yours.port, yours.port, 0])
-    mine.ring(yours.port)
+    mine.wake_all([yours.port, yours.port, 0])
+    mine.wake(yours.port)
     assert yours.wait(PATIENCE)
     assert not yours.wait(0.0)  # One wait answers all that rang.
     ringing = threading.Timer(0.05, mine.ring, [yours.port])
@@ -191,9 +191,9 @@ def test_a_bell_wakes_who_waits_and_one_that_rang_before_is_not_lost() -> None:
     assert time.monotonic() - began < PATIENCE / 2
     ringing.join()
     yours.close()
-    mine.ring(yours.port)  # Nobody is there: no error.
+    mine.wake(yours.port)  # Nobody is there: no error.
     mine.close()
-    mine.ring(yours.port)
+    mine.wake(yours.port)
 
 
 class Fleet:
@@ -449,7 +449,7 @@ def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
         publisher.publish(policy(version, elements=10), version)
         publisher.wait_for_first(version, PATIENCE)
         took.append(time.monotonic() - began)
-    assert statistics.median(took) < membership.LOOK_SECONDS / 4
+    assert statistics.median(took) < membership.IDLE_POLL_SECONDS / 4
     assert publisher.sent.version == 10
     stages = (publisher.sent.packing, publisher.sent.summing, publisher.sent.seconds)
     assert all(stage > 0 for stage in stages)

@@ -1,4 +1,4 @@
-"""Weights between two processes on one GPU: actors map the learner's buffers and copy out of them.
+"""Copy weights between processes on one GPU: actors map the learner's buffers and copy out of them.
 
 NCCL refuses two ranks on one device. The learner instead puts the raw IPC handles of its two buffer sets
 into the store, once per epoch. Ordered steps, per version:

@@ -1,4 +1,4 @@
-"""The weight channel inside one process: what the publisher packs, the receiver unpacks."""
+"""Hand weights over inside one process: what the publisher packs, the receiver unpacks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class InProcessPublisher:
             raise WeightSyncError(f"Version {version} was never published: publish before waiting for it.")
 
     def status(self) -> dict[Metric, float]:
-        """Return the newest readings of `weights/*`."""
+        """Return the newest metrics `weights/*`."""
         return {
             m.WEIGHTS_VERSION: self._box.version,
             m.WEIGHTS_BYTES: packing.total_bytes(self._box.buffers),

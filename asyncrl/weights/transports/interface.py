@@ -1,4 +1,4 @@
-"""The interface of what carries one version from the learner's buffers into an actor's, one link per epoch.
+"""Declare what carries one version from the learner's buffers into an actor's, with one link per epoch.
 
     gloo       a broadcast between CPU buffers over loopback sockets
     nccl       a broadcast between GPUs, one rank per GPU

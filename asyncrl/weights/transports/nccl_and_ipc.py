@@ -1,4 +1,4 @@
-"""Weights to actors on the learner's own GPU and on others of the host: CUDA IPC for those, NCCL for these.
+"""Send weights by CUDA IPC to actors on the learner's own GPU, and by NCCL to those on others of the host.
 
 While the link of an epoch is formed, every member says in the store on which GPU it is; rank 0 answers with
 the whole list, so all come to the same two groups:
