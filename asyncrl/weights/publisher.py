@@ -211,7 +211,7 @@ class BroadcastPublisher:
             self._wake_up.close()
 
     def _pause(self) -> None:
-        """Wait until the next poll, or until woken; after a failure every member wakes, so not until woken then."""
+        """Wait until the next poll or until woken; after a failure, which every member tells, for longer."""
         if self._failed_in_a_row:
             with self._changed:
                 if not self._closing:

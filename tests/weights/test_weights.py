@@ -175,21 +175,21 @@ def test_inline_hands_over_the_newest_version_once() -> None:
         publisher.publish(tensors, 1)
 
 
-# --- bells, bounded actions and transports ---
+# --- wake-ups, bounded actions and transports ---
 
 
-def test_a_bell_wakes_who_waits_and_one_that_rang_before_is_not_lost() -> None:
+def test_a_socket_wakes_who_waits_and_a_wake_up_before_is_not_lost() -> None:
     mine, yours = WakeUpSocket(), WakeUpSocket()
     mine.wake_all([yours.port, yours.port, 0])
     mine.wake(yours.port)
     assert yours.wait(PATIENCE)
-    assert not yours.wait(0.0)  # One wait answers all that rang.
-    ringing = threading.Timer(0.05, mine.ring, [yours.port])
-    ringing.start()
+    assert not yours.wait(0.0)  # One wait answers all wake-ups.
+    waking = threading.Timer(0.05, mine.wake, [yours.port])
+    waking.start()
     began = time.monotonic()
     assert yours.wait(PATIENCE)
     assert time.monotonic() - began < PATIENCE / 2
-    ringing.join()
+    waking.join()
     yours.close()
     mine.wake(yours.port)  # Nobody is there: no error.
     mine.close()
