@@ -11,6 +11,8 @@ from support.tiny_models import write_models
 from support.whole_runs import environment
 
 
+@pytest.mark.chaos
+@pytest.mark.multiprocess
 @pytest.mark.timeout(620)
 def test_a_run_survives_thirty_kills(tmp_path: Path) -> None:
     flags = write_models(tmp_path / "models")

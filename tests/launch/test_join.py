@@ -96,6 +96,8 @@ class Site:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[str], tmp_path: Path) -> None:
     site = Site(tmp_path, flags)
@@ -156,6 +158,8 @@ def no_namespaces() -> str:
     return f"network namespaces: {done.stderr.strip()}" if done.returncode else ""
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.timeout(400)
 def test_an_actor_joins_from_another_network_namespace(flags: list[str], tmp_path: Path) -> None:
     if reason := no_namespaces():

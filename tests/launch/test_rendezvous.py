@@ -123,6 +123,8 @@ else:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("own_store", ["0", "1"])
 def test_under_torchrun_every_rank_learns_where_the_run_is(tmp_path, own_store):

@@ -97,8 +97,12 @@ LORA = ["--lora.rank", "2", "--algorithm.epochs", "2", "--algorithm.kl-coef", "0
 
 @pytest.mark.parametrize(
     ("max_lag", "filtering", "more"),
-    [(0, False, []), (2, True, []), (2, False, PPO), (1, False, LORA)],
-    ids=["lag 0", "lag 2, mixed groups", "ppo", "lora"],
+    [
+        pytest.param(0, False, [], id="lag 0", marks=pytest.mark.slow),
+        pytest.param(2, True, [], id="lag 2, mixed groups"),
+        pytest.param(2, False, PPO, id="ppo", marks=pytest.mark.slow),
+        pytest.param(1, False, LORA, id="lora", marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_run_ends_where_the_undisturbed_one_does(
     flags: list[str], tmp_path: Path, max_lag: int, filtering: bool, more: list[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability import process_status
 from asyncrl.observability.metrics import REGISTRY
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.tabletop.simulator import Tabletop
@@ -70,6 +72,7 @@ def forbid_simulator(tmp_path: Path) -> dict[str, str]:
     return settings | {"PYTHONPATH": f"{trap.parents[1]}:{settings['PYTHONPATH']}"}
 
 
+@pytest.mark.multiprocess
 @pytest.mark.timeout(90)
 def test_an_asynchronous_run_under_torchrun_keeps_the_lag_bound_and_never_simulates(models, tmp_path):
     _, flags = models
@@ -101,8 +104,14 @@ def test_an_asynchronous_run_under_torchrun_keeps_the_lag_bound_and_never_simula
     assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
 
 
-@pytest.mark.timeout(120)
-def test_ctrl_c_leaves_a_checkpoint_within_ten_seconds_and_resume_goes_on(models, tmp_path):
+def actor_of(run: Path) -> int:
+    (actor,) = (one for one in process_status.read(run) if one.role.startswith("actor") and one.alive)
+    return actor.pid
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(180)
+def test_an_actor_that_is_killed_comes_back_ctrl_c_leaves_a_checkpoint_and_resume_goes_on(models, tmp_path):
     _, flags = models
     run = tmp_path / "run"
     process = subprocess.Popen(
@@ -114,7 +123,10 @@ def test_ctrl_c_leaves_a_checkpoint_within_ten_seconds_and_resume_goes_on(models
         start_new_session=True,
     )
     try:
-        reach(run, 3, process, 60)
+        reach(run, 1, process, 60)
+        os.kill(actor_of(run), signal.SIGKILL)
+        # More updates than the lag bound lets the learner make with what the killed one had imagined.
+        reach(run, len(rows(run)) + 6, process, 60)
         began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # What a terminal does: every process of the group gets it.
         said, errors = process.communicate(timeout=30)
@@ -123,6 +135,7 @@ def test_ctrl_c_leaves_a_checkpoint_within_ten_seconds_and_resume_goes_on(models
         process.kill()
     assert process.returncode == 0, errors
     assert took < 10
+    assert re.search(r"actor-\d died and came back \(respawn 1\)", said + errors), said + errors
     assert "Traceback" not in errors
     assert f"asyncrl train --run-dir {run} --resume" in said
     newest = checkpoint.latest(run)

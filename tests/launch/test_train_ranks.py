@@ -23,6 +23,8 @@ from support.whole_runs import TORCHRUN, environment, left_over, reach, rows
 TWO = ["--placement", "learner=0-1,actor=1", "--algorithm.groups-per-update", "3"]
 START = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "train.sh")]
 
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:

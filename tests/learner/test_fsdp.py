@@ -41,7 +41,10 @@ def loss_of(policy: OpenVLAOFTPolicy, rows: slice) -> Tensor:
     tokens = torch.from_numpy(rng.integers(0, 256, (ROWS, 8, 7)))
     advantages = torch.from_numpy(rng.normal(size=(ROWS, 1, 1)).astype(np.float32))
     result = policy.evaluate(
-        policy.preprocess(frames[rows], TASKS[rows]), tokens[rows], SAMPLING, critic_through_policy=True
+        policy.preprocess(frames[rows], TASKS[rows]),
+        {"tokens": tokens[rows]},
+        SAMPLING,
+        critic_through_policy=True,
     )
     assert result.value is not None
     gain = (advantages[rows] * result.logprob).sum() + 0.01 * result.entropy.sum()
@@ -75,7 +78,7 @@ def assert_same_gradients() -> None:
 
 def _inputs(policy: OpenVLAOFTPolicy) -> tuple:
     frames = np.full((2, 64, 64, 3), 7, np.uint8)
-    return policy.preprocess(frames, TASKS[:2]), torch.full((2, 8, 7), 3)
+    return policy.preprocess(frames, TASKS[:2]), {"tokens": torch.full((2, 8, 7), 3)}
 
 
 def bf16_on_one_rank() -> dict[str, float]:

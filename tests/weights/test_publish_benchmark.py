@@ -12,6 +12,8 @@ SCRIPT = ROOT / "benchmarks" / "weights_publish.py"
 SMALL = "--gigabytes 0.002 --lora-gigabytes 0.002 --rounds 3 --seconds 0.5 --every 0.2 --json"
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_two_learner_ranks_publish_to_an_actor_and_every_stage_is_timed() -> None:
     command = [sys.executable, str(SCRIPT), "--devices", "cpu", "cpu", "cpu", "--learner-ranks", "2"]
