@@ -1,4 +1,4 @@
-"""The actor: newest weights + start states in, imagined episodes out.
+"""Imagines episodes with the newest weights, in slots that are refilled as their episodes end.
 
 consumes   weights      waits for: version 0           ended by: the learner publishes or leaves, deadline
 consumes   grants       waits for: credit              ended by: the learner uses a batch, or the run stops
@@ -15,7 +15,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.actors.failures import RowFailure
@@ -23,6 +22,7 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import Slots, finished_episode
 from asyncrl.actors.telemetry import ActorTelemetry
+from asyncrl.config.run import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
@@ -38,53 +38,58 @@ CREDIT_WAIT = 0.2
 """Seconds an idle actor waits for credit before it looks at its messages and weights again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActorSettings:
-    """Numbers of one actor."""
-
-    name: str
-    slots: int
-    stages: int = 1
-    """Parts of the slots that decide in turns."""
-    group_size: int
-    max_decisions: int
-    success_threshold: float
-    run_seed: int
-    startup_timeout: float = 600.0
-    """Seconds until the first weights must have arrived; the learner may still be loading its models."""
-    hang_timeout: float = 900.0
-    """Seconds that one round may take."""
-
-
 class Actor:
     """Imagines episodes until the run stops. Weights change only between two launches of decisions."""
 
     def __init__(
         self,
+        name: str,
         imagination: Imagination[Any],
         starts: StartStateStream,
         port: ActorPort,
         receiver: Receiver,
         settings: ActorSettings,
+        *,
+        group_size: int,
+        run_seed: int,
+        startup_timeout: float = 600.0,
+        hang_timeout: float = 900.0,
         offload: IdleOffload = NO_OFFLOAD,
     ) -> None:
-        """Join the parts; `offload` moves the models to host memory while there is nothing to imagine."""
+        """Join the parts.
+
+        Args:
+            name: Of this actor, in every episode.
+            imagination: Its models.
+            starts: Start states by the number of a grant.
+            port: The replay.
+            receiver: Of weights.
+            settings: Section ``--actor`` of the run's settings.
+            group_size: Episodes per start state.
+            run_seed: Of the run; all random numbers follow from it.
+            startup_timeout: Seconds until the first weights must have arrived; the learner may be loading.
+            hang_timeout: Seconds that one round may take.
+            offload: Moves the models to host memory while there is nothing to imagine.
+        """
+        self.name = name
         self.imagination = imagination
         self.starts = starts
         self.port = port
         self.receiver = receiver
         self.settings = settings
+        self.group_size = group_size
+        self.startup_timeout, self.hang_timeout = startup_timeout, hang_timeout
         self.offload = offload
-        self.slots = Slots(settings.slots, run_seed=settings.run_seed)
+        self.slots = Slots(settings.slots, run_seed=run_seed)
         self._idle_stages = deque(
-            Stage[Any](places=places) for places in split_slots(settings.slots, settings.stages)
+            Stage[Any](indices=some) for some in split_slots(settings.slots, settings.pipeline_stages)
         )
         self._busy_stages: deque[Stage[Any]] = deque()
         """Stages by what they do; those that do it longest come first."""
         self.version = -1
         self._logged: set[str] = set()
-        """Start states whose poison is in the log."""
-        self.readings = ActorTelemetry(imagination, offload)
+        """Start states whose failure is in the log."""
+        self.telemetry = ActorTelemetry(imagination, offload)
 
     def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
         """Imagine until the replay (or, before there are weights, the learner) says that the run is over.
@@ -93,8 +98,8 @@ class Actor:
             should_leave: Asked between two decisions; True ends this actor only.
         """
         try:
-            with waits.waiting(waits.FIRST_WEIGHTS, self.settings.startup_timeout):
-                self.version = self.receiver.wait_for_first(self.settings.startup_timeout)
+            with waits.waiting(waits.FIRST_WEIGHTS, self.startup_timeout):
+                self.version = self.receiver.wait_for_first(self.startup_timeout)
             while not (self.port.stopped or should_leave()):
                 self.round()
         except (ChannelClosed, RunStopped):
@@ -107,36 +112,36 @@ class Actor:
             False when there was nothing to imagine: no episode under way or pending, and no credit.
         """
         began = time.monotonic()
-        set_activity("talking to the replay", self.settings.hang_timeout)
+        set_activity("talking to the replay", self.hang_timeout)
         self.port.serve()
-        if (readings := self.readings.report_if_due()) is not None:
-            self.port.report(readings)
+        if (report := self.telemetry.report_if_due()) is not None:
+            self.port.report(report)
         self._acquire(0.0)
         # Between two launches: those before read the old weights first, for copies keep the stream's order.
         self.version = self.receiver.swap_into(
             lambda: self.offload.host_views(self.imagination.policy.acting_tensors())
         )
-        set_activity(f"imagining with version {self.version}", self.settings.hang_timeout)
+        set_activity(f"imagining with version {self.version}", self.hang_timeout)
         launched = any(self._launch(stage) for stage in list(self._idle_stages))
         if self._busy_stages and not (launched and self._idle_stages):
             self._collect(self._busy_stages.popleft())
         elif not launched:
             self._idle(wait)
             return bool(self.slots.pending)
-        self.readings.add_busy(time.monotonic() - began)
+        self.telemetry.add_busy(time.monotonic() - began)
         return True
 
     def _launch(self, stage: Stage[Any]) -> bool:
         """Refill a stage and begin its next decision; returns whether there was anything to do."""
-        places = self.slots.fill(self.version, stage.places)
-        live = [place for place in stage.places if self.slots.places[place] is not None]
+        begun = self.slots.fill(self.version, stage.indices)
+        live = self._live(stage)
         if not live:
             stage.keep([])
             return False
         self.offload.restore()
-        if places:
-            self._give_up(self.imagination.begin(self.slots, stage, places))
-            live = [place for place in live if self.slots.places[place] is not None]
+        if begun:
+            self._give_up(self.imagination.begin(self.slots, stage, begun))
+            live = self._live(stage)
         if live:
             self._give_up(self.imagination.launch(self.slots, stage, live, self.version))
         if stage.in_flight:
@@ -144,13 +149,16 @@ class Actor:
             self._busy_stages.append(stage)
         return True
 
+    def _live(self, stage: Stage[Any]) -> list[int]:
+        return [index for index in stage.indices if self.slots.episodes[index] is not None]
+
     def _collect(self, stage: Stage[Any]) -> None:
         """Take a decision from the devices and hand over the episodes that it ends."""
-        failed, waited = self.imagination.collect(self.slots, stage, self.settings.hang_timeout)
-        self.readings.add_device_wait(waited)
+        failed, waited = self.imagination.collect(self.slots, stage, self.hang_timeout)
+        self.telemetry.add_device_wait(waited)
         self._idle_stages.append(stage)
         self._give_up(failed)
-        set_activity("handing over episodes", self.settings.hang_timeout)
+        set_activity("handing over episodes", self.hang_timeout)
         self._hand_over(stage)
 
     def _acquire(self, wait: float) -> None:
@@ -160,9 +168,9 @@ class Actor:
                 return
             start = self.starts[grant.number]
             if start.name in self.port.quarantined:
-                self._report_failure(grant, start, RowFailure(place=-1, cause="quarantined", reason=""))
+                self._report_failure(grant, start, RowFailure(index=-1, cause="quarantined", reason=""))
             else:
-                self.slots.add_group(grant, start, self.settings.group_size)
+                self.slots.add_group(grant, start, self.group_size)
 
     def _idle(self, wait: float) -> None:
         """Nothing to imagine: wait for credit, or (holding a grant) for the policy version it asks for."""
@@ -174,18 +182,18 @@ class Actor:
         else:
             with waits.waiting(waits.CREDIT):
                 self._acquire(wait)
-        self.readings.add(m.ACTORS_WAITING, time.monotonic() - began)
+        self.telemetry.add(m.ACTORS_WAITING, time.monotonic() - began)
 
     def _give_up(self, failed: Sequence[RowFailure]) -> None:
-        """Stop the groups of poisoned episodes: without all its members a group is of no use."""
+        """Stop the groups of episodes that failed: without all its episodes a group is of no use."""
         for failure in failed:
-            slot = self.slots.places[failure.place]
-            if slot is None:  # A sibling was poisoned in the same round.
+            episode = self.slots.episodes[failure.index]
+            if episode is None:  # A sibling failed in the same round.
                 continue
-            member = slot.member
-            self.slots.remove_group(member.grant.number)
-            self._log_failure(member.grant, member.start, failure)
-            self._report_failure(member.grant, member.start, failure, member.member)
+            pending = episode.pending
+            self.slots.remove_group(pending.grant.number)
+            self._log_failure(pending.grant, pending.start, failure)
+            self._report_failure(pending.grant, pending.start, failure, pending.member)
 
     def _report_failure(
         self, grant: GroupGrant, start: StartState, failure: RowFailure, member: int = -1
@@ -214,13 +222,13 @@ class Actor:
 
     def _hand_over(self, stage: Stage[Any]) -> None:
         sampling, settings = self.imagination.sampling, self.settings
-        for index in (place for place in stage.places if self.slots.places[place] is not None):
+        for index in self._live(stage):
             episode = finished_episode(
-                self.slots.slot(index),
+                self.slots.episode(index),
                 threshold=settings.success_threshold,
                 max_decisions=settings.max_decisions,
-                group_size=settings.group_size,
-                actor=settings.name,
+                group_size=self.group_size,
+                actor=self.name,
                 world_version=self.imagination.world.version,
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,

@@ -1,8 +1,8 @@
-"""What a round of imagination did in, the rows that are poisoned out: one row does not end the others.
+"""Finds the rows of a decision that failed, so that one row does not end the others.
 
-Poison is a number that is not finite, from the policy, the world or the reward model, or an error that one
-of them raises for one row. The latter is found by trying the rows alone, and only after all together failed.
-This module is the one place where errors of models are caught; those that break the device are not.
+A row fails by a number that is not finite, from the policy, the world or the reward model, or by an error
+that one of them raises for it. The latter is found by trying the rows alone, and only after all together
+failed. Errors of models are caught in this module only; those that break the device are not.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _REASON: Final = 300
 
 @dataclass(frozen=True, kw_only=True)
 class RowFailure:
-    """Why the episode in one place cannot go on."""
+    """Why the episode in one slot cannot go on."""
 
-    place: int
+    index: int
+    """The slot; -1: none."""
     cause: Cause
     reason: str
     """One line of printable characters."""
@@ -40,7 +41,7 @@ class RowFailure:
 def first_failure(
     rows: Sequence[tuple[Cause, str, NDArray[np.generic]]], row: int
 ) -> tuple[Cause, str] | None:
-    """Return cause and reason of the first reading whose `row` is not finite, in the order given, or None.
+    """Return cause and reason of the first array whose `row` is not finite, in the order given, or None.
 
     Args:
         rows: Cause, what it is, ``[B, ...]`` float values; or ``[B]`` bool, False where they are not finite.
@@ -54,38 +55,38 @@ def first_failure(
 
 
 def retry_rows_singly(
-    places: Sequence[int], attempt: Callable[[list[int]], Result]
+    indices: Sequence[int], attempt: Callable[[list[int]], Result]
 ) -> tuple[list[tuple[list[int], Result]], list[RowFailure]]:
-    """Attempt all places together; if that raises, each alone, so that only the culprits fail.
+    """Attempt all slots together; if that raises, each alone, so that only the culprits fail.
 
     Args:
-        places: At least one.
-        attempt: Has no effect before it returns: it is called again for the same places.
+        indices: At least one.
+        attempt: Has no effect before it returns: it is called again for the same slots.
 
     Returns:
-        What was done, each part with its places; and the places that raise alone.
+        What was done, each part with its slots; and the indices that raise alone.
     """
-    outcome = _caught(list(places), attempt)
+    outcome = _caught(list(indices), attempt)
     if not isinstance(outcome, RowFailure):
-        return [(list(places), outcome)], []
-    if len(places) == 1:
+        return [(list(indices), outcome)], []
+    if len(indices) == 1:
         return [], [outcome]
-    alone = [(place, _caught([place], attempt)) for place in places]
+    alone = [(index, _caught([index], attempt)) for index in indices]
     failed = [outcome for _, outcome in alone if isinstance(outcome, RowFailure)]
     if not failed:
-        _log.warning("%d rows raised together, but none alone: %s", len(places), outcome.reason)
-    return [([place], one) for place, one in alone if not isinstance(one, RowFailure)], failed
+        _log.warning("%d rows raised together, but none alone: %s", len(indices), outcome.reason)
+    return [([index], one) for index, one in alone if not isinstance(one, RowFailure)], failed
 
 
-def _caught(places: list[int], attempt: Callable[[list[int]], Result]) -> Result | RowFailure:
+def _caught(indices: list[int], attempt: Callable[[list[int]], Result]) -> Result | RowFailure:
     try:
-        return attempt(places)
+        return attempt(indices)
     except Exception as error:
         if breaks_device(error):
             raise
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # Raises again when the error was the device's and shows only now.
-        return RowFailure(place=places[0], cause="raised", reason=reason_of(error), error=error)
+        return RowFailure(index=indices[0], cause="raised", reason=reason_of(error), error=error)
 
 
 def breaks_device(error: Exception) -> bool:

@@ -1,7 +1,7 @@
-"""One decision of one stage: the observations of its live slots in, one decision more in each of them out.
+"""Makes one decision for all episodes of a stage: policy, world model, reward model.
 
-launch    observations → policy.act → world model → reward model → host memory      waits for nothing
-collect   waits for the devices → decision records, and the places that are poisoned
+`launch` gives the devices their work and waits for nothing; `collect` waits for them, appends the decision to
+the episodes and names those that failed.
 
 On CUDA everything between is given to the current streams of the devices, one launch after the other. So a
 launch never overtakes the one before, a state that is swapped or overwritten was read before, and weights
@@ -22,21 +22,23 @@ from torch import Tensor
 
 from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
-from asyncrl.actors.slots import DecisionRecord, Slots
+from asyncrl.actors.slots import Slots
 from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.interface import ActResult, Policy, SamplingParams
+from asyncrl.records import SAMPLE_DTYPES
 from asyncrl.replay.interface import Cause
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
 
 CPU: Final = torch.device("cpu")
+_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
 
 
 class Imagination(Generic[State]):
-    """The models of an actor. What the world remembers about the episodes is in the stages."""
+    """Decides with the models of an actor. What the world remembers of the episodes is in the stages."""
 
     def __init__(
         self,
@@ -62,15 +64,15 @@ class Imagination(Generic[State]):
         return {self.policy_device, self.world_device}
 
     @torch.inference_mode()
-    def begin(self, slots: Slots, stage: Stage[State], places: list[int]) -> list[RowFailure]:
-        """Open the world for the episodes that were just put into `places` of a stage that is not in flight.
+    def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[RowFailure]:
+        """Open the world for the episodes that were just put into slots of a stage that is not in flight.
 
         Returns:
-            Places for whose start state the world raises; they have no state and must be cleared.
+            Slots for whose start state the world raises; they have no state and must be cleared.
         """
         began = DeviceEvent(self.world_device)
         opened, failed = retry_rows_singly(
-            places, lambda some: self.world.start([slots.slot(i).member.start for i in some])
+            indices, lambda some: self.world.start([slots.episode(i).pending.start for i in some])
         )
         for some, fresh in opened:
             stage.open(some, fresh)
@@ -79,48 +81,49 @@ class Imagination(Generic[State]):
 
     @torch.inference_mode()
     def launch(
-        self, slots: Slots, stage: Stage[State], places: list[int], policy_version: int
+        self, slots: Slots, stage: Stage[State], indices: list[int], policy_version: int
     ) -> list[RowFailure]:
-        """Let the devices begin one decision in `places`: all those of the stage that have an episode.
+        """Let the devices begin one decision in `indices`: all slots of the stage that have an episode.
 
         Returns:
-            Places for which something raises at once: they make no decision and must be cleared.
+            Slots for which something raises at once: they make no decision and must be cleared.
         """
-        stage.keep(places)
-        parts, failed = retry_rows_singly(places, partial(self._decide, slots, stage, policy_version))
+        stage.keep(indices)
+        parts, failed = retry_rows_singly(indices, partial(self._decide, slots, stage, policy_version))
         for some, (decision, after) in parts:
             stage.replace(some, after)
             stage.in_flight.append(decision)
         return failed
 
     def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
-        """Wait for the stage's decision and put it into the slots.
+        """Wait for the stage's decision and append it to the episodes.
 
         Returns:
-            Places that are poisoned: they made no decision and must be cleared. The others do not notice. And
-            the seconds waited.
+            Slots that failed: they made no decision and must be cleared. The others do not notice. And the
+            seconds waited.
 
         Raises:
             RunError: The devices did not finish within `deadline` seconds.
         """
         in_flight, stage.in_flight = stage.in_flight, []
-        waited = wait_for([moment for decision in in_flight for moment in decision.done_events], deadline)
+        waited = wait_for([event for decision in in_flight for event in decision.done_events], deadline)
         failed = []
         for decision in in_flight:
             stage.timed_work += decision.timed_work
             checks = _checks(decision)
-            for row, (place, episode) in enumerate(zip(decision.places, decision.episodes, strict=True)):
-                if slots.places[place] is not episode:
+            for row, (index, episode) in enumerate(zip(decision.indices, decision.episodes, strict=True)):
+                if slots.episodes[index] is not episode:
                     continue  # Its group was given up meanwhile.
                 if (failure := first_failure(checks, row)) is None:
-                    episode.add(_record(decision, row))
+                    # Copied: a view would keep the rows of all slots in pinned memory until its episode ends.
+                    episode.add({name: array[row].numpy().copy() for name, array in decision.arrays.items()})
                 else:
-                    failed.append(RowFailure(place=place, cause=failure[0], reason=failure[1]))
+                    failed.append(RowFailure(index=index, cause=failure[0], reason=failure[1]))
         self._count(stage)
         return failed, waited
 
     def pop_device_seconds(self) -> dict[Metric, float]:
-        """Seconds the devices were busy with the policy, the world and the reward since this was asked."""
+        """Return the seconds that policy, world and reward kept the devices busy since this was asked."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
@@ -130,13 +133,13 @@ class Imagination(Generic[State]):
         stage.timed_work = []
 
     def _decide(
-        self, slots: Slots, stage: Stage[State], policy_version: int, places: list[int]
+        self, slots: Slots, stage: Stage[State], policy_version: int, indices: list[int]
     ) -> tuple[InFlightDecision, State]:
-        """Launch one decision in `places`, without any effect on them; the world's state after it is new."""
-        episodes = [slots.slot(i) for i in places]
+        """Launch one decision in `indices`, without any effect on them; the world's state after it is new."""
+        episodes = [slots.episode(i) for i in indices]
         seeds = [episode.next_noise_seed() for episode in episodes]
         frames_B = np.stack([episode.frame for episode in episodes])
-        tasks_B = [episode.member.start.task for episode in episodes]
+        tasks_B = [episode.pending.start.task for episode in episodes]
         began = DeviceEvent(self.policy_device)
         acted = self.policy.act(
             self.policy.preprocess(frames_B, tasks_B), self.sampling, [sampling_seed(seed) for seed in seeds]
@@ -144,7 +147,7 @@ class Imagination(Generic[State]):
         decided = DeviceEvent(self.policy_device)
         actions = acted.actions.to(self.world_device)
         received = DeviceEvent(self.world_device)
-        new_frames, state = self.world.imagine(stage.state_of(places), actions, seeds)
+        new_frames, state = self.world.imagine(stage.state_of(indices), actions, seeds)
         drawn = DeviceEvent(self.world_device)
         scores = self.reward.score(new_frames, tasks_B)
         scored = DeviceEvent(self.world_device)
@@ -153,23 +156,32 @@ class Imagination(Generic[State]):
             (m.ACTOR_WORLD, received, drawn),
             (m.ACTOR_REWARD, drawn, scored),
         ]
+        arrays = {
+            "frames": torch.from_numpy(frames_B),
+            **self._sample(acted),
+            "logprobs": _to_host(acted.logprob),
+            "actions": _to_host(acted.actions.float()),
+            "success_scores": _to_host(scores),
+            "policy_versions": torch.full((len(seeds),), policy_version),
+            "noise_seeds": torch.tensor(seeds),
+            "video": _to_host(new_frames),
+        }
+        if acted.value is not None:
+            arrays["values"] = _to_host(acted.value[:, 0].float())
         decision = InFlightDecision(
-            places=places,
+            indices=indices,
             episodes=episodes,
-            policy_version=policy_version,
-            noise_seeds=seeds,
-            frames=frames_B,
-            sample={"tokens": _to_host(acted.sample["tokens"].int())},
-            logprobs=_to_host(acted.logprob),
-            actions=_to_host(acted.actions.float()),
-            values=None if acted.value is None else _to_host(acted.value[:, 0].float()),
-            new_frames=_to_host(new_frames),
+            arrays=arrays,
             finite=_to_host(state.finite),
-            scores=_to_host(scores),
             timed_work=timed_work,
             done_events=(DeviceEvent(self.policy_device), DeviceEvent(self.world_device)),
         )
         return decision, state
+
+    def _sample(self, acted: ActResult) -> dict[str, Tensor]:
+        """Copy the arrays that the policy declares to host memory, in the types that it declares."""
+        specs = self.policy.sample_arrays
+        return {name: _to_host(acted.sample[name].to(_DTYPES[specs[name].dtype])) for name in specs}
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -178,32 +190,14 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _checks(decision: InFlightDecision) -> Sequence[tuple[Cause, str, NDArray[np.generic]]]:
-    """What must be finite, by whose fault it is not."""
+    """Say what must be finite, and by whose fault it is not."""
+    arrays = {name: array.numpy() for name, array in decision.arrays.items()}
     checks: list[tuple[Cause, str, NDArray[np.generic]]] = [
-        ("policy", "policy's log-probs are", decision.logprobs.numpy()),
-        ("policy", "policy's actions are", decision.actions.numpy()),
+        ("policy", "policy's log-probs are", arrays["logprobs"]),
+        ("policy", "policy's actions are", arrays["actions"]),
         ("world", "world model's frames or latents are", decision.finite.numpy()),
-        ("reward", "reward model's scores are", decision.scores.numpy()),
+        ("reward", "reward model's scores are", arrays["success_scores"]),
     ]
-    if decision.values is not None:
-        checks.insert(0, ("policy", "policy's value is", decision.values.numpy()))
+    if "values" in arrays:
+        checks.insert(0, ("policy", "policy's value is", arrays["values"]))
     return checks
-
-
-def _record(decision: InFlightDecision, row: int) -> DecisionRecord:
-    """Copy one row: a view would keep the rows of all slots in (pinned) memory until its episode ends."""
-
-    def copied(tensor: Tensor) -> NDArray:
-        return tensor[row].numpy().copy()
-
-    return DecisionRecord(
-        frame=decision.frames[row],
-        sample={name: copied(array) for name, array in decision.sample.items()},
-        logprobs=copied(decision.logprobs),
-        value=float("nan") if decision.values is None else float(decision.values[row]),
-        actions=copied(decision.actions),
-        scores=copied(decision.scores),
-        new_frames=copied(decision.new_frames),
-        policy_version=decision.policy_version,
-        noise_seed=decision.noise_seeds[row],
-    )

@@ -1,4 +1,4 @@
-"""Where an actor's time and memory go: seconds of its parts in, a report every few seconds out."""
+"""Reports every few seconds where an actor's time and memory went."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ActorTelemetry:
         self.add(m.ACTOR_HOST, -seconds)
 
     def report_if_due(self) -> dict[Metric, float] | None:
-        """The report, when it is time for one."""
+        """Return the report, when it is time for one."""
         now = time.monotonic()
         elapsed = now - self._since
         if elapsed < self._every or (self._every == FIRST_REPORT and not self._seconds):
@@ -52,8 +52,8 @@ class ActorTelemetry:
             self.add(m.ACTOR_HOST, -sum(devices.values()))  # The models ran on the actor's own thread.
         shares = {metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()}
         self._seconds, self._since = {}, now
-        readings = {m.ACTORS_WAITING: 0.0, m.ACTOR_MEMORY: peak_memory(self._imagination.devices)} | shares
+        report = {m.ACTORS_WAITING: 0.0, m.ACTOR_MEMORY: peak_memory(self._imagination.devices)} | shares
         if self._offload.enabled:
-            moving, offloaded = self._offload.pop_readings()
-            readings |= {m.ACTOR_OFFLOAD: min(1.0, moving / elapsed), m.ACTOR_OFFLOADED: float(offloaded)}
-        return readings
+            moving, offloaded = self._offload.pop_metrics()
+            report |= {m.ACTOR_OFFLOAD: min(1.0, moving / elapsed), m.ACTOR_OFFLOADED: float(offloaded)}
+        return report

@@ -205,7 +205,7 @@ class IdleOffload:
         """See `OffloadedTensors.host_views`."""
         return tensors if self._tensors is None else self._tensors.host_views(tensors)
 
-    def pop_readings(self) -> tuple[float, int]:
+    def pop_metrics(self) -> tuple[float, int]:
         """Return the seconds spent moving, and the most bytes offloaded, since this was asked last."""
         if self._tensors is None:
             return 0.0, 0

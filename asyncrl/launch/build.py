@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from asyncrl.actors.actor import Actor, ActorSettings
+from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import split_slots
 from asyncrl.config.loading import to_json
@@ -206,8 +206,7 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
 
 
 def _add_critic(config: TrainConfig, policy: Policy) -> None:
-    level = "decision" if config.critic.level == "chunk" else config.critic.level
-    wanted = level if config.algorithm.kind == "ppo" else "none"
+    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
     if isinstance(policy, HasCritic):
         if wanted == "none":
             policy.drop_critic()
@@ -278,22 +277,18 @@ def build_actor(
     offload: IdleOffload = NO_OFFLOAD,
 ) -> Actor:
     """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
-    stream = StartStateStream(starts, config.seed)
-    return Actor(imagination, stream, port, receiver, actor_settings(config, name), offload)
-
-
-def actor_settings(config: TrainConfig, name: str) -> ActorSettings:
-    """Numbers of the actor `name`."""
-    return ActorSettings(
-        name=name,
-        slots=config.actor.slots,
-        stages=config.actor.pipeline_stages,
+    return Actor(
+        name,
+        imagination,
+        StartStateStream(starts, config.seed),
+        port,
+        receiver,
+        config.actor,
         group_size=config.algorithm.group_size,
-        max_decisions=config.actor.max_decisions,
-        success_threshold=config.actor.success_threshold,
         run_seed=config.seed,
         startup_timeout=config.startup_timeout,
         hang_timeout=config.hang_timeout,
+        offload=offload,
     )
 
 

@@ -285,7 +285,7 @@ class Learner:
         if (device := self.update.device).type == "cuda":
             found[m.LEARNER_MEMORY] = peak_memory([device])
         if self.offload.enabled:
-            seconds, offloaded = self.offload.pop_readings()
+            seconds, offloaded = self.offload.pop_metrics()
             found |= {m.LEARNER_OFFLOAD: seconds, m.LEARNER_OFFLOADED: float(offloaded)}
         return found
 

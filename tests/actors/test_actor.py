@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage
-from asyncrl.actors.slots import DecisionRecord, PendingEpisode, Slot, Slots, finished_episode
+from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
 from asyncrl.errors import SampleTimeout
 from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.in_process_ports import InProcessLearnerPort
@@ -48,14 +48,14 @@ def test_no_two_decisions_of_a_run_share_a_seed() -> None:
 
 
 def fill(slots: Slots, version: int) -> list[int]:
-    return slots.fill(version, range(len(slots.places)))
+    return slots.fill(version, range(len(slots.episodes)))
 
 
 def members(slots: Slots) -> list[tuple[int, int] | None]:
-    return [(s.member.grant.number, s.member.member) if s else None for s in slots.places]
+    return [(e.pending.grant.number, e.pending.member) if e else None for e in slots.episodes]
 
 
-def test_places_are_filled_in_the_order_of_the_grants() -> None:
+def test_slots_are_filled_in_the_order_of_the_grants() -> None:
     slots = Slots(3, run_seed=0)
     assert slots.wanted == 3
     slots.add_group(grant(4), start(4), 2)
@@ -64,16 +64,16 @@ def test_places_are_filled_in_the_order_of_the_grants() -> None:
     assert slots.wanted == 0
     assert fill(slots, 0) == [0, 1, 2]
     assert members(slots) == [(4, 0), (4, 1), (5, 0)]
-    assert slots.slot(1).seed == episode_seed(0, 4, 1)
-    np.testing.assert_array_equal(slots.slot(2).frame, start(5).frame)
+    assert slots.episode(1).seed == episode_seed(0, 4, 1)
+    np.testing.assert_array_equal(slots.episode(2).frame, start(5).frame)
 
 
-def test_a_free_place_is_refilled_while_the_neighbours_go_on() -> None:
+def test_a_free_slot_is_refilled_while_the_neighbours_go_on() -> None:
     slots = Slots(2, run_seed=0)
     slots.add_group(grant(0), start(0), 3)
     fill(slots, 0)
     cleared = slots.clear(0)
-    assert (cleared.member.member, slots.live) == (0, [1])
+    assert (cleared.pending.member, slots.live) == (0, [1])
     assert fill(slots, 0) == [0]
     assert members(slots) == [(0, 2), (0, 1)]
     slots.clear(1)
@@ -81,7 +81,7 @@ def test_a_free_place_is_refilled_while_the_neighbours_go_on() -> None:
     assert slots.wanted == 1
 
 
-def test_a_group_that_is_removed_leaves_its_places_and_the_queue_and_no_other_group_does() -> None:
+def test_a_group_that_is_removed_leaves_its_slots_and_the_queue_and_no_other_group_does() -> None:
     slots = Slots(3, run_seed=0)
     for number in (4, 5, 6):
         slots.add_group(grant(number), start(number), 2)
@@ -94,7 +94,7 @@ def test_a_group_that_is_removed_leaves_its_places_and_the_queue_and_no_other_gr
     assert [(m.grant.number, m.member) for m in slots.pending] == [(6, 1)]
 
 
-def test_members_wait_for_the_version_their_grant_asks_for() -> None:
+def test_episodes_wait_for_the_version_their_grant_asks_for() -> None:
     slots = Slots(4, run_seed=0)
     slots.add_group(grant(0, min_version=1), start(0), 2)
     slots.add_group(grant(1, min_version=2), start(1), 2)
@@ -109,40 +109,38 @@ def test_an_episode_begins_at_the_last_context_frame() -> None:
     slots = Slots(1, run_seed=0)
     slots.add_group(grant(0), replace(start(0), context_frames=context), 1)
     fill(slots, 0)
-    assert (slots.slot(0).frame == 4).all()
+    assert (slots.episode(0).frame == 4).all()
 
 
 # ---- the record ----------------------------------------------------------------------------------
 
 
-def slot_with(scores: list[list[float]], *, keep_video: bool = False) -> Slot:
-    """A slot whose decision n saw a frame of value 8 n, and whose step i drew one of value i + 1."""
-    slot = Slot(
-        member=PendingEpisode(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
+def episode_with(scores: list[list[float]], *, keep_video: bool = False) -> EpisodeInProgress:
+    """An episode whose decision n saw a frame of value 8 n, and whose step i drew one of value i + 1."""
+    episode = EpisodeInProgress(
+        pending=PendingEpisode(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
         seed=9,
         frame=start(3).frame,
     )
     for n, row in enumerate(scores):
-        drawn = np.stack([np.full((2, 2, 3), 8 * n + i + 1, np.uint8) for i in range(8)])
-        slot.add(
-            DecisionRecord(
-                frame=np.full((2, 2, 3), 8 * n, np.uint8),
-                sample={"tokens": np.full((8, 7), n, np.int32)},
-                logprobs=np.full((8, 7), -1.0 - n, np.float32),
-                value=float("nan"),
-                actions=np.full((8, 7), 0.1 * n, np.float32),
-                scores=np.array(row, np.float32),
-                new_frames=drawn,
-                policy_version=10 + n,
-                noise_seed=slot.next_noise_seed(),
-            )
+        episode.add(
+            {
+                "frames": np.full((2, 2, 3), 8 * n, np.uint8),
+                "tokens": np.full((8, 7), n, np.int32),
+                "logprobs": np.full((8, 7), -1.0 - n, np.float32),
+                "actions": np.full((8, 7), 0.1 * n, np.float32),
+                "success_scores": np.array(row, np.float32),
+                "policy_versions": np.array(10 + n),
+                "noise_seeds": np.array(episode.next_noise_seed()),
+                "video": np.stack([np.full((2, 2, 3), 8 * n + i + 1, np.uint8) for i in range(8)]),
+            }
         )
-    return slot
+    return episode
 
 
-def finish(slot: Slot, max_decisions: int = 3) -> Episode | None:
+def finish(episode: EpisodeInProgress, max_decisions: int = 3) -> Episode | None:
     return finished_episode(
-        slot,
+        episode,
         threshold=0.9,
         max_decisions=max_decisions,
         group_size=GROUP,
@@ -157,16 +155,16 @@ LOW, HIGH = [0.1] * 8, [0.2, 0.3, 0.9, 0.5, 0.95, 0.1, 0.1, 0.1]
 
 
 def test_an_episode_goes_on_until_success_or_the_last_decision() -> None:
-    assert finish(slot_with([LOW])) is None
-    assert finish(slot_with([LOW, LOW])) is None
-    ended = finish(slot_with([LOW, LOW, LOW]))
+    assert finish(episode_with([LOW])) is None
+    assert finish(episode_with([LOW, LOW])) is None
+    ended = finish(episode_with([LOW, LOW, LOW]))
     assert ended is not None
     assert (ended.end_reason, ended.rewards.sum()) == ("truncated", 0)
     assert problem_with(ended) is None
 
 
 def test_the_first_step_that_reaches_the_threshold_is_rewarded_and_no_other() -> None:
-    ended = finish(slot_with([LOW, HIGH]))
+    ended = finish(episode_with([LOW, HIGH]))
     assert ended is not None
     assert ended.rewards.tolist() == [[0] * 8, [0, 0, 1, 0, 0, 0, 0, 0]]
     assert (ended.end_reason, ended.first_success_step) == ("success", 10)
@@ -174,7 +172,7 @@ def test_the_first_step_that_reaches_the_threshold_is_rewarded_and_no_other() ->
 
 
 def test_an_episode_carries_all_it_was_made_of() -> None:
-    ended = finish(slot_with([LOW, HIGH], keep_video=True))
+    ended = finish(episode_with([LOW, HIGH], keep_video=True))
     assert ended is not None
     assert (ended.group_id, ended.member, ended.group_size) == ("00000003", 1, GROUP)
     assert (ended.task, ended.start_state, ended.actor) == (TASKS[1], "start-3", "actor-0")
@@ -188,14 +186,14 @@ def test_an_episode_carries_all_it_was_made_of() -> None:
 
 
 def test_frames_are_kept_only_when_the_grant_asks_for_them() -> None:
-    ended = finish(slot_with([HIGH]))
+    ended = finish(episode_with([HIGH]))
     assert ended is not None
     assert ended.video.shape == (0, 2, 2, 3)
 
 
 def test_a_finished_episode_keeps_no_other_frames_alive() -> None:
     """What a round draws is one array over all slots: too much to hold until a receipt comes."""
-    ended = finish(slot_with([LOW, HIGH]))
+    ended = finish(episode_with([LOW, HIGH]))
     assert ended is not None
     for name, array in episode_arrays(ended).items():
         assert array.base is None or array.base.nbytes == array.nbytes, name
@@ -204,33 +202,33 @@ def test_a_finished_episode_keeps_no_other_frames_alive() -> None:
 # ---- imagination ---------------------------------------------------------------------------------
 
 
-def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[DecisionRecord]:
-    """One decision of the given (group, member) pairs, in this order of places."""
-    stage = Stage(places=range(len(wanted)))
+def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[dict[str, np.ndarray]]:
+    """One decision of the given (group, member) pairs, in this order of slots."""
+    stage = Stage(indices=range(len(wanted)))
     slots = Slots(len(wanted), run_seed=0)
     slots.pending.extend(PendingEpisode(grant=grant(g), member=i, start=start(g)) for g, i in wanted)
     models.begin(slots, stage, fill(slots, 0))
     models.launch(slots, stage, slots.live, 7)
     models.collect(slots, stage, 60.0)
-    return [slots.slot(place).decisions[0] for place in range(len(wanted))]
+    return [slots.episode(index).decisions[0] for index in range(len(wanted))]
 
 
 def test_an_episode_does_not_depend_on_its_neighbours(imagination: Imagination) -> None:
     (alone,) = imagine(imagination, [(1, 1)])
     together = imagine(imagination, [(0, 0), (2, 1), (1, 1), (1, 0)])[2]
-    np.testing.assert_array_equal(alone.sample["tokens"], together.sample["tokens"])
-    np.testing.assert_allclose(alone.logprobs, together.logprobs, atol=1e-4)
-    np.testing.assert_allclose(alone.scores, together.scores, atol=1e-3)
-    difference = alone.new_frames.astype(int) - together.new_frames.astype(int)
+    np.testing.assert_array_equal(alone["tokens"], together["tokens"])
+    np.testing.assert_allclose(alone["logprobs"], together["logprobs"], atol=1e-4)
+    np.testing.assert_allclose(alone["success_scores"], together["success_scores"], atol=1e-3)
+    difference = alone["video"].astype(int) - together["video"].astype(int)
     assert np.abs(difference).max() <= 1
-    assert (alone.noise_seed, alone.policy_version) == (together.noise_seed, 7)
+    assert (alone["noise_seeds"], alone["policy_versions"]) == (together["noise_seeds"], 7)
 
 
 def test_siblings_share_their_start_and_nothing_else(imagination: Imagination) -> None:
     one, other = imagine(imagination, [(1, 0), (1, 1)])
-    np.testing.assert_array_equal(one.frame, other.frame)
-    assert (one.sample["tokens"] != other.sample["tokens"]).any()
-    assert (one.new_frames != other.new_frames).any()
+    np.testing.assert_array_equal(one["frames"], other["frames"])
+    assert (one["tokens"] != other["tokens"]).any()
+    assert (one["video"] != other["video"]).any()
 
 
 def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination) -> None:
@@ -238,11 +236,11 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
     policy = imagination.policy
     with torch.no_grad():
         seen = policy.evaluate(
-            policy.preprocess(decision.frame[None], [TASKS[0]]),
-            torch.from_numpy(decision.sample["tokens"])[None],
+            policy.preprocess(decision["frames"][None], [TASKS[0]]),
+            {"tokens": torch.from_numpy(decision["tokens"])[None]},
             imagination.sampling,
         )
-    np.testing.assert_allclose(seen.logprob[0].numpy(), decision.logprobs, atol=1e-4)
+    np.testing.assert_allclose(seen.logprob[0].numpy(), decision["logprobs"], atol=1e-4)
 
 
 # ---- the loop ------------------------------------------------------------------------------------

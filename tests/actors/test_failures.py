@@ -173,7 +173,7 @@ def test_rows_are_tried_alone_only_after_all_together_failed() -> None:
     assert tried == [[1, 2]]
     done, (failed,) = retry_rows_singly([1, 5, 2], attempt)
     assert done == [([1], 1), ([2], 2)]
-    assert (failed.place, failed.cause, failed.reason) == (5, "raised", "ValueError: five")
+    assert (failed.index, failed.cause, failed.reason) == (5, "raised", "ValueError: five")
     assert retry_rows_singly([5], attempt)[0] == []
 
 

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.actors import imagination
 from asyncrl.actors.pipeline import Stage, split_slots
-from asyncrl.actors.slots import Slot
+from asyncrl.actors.slots import EpisodeInProgress
 from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.run import ActorSettings
 from asyncrl.devices import device_events
@@ -43,14 +43,14 @@ def rows(*numbers: int) -> RowState:
     )
 
 
-def held(stage: Stage[Any], places: list[int]) -> list[int]:
-    return stage.state_of(places).number.tolist()
+def held(stage: Stage[Any], indices: list[int]) -> list[int]:
+    return stage.state_of(indices).number.tolist()
 
 
 # ---- what a stage remembers ----------------------------------------------------------------------
 
 
-def test_places_are_cut_into_parts_that_differ_by_one_at_most() -> None:
+def test_slots_are_cut_into_parts_that_differ_by_one_at_most() -> None:
     assert split_slots(4, 1) == [range(4)]
     assert split_slots(4, 2) == [range(2), range(2, 4)]
     assert split_slots(3, 2) == [range(1), range(1, 3)]
@@ -59,7 +59,7 @@ def test_places_are_cut_into_parts_that_differ_by_one_at_most() -> None:
 
 
 def test_a_decision_of_all_rows_swaps_the_states_and_copies_nothing() -> None:
-    stage = Stage(places=range(2))
+    stage = Stage(indices=range(2))
     first, after = rows(7, 8), rows(70, 80)
     stage.open([0, 1], first)
     assert stage.state_of([0, 1]) is first
@@ -68,7 +68,7 @@ def test_a_decision_of_all_rows_swaps_the_states_and_copies_nothing() -> None:
 
 
 def test_one_row_of_several_is_a_copy_and_is_put_back_alone() -> None:
-    stage = Stage(places=range(2))
+    stage = Stage(indices=range(2))
     stage.open([0, 1], rows(7, 8))
     alone = stage.state_of([1])
     alone.number[0] = 99
@@ -78,7 +78,7 @@ def test_one_row_of_several_is_a_copy_and_is_put_back_alone() -> None:
 
 
 def test_a_refill_writes_its_rows_and_leaves_the_others() -> None:
-    stage = Stage(places=range(3, 6))
+    stage = Stage(indices=range(3, 6))
     stage.open([3, 4, 5], rows(3, 4, 5))
     before = stage.state_of([3, 4, 5])
     stage.open([4], rows(40))
@@ -86,8 +86,8 @@ def test_a_refill_writes_its_rows_and_leaves_the_others() -> None:
     assert held(stage, [3, 4, 5]) == [3, 40, 5]
 
 
-def test_rows_follow_the_places_that_are_live() -> None:
-    stage = Stage(places=range(4))
+def test_rows_follow_the_slots_that_are_live() -> None:
+    stage = Stage(indices=range(4))
     stage.open([0, 1, 2, 3], rows(0, 1, 2, 3))
     stage.keep([1, 3])
     assert held(stage, [1, 3]) == [1, 3]
@@ -234,19 +234,19 @@ def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
 
 def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=4)
-    slots, stage, imagination = run.actor.slots, Stage[Any](places=range(4)), run.actor.imagination
+    slots, stage, imagination = run.actor.slots, Stage[Any](indices=range(4)), run.actor.imagination
     for number in (0, 1):
         grant = run.core.grant("inline")
         assert grant is not None
         slots.add_group(grant, start(number), GROUP)
-    imagination.begin(slots, stage, slots.fill(0, stage.places))
+    imagination.begin(slots, stage, slots.fill(0, stage.indices))
     imagination.launch(slots, stage, slots.live, 0)
-    gone, sound = slots.slot(0), slots.slot(1)
-    slots.places[0] = other = Slot(member=gone.member, seed=1, frame=gone.frame)
-    slots.places[2] = None  # It is poisoned, but nobody asks any more.
+    gone, sound = slots.episode(0), slots.episode(1)
+    slots.episodes[0] = other = EpisodeInProgress(pending=gone.pending, seed=1, frame=gone.frame)
+    slots.episodes[2] = None  # It failed, but nobody asks any more.
     failed, _ = imagination.collect(slots, stage, 60.0)
-    assert [poison.place for poison in failed] == [3]
-    assert [len(slot.decisions) for slot in (gone, other, sound)] == [0, 0, 1]
+    assert [failure.index for failure in failed] == [3]
+    assert [len(episode.decisions) for episode in (gone, other, sound)] == [0, 0, 1]
     run.core.close()
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.actors.actor import Actor, ActorSettings
+from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import Imagination
+from asyncrl.config.run import ActorSettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
-from asyncrl.records import StartState, episode_arrays
+from asyncrl.records import TOKENS, StartState, episode_arrays
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
@@ -39,6 +40,8 @@ def moved(array: Any, device: torch.device) -> Tensor:
 
 class Integers:
     """Policy, world and reward of integer arithmetic: every device computes the same."""
+
+    sample_arrays = TOKENS
 
     version = 0
     image_size = IMAGE
@@ -90,15 +93,7 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
     core = open_run_replay(folder, config())
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
-    settings = ActorSettings(
-        name="inline",
-        slots=8,
-        stages=stages,
-        group_size=GROUP,
-        max_decisions=3,
-        success_threshold=0.9,
-        run_seed=0,
-    )
+    settings = ActorSettings(slots=8, pipeline_stages=stages, max_decisions=3, success_threshold=0.9)
     imagination = Imagination(
         models,
         models,
@@ -108,7 +103,8 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
         world_device=world,
     )
     starts = StartStateStream([start(n) for n in range(4)], 0)
-    actor = Actor(imagination, starts, InProcessActorPort(core), receiver, settings)
+    port = InProcessActorPort(core)
+    actor = Actor("inline", imagination, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
     return actor, InProcessLearnerPort(core, imagine=lambda: actor.round(0.0)), core
 
 
@@ -150,7 +146,7 @@ def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
     began = time.monotonic()
     actor.round(0.0)
     assert time.monotonic() - began > drawing / 4, "the second is launched, then the first is collected"
-    assert [len(slot.decisions) for slot in actor.slots.places] == [1] * 4 + [0] * 4
+    assert [len(episode.decisions) for episode in actor.slots.episodes] == [1] * 4 + [0] * 4
     core.close()
 
 
@@ -163,8 +159,8 @@ def test_weights_that_change_between_launches_are_those_of_the_later_one(tmp_pat
     publisher.publish({"weight": torch.full((1,), -100.0, device=gpu)}, 5)
     actor.round(0.0)
     actor.round(0.0)
-    first, second = (actor.slots.places[place].decisions[0] for place in (0, 4))
-    assert (first.policy_version, second.policy_version) == (0, 5)
-    assert first.logprobs.min() > -3
-    assert second.logprobs.max() < -100
+    first, second = (actor.slots.episode(index).decisions[0] for index in (0, 4))
+    assert (first["policy_versions"], second["policy_versions"]) == (0, 5)
+    assert first["logprobs"].min() > -3
+    assert second["logprobs"].max() < -100
     core.close()

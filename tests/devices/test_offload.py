@@ -221,15 +221,15 @@ def test_only_a_wait_that_lasts_is_used_for_offloading() -> None:
     assert owner.next_check_in == float("inf")
     owner.restore()
     assert not offloaded.offloaded
-    seconds, most = owner.pop_readings()
+    seconds, most = owner.pop_metrics()
     assert (seconds >= 0, most) == (True, (5 * 7 + 7 + 4 * 7 + 7 * 3 + 3) * 4 + 8)
-    assert owner.pop_readings() == (0.0, 0)
+    assert owner.pop_metrics() == (0.0, 0)
 
 
 def test_who_never_parks_needs_no_turns() -> None:
     NO_OFFLOAD.offload_if_idle()
     NO_OFFLOAD.restore()
-    assert (NO_OFFLOAD.enabled, NO_OFFLOAD.next_check_in, NO_OFFLOAD.pop_readings()) == (
+    assert (NO_OFFLOAD.enabled, NO_OFFLOAD.next_check_in, NO_OFFLOAD.pop_metrics()) == (
         False,
         float("inf"),
         (0.0, 0),
@@ -264,9 +264,8 @@ def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.Mon
 def offloading(actor: Actor) -> OffloadedTensors:
     """Give an actor what --actor.offload does."""
     config = TrainConfig(actor=ActorSettings(offload=True))
-    world: Any = actor.imagination.world
-    actor.offload = actor_offload(config, actor.imagination, world)
-    actor.readings = ActorTelemetry(actor.imagination, actor.offload)
+    actor.offload = actor_offload(config, actor.imagination)
+    actor.telemetry = ActorTelemetry(actor.imagination, actor.offload)
     assert actor.offload._tensors is not None
     return actor.offload._tensors
 

@@ -228,7 +228,7 @@ def two_steps_of_adam(*, offloaded: bool) -> tuple[dict[str, Tensor], int]:
             groups_of([[3, -1], [-1, 12]]) if group.rank == 0 else None, offload.offload_if_idle
         )
         offload.restore()
-        most = max(most, offload.pop_readings()[1])
+        most = max(most, offload.pop_metrics()[1])
     return {n: p.to_local().clone() for n, p in policy.named_parameters()}, most  # type: ignore[attr-defined]
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.actors.actor import Actor, ActorSettings
+from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import Imagination
-from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.run import ActorSettings, AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams
-from asyncrl.records import Episode, StartState
+from asyncrl.records import TOKENS, Episode, StartState
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.quarantine import COUNTERS
@@ -86,6 +86,8 @@ class RowState:
 
 class RowModels:
     """World, policy and reward in one: every row is computed of itself and its seed alone."""
+
+    sample_arrays = TOKENS
 
     version = 0
     image_size = IMAGE
@@ -171,19 +173,10 @@ def actor_of(
     models: Any = RowModels(poisoned)
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
-    settings = ActorSettings(
-        name="inline",
-        slots=slots,
-        stages=stages,
-        group_size=GROUP,
-        max_decisions=3,
-        success_threshold=0.9,
-        run_seed=0,
-    )
+    settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=3, success_threshold=0.9)
     imagination = Imagination(models, models, models, SamplingParams(temperature=1.0))
-    return Actor(
-        imagination, StartStateStream([start(n) for n in range(starts)], 0), port, receiver, settings
-    )
+    stream = StartStateStream([start(n) for n in range(starts)], 0)
+    return Actor("inline", imagination, stream, port, receiver, settings, group_size=GROUP, run_seed=0)
 
 
 class InlineRun(SimpleNamespace):

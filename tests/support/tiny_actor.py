@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.actors.actor import Actor, ActorSettings
+from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import Imagination
-from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.run import ActorSettings, AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
@@ -43,14 +43,10 @@ def actor_with(
     publisher, receiver = build_in_process()
     publisher.publish(models.policy.trainable_tensors(), 0)
     settings = ActorSettings(
-        name="inline",
-        slots=slots,
-        stages=stages,
-        group_size=GROUP,
-        max_decisions=decisions,
-        success_threshold=1.0,
-        run_seed=0,
+        slots=slots, pipeline_stages=stages, max_decisions=decisions, success_threshold=1.0
     )
     fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
     starts = StartStateStream([start(0), start(1)], seed=0)
-    return Actor(fresh, starts, InProcessActorPort(core), receiver, settings), core, learner
+    port = InProcessActorPort(core)
+    actor = Actor("inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
+    return actor, core, learner
