@@ -58,6 +58,24 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     }
 )
 """Kind of part -> short name -> 'module:Class'."""
+_POLICY: Final = (
+    *("load", "save", "saved_tensors", "action_spec", "sample_arrays", "image_size", "device", "dtype"),
+    *("preprocess", "act", "evaluate", "parameter_groups", "trainable_parameters", "trainable_tensors"),
+    *("acting_tensors", "blocks"),
+)
+REQUIRED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "policy": _POLICY,
+        "world": ("check", "load", "image_size", "action_spec", "modules", "start", "imagine"),
+        "reward": ("check", "load", "image_size", "modules", "score"),
+        "simulator": ("tasks", "max_steps", "reset", "step"),
+        "correction": ("weights",),
+        "advantage": ("estimate",),
+        "objective": ("loss",),
+        "transport": ("build", "side_stream", "connect_root", "connect_member"),
+    }
+)
+"""What a class of the user's must have; whether it is right, `asyncrl check` finds out."""
 FLAGS: Final = MappingProxyType(
     {
         "policy": "--policy",
@@ -88,7 +106,7 @@ def resolve(kind: str, name: str) -> type:
     """Return the class called `name`: a built-in one, or 'package.module:Class' of the user.
 
     Raises:
-        ConfigError: Nothing is called so, or it cannot be imported.
+        ConfigError: Nothing is called so, it cannot be imported, or lacks what its protocol requires.
     """
     if _CLASS.fullmatch(name):
         return _load(kind, name, name)
@@ -136,21 +154,12 @@ def _load(kind: str, name: str, where: str) -> type:
         raise ConfigError(f"{FLAGS[kind]} is {name}, but {module} cannot be imported: {error}.") from error
     if not isinstance(found, type):
         raise ConfigError(f"{FLAGS[kind]} is {name}, but that is a {type(found).__name__}, expected a class.")
-    return found
-
-
-def require(kind: str, found: type, members: Iterable[str]) -> None:
-    """Refuse a class that lacks members of its protocol, before anything is started.
-
-    Raises:
-        ConfigError: Names the class and what it lacks.
-    """
-    if lacking := [name for name in members if not hasattr(found, name)]:
+    if lacking := [member for member in REQUIRED.get(kind, ()) if not hasattr(found, member)]:
         raise ConfigError(
-            f"{FLAGS[kind]} names {found.__module__}:{found.__qualname__}, which lacks {', '.join(lacking)}. "
-            f"docs/extending.md has what a {kind} needs; `asyncrl check {kind} "
-            f"{found.__module__}:{found.__qualname__}@FOLDER` checks all of it."
+            f"{FLAGS[kind]} names {name}, which lacks {', '.join(lacking)}. docs/extending.md has "
+            f"what a {kind} needs; `asyncrl check {kind} {name}@FOLDER` checks all of it."
         )
+    return found
 
 
 def keywords(flag: str, settings: Iterable[str]) -> dict[str, Any]:

@@ -24,13 +24,14 @@ import tyro
 from asyncrl.devices.tensors import to_signed
 from asyncrl.evaluation.contact_sheet import imagine_again
 from asyncrl.evaluation.evaluate import acting
-from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
+from asyncrl.fitting.collect import record_expert, record_policy
 from asyncrl.fitting.fit_reward import redraw
 from asyncrl.fitting.fit_vae import encode_recordings
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.rewards.model import ResNetReward, load_reward
+from asyncrl.simulators.interface import Demonstrator
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.asset_paths import policy_folder, world_folder

@@ -10,9 +10,9 @@ import tyro
 
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import HELD_OUT, acting
-from asyncrl.fitting.collect import Demonstrator, record_expert, record_policy
+from asyncrl.fitting.collect import record_expert, record_policy
 from asyncrl.launch.placement import pick_device
-from asyncrl.storage.asset_paths import policy_folder
+from asyncrl.simulators.interface import Demonstrator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,17 @@ class CollectConfig:
     out: Path
     """Folder for the recordings; must not hold any yet."""
     simulator: str = "tabletop"
-    """Simulator to record."""
+    """Simulator to record: a built-in one, or package.module:Class."""
+    simulator_settings: tuple[str, ...] = ()
+    """Keywords of the simulator's class: key=value ..."""
     episodes: int = 256
     """Episodes to record."""
     seed: int = 0
     """First simulator seed. Below 1000000, which is where the seeds of `asyncrl evaluate` begin."""
     policy: str = ""
-    """Record this policy (folder, run or shipped name) instead of the expert."""
+    """Record this policy (folder, run, shipped name, package.module:Class@FOLDER) instead of the expert."""
+    policy_settings: tuple[str, ...] = ()
+    """Keywords of the policy's class: key=value ..."""
     temperature: float = 1.0
     """Sampling temperature of the policy."""
     expert: Demonstrator = field(default_factory=Demonstrator)
@@ -51,8 +55,6 @@ class CollectConfig:
 def main(arguments: list[str]) -> int:
     """Record, with a progress bar."""
     config = tyro.cli(CollectConfig, args=arguments, prog="asyncrl collect")
-    if config.simulator != "tabletop":
-        raise ConfigError(f"--simulator {config.simulator} cannot be recorded. There is: tabletop.")
     written = _record_policy(config) if config.policy else _record_expert(config)
     print(f"{written} episodes in {config.out}. Next: asyncrl fit policy --data {config.out} --out POLICY")
     return 0
@@ -67,18 +69,26 @@ def _record_expert(config: CollectConfig) -> int:
         max_decisions=config.max_decisions,
         workers=config.workers,
         image_size=config.image_size,
+        simulator=config.simulator,
+        settings=config.simulator_settings,
     )
 
 
 def _record_policy(config: CollectConfig) -> int:
+    from asyncrl.launch.named_models import named_policy
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.simulators.pool import SimulatorPool
 
-    policy = load_policy(policy_folder(config.policy), device=pick_device("auto"))
+    named = named_policy(config.policy, config.policy_settings)
+    policy = named.kind.load(named.folder, pick_device("auto"), **named.settings)
     sampling = SamplingParams(temperature=config.temperature, top_k=0)
     with SimulatorPool(
-        config.simulator, workers=config.workers, envs_per_worker=8, image_size=config.image_size
+        config.simulator,
+        workers=config.workers,
+        envs_per_worker=8,
+        image_size=config.image_size,
+        settings=config.simulator_settings,
+        action_spec=policy.action_spec,
     ) as pool:
         return record_policy(
             config.out,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from asyncrl import registry
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, evaluate, evaluation_seeds
-from asyncrl.storage.asset_paths import policy_folder
 
-SIMULATORS = ("tabletop",)
+if TYPE_CHECKING:
+    from asyncrl.launch.named_models import NamedModel
+    from asyncrl.simulators.rollout import SimulatedEpisode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +25,14 @@ class EvaluateConfig:
     """Play a policy from held-out start states in the true simulator and count successes."""
 
     checkpoint: Annotated[str, tyro.conf.Positional]
-    """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy)."""
+    """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy); of a
+    class of your own: package.module:Class@FOLDER."""
+    policy_settings: tuple[str, ...] = ()
+    """Keywords of the policy's class: key=value ..."""
     simulator: str = "tabletop"
-    """Simulator to play in."""
+    """Simulator to play in: a built-in one, or package.module:Class."""
+    simulator_settings: tuple[str, ...] = ()
+    """Keywords of the simulator's class: key=value ..."""
     episodes: int = 256
     """Episodes, each from its own start state."""
     seed: int = 0
@@ -40,7 +48,9 @@ class EvaluateConfig:
     video: str = ""
     """Write a contact sheet of true and imagined episodes here: .mp4 (needs the extra 'video') or .gif."""
     world: str = "tabletop"
-    """World model that imagines the episodes of --video."""
+    """World model that imagines the episodes of --video; see `asyncrl train --world`."""
+    world_settings: tuple[str, ...] = ()
+    """Keywords of the world's class: key=value ..."""
     json: str = ""
     """Also write the result to this file."""
 
@@ -48,46 +58,60 @@ class EvaluateConfig:
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="asyncrl evaluate")
-    if config.simulator not in SIMULATORS:
-        raise ConfigError(
-            f"--simulator {config.simulator} is not built in. There is: {', '.join(SIMULATORS)}."
-        )
     if config.temperature < 0:
         raise ConfigError(f"--temperature {config.temperature} is negative. Use 1.0, or 0 for greedy.")
     evaluation_seeds(config.seed, config.episodes)
-    folder = policy_folder(config.checkpoint)
-    from asyncrl.simulators.rendering import require_backend
+    from asyncrl.launch.named_models import named_policy
 
-    require_backend()
-    result = _play(config, folder)
+    registry.resolve("simulator", config.simulator)
+    policy = named_policy(config.checkpoint, config.policy_settings)
+    result = _play(config, policy)
     print(table(result))
     if config.json:
-        content = {"checkpoint": str(folder), "seed": config.seed, "temperature": config.temperature}
+        content = {"checkpoint": str(policy.folder), "seed": config.seed, "temperature": config.temperature}
         Path(config.json).write_text(json.dumps(content | result.as_dict(), indent=2) + "\n")
     return 0
 
 
-def _play(config: EvaluateConfig, folder: Path) -> Evaluation:
+def _play(config: EvaluateConfig, named: NamedModel) -> Evaluation:
     from asyncrl.launch.placement import pick_device
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.simulators.pool import SimulatorPool
 
-    policy = load_policy(folder, device=pick_device(config.device))
+    device = pick_device(config.device)
+    write_video = _video_writer(config) if config.video else None
+    policy = named.kind.load(named.folder, device, **named.settings)
     act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0))
-    places = max(1, min(16, -(-config.episodes // config.workers)))
+    envs = max(1, min(16, -(-config.episodes // config.workers)))
     with SimulatorPool(
-        config.simulator, workers=config.workers, envs_per_worker=places, image_size=policy.config.image_size
+        config.simulator,
+        workers=config.workers,
+        envs_per_worker=envs,
+        image_size=policy.image_size,
+        settings=config.simulator_settings,
+        action_spec=policy.action_spec,
     ) as pool:
         result, episodes = evaluate(
             pool, act, episodes=config.episodes, seed=config.seed, max_decisions=config.max_decisions
         )
-    if config.video:
-        from asyncrl.evaluation.contact_sheet import write_contact_sheet
-
-        write_contact_sheet(Path(config.video), episodes, config.world)
+    if write_video is not None:
+        write_video(episodes)
         print(f"contact sheet in {config.video}")
     return result
+
+
+def _video_writer(config: EvaluateConfig) -> Callable[[list[SimulatedEpisode]], None]:
+    """Load what --video needs, so that what cannot work is said before the episodes are played."""
+    import torch
+
+    from asyncrl.config.run import ImaginationSettings
+    from asyncrl.evaluation.contact_sheet import check_suffix, write_contact_sheet
+    from asyncrl.launch.named_models import named_world
+
+    check_suffix(Path(config.video))
+    named = named_world(config.world, config.world_settings)
+    world = named.kind.load(named.folder, torch.device("cpu"), ImaginationSettings(), **named.settings)
+    return lambda episodes: write_contact_sheet(Path(config.video), episodes, world)
 
 
 def table(result: Evaluation) -> str:

@@ -19,6 +19,7 @@ from asyncrl.config.algorithm import (
 )
 from asyncrl.config.bounds import AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
+from asyncrl.registry import check_name, names_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +132,9 @@ class WeightSettings(Bounded):
 
     SECTION: ClassVar[str] = "weights."
 
-    transport: Literal["auto", "gloo", "nccl", "cuda_ipc", "nccl+ipc"] = "auto"
+    transport: str = "auto"
     """auto: gloo on CPU, cuda_ipc when learner and actors share one GPU, nccl when each has its own, nccl+ipc
-    when some actors are on the first learner's GPU and the others on one each."""
+    when some actors are on the first learner's GPU and the others on one each. Or package.module:Class."""
     timeout: Annotated[float, AtLeast(1, "a broadcast takes time.", "Use 60.")] = 60.0
     """Seconds after which an actor that does not take part in a broadcast is left behind, and one that joined
     and cannot reach the learner ends."""
@@ -223,6 +224,8 @@ class TrainConfig(Bounded):
                 f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, "
                 "which is not set. Set --replay.listen tcp://ADDRESS:PORT too, or leave --weights.listen out."
             )
+        if self.weights.transport != "auto" and not names_code(self.weights.transport):
+            check_name("transport", self.weights.transport)
         check_recipe(self.algorithm, self.correction, self.critic)
 
     @property

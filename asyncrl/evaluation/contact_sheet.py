@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.records import CHUNK, StartState
+from asyncrl.records import StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.storage.asset_paths import world_folder
 from asyncrl.storage.movies import GREEN, RED, write_movie
 from asyncrl.worlds.interface import State, World
 
@@ -48,12 +48,13 @@ def _imagine_alike(world: World[State], episodes: Sequence[SimulatedEpisode]) ->
     """Imagine episodes of one length: ``[B, F, H, W, 3]`` uint8."""
     actions_BFA = np.stack([episode.actions for episode in episodes])
     length = actions_BFA.shape[1]
-    missing = -(length - 1) % CHUNK  # a world draws whole decisions; the policy may have ended within one
+    chunk = world.action_spec.chunk
+    missing = -(length - 1) % chunk  # a world draws whole decisions; the policy may have ended within one
     actions_BFA = np.concatenate([actions_BFA, np.repeat(actions_BFA[:, -1:], missing, axis=1)], axis=1)
     parts = [np.stack([episode.frames[:1] for episode in episodes])]
     state = world.start([_start_of(episode) for episode in episodes])
-    for decision in range((actions_BFA.shape[1] - 1) // CHUNK):
-        actions = actions_BFA[:, 1 + CHUNK * decision : 1 + CHUNK * (decision + 1)]
+    for decision in range((actions_BFA.shape[1] - 1) // chunk):
+        actions = actions_BFA[:, 1 + chunk * decision : 1 + chunk * (decision + 1)]
         frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
         parts.append(frames.cpu().numpy())
     return np.concatenate(parts, axis=1)[:, :length]
@@ -69,7 +70,17 @@ def _start_of(episode: SimulatedEpisode) -> StartState:
     )
 
 
-def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world: str) -> None:
+def check_suffix(path: Path) -> None:
+    """Refuse a file that is no movie by its name.
+
+    Raises:
+        ConfigError: another suffix than .gif or .mp4.
+    """
+    if path.suffix not in (".gif", ".mp4"):
+        raise ConfigError(f"--video {path} must end in .gif or .mp4.")
+
+
+def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world: World[Any]) -> None:
     """Write up to 16 pairs (true left, imagined right; green edge: solved) as .gif or .mp4.
 
     Raises:
@@ -77,10 +88,8 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
     """
     if path.suffix not in (".gif", ".mp4"):
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
-    from asyncrl.worlds.wan.world import load_world
-
     chosen = list(episodes[: ROWS * COLUMNS])
-    drawn = imagine_again(load_world(world_folder(world)), chosen)
+    drawn = imagine_again(world, chosen)
     movie = tile([_pair(e, d) for e, d in zip(chosen, drawn, strict=True)])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_movie(path, movie, rate=FRAMES_PER_SECOND)

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
+from asyncrl import registry
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import write_part
-from asyncrl.records import CHUNK, DUMMY_ACTION
+from asyncrl.records import CHUNK, DUMMY_ACTION, ActionSpec
+from asyncrl.simulators.interface import Demonstrator, HasExpert, Simulator
+from asyncrl.simulators.pool_worker import Environments
 from asyncrl.simulators.rollout import Act, Pool, SimulatedEpisode, rollout
 
 EPISODES_PER_PART = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demonstrator:
-    """How good the scripted expert is. All draws are made once per episode, from the episode's seed."""
-
-    noise: tuple[float, float] = (0.0, 0.0)
-    """Standard deviation of the noise on each action is drawn between these, in units of the action range."""
-    offset: tuple[float, float] = (0.0, 0.0)
-    """Constant error of the grasp position in metres (x, y): a badly calibrated demonstrator."""
-    retry: bool = False
-    """Whether it reaches again after a missed grasp."""
-    spread: float = 0.0
-    """Standard deviation of a further grasp error in metres, drawn per episode."""
-    place_offset: tuple[float, float] = (0.0, 0.0)
-    """Constant error of where the cube is set down, in metres (x, y)."""
-    place_spread: float = 0.0
-    """Standard deviation of a further error of the same in metres, drawn per episode."""
-    extra_decisions: int = 1
-    """Decisions recorded after the task is solved."""
 
 
 def record_expert(
@@ -47,18 +30,46 @@ def record_expert(
     max_decisions: int,
     workers: int,
     image_size: int,
+    simulator: str = "tabletop",
+    settings: Sequence[str] = (),
 ) -> int:
-    """Record the expert on ``episodes`` seeds from ``first_seed`` on and return the episodes written.
+    """Record the expert of a simulator on ``episodes`` seeds from ``first_seed`` on.
+
+    Args:
+        folder: Where the recordings go.
+        demonstrator: How good the expert is.
+        episodes: How many, each of its own seed.
+        first_seed: Of the simulator.
+        max_decisions: Longest episode, in decisions of 8 steps.
+        workers: Processes.
+        image_size: Side of the pictures in pixels.
+        simulator: Short name, or 'package.module:Class'.
+        settings: Keywords of its class, as 'key=value' texts.
+
+    Returns:
+        The episodes written.
 
     Raises:
-        ConfigError: the folder already holds recordings.
+        ConfigError: the folder already holds recordings, or the simulator has no expert.
     """
     from tqdm import tqdm
 
     _must_be_new(folder)
+    if not hasattr(registry.resolve("simulator", simulator), "expert"):
+        raise ConfigError(
+            f"--simulator {simulator} has no expert to record. Record a policy in it with --policy, or add "
+            "the method `expert`: docs/extending.md."
+        )
+    environments = Environments(
+        simulator=simulator,
+        settings=tuple(settings),
+        count=1,
+        image_size=image_size,
+        action_spec=ActionSpec(),
+    )
     jobs = [
-        (str(folder / f"part-{number:05d}.h5"), json.dumps(asdict(demonstrator)), seed,
-         min(EPISODES_PER_PART, first_seed + episodes - seed), max_decisions, image_size)
+        (str(folder / f"part-{number:05d}.h5"), environments, demonstrator, seed,
+         min(EPISODES_PER_PART, first_seed + episodes - seed), max_decisions)
         for number, seed in enumerate(range(first_seed, first_seed + episodes, EPISODES_PER_PART))
     ]  # fmt: skip
     written = 0
@@ -106,44 +117,31 @@ def _must_be_new(folder: Path) -> None:
 
 
 def _record_part(
-    path: str, demonstrator: str, seed: int, episodes: int, max_decisions: int, image_size: int
+    path: str,
+    environments: Environments,
+    demonstrator: Demonstrator,
+    seed: int,
+    episodes: int,
+    max_decisions: int,
 ) -> int:
     """Run in a worker process: record consecutive seeds into one file."""
-    from asyncrl.simulators.rendering import require_backend
-
-    require_backend()
-    from asyncrl.simulators.tabletop.simulator import Tabletop
-
-    settings = Demonstrator(**json.loads(demonstrator))
-    simulator = Tabletop(image_size=image_size)
-    play = (_demonstrate(simulator, settings, s, max_decisions) for s in range(seed, seed + episodes))
-    return write_part(Path(path), play, {"demonstrator": json.loads(demonstrator)})
+    simulator = environments.build()
+    play = (_demonstrate(simulator, demonstrator, s, max_decisions) for s in range(seed, seed + episodes))
+    return write_part(Path(path), play, {"demonstrator": asdict(demonstrator)})
 
 
 def _demonstrate(
-    simulator: object, settings: Demonstrator, seed: int, max_decisions: int
+    simulator: Simulator, settings: Demonstrator, seed: int, max_decisions: int
 ) -> SimulatedEpisode:
     """Play one episode with the expert, to a whole number of decisions."""
-    from asyncrl.simulators.tabletop.expert import Expert
-    from asyncrl.simulators.tabletop.simulator import Tabletop
-
-    assert isinstance(simulator, Tabletop)
-    rng = np.random.default_rng([seed, 1])
-    expert = Expert(
-        noise=float(rng.uniform(*settings.noise)),
-        grasp_offset=(settings.offset[0], settings.offset[1]),
-        grasp_error=settings.spread,
-        place_offset=(settings.place_offset[0], settings.place_offset[1]),
-        place_error=settings.place_spread,
-        retry=settings.retry,
-        rng=rng,
-    )
+    assert isinstance(simulator, HasExpert)
     seen = simulator.reset(seed)
+    choose = simulator.expert(settings, np.random.default_rng([seed, 1]))
     frames, actions, success = [seen.image], [DUMMY_ACTION], [False]
     decisions_left = max_decisions
     while decisions_left:
         for _ in range(CHUNK):
-            action = expert.act(simulator).astype(np.float32)
+            action = choose().astype(np.float32)
             seen = simulator.step(action)
             frames.append(seen.image)
             actions.append(action)

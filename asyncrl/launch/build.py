@@ -46,7 +46,6 @@ from asyncrl.records import StartState
 from asyncrl.replay.interface import ActorPort, LearnerPort
 from asyncrl.storage import checkpoint, run_folder
 from asyncrl.weights.interface import Publisher, Receiver
-from asyncrl.weights.transports.interface import TransportName
 from asyncrl.worlds.interface import CompilesWorld
 from asyncrl.worlds.start_states import StartStateStream
 
@@ -124,7 +123,7 @@ class LearnerStart:
     """Where a resumed run goes on."""
 
 
-def transport_of(config: TrainConfig, placement: Placement) -> TransportName:
+def transport_of(config: TrainConfig, placement: Placement) -> str:
     """Choose what carries the weights; every rank of a host comes to the same answer."""
     if config.weights.transport != "auto":
         return config.weights.transport

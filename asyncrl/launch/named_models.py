@@ -8,25 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.storage import asset_paths
 from asyncrl.storage.atomic import read_json
-
-REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
-    "policy": (
-        *("load", "save", "saved_tensors", "action_spec", "sample_arrays", "image_size", "device", "dtype"),
-        *("preprocess", "act", "evaluate", "parameter_groups", "trainable_parameters"),
-        *("trainable_tensors", "acting_tensors", "blocks"),
-    ),
-    "world": ("check", "load", "image_size", "action_spec", "modules", "start", "imagine"),
-    "reward": ("check", "load", "image_size", "modules", "score"),
-    "simulator": ("tasks", "max_steps", "reset", "step"),
-}
-"""What a class must have; whether it is right, `asyncrl check` finds out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +91,8 @@ def refuse_foreign_code(config: TrainConfig, own: Iterable[str]) -> None:
 
 def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
     name, folder = registry.split(text)
-    found = registry.resolve(kind, name)
-    registry.require(kind, found, REQUIRED[kind])
     return NamedModel(
-        kind=found,
+        kind=registry.resolve(kind, name),
         folder=asset_paths.newest_checkpoint(Path(folder)) if kind == "policy" else Path(folder),
         settings=registry.keywords(f"--{kind}-settings", settings),
     )

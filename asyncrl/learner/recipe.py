@@ -33,7 +33,7 @@ from asyncrl.learner.interface import (
 )
 from asyncrl.learner.levels import valid_units
 from asyncrl.learner.ranks import LearnerRanks
-from asyncrl.registry import FLAGS, keywords, names_code, require, resolve
+from asyncrl.registry import FLAGS, keywords, names_code, resolve
 
 ADVANTAGE_OF = {"grpo": "group_relative", "ppo": "gae"}
 """What --algorithm.advantage auto stands for."""
@@ -162,13 +162,12 @@ def build_recipe(
         correction=_build(
             "correction",
             correction.kind,
-            ["weights"],
             [correction],
             "--correction.settings",
             correction.settings,
         ),
-        advantage=_build("advantage", advantage, ["estimate"], [algorithm, critic], *own),
-        objective=_build("objective", algorithm.objective, ["loss"], [algorithm], *own),
+        advantage=_build("advantage", advantage, [algorithm, critic], *own),
+        objective=_build("objective", algorithm.objective, [algorithm], *own),
     )
     for kind, part in (("correction", recipe.correction), ("advantage", recipe.advantage)):
         _check_needs(kind, part)
@@ -192,11 +191,8 @@ def build_recipe(
     return recipe
 
 
-def _build(
-    kind: str, name: str, methods: Iterable[str], arguments: Iterable[Any], flag: str, own: Iterable[str]
-) -> Any:
+def _build(kind: str, name: str, arguments: Iterable[Any], flag: str, own: Iterable[str]) -> Any:
     found = resolve(kind, name)
-    require(kind, found, methods)
     mine = keywords(flag, own) if names_code(name) else {}
     try:
         return found(*arguments, **mine)

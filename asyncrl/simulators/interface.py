@@ -1,10 +1,10 @@
-"""The interface of every simulator."""
+"""The interface of every simulator, and what one may offer beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,30 @@ class Observation:
     """Whether the task is fulfilled at this very moment. Not latched: a later step may undo it."""
 
 
-class Simulator(Protocol):
-    """One environment with true physics and true success. Its class is called with ``image_size=`` in pixels.
+@dataclass(frozen=True, kw_only=True)
+class Demonstrator:
+    """How good the scripted expert is. All draws are made once per episode, from the episode's seed."""
 
+    noise: tuple[float, float] = (0.0, 0.0)
+    """Standard deviation of the noise on each action is drawn between these, in units of the action range."""
+    offset: tuple[float, float] = (0.0, 0.0)
+    """Constant error of the grasp position in metres (x, y): a badly calibrated demonstrator."""
+    retry: bool = False
+    """Whether it reaches again after a missed grasp."""
+    spread: float = 0.0
+    """Standard deviation of a further grasp error in metres, drawn per episode."""
+    place_offset: tuple[float, float] = (0.0, 0.0)
+    """Constant error of where the cube is set down, in metres (x, y)."""
+    place_spread: float = 0.0
+    """Standard deviation of a further error of the same in metres, drawn per episode."""
+    extra_decisions: int = 1
+    """Decisions recorded after the task is solved."""
+
+
+class Simulator(Protocol):
+    """One environment with true physics and true success.
+
+    Its class is called with ``image_size=`` in pixels and the keywords of --simulator-settings.
     Action i produces observation i: `step` returns what is seen after the action.
     """
 
@@ -51,7 +72,25 @@ class Simulator(Protocol):
         """Carry out one action.
 
         Args:
-            action: ``[7]`` = (dx, dy, dz, droll, dpitch, dyaw, gripper), each clipped to [-1, 1].
-                Translations and rotations are relative to the present tool pose; gripper > 0 closes.
+            action: ``[A]`` float32 in the units of the policy. The built-in one: ``[7]`` = (dx, dy, dz,
+                droll, dpitch, dyaw, gripper), each clipped to [-1, 1]; translations and rotations are
+                relative to the present tool pose; gripper > 0 closes.
+        """
+        ...
+
+
+@runtime_checkable
+class HasExpert(Protocol):
+    """A simulator that can show how a task is done: needed by `asyncrl collect` without --policy."""
+
+    def expert(self, settings: Demonstrator, rng: np.random.Generator) -> Callable[[], NDArray[np.float32]]:
+        """Return what chooses the next action of the episode that was just reset; it may see the true state.
+
+        Args:
+            settings: How good it shall be; what has no meaning here is ignored.
+            rng: Source of all its randomness.
+
+        Returns:
+            A function that gives ``[A]`` float32, called before each `step`.
         """
         ...

@@ -27,18 +27,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
-from asyncrl.records import ACTION_DIM, CHUNK
-from asyncrl.simulators.pool_worker import Server, buffer_bytes, lay_out, worker_main
+from asyncrl.records import ActionSpec
+from asyncrl.simulators.pool_worker import Environments, Server, worker_main
 
+DEFAULT_SPEC: Final = ActionSpec()
 _KINDS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "ConfigError": ConfigError}
 
 
 class _InProcess:
     """Stands in for a worker when no process is wanted."""
 
-    def __init__(self, name: str, envs: int, image_size: int) -> None:
-        self.arrays = lay_out(bytearray(buffer_bytes(envs, image_size)), envs, image_size)
-        self._server = Server(name, self.arrays, image_size)
+    def __init__(self, environments: Environments) -> None:
+        self.arrays = environments.arrays(bytearray(environments.nbytes))
+        self._server = Server(environments, self.arrays)
         self._answer: dict[str, Any] = {}
 
     def ask(self, request: dict[str, Any]) -> None:
@@ -54,16 +55,16 @@ class _InProcess:
 class _Remote:
     """The parent's side of one worker process."""
 
-    def __init__(self, name: str, envs: int, image_size: int, number: int) -> None:
+    def __init__(self, environments: Environments, number: int) -> None:
         context = mp.get_context("spawn")
-        buffer = context.RawArray(ctypes.c_uint8, buffer_bytes(envs, image_size))
-        self.arrays = lay_out(buffer, envs, image_size)
+        buffer = context.RawArray(ctypes.c_uint8, environments.nbytes)
+        self.arrays = environments.arrays(buffer)
         self.name = f"simulator worker {number}"
         self._pipe, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(
             target=worker_main,
             name=self.name,
-            args=(theirs, buffer, name, envs, image_size, os.getpid()),
+            args=(theirs, buffer, environments, os.getpid()),
             daemon=True,
         )
         self._process.start()
@@ -121,20 +122,30 @@ class SimulatorPool:
     that outlives it: on Linux the workers die with that thread.
 
     Args:
-        name: Simulator, one of `SIMULATORS`.
+        name: Simulator: a short name of the registry, or 'package.module:Class'.
         workers: Processes; 0 runs everything in this process.
         envs_per_worker: Environments of each, at least 1.
         image_size: Side of the pictures in pixels.
+        settings: Keywords of the simulator's class, as 'key=value' texts.
+        action_spec: Steps that are carried out at once, and numbers per step: those of the policy.
         timeout: Seconds that a worker may take for start-up or for one request.
 
     Raises:
-        ConfigError: A number is out of range, or the simulator is unknown.
+        ConfigError: A number is out of range, or the simulator is unknown or lacks what one needs.
         AssetError: No OpenGL library.
         RunError: A worker died or did not answer in time.
     """
 
     def __init__(
-        self, name: str, workers: int, envs_per_worker: int, image_size: int, *, timeout: float = 120.0
+        self,
+        name: str,
+        workers: int,
+        envs_per_worker: int,
+        image_size: int,
+        *,
+        settings: Sequence[str] = (),
+        action_spec: ActionSpec = DEFAULT_SPEC,
+        timeout: float = 120.0,
     ) -> None:
         if workers < 0 or envs_per_worker < 1:
             raise ConfigError(
@@ -145,12 +156,20 @@ class SimulatorPool:
         self.slots = max(workers, 1) * envs_per_worker
         """Number of environments."""
         self._workers: list[_InProcess | _Remote] = []
+        self._spec = action_spec
+        environments = Environments(
+            simulator=name,
+            settings=tuple(settings),
+            count=envs_per_worker,
+            image_size=image_size,
+            action_spec=action_spec,
+        )
         if workers == 0:
-            self._workers.append(_InProcess(name, envs_per_worker, image_size))
+            self._workers.append(_InProcess(environments))
             return
         try:
             for number in range(workers):
-                self._workers.append(_Remote(name, envs_per_worker, image_size, number))
+                self._workers.append(_Remote(environments, number))
             deadline = time.monotonic() + timeout
             for worker in self._workers:
                 worker.answer(deadline)
@@ -188,25 +207,27 @@ class SimulatorPool:
 
         Args:
             indices: n different environments.
-            actions: ``[n, C, 7]`` in [-1, 1], finite; C is at least 1.
+            actions: ``[n, C, A]`` float, finite, in the simulator's units; C is at least 1.
 
         Returns:
             Frames ``[n, C, H, W, 3]`` uint8 and success ``[n, C]`` bool, in the order of `indices`. Frame and
             success i follow action i. Steps after a success are carried out like any other.
         """
-        wanted = actions.ndim == 3 and actions.shape == (len(indices), actions.shape[1], ACTION_DIM)
+        at_once, width = self._spec.chunk, self._spec.dim
+        wanted = actions.ndim == 3 and actions.shape == (len(indices), actions.shape[1], width)
         if not wanted or not actions.shape[1] or not np.isfinite(actions).all():
             raise ValueError(
-                f"actions must be finite [{len(indices)}, 1 or more, {ACTION_DIM}], got shape {actions.shape}"
+                f"actions must be finite [{len(indices)}, 1 or more, {width}], got shape {actions.shape}"
             )
-        parts = [self._step(indices, actions[:, i : i + CHUNK]) for i in range(0, actions.shape[1], CHUNK)]
+        starts = range(0, actions.shape[1], at_once)
+        parts = [self._step(indices, actions[:, i : i + at_once]) for i in starts]
         frames, success = zip(*parts, strict=True)
         return np.concatenate(frames, axis=1), np.concatenate(success, axis=1).astype(bool)
 
     def _step(
         self, indices: Sequence[int], actions: NDArray[np.floating]
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Carry out up to 8 steps: what the shared memory holds."""
+        """Carry out as many steps as the shared memory holds, or fewer."""
         steps = actions.shape[1]
         located = [self._locate(index) for index in indices]
         for (worker, env), chunk in zip(located, actions, strict=True):

@@ -1,7 +1,7 @@
 """Serve a simulator pool as one worker: step environments, write pictures and success to shared memory.
 
 Dimension letters:
-    E  environments of the worker      C  steps of a request at most (8)      A  action dimensions (7)
+    E  environments of the worker      C  steps of a request at most      A  numbers per step
     H, W  picture size in pixels (equal)
 """
 
@@ -10,32 +10,69 @@ import os
 import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl import registry
 from asyncrl.errors import ConfigError
 from asyncrl.observability.signals import die_with_parent
-from asyncrl.records import ACTION_DIM, CHUNK
+from asyncrl.records import ActionSpec
 from asyncrl.simulators.interface import Simulator
 
-SIMULATORS: Final = ("tabletop",)
-"""Names that `build_simulator` knows."""
 
+@dataclass(frozen=True, kw_only=True)
+class Environments:
+    """Which environments a worker has."""
 
-def build_simulator(name: str, image_size: int) -> Simulator:
-    """Build one rendering simulator by its name.
+    simulator: str
+    """Short name, or 'package.module:Class' of the user."""
+    settings: tuple[str, ...]
+    """Keywords of the class, as 'key=value' texts."""
+    count: int
+    image_size: int
+    """Side of the pictures in pixels."""
+    action_spec: ActionSpec
+    """Steps that are carried out at once, and numbers per step."""
 
-    Raises:
-        ConfigError: The name is unknown.
-        AssetError: A library that it needs is not there.
-    """
-    if name != "tabletop":
-        raise ConfigError(f"The simulator {name!r} is not known. Choose one of: {', '.join(SIMULATORS)}.")
-    from asyncrl.simulators.tabletop.simulator import Tabletop
+    def build(self) -> Simulator:
+        """Build one environment.
 
-    return Tabletop(image_size)
+        Raises:
+            ConfigError: Nothing is called so, or the class lacks what a simulator needs or refuses a setting.
+            AssetError: A library that it needs is not there.
+        """
+        kind = registry.resolve("simulator", self.simulator)
+        keywords = registry.keywords("--simulator-settings", self.settings)
+        try:
+            return kind(image_size=self.image_size, **keywords)
+        except TypeError as error:
+            raise ConfigError(
+                f"--simulator {self.simulator} cannot be built: {error}. It is called with image_size and "
+                "the keywords of --simulator-settings."
+            ) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the shared buffer that `arrays` divides."""
+        step = self.action_spec.dim * 4 + self.image_size**2 * 3 + 1
+        return self.count * self.action_spec.chunk * step
+
+    def arrays(self, buffer: Any) -> "Arrays":
+        """View one shared buffer as the three arrays (actions first: they need the alignment)."""
+        steps = (self.count, self.action_spec.chunk)
+        shapes = {
+            "actions": (np.dtype(np.float32), (*steps, self.action_spec.dim)),
+            "frames": (np.dtype(np.uint8), (*steps, self.image_size, self.image_size, 3)),
+            "success": (np.dtype(np.uint8), steps),
+        }
+        arrays, offset = {}, 0
+        for key, (dtype, shape) in shapes.items():
+            length = int(np.prod(shape))
+            arrays[key] = np.frombuffer(buffer, dtype, length, offset).reshape(shape)
+            offset += length * dtype.itemsize
+        return Arrays(**arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,32 +87,12 @@ class Arrays:
     """``[E, C]`` written by the worker, 0 or 1."""
 
 
-def lay_out(buffer: Any, envs: int, image_size: int) -> Arrays:
-    """View one shared buffer as the three arrays (actions first: they need the alignment)."""
-    shapes = {
-        "actions": (np.dtype(np.float32), (envs, CHUNK, ACTION_DIM)),
-        "frames": (np.dtype(np.uint8), (envs, CHUNK, image_size, image_size, 3)),
-        "success": (np.dtype(np.uint8), (envs, CHUNK)),
-    }
-    arrays, offset = {}, 0
-    for key, (dtype, shape) in shapes.items():
-        count = int(np.prod(shape))
-        arrays[key] = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
-        offset += count * dtype.itemsize
-    return Arrays(**arrays)
-
-
-def buffer_bytes(envs: int, image_size: int) -> int:
-    """Compute the size of the shared buffer that `lay_out` divides."""
-    return envs * CHUNK * (ACTION_DIM * 4 + image_size * image_size * 3 + 1)
-
-
 class Server:
     """Carries out requests on its own environments. The same code runs in a worker and in-process."""
 
-    def __init__(self, name: str, arrays: Arrays, image_size: int) -> None:
+    def __init__(self, environments: Environments, arrays: Arrays) -> None:
         self._arrays = arrays
-        self._simulators = [build_simulator(name, image_size) for _ in range(len(arrays.actions))]
+        self._simulators = [environments.build() for _ in range(environments.count)]
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
         """Reset or step the environments ``request["envs"]``; results go to the shared arrays."""
@@ -95,13 +112,13 @@ class Server:
         return seen.task
 
 
-def worker_main(pipe: Connection, buffer: Any, name: str, envs: int, image_size: int, parent: int) -> None:
+def worker_main(pipe: Connection, buffer: Any, environments: Environments, parent: int) -> None:
     """Serve requests until the pipe closes. What a worker cannot do goes to the parent as a message."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
     os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa draws in this thread: one core per worker
     try:
-        server = Server(name, lay_out(buffer, envs, image_size), image_size)
+        server = Server(environments, environments.arrays(buffer))
         pipe.send_bytes(json.dumps({}).encode())
         while True:
             request = json.loads(pipe.recv_bytes())

@@ -16,7 +16,7 @@ from asyncrl.records import CHUNK, DUMMY_ACTION
 from asyncrl.seeds import simulated_sampling_seed
 
 Act = Callable[[NDArray[np.uint8], list[str], list[int]], NDArray[np.float32]]
-"""``(frames [B, H, W, 3], tasks, sampling seeds) -> actions [B, C, 7]``, C steps per decision."""
+"""``(frames [B, H, W, 3] uint8, tasks, sampling seeds) -> actions [B, C, A] float32``."""
 
 
 class Pool(Protocol):
@@ -39,7 +39,7 @@ class Pool(Protocol):
 
         Args:
             indices: ``n`` slots.
-            actions: ``[n, C, 7]`` float32.
+            actions: ``[n, C, A]`` float32.
 
         Returns:
             Pictures ``[n, C, H, W, 3]`` uint8 and success ``[n, C]`` bool.
@@ -56,7 +56,7 @@ class SimulatedEpisode:
     frames: NDArray[np.uint8]
     """``[F, H, W, 3]``; frame 0 is the first observation and F - 1 whole decisions of the policy follow."""
     actions: NDArray[np.float32]
-    """``[F, 7]``; row 0 is `DUMMY_ACTION`."""
+    """``[F, A]``; row 0 is `DUMMY_ACTION`, or zeros where A is not 7."""
     success: NDArray[np.bool_]
     """``[F]`` whether the task was solved in that frame."""
 
@@ -66,7 +66,7 @@ class _Running:
     seed: int
     task: str
     frames: list[NDArray[np.uint8]]
-    actions: list[NDArray[np.float32]] = field(default_factory=lambda: [DUMMY_ACTION[None]])
+    actions: list[NDArray[np.float32]] = field(default_factory=list)
     success: list[NDArray[np.bool_]] = field(default_factory=lambda: [np.zeros(1, bool)])
 
     @property
@@ -86,9 +86,14 @@ class _Running:
             seed=self.seed,
             task=self.task,
             frames=np.concatenate(self.frames),
-            actions=np.concatenate(self.actions),
+            actions=np.concatenate([_first_action(self.actions[0].shape[1])[None], *self.actions]),
             success=np.concatenate(self.success),
         )
+
+
+def _first_action(width: int) -> NDArray[np.float32]:
+    """``[A]``: what stands for the action before the first frame."""
+    return DUMMY_ACTION if width == len(DUMMY_ACTION) else np.zeros(width, np.float32)
 
 
 def rollout(pool: Pool, act: Act, seeds: Sequence[int], *, max_decisions: int) -> Iterator[SimulatedEpisode]:

@@ -39,7 +39,7 @@ from asyncrl.weights.membership import (
 )
 from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.rendezvous_store import epoch_store, open_store
-from asyncrl.weights.transports.interface import Transport, TransportName, build_transport
+from asyncrl.weights.transports.interface import Transport, build_transport
 
 PACKING_POLL_SECONDS = 0.0005
 """Pause between two polls of whether the device has packed a version."""
@@ -339,7 +339,7 @@ class BroadcastPublisher:
 
 
 def build_publisher(
-    transport: TransportName,
+    transport: str,
     store_listen: str = "127.0.0.1:0",
     device: torch.device | str = "cpu",
     deadline: float = 60.0,

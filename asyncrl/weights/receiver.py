@@ -32,7 +32,7 @@ from asyncrl.weights.membership import (
 )
 from asyncrl.weights.rendezvous_store import LOST, connect, epoch_store
 from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
-from asyncrl.weights.transports.interface import Transport, TransportName, build_transport
+from asyncrl.weights.transports.interface import Transport, build_transport
 
 _log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class BroadcastReceiver(BufferedReceiver):
 
 
 def build_receiver(
-    transport: TransportName,
+    transport: str,
     endpoint: str,
     name: str,
     manifest_tensors: Mapping[str, Tensor],

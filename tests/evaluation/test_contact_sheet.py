@@ -12,13 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
+from asyncrl.commands.evaluate import main
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.evaluation.contact_sheet import imagine_again, tile, write_contact_sheet
-from asyncrl.records import StartState
+from asyncrl.evaluation.contact_sheet import check_suffix, imagine_again, tile, write_contact_sheet
+from asyncrl.records import ActionSpec, StartState
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld, save_world
+from asyncrl.worlds.wan.world import WanWorld
 
 
 def episode(seed: int, decisions: int, *, solved: bool = False, size: int = 2) -> SimulatedEpisode:
@@ -51,7 +52,7 @@ class Sum:
 class AddingWorld:
     """Frame after an action: the start frame plus all actions so far."""
 
-    version, image_size = 0, 2
+    version, image_size, action_spec = 0, 2, ActionSpec()
 
     def start(self, states: Sequence[StartState]) -> Any:
         assert all(len(state.context_frames) == 0 for state in states)
@@ -93,22 +94,22 @@ def test_clips_lie_in_rows_and_a_short_one_keeps_its_last_frame() -> None:
 
 def test_another_suffix_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must end in \.gif or \.mp4"):
-        write_contact_sheet(tmp_path / "sheet.png", [episode(0, 1)], "tabletop")
+        check_suffix(tmp_path / "sheet.png")
 
 
-def test_a_world_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_world_that_is_not_there_is_named_before_an_episode_is_played(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="--world nowhere"):
-        write_contact_sheet(tmp_path / "sheet.gif", [episode(0, 1)], "nowhere")
+        main(["tabletop", "--video", str(tmp_path / "sheet.gif"), "--world", "nowhere"])
 
 
 def test_a_sheet_has_a_frame_per_step_and_an_edge_per_outcome(tmp_path: Path) -> None:
     torch.manual_seed(0)
     size = TransformerConfig(heads=2, head_dim=24, layers=1, ffn_dim=40, channels=32, patch=2, freq_dim=32)
     vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4))
-    save_world(tmp_path / "world", WanWorld(ActionWanTransformer(size), vae, image_size=64, schedule_steps=1))
+    world = WanWorld(ActionWanTransformer(size), vae, image_size=64, schedule_steps=1)
     episodes = [episode(0, 1, solved=True, size=64), episode(1, 1, size=64)]
     path = tmp_path / "videos" / "sheet.gif"
-    write_contact_sheet(path, episodes, str(tmp_path / "world"))
+    write_contact_sheet(path, episodes, world)
     with Image.open(path) as sheet:
         assert sheet.size == (4 * 2 * (2 * 64 + 4), 2 * (64 + 4))
         first = np.asarray(sheet.convert("RGB")).astype(int)

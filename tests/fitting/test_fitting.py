@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import AssetError, ConfigError, RunError
-from asyncrl.fitting.collect import Demonstrator, _decisions_since, _demonstrate, record_expert
+from asyncrl.fitting.collect import _decisions_since, _demonstrate, record_expert
 from asyncrl.fitting.fit_policy import examples, fit_policy
 from asyncrl.fitting.fit_vae import stream_of
 from asyncrl.fitting.fit_world import windows
@@ -24,6 +24,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import DUMMY_ACTION
+from asyncrl.simulators.interface import Demonstrator
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import SimulatedEpisode
 
@@ -229,7 +230,8 @@ def test_cloning_makes_the_demonstrated_actions_likely() -> None:
         chunks = np.stack([recordings.actions[row + 1 : row + 9] for row in range(8)])
         inputs = policy.preprocess(recordings.frames[:8], recordings.tasks * 8)
         with torch.no_grad():
-            seen = policy.evaluate(inputs, torch.from_numpy(encode(chunks)), SamplingParams(temperature=1.0))
+            sample = {"tokens": torch.from_numpy(encode(chunks))}
+            seen = policy.evaluate(inputs, sample, SamplingParams(temperature=1.0))
         return -float(seen.logprob.mean())
 
     assert surprise() > 5.0, "a policy that knows nothing has about log(256) = 5.5 nats per token"

@@ -24,7 +24,7 @@ def with_policy(folder: Path, policy: OpenVLAOFTPolicy) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+@pytest.mark.parametrize("level", ["token", "action", "decision"])
 def test_openvla_trains_at_every_level(tmp_path: Path, level: str) -> None:
     torch.manual_seed(0)
     before = OpenVLAPolicy(OpenVLAOFTConfig.tiny(decoding="autoregressive", llm_layers=1))

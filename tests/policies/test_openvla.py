@@ -462,8 +462,8 @@ def test_a_fresh_critic_is_the_same_for_the_same_seed(level: str, count: int) ->
     policies = [tiny(), tiny(value_head="chunk")]  # one gets its first critic, the other's is replaced
     for policy in policies:
         torch.manual_seed(5)
-        policy.add_critic(level)  # type: ignore[arg-type]
-        assert (policy.config.value_head, policy.config.values) == (level, count)
+        policy.add_critic(level)
+        assert (policy.critic, policy.config.values) == (level, count)
     one, other = (p.trainable_tensors() for p in policies)
     assert one["value_head.mlp.4.weight"].shape == (count, 32)
     assert all(torch.equal(one[n], other[n]) for n in one if n.startswith("value_head."))

@@ -229,4 +229,4 @@ def test_the_factory_and_a_saved_folder_give_the_class_that_decodes_so(tmp_path:
         ours, theirs = (p.act(inputs, AS_IS, [1, 2]) for p in (policy, again))
         assert torch.equal(ours.sample["tokens"], theirs.sample["tokens"])
         assert torch.equal(ours.logprob, theirs.logprob)
-        assert dataclasses.asdict(ours).keys() == {"actions", "tokens", "logprob", "value", "entropy"}
+        assert dataclasses.asdict(ours).keys() == {"actions", "sample", "logprob", "value", "entropy"}

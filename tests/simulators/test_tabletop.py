@@ -15,13 +15,8 @@ from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import box_average, find_backend, require_backend
 from asyncrl.simulators.tabletop import scene
 from asyncrl.simulators.tabletop.expert import Expert
-from asyncrl.simulators.tabletop.simulator import (
-    MAX_STEPS,
-    TASKS,
-    TRANSLATION,
-    Tabletop,
-    rotation_matrix,
-)
+from asyncrl.simulators.tabletop.scene import TRANSLATION, rotation_matrix
+from asyncrl.simulators.tabletop.simulator import MAX_STEPS, TASKS, Tabletop
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 

@@ -5,14 +5,22 @@ withdraws. It can be made worse by action noise, by constant offsets of where it
 down (a miscalibrated demonstrator) and by errors of both drawn anew each episode. Lengths in metres.
 """
 
+from collections.abc import Callable
 from enum import Enum, auto
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.tabletop.scene import CUBE_HALF, PLATE_HEIGHT, PLATE_RADIUS
-from asyncrl.simulators.tabletop.simulator import ROTATION, TRANSLATION, Tabletop, rotation_matrix, skew_part
+from asyncrl.simulators.tabletop.scene import (
+    CUBE_HALF,
+    PLATE_HEIGHT,
+    PLATE_RADIUS,
+    ROTATION,
+    TRANSLATION,
+    rotation_matrix,
+    skew_part,
+)
 
 HOVER: Final = 0.07
 """Height above the grasp at which the hand travels to the cube."""
@@ -36,6 +44,31 @@ class _Phase(Enum):
     CARRY = auto()
     RELEASE = auto()
     WITHDRAW = auto()
+
+
+class TableState(Protocol):
+    """What the expert knows of the simulator."""
+
+    cube: int
+    plate: int
+    cube_position: Callable[[int], NDArray[np.float64]]
+    cube_yaw: Callable[[int], float]
+    plate_position: Callable[[int], NDArray[np.float64]]
+
+    @property
+    def tool_position(self) -> NDArray[np.float64]:
+        """See `Tabletop.tool_position`."""
+        ...
+
+    @property
+    def tool_rotation(self) -> NDArray[np.float64]:
+        """See `Tabletop.tool_rotation`."""
+        ...
+
+    @property
+    def finger_opening(self) -> float:
+        """See `Tabletop.finger_opening`."""
+        ...
 
 
 class Expert:
@@ -73,17 +106,17 @@ class Expert:
         self._misplace = self._place_offset + self._rng.normal(0.0, 1.0, 2) * self._place_error
         self._enter(_Phase.REACH)
 
-    def act(self, simulator: Tabletop) -> NDArray[np.float32]:
+    def act(self, table: TableState) -> NDArray[np.float32]:
         """Choose the next action.
 
         Returns:
             ``[7]`` float32 in [-1, 1]: proportional to the remaining way, gripper exactly -1 or 1.
         """
-        self._change_phase(simulator)
+        self._change_phase(table)
         self._steps += 1
         action = np.zeros(7)
-        action[:3] = GAIN * (self._target(simulator) - simulator.tool_position) / TRANSLATION
-        action[3:6] = GAIN * self._turn(simulator) / ROTATION
+        action[:3] = GAIN * (self._target(table) - table.tool_position) / TRANSLATION
+        action[3:6] = GAIN * self._turn(table) / ROTATION
         action[:6] += self._rng.normal(0.0, 1.0, 6) * self._noise
         action[6] = CLOSE if self._phase in (_Phase.GRASP, _Phase.CARRY) else OPEN
         return np.clip(action, -1.0, 1.0).astype(np.float32)
@@ -91,65 +124,65 @@ class Expert:
     def _enter(self, phase: _Phase) -> None:
         self._phase, self._steps = phase, 0
 
-    def _change_phase(self, simulator: Tabletop) -> None:
+    def _change_phase(self, table: TableState) -> None:
         """Move on when the present phase has reached its end, or has run out of patience."""
         if self._phase is _Phase.REACH:
-            error = simulator.tool_position - self._grasp_point(simulator)
+            error = table.tool_position - self._grasp_point(table)
             if (np.hypot(*error[:2]) < 0.012 and abs(error[2]) < 0.012) or self._steps >= _PATIENCE:
                 self._enter(_Phase.GRASP)
         elif self._phase is _Phase.GRASP and self._steps >= _CLOSING_STEPS:
             self._enter(_Phase.CARRY)
         elif self._phase is _Phase.CARRY:
-            if self._retry and not self._holds(simulator):
+            if self._retry and not self._holds(table):
                 self._enter(_Phase.REACH)
             else:
-                above = self._cargo(simulator) - self._put_point(simulator)
+                above = self._cargo(table) - self._put_point(table)
                 if (np.hypot(*above[:2]) < 0.018 and above[2] < 0.008) or self._steps >= _PATIENCE:
                     self._enter(_Phase.RELEASE)
-                    self._held_at = simulator.tool_position
+                    self._held_at = table.tool_position
         elif self._phase is _Phase.RELEASE and self._steps >= _RELEASE_STEPS:
             self._enter(_Phase.WITHDRAW)
 
-    def _target(self, simulator: Tabletop) -> NDArray[np.float64]:
+    def _target(self, table: TableState) -> NDArray[np.float64]:
         """Compute the tool's target ``[3]``. Far from the goal it keeps its height; near it, it sinks."""
         if self._phase is _Phase.REACH:
-            return _funnel(simulator.tool_position, self._grasp_point(simulator), HOVER, slope=2.5)
+            return _funnel(table.tool_position, self._grasp_point(table), HOVER, slope=2.5)
         if self._phase is _Phase.GRASP:
-            return self._grasp_point(simulator)
+            return self._grasp_point(table)
         if self._phase is _Phase.CARRY:
-            cargo = self._cargo(simulator)
-            way = _funnel(cargo, self._put_point(simulator), LIFT, slope=2.0) - cargo
-            way[:2] *= _share_sideways(cargo, self._put_point(simulator))
-            return simulator.tool_position + way
+            cargo = self._cargo(table)
+            way = _funnel(cargo, self._put_point(table), LIFT, slope=2.0) - cargo
+            way[:2] *= _share_sideways(cargo, self._put_point(table))
+            return table.tool_position + way
         if self._phase is _Phase.WITHDRAW:
             return np.array([*self._held_at[:2], 0.13])
         return self._held_at
 
-    def _turn(self, simulator: Tabletop) -> NDArray[np.float64]:
+    def _turn(self, table: TableState) -> NDArray[np.float64]:
         """Compute the rotation ``[3]`` that sets the hand upright and, before the grasp, along the cube."""
-        yaw = simulator.cube_yaw(simulator.cube)
+        yaw = table.cube_yaw(table.cube)
         if self._phase is not _Phase.REACH:
-            axes = simulator.tool_rotation
+            axes = table.tool_rotation
             yaw = float(np.arctan2(axes[1, 0], axes[0, 0]))
         wanted = rotation_matrix(np.array([0.0, 0.0, yaw])) @ _DOWN
-        return skew_part(wanted @ simulator.tool_rotation.T)
+        return skew_part(wanted @ table.tool_rotation.T)
 
-    def _grasp_point(self, simulator: Tabletop) -> NDArray[np.float64]:
-        cube = simulator.cube_position(simulator.cube)
+    def _grasp_point(self, table: TableState) -> NDArray[np.float64]:
+        cube = table.cube_position(table.cube)
         return np.array([*(cube[:2] + self._miss), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
 
-    def _put_point(self, simulator: Tabletop) -> NDArray[np.float64]:
+    def _put_point(self, table: TableState) -> NDArray[np.float64]:
         """Compute where the cargo's centre is to be when the fingers open: ``[3]``, just above the plate."""
-        plate = simulator.plate_position(simulator.plate)
+        plate = table.plate_position(table.plate)
         return np.array([*(plate[:2] + self._misplace), PLATE_HEIGHT + CUBE_HALF + 0.003])
 
-    def _cargo(self, simulator: Tabletop) -> NDArray[np.float64]:
+    def _cargo(self, table: TableState) -> NDArray[np.float64]:
         """Return what to bring over the plate, ``[3]``: the cube when it is held, else the tool itself."""
-        return simulator.cube_position(simulator.cube) if self._holds(simulator) else simulator.tool_position
+        return table.cube_position(table.cube) if self._holds(table) else table.tool_position
 
-    def _holds(self, simulator: Tabletop) -> bool:
-        near = np.linalg.norm(simulator.cube_position(simulator.cube) - simulator.tool_position) < 0.05
-        return bool(near and simulator.finger_opening > 1.5 * CUBE_HALF)
+    def _holds(self, table: TableState) -> bool:
+        near = np.linalg.norm(table.cube_position(table.cube) - table.tool_position) < 0.05
+        return bool(near and table.finger_opening > 1.5 * CUBE_HALF)
 
 
 def _funnel(

@@ -1,4 +1,4 @@
-"""Describe the scene of `tabletop` as MJCF. A pure function: no files, no mujoco.
+"""Describe the scene of `tabletop` as MJCF, and its geometry. Pure functions: no files, no mujoco.
 
 Lengths are metres, angles radians, colours red-green-blue in [0, 1]. World axes: x points away from the robot
 and towards the camera, y to the right in the picture, z up; the table top is z = 0.
@@ -8,6 +8,9 @@ real ones, so that a grasp can be seen in a picture of 64 x 64 pixels.
 """
 
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 CUBE_COLOURS: Final[dict[str, str]] = {"red": ".88 .10 .08", "green": ".10 .62 .14", "blue": ".10 .26 .90"}
 PLATE_COLOURS: Final[dict[str, str]] = {
@@ -27,6 +30,10 @@ PLATE_RADIUS: Final = 0.055
 PLATE_HEIGHT: Final = 0.008
 FINGER_TRAVEL: Final = 0.040
 """How far each finger opens. The cube leaves 1.7 cm on either side: the lateral error a grasp can bear."""
+TRANSLATION: Final = 0.06
+"""Metres per step at action 1."""
+ROTATION: Final = 0.25
+"""Radians per step at action 1."""
 HOME: Final = (0.0, 0.1743, 0.0, -2.3999, 0.0, 2.5742, 0.7854)
 """Joint angles at reset: the tool at (0.50, 0, 0.14), pointing straight down."""
 CAMERA: Final = "front"
@@ -139,3 +146,33 @@ def _actuators() -> str:
         for i in (1, 2)
     )
     return arm + fingers
+
+
+def rotation_matrix(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Compute the rotation about an axis by the axis' length in radians (Rodrigues' formula).
+
+    Args:
+        vector: ``[3]`` float64.
+
+    Returns:
+        ``[3, 3]`` float64.
+    """
+    angle = float(np.linalg.norm(vector))
+    if angle < 1e-9:
+        return np.eye(3)
+    x, y, z = vector / angle
+    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    return np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * (cross @ cross)
+
+
+def skew_part(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Compute the axis times the sine of the angle of a rotation: the rotation vector, for small angles.
+
+    Args:
+        rotation: ``[3, 3]`` float64.
+
+    Returns:
+        ``[3]`` float64.
+    """
+    r = rotation
+    return 0.5 * np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]])

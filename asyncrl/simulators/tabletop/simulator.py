@@ -6,6 +6,7 @@ radians.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -13,17 +14,14 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM
-from asyncrl.simulators.interface import Observation
+from asyncrl.simulators.interface import Demonstrator, Observation
 from asyncrl.simulators.rendering import Renderer, load_mujoco, require_backend
 from asyncrl.simulators.tabletop import scene
-from asyncrl.simulators.tabletop.scene import TASKS
+from asyncrl.simulators.tabletop.expert import Expert
+from asyncrl.simulators.tabletop.scene import ROTATION, TASKS, TRANSLATION, rotation_matrix, skew_part
 
 MAX_STEPS: Final = 48
 """An episode is truncated after 6 decisions of 8 steps."""
-TRANSLATION: Final = 0.06
-"""Metres per step at action 1."""
-ROTATION: Final = 0.25
-"""Radians per step at action 1."""
 PHYSICS_STEPS: Final = 20
 """Physics steps of 5 ms in one step."""
 TOOL_LOW: Final = (0.30, -0.30, 0.010)
@@ -116,6 +114,19 @@ class Tabletop:
         self._advance()
         self.success = self._is_success()
         return self._observe()
+
+    def expert(self, settings: Demonstrator, rng: np.random.Generator) -> Callable[[], NDArray[np.float32]]:
+        """Return what chooses the next action of an episode from the true state. See `HasExpert.expert`."""
+        expert = Expert(
+            noise=float(rng.uniform(*settings.noise)),
+            grasp_offset=settings.offset,
+            grasp_error=settings.spread,
+            place_offset=settings.place_offset,
+            place_error=settings.place_spread,
+            retry=settings.retry,
+            rng=rng,
+        )
+        return lambda: expert.act(self)
 
     @property
     def tool_position(self) -> NDArray[np.float64]:
@@ -210,33 +221,3 @@ class Tabletop:
         draw = self._renderer
         image = _NO_IMAGE if draw is None else draw.draw(self.model, self.data, scene.CAMERA)
         return Observation(image=image, task=self.task, success=self.success)
-
-
-def rotation_matrix(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute the rotation about an axis by the axis' length in radians (Rodrigues' formula).
-
-    Args:
-        vector: ``[3]`` float64.
-
-    Returns:
-        ``[3, 3]`` float64.
-    """
-    angle = float(np.linalg.norm(vector))
-    if angle < 1e-9:
-        return np.eye(3)
-    x, y, z = vector / angle
-    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
-    return np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * (cross @ cross)
-
-
-def skew_part(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute the axis times the sine of the angle of a rotation: the rotation vector, for small angles.
-
-    Args:
-        rotation: ``[3, 3]`` float64.
-
-    Returns:
-        ``[3]`` float64.
-    """
-    r = rotation
-    return 0.5 * np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]])

@@ -11,7 +11,7 @@ A link need not notice a dead peer: `deadlines` gives every action a deadline, a
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.registry import resolve
 from asyncrl.weights.packing import Buffers
 
-TransportName = Literal["gloo", "nccl", "cuda_ipc", "nccl+ipc"]
 BufferPair = tuple[Buffers, Buffers]
 """The learner's two buffer sets, by buffer index: one is sent while the other is packed."""
 
@@ -99,7 +98,7 @@ def build_transport(name: str, device: torch.device, deadline: float) -> Transpo
     """Return the transport called `name`.
 
     Args:
-        name: A `TransportName`, or 'package.module:Class' of the user.
+        name: A built-in one, or 'package.module:Class' of the user.
         device: See `Transport.build`.
         deadline: Seconds after which a broadcast has failed.
 
@@ -110,7 +109,7 @@ def build_transport(name: str, device: torch.device, deadline: float) -> Transpo
     return transport.build(device, deadline)
 
 
-def require_gpu(name: TransportName, device: torch.device) -> None:
+def require_gpu(name: str, device: torch.device) -> None:
     """Check that a device is one certain GPU.
 
     Raises:
