@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "asyncrl.replay_tools.commands:run_inspection",
         "look into a replay: list | show | video | sheet | stats | verify | export | prune",
     ),
+    "check": (
+        "asyncrl.commands.check:main",
+        "does a class of yours keep its protocol: policy | world | reward | simulator | ...",
+    ),
     "doctor": (
         "asyncrl.commands.doctor:main",
         "check everything a run needs on this host: [CONFIG.toml] [--flags]",

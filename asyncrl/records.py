@@ -105,8 +105,8 @@ class Episode:
     """Name -> ``[N, ...]``: what the policy must be shown again to give the log-probs of its decisions. A
     policy of action tokens: ``{"tokens": [N, C, A] int32}``, bins 0..255."""
     logprobs: Float32
-    """``[N, C, A]`` log-probability of each number of the action when it was sampled, in nats; of action
-    tokens after temperature and top-k."""
+    """``[N, C, A]`` log of the probability (or density) of each number of the action when it was sampled, in
+    nats; of action tokens after temperature and top-k."""
     values: Float32
     """``[N]`` critic's estimate; NaN where the policy has no value head."""
     actions: Float32
@@ -253,7 +253,7 @@ def problem_with(episode: Episode) -> str | None:
     """Say what is inconsistent about an episode, or None when it is sound.
 
     Checks dtypes, ranks, that every letter stands for one size everywhere, 1 <= N, member < group_size,
-    finite log-probs that are not positive, versions that are not negative.
+    finite log-probs, which are not positive for tokens (densities may be), versions that are not negative.
     """
     sizes: dict[str, int] = {}
     try:
@@ -275,9 +275,9 @@ def problem_with(episode: Episode) -> str | None:
         return f"{sizes['N']} decisions and {sizes['M']} video frames do not belong together"
     if not 0 <= episode.member < episode.group_size:
         return f"member {episode.member} of a group of {episode.group_size}"
-    if not np.isfinite(episode.logprobs).all() or (episode.logprobs > 0).any():
-        return "behaviour log-probs must be finite and at most 0"
     tokens = episode.sample.get("tokens")
+    if not np.isfinite(episode.logprobs).all() or (tokens is not None and (episode.logprobs > 0).any()):
+        return "behaviour log-probs must be finite, and those of tokens at most 0"
     if tokens is not None and ((tokens < 0).any() or (tokens > 255).any()):
         return "action tokens must lie in 0..255"
     if (episode.policy_versions < 0).any():

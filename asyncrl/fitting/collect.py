@@ -9,14 +9,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl import registry
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import write_part
-from asyncrl.records import CHUNK, DUMMY_ACTION, ActionSpec
+from asyncrl.records import CHUNK, ActionSpec
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Simulator
 from asyncrl.simulators.pool_worker import Environments
-from asyncrl.simulators.rollout import Act, Pool, SimulatedEpisode, rollout
+from asyncrl.simulators.rollout import Act, Pool, SimulatedEpisode, first_action, rollout
 
 EPISODES_PER_PART = 32
 
@@ -137,7 +138,7 @@ def _demonstrate(
     assert isinstance(simulator, HasExpert)
     seen = simulator.reset(seed)
     choose = simulator.expert(settings, np.random.default_rng([seed, 1]))
-    frames, actions, success = [seen.image], [DUMMY_ACTION], [False]
+    frames, actions, success = [seen.image], list[NDArray[np.float32]](), [False]
     decisions_left = max_decisions
     while decisions_left:
         for _ in range(CHUNK):
@@ -153,7 +154,7 @@ def _demonstrate(
         seed=seed,
         task=seen.task,
         frames=np.stack(frames),
-        actions=np.stack(actions),
+        actions=np.stack([first_action(len(actions[0])), *actions]),
         success=np.array(success),
     )
 

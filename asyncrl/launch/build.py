@@ -22,6 +22,7 @@ from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError
+from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import named_policy
 from asyncrl.launch.placement import Placement, only_learns, pick_device
@@ -43,6 +44,7 @@ from asyncrl.policies.interface import (
 )
 from asyncrl.policies.lora import add_lora
 from asyncrl.records import StartState
+from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, LearnerPort
 from asyncrl.storage import checkpoint, run_folder
 from asyncrl.weights.interface import Publisher, Receiver
@@ -327,6 +329,8 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Envi
         policy.check_trainable()
     environment.check_policy(policy)
     check_tasks(policy, environment.starts)
+    if names_code(config.policy):
+        try_policy(policy, environment.starts)
     return policy, environment
 
 

@@ -14,9 +14,11 @@ import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
+from asyncrl.launch.conformance import try_environment
 from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, named_world
 from asyncrl.policies.interface import Policy
 from asyncrl.records import ActionSpec, StartState
+from asyncrl.registry import names_code
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
 from asyncrl.worlds.interface import World
@@ -95,11 +97,14 @@ def build_environment(config: TrainConfig, device: torch.device) -> Environment:
     """
     starts = check_environment(config).starts
     world, reward = _named(config)
-    return Environment(
+    environment = Environment(
         world=world.kind.load(world.folder, device, config.imagination, **world.settings),
         reward=reward.kind.load(reward.folder, device, _tasks(starts), **reward.settings),
         starts=starts,
     )
+    if names_code(config.world) or names_code(config.reward):
+        try_environment(environment.world, environment.reward, starts)
+    return environment
 
 
 def _named(config: TrainConfig) -> tuple[NamedModel, NamedModel]:

@@ -86,13 +86,13 @@ class _Running:
             seed=self.seed,
             task=self.task,
             frames=np.concatenate(self.frames),
-            actions=np.concatenate([_first_action(self.actions[0].shape[1])[None], *self.actions]),
+            actions=np.concatenate([first_action(self.actions[0].shape[1])[None], *self.actions]),
             success=np.concatenate(self.success),
         )
 
 
-def _first_action(width: int) -> NDArray[np.float32]:
-    """``[A]``: what stands for the action before the first frame."""
+def first_action(width: int) -> NDArray[np.float32]:
+    """Return ``[A]`` float32, what stands for the action before the first frame."""
     return DUMMY_ACTION if width == len(DUMMY_ACTION) else np.zeros(width, np.float32)
 
 

@@ -1,0 +1,160 @@
+"""`asyncrl check KIND NAME`: does a class of yours keep the protocol of its kind?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from asyncrl import registry
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.records import StartState
+
+Kind = Literal["policy", "world", "reward", "simulator", "correction", "advantage", "objective"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """Try a part on small inputs and say what it does not do as its protocol wants it (docs/extending.md)."""
+
+    kind: Annotated[Kind, tyro.conf.Positional]
+    """What it is."""
+    name: Annotated[str, tyro.conf.Positional]
+    """As on the command line of a run: package.module:Class@FOLDER, a folder, or a built-in name."""
+    settings: tuple[str, ...] = ()
+    """Keywords of the class: key=value ..."""
+    start_states: str = "tabletop"
+    """Where a world's episodes begin; a world folder of its own brings them, or name a file."""
+    task: str = "put the red cube on the white plate"
+    """An instruction that a reward model knows."""
+    image_size: int = 0
+    """Height and width of the pictures that it is shown; 0: as it says itself, else 64."""
+    action_dim: int = 7
+    """Numbers of an action of a simulator."""
+    level: Literal["token", "action", "decision"] = "token"
+    """What has one ratio (--algorithm.level), for a correction, an advantage or an objective."""
+    device: str = "cpu"
+    """Where it is tried: cpu, cuda, or auto."""
+
+
+def main(arguments: list[str]) -> int:
+    """Check and print a line for everything that holds; the first thing that does not ends it with code 2."""
+    config = tyro.cli(CheckConfig, args=arguments, prog="asyncrl check")
+    for line in _checks(config):
+        print(f"ok  {line}", flush=True)
+    print(f"{config.name} keeps the protocol of a {config.kind}")
+    return 0
+
+
+def _checks(config: CheckConfig) -> Iterator[str]:
+    if config.kind in ("correction", "advantage", "objective"):
+        return _check_recipe(config)
+    checks = {"policy": _check_policy, "world": _check_world, "reward": _check_reward}
+    return checks.get(config.kind, _check_simulator)(config)
+
+
+def _check_policy(config: CheckConfig) -> Iterator[str]:
+    from asyncrl.launch.conformance import check_policy
+    from asyncrl.launch.named_models import named_policy
+    from asyncrl.launch.placement import pick_device
+
+    named = named_policy(config.name, config.settings)
+    policy: Any = named.kind.load(named.folder, pick_device(config.device), **named.settings)
+    yield "load"
+    yield from check_policy(policy, config.image_size or policy.image_size)
+
+
+def _check_world(config: CheckConfig) -> Iterator[str]:
+    from asyncrl.config.run import ImaginationSettings
+    from asyncrl.launch.conformance import check_world
+    from asyncrl.launch.named_models import named_world
+    from asyncrl.launch.placement import pick_device
+
+    named, settings = named_world(config.name, config.settings), ImaginationSettings()
+    summary = named.kind.check(named.folder, settings, **named.settings)
+    yield f"check: {summary.nbytes} bytes, {summary.image_size} pixels"
+    world: Any = named.kind.load(named.folder, pick_device(config.device), settings, **named.settings)
+    if (world.image_size, world.action_spec) != (summary.image_size, summary.action_spec):
+        raise ConfigError(
+            f"--world names {config.name}, whose check says {summary.image_size} pixels and "
+            f"{summary.action_spec}, but once loaded it has {world.image_size} and {world.action_spec}."
+        )
+    yield "load"
+    yield from check_world(world, _starts(config, world.image_size))
+
+
+def _starts(config: CheckConfig, size: int) -> list[StartState]:
+    """Start states of the given size: those that are set where they fit, else a random picture."""
+    import numpy as np
+
+    from asyncrl.launch.named_models import folder_part
+    from asyncrl.records import StartState
+    from asyncrl.storage.asset_paths import DEFAULT, start_states_path
+    from asyncrl.worlds.start_states import load_start_states
+
+    if config.start_states != DEFAULT or (Path(folder_part(config.name)) / "dataset").is_dir():
+        return load_start_states(
+            start_states_path(config.start_states, folder_part(config.name)), image_size=size
+        )
+    rng = np.random.default_rng(0)
+    return [
+        StartState(
+            name=f"random-{n}",
+            task=config.task,
+            frame=rng.integers(0, 256, (size, size, 3), np.uint8),
+            context_frames=np.zeros((0, size, size, 3), np.uint8),
+            context_actions=np.zeros((0, 7), np.float32),
+        )
+        for n in range(2)
+    ]
+
+
+def _check_reward(config: CheckConfig) -> Iterator[str]:
+    from asyncrl.launch.conformance import check_reward
+    from asyncrl.launch.named_models import NamedModel, named_reward
+    from asyncrl.launch.placement import pick_device
+
+    nowhere = NamedModel(kind=object, folder=Path(), settings={})  # The name says where it is.
+    named, tasks = named_reward(config.name, nowhere, config.settings), [config.task]
+    summary = named.kind.check(named.folder, tasks, **named.settings)
+    yield f"check: {summary.nbytes} bytes, {summary.image_size or 'any number of'} pixels"
+    reward: Any = named.kind.load(named.folder, pick_device(config.device), tasks, **named.settings)
+    yield "load"
+    yield from check_reward(reward, tasks, config.image_size or 64)
+
+
+def _check_simulator(config: CheckConfig) -> Iterator[str]:
+    from asyncrl.launch.conformance import check_simulator
+    from asyncrl.records import ActionSpec
+    from asyncrl.simulators.pool_worker import Environments
+
+    simulator = Environments(
+        simulator=config.name,
+        settings=config.settings,
+        count=1,
+        image_size=config.image_size or 64,
+        action_spec=ActionSpec(dim=config.action_dim),
+    ).build()
+    yield "built"
+    yield from check_simulator(simulator, config.action_dim)
+
+
+def _check_recipe(config: CheckConfig) -> Iterator[str]:
+    from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
+    from asyncrl.launch.conformance import check_recipe
+    from asyncrl.learner.recipe import build_recipe
+
+    registry.resolve(config.kind, config.name)
+    algorithm, correction = AlgorithmSettings(level=config.level), CorrectionSettings()
+    if config.kind == "correction":
+        correction = CorrectionSettings(kind=config.name, settings=config.settings)
+    elif config.kind == "advantage":
+        algorithm = AlgorithmSettings(level=config.level, advantage=config.name, settings=config.settings)
+    else:
+        algorithm = AlgorithmSettings(level=config.level, objective=config.name, settings=config.settings)
+    yield from check_recipe(build_recipe(algorithm, correction, CriticSettings()))

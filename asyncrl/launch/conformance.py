@@ -1,0 +1,444 @@
+"""Tries a part on small inputs and refuses what does not keep its protocol, in one sentence.
+
+`asyncrl check` runs everything here on a class of the user's. A run tries such a class once, before its first
+episode: `try_policy` where the policy is loaded, `try_environment` in every actor.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.interface import OldPolicy, describe_tensor
+from asyncrl.learner.levels import valid_units
+from asyncrl.learner.losses import log_ratio
+from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.recipe import Recipe
+from asyncrl.policies.interface import ActResult, HasCritic, Policy, SamplingParams
+from asyncrl.records import SAMPLE_DTYPES, ActionSpec, Episode, StartState, sample_specs
+from asyncrl.registry import FLAGS
+from asyncrl.rewards.interface import RewardModel
+from asyncrl.simulators.interface import Observation, Simulator
+from asyncrl.worlds.interface import World
+
+SAMPLING: Final = SamplingParams(temperature=1.0)
+SEEDS: Final = (11, 22)
+LOGPROB_TOLERANCE: Final = 0.05
+"""Nats by which `evaluate` may differ from `act` at equal weights: what bfloat16 rounds."""
+PIXEL_TOLERANCE: Final = 2
+"""Grey levels by which a frame may differ when its neighbours do."""
+
+
+class Reporter:
+    """Says in one sentence what a part of one kind did wrong."""
+
+    def __init__(self, kind: str, part: object) -> None:
+        found = type(part)
+        self.name = f"{FLAGS[kind]} names {found.__module__}:{found.__qualname__}"
+
+    def refused(self, method: str, came: str, expected: str) -> ConfigError:
+        """Return the error that says so."""
+        return ConfigError(f"{self.name}, whose {method} is {came}, expected {expected}.")
+
+    def require(self, fits: bool, method: str, came: object, expected: str) -> None:
+        """Refuse what does not fit."""
+        if not fits:
+            raise self.refused(method, f"{came!r:.200}", expected)
+
+    def tensor(self, method: str, found: Any, dtype: str, shape: Sequence[int | str]) -> Tensor:
+        """Refuse anything but a tensor of this dtype and shape; letters stand for any size."""
+        fits = (
+            isinstance(found, Tensor)
+            and found.dtype == getattr(torch, dtype)
+            and len(found.shape) == len(shape)
+            and all(isinstance(a, str) or a == b for a, b in zip(shape, found.shape, strict=True))
+        )
+        if not fits:
+            sizes = ", ".join(map(str, shape))
+            raise self.refused(method, describe_tensor(found), f"{dtype}[{sizes}]")
+        return found
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:
+    """Let a policy make one decision and evaluate it.
+
+    Raises:
+        ConfigError: Something has another type, shape or dtype than `Policy` says.
+    """
+    frames, tasks = _two_frames(starts)
+    with torch.no_grad():
+        acted = _decide(policy, frames, tasks, SEEDS)
+    _evaluate(policy, frames, tasks, acted)
+
+
+def check_policy(policy: Policy, image_size: int) -> Iterator[str]:
+    """Check all that a run needs of a policy; yields a line for everything that holds.
+
+    Args:
+        policy: Just loaded.
+        image_size: Height and width of random pictures that it is shown.
+
+    Raises:
+        ConfigError: Something does not.
+    """
+    report = Reporter("policy", policy)
+    frames = np.random.default_rng(0).integers(0, 256, (2, image_size, image_size, 3), np.uint8)
+    tasks = ["pick up the red block", "open the drawer"]
+    with torch.no_grad():
+        acted = _decide(policy, frames, tasks, SEEDS)
+        spec = policy.action_spec
+        yield f"act: {spec.chunk} steps of {spec.dim} numbers, sample {_listed(acted.sample)}"
+        again = _decide(policy, frames, tasks, SEEDS)
+        report.require(_alike(acted, again), "act", "another decision for the same seeds", "the same one")
+        alone = _decide(policy, frames[1:], tasks[1:], SEEDS[1:])
+        gap = _gap(alone.logprob, acted.logprob[1:])
+        same = gap <= LOGPROB_TOLERANCE
+        report.require(same, "act", f"{gap:.3g} nats off when a row is alone", f"at most {LOGPROB_TOLERANCE}")
+    yield "act: seeds decide, neighbours do not"
+    gap = _gap(_evaluate(policy, frames, tasks, acted), acted.logprob)
+    report.require(
+        gap <= LOGPROB_TOLERANCE, "evaluate", f"{gap:.3g} nats from act", f"at most {LOGPROB_TOLERANCE}"
+    )
+    yield f"evaluate: log-probs of act within {gap:.1g} nats, with gradient"
+    yield from _check_parameters(policy, report)
+    yield from _check_saved(policy, report)
+    if isinstance(policy, HasCritic):
+        yield from _check_critic(policy, report, frames, tasks)
+
+
+def _decide(
+    policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], seeds: Sequence[int]
+) -> ActResult:
+    report, rows = Reporter("policy", policy), len(seeds)
+    spec, arrays = policy.action_spec, policy.sample_arrays
+    report.require(isinstance(spec, ActionSpec), "action_spec", spec, "an ActionSpec")
+    try:
+        sample_specs((name, array.dtype, ("N", *array.shape[1:])) for name, array in arrays.items())
+    except ValueError as error:
+        expected = f"names of arrays of {', '.join(SAMPLE_DTYPES)}"
+        raise report.refused("sample_arrays", f"not usable ({error})", expected) from error
+    acted = policy.act(policy.preprocess(frames, tasks), SAMPLING, seeds)
+    report.require(isinstance(acted, ActResult), "act", type(acted).__name__, "an ActResult")
+    shape = (rows, spec.chunk, spec.dim)
+    report.tensor("act().actions", acted.actions, "float32", shape)
+    report.tensor("act().logprob", acted.logprob, "float32", shape)
+    if acted.value is not None:
+        report.tensor("act().value", acted.value, "float32", (rows, "V"))
+    wanted, found = sorted(arrays), sorted(acted.sample)
+    report.require(wanted == found, "act().sample", found, f"the arrays of sample_arrays, {wanted}")
+    for name, array in arrays.items():
+        letters = {"C": spec.chunk, "A": spec.dim}
+        sizes = [letters.get(size, size) if isinstance(size, str) else size for size in array.shape[1:]]
+        report.tensor(f"act().sample[{name!r}]", acted.sample[name], array.dtype, (rows, *sizes))
+    finite = bool(acted.actions.isfinite().all() and acted.logprob.isfinite().all())
+    report.require(finite, "act", "not finite everywhere", "finite actions and log-probs")
+    return acted
+
+
+def _evaluate(policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], acted: ActResult) -> Tensor:
+    """Log-probs ``[B, C, A]`` float32 of the same decision, with gradient."""
+    report = Reporter("policy", policy)
+    sample = {name: values.clone() for name, values in acted.sample.items()}
+    result = policy.evaluate(policy.preprocess(frames, tasks), sample, SAMPLING)
+    logprob = report.tensor("evaluate().logprob", result.logprob, "float32", acted.logprob.shape)
+    report.tensor("evaluate().entropy", result.entropy, "float32", acted.logprob.shape)
+    report.require(logprob.requires_grad, "evaluate().logprob", "without gradient", "one with gradient")
+    return logprob
+
+
+def _check_parameters(policy: Policy, report: Reporter) -> Iterator[str]:
+    trainable = policy.trainable_parameters()
+    report.require(bool(trainable), "trainable_parameters", {}, "at least one parameter")
+    shared = all(
+        tensor.data_ptr() == trainable[name].data_ptr()
+        for name, tensor in policy.trainable_tensors().items()
+        if name in trainable
+    )
+    same = shared and policy.trainable_tensors().keys() == trainable.keys()
+    report.require(same, "trainable_tensors", "something else", "the memory of trainable_parameters, by name")
+    extra = sorted(policy.acting_tensors().keys() - trainable.keys())
+    report.require(not extra, "acting_tensors", extra, "names of trainable_parameters only")
+    grouped = [id(p) for group in policy.parameter_groups(1e-4, 1e-3) for p in group["params"]]
+    each = sorted(grouped) == sorted(map(id, trainable.values()))
+    report.require(each, "parameter_groups", f"{len(grouped)} tensors", "each trainable parameter once")
+    count = sum(p.numel() for p in trainable.values())
+    yield f"parameters: {count / 1e6:.2f} M trainable, {len(policy.acting_tensors())} tensors for actors"
+
+
+def _check_saved(policy: Policy, report: Reporter) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save(Path(folder) / "policy", dict(policy.saved_tensors()))
+        again = type(policy).load(Path(folder) / "policy", policy.device)
+        saved, read = dict(policy.saved_tensors()), dict(again.saved_tensors())
+    same = saved.keys() == read.keys() and all(torch.equal(saved[name], read[name]) for name in saved)
+    report.require(same, "load", "other weights than save wrote", "the same")
+    yield f"save, load: {len(saved)} tensors come back bit for bit"
+
+
+def _check_critic(
+    policy: Any, report: Reporter, frames: NDArray[np.uint8], tasks: Sequence[str]
+) -> Iterator[str]:
+    inputs = policy.preprocess(frames, tasks)
+    for level, width in (("action", policy.action_spec.chunk), ("decision", 1)):
+        policy.add_critic(level)
+        values = report.tensor("values", policy.values(inputs), "float32", (len(frames), width))
+        report.require(values.requires_grad, "values", "without gradient", "values with gradient")
+        report.require(policy.critic == level, "critic", policy.critic, level)
+    policy.drop_critic()
+    report.require(policy.critic == "none", "critic", policy.critic, "none after drop_critic")
+    yield "critic: one value per decision or per step"
+
+
+def _alike(one: ActResult, other: ActResult) -> bool:
+    return all(torch.equal(one.sample[name], other.sample[name]) for name in one.sample)
+
+
+# ---- worlds and rewards --------------------------------------------------------------------------
+
+
+def try_environment(world: World[Any], reward: RewardModel, starts: Sequence[StartState]) -> None:
+    """Let a world imagine one decision of two slots, and the reward model score it.
+
+    Raises:
+        ConfigError: Something has another type, shape or dtype than `World` or `RewardModel` says.
+    """
+    two = [starts[0], starts[-1]]
+    frames, _ = _imagine(world, _start(world, two), SEEDS)
+    _score(reward, frames, [state.task for state in two])
+
+
+def check_world(world: World[Any], starts: Sequence[StartState]) -> Iterator[str]:
+    """Check all that a run needs of a world; yields a line for everything that holds.
+
+    Args:
+        world: Just loaded.
+        starts: At least one, of its size.
+
+    Raises:
+        ConfigError: Something does not.
+    """
+    report = Reporter("world", world)
+    two = [starts[0], starts[-1]]
+    state = _start(world, two)
+    frames, after = _imagine(world, state, SEEDS)
+    yield f"imagine: frames {describe_tensor(frames)} on {frames.device}"
+    again, _ = _imagine(world, state, SEEDS)
+    report.require(torch.equal(frames, again), "imagine", "another film from the same state", "the same")
+    alone, _ = _imagine(world, state.select([1]), SEEDS[1:])
+    gap = int((alone[0].int() - frames[1].int()).abs().max())
+    fits = gap <= PIXEL_TOLERANCE
+    report.require(
+        fits, "imagine", f"{gap} grey levels off when a row is alone", f"at most {PIXEL_TOLERANCE}"
+    )
+    yield "imagine: the state is not changed, neighbours do not matter"
+    swapped = state.select([1, 0])
+    report.require(len(swapped) == 2, "select", len(swapped), "a state of 2 rows")
+    written = swapped.write_rows([0], state.select([0]))
+    third, _ = _imagine(world, written, (SEEDS[0], SEEDS[0]))
+    first, _ = _imagine(world, state.select([0, 0]), (SEEDS[0], SEEDS[0]))
+    gap = int((third.int() - first.int()).abs().max())
+    report.require(
+        gap <= PIXEL_TOLERANCE, "write_rows", f"{gap} grey levels off", "the rows that were written"
+    )
+    longer, _ = _imagine(world, after, SEEDS)
+    report.require(len(longer) == 2, "imagine", len(longer), "two rows")
+    yield "state: rows are selected and written"
+    named = {name: type(module).__name__ for name, module in world.modules().items()}
+    yield f"modules: {named or 'none'}"
+
+
+def _start(world: World[Any], states: Sequence[StartState]) -> Any:
+    report, size = Reporter("world", world), world.image_size
+    report.require(isinstance(world.version, int), "version", world.version, "an int")
+    wrong = [state.frame.shape for state in states if state.frame.shape != (size, size, 3)]
+    report.require(not wrong, "image_size", size, f"that of the start states, {wrong}")
+    state = world.start(states)
+    report.require(len(state) == len(states), "start", f"a state of {len(state)} rows", f"{len(states)} rows")
+    report.tensor("start().finite", state.finite, "bool", (len(states),))
+    return state
+
+
+def _imagine(world: World[Any], state: Any, seeds: Sequence[int]) -> tuple[Tensor, Any]:
+    report, spec, size = Reporter("world", world), world.action_spec, world.image_size
+    numbers = np.random.default_rng(0).uniform(-0.5, 0.5, (spec.chunk, spec.dim)).astype(np.float32)
+    actions = torch.from_numpy(np.stack([numbers] * len(seeds))).to(world.device)
+    with torch.inference_mode():
+        found = world.imagine(state, actions, seeds)
+    pair = isinstance(found, tuple) and len(found) == 2
+    report.require(pair, "imagine", type(found).__name__, "(frames, state)")
+    frames, after = found
+    report.tensor("imagine()[0]", frames, "uint8", (len(seeds), spec.chunk, size, size, 3))
+    report.require(len(after) == len(seeds), "imagine()[1]", len(after), f"a state of {len(seeds)} rows")
+    report.tensor("imagine()[1].finite", after.finite, "bool", (len(seeds),))
+    return frames, after
+
+
+def check_reward(reward: RewardModel, tasks: Sequence[str], image_size: int) -> Iterator[str]:
+    """Check all that a run needs of a reward model; yields a line for everything that holds.
+
+    Args:
+        reward: Just loaded.
+        tasks: Instructions.
+        image_size: Of the frames, where it takes any size.
+
+    Raises:
+        ConfigError: Something does not.
+    """
+    report, size = Reporter("reward", reward), reward.image_size or image_size
+    rng = np.random.default_rng(0)
+    device = next((p.device for m in reward.modules().values() for p in m.parameters()), torch.device("cpu"))
+    frames = torch.from_numpy(rng.integers(0, 256, (2, 4, size, size, 3), np.uint8)).to(device)
+    two = [tasks[0], tasks[-1]]
+    scores = _score(reward, frames, two)
+    yield f"score: {describe_tensor(scores)} in [0, 1]"
+    alone = _score(reward, frames[1:], two[1:])
+    gap = _gap(alone, scores[1:])
+    report.require(gap < 0.01, "score", f"{gap:.3g} off when a row is alone", "less than 0.01")
+    yield "score: neighbours do not matter"
+
+
+def _score(reward: RewardModel, frames: Tensor, tasks: Sequence[str]) -> Tensor:
+    report = Reporter("reward", reward)
+    with torch.inference_mode():
+        scores = report.tensor("score", reward.score(frames, tasks), "float32", tuple(frames.shape[:2]))
+    inside = bool(((scores >= 0) & (scores <= 1)).all())
+    report.require(inside, "score", (scores.min().item(), scores.max().item()), "probabilities in [0, 1]")
+    return scores
+
+
+# ---- simulators ----------------------------------------------------------------------------------
+
+
+def check_simulator(simulator: Simulator, action_dim: int) -> Iterator[str]:
+    """Check all that `evaluate` and `collect` need of a simulator; yields a line for everything that holds.
+
+    Args:
+        simulator: Just built.
+        action_dim: Numbers of an action.
+
+    Raises:
+        ConfigError: Something does not.
+    """
+    report = Reporter("simulator", simulator)
+    report.require(bool(simulator.tasks), "tasks", simulator.tasks, "at least one instruction")
+    report.require(simulator.max_steps >= 1, "max_steps", simulator.max_steps, "at least 1")
+    actions = np.random.default_rng(0).uniform(-1, 1, (8, action_dim)).astype(np.float32)
+
+    def play(seed: int) -> list[Observation]:
+        return [simulator.reset(seed), *map(simulator.step, actions)]
+
+    first, other, again = play(1), play(2), play(1)
+    for method, seen in zip(["reset", *["step"] * len(actions)], first, strict=True):
+        report.require(isinstance(seen, Observation), method, type(seen).__name__, "an Observation")
+        size, image = simulator.image_size, seen.image
+        fits = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape == (size, size, 3)
+        came = f"{image.dtype}{list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
+        report.require(fits, f"{method}().image", came, f"uint8[{size}, {size}, 3]")
+        report.require(seen.task in simulator.tasks, f"{method}().task", seen.task, "one of tasks")
+        report.require(isinstance(seen.success, bool), f"{method}().success", seen.success, "a bool")
+    yield f"reset, step: pictures of {simulator.image_size} pixels, {len(simulator.tasks)} tasks"
+    same = all(np.array_equal(a.image, b.image) for a, b in zip(first, again, strict=True))
+    report.require(same, "reset", "another episode for the same seed and actions", "the same")
+    differs = any(not np.array_equal(a.image, b.image) for a, b in zip(first, other, strict=True))
+    report.require(differs, "reset", "the same episode for two seeds", "one that follows from the seed")
+    yield "reset: everything follows from the seed"
+
+
+# ---- corrections, advantages, objectives ---------------------------------------------------------
+
+
+def check_recipe(recipe: Recipe) -> Iterator[str]:
+    """Check what an update asks of a recipe's parts, on a stale batch of two groups of four episodes.
+
+    Raises:
+        ConfigError: Something has another type, shape or dtype than `learner.interface` says.
+    """
+    batch, level = _stale_batch(), recipe.algorithm.level
+    rng = torch.Generator().manual_seed(1)
+    old_logprob = batch.logprob_behaviour + 0.1 * torch.randn(batch.mask.shape, generator=rng)
+    critic = torch.randn(len(batch.tasks), 1, generator=rng) if recipe.trains_critic else None
+    old = OldPolicy(old_logprob, critic, torch.zeros(len(batch.returns)))
+    estimates = recipe.estimate(batch, old, SingleRank())
+    advantages = estimates.advantages
+    yield f"estimate: advantages {describe_tensor(advantages)}, mean {advantages.mean():.3g}"
+    logprob = (old_logprob + 0.01).where(batch.mask, 0.0).requires_grad_()
+    behaviour = batch.logprob_behaviour.where(batch.mask, 0.0)
+    proximal = recipe.proximal(logprob, old_logprob.where(batch.mask, 0.0), behaviour, batch.lag)
+    weights = recipe.weights(log_ratio(proximal, behaviour), batch.mask, batch.episode)
+    found = "none" if weights is None else f"from {weights.min():.3g} to {weights.max():.3g}"
+    yield f"weights: {found}, at --algorithm.level {level}"
+    loss = recipe.unit_loss(logprob, proximal, batch.mask, advantages).loss
+    loss = loss if weights is None else loss * weights
+    loss.where(valid_units(batch.mask, level), 0.0).sum().backward()
+    gradient = logprob.grad
+    if gradient is None or not bool(gradient.isfinite().all()):
+        raise ConfigError(
+            f"The loss of {type(recipe.objective).__name__} with {type(recipe.correction).__name__} has "
+            f"{'no' if gradient is None else 'a gradient that is not finite'}, expected a finite gradient."
+        )
+    yield f"loss: finite, with gradient (norm {gradient.norm():.3g})"
+
+
+def _stale_batch() -> Batch:
+    rng = np.random.default_rng(0)
+
+    def episode(group: int, member: int) -> Episode:
+        solved = (group + member) % 3 == 0
+        rewards = np.zeros((3, 8), np.float32)
+        rewards[-1, 4] = float(solved)
+        frames = rng.integers(0, 256, (3, 4, 4, 3), np.uint8)
+        return Episode(
+            episode_id=f"{group:016x}{member:016x}",
+            group_id=f"{group:08d}",
+            member=member,
+            group_size=4,
+            actor="actor-0",
+            task="lift the red block",
+            start_state=f"start-{group}",
+            world_version=0,
+            seed=member,
+            temperature=1.0,
+            top_k=0,
+            end_reason="success" if solved else "truncated",
+            frames=frames,
+            sample={"tokens": rng.integers(0, 256, (3, 8, 7)).astype(np.int32)},
+            logprobs=rng.uniform(-6, -0.5, (3, 8, 7)).astype(np.float32),
+            values=np.full(3, np.nan, np.float32),
+            actions=rng.uniform(-1, 1, (3, 8, 7)).astype(np.float32),
+            rewards=rewards,
+            success_scores=rewards,
+            policy_versions=np.array([0, 1, 1]),
+            noise_seeds=np.arange(3),
+            final_frame=frames[-1],
+            video=frames[:0],
+        )
+
+    return build_batch([[episode(group, member) for member in range(4)] for group in range(2)], version=2)
+
+
+# ---- helpers -------------------------------------------------------------------------------------
+
+
+def _two_frames(starts: Sequence[StartState]) -> tuple[NDArray[np.uint8], list[str]]:
+    two = [starts[0], starts[-1]]
+    return np.stack([state.frame for state in two]), [state.task for state in two]
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    return float((one.detach() - other.detach()).abs().max())
+
+
+def _listed(sample: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {describe_tensor(values)}" for name, values in sample.items())
