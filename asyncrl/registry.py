@@ -16,6 +16,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -89,6 +90,10 @@ FLAGS: Final = MappingProxyType(
     }
 )
 """The flag that names a part of each kind."""
+MODELS: Final = ("policy", "world", "reward")
+"""Kinds that an actor loads."""
+PARTS_OF_A_RUN: Final = tuple(kind for kind in FLAGS if kind != "simulator")
+"""Kinds that `asyncrl train` has a setting for."""
 _CLASS: Final = re.compile(r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(?:@(?P<folder>.*))?", re.S)
 
 
@@ -195,3 +200,10 @@ def as_texts(settings: Mapping[str, Any]) -> tuple[str, ...]:
 def names_code(text: str) -> bool:
     """Whether a setting names a class of the user's."""
     return bool(split(text)[0])
+
+
+def own_code(settings: Any, kinds: Iterable[str] = PARTS_OF_A_RUN) -> list[tuple[str, str]]:
+    """List flag and value of the settings of a run that name a class of the user's."""
+    flags = [FLAGS[kind] for kind in kinds]
+    values = [(flag, attrgetter(flag.removeprefix("--"))(settings)) for flag in flags]
+    return [(flag, text) for flag, text in values if names_code(text)]

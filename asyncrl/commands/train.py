@@ -47,7 +47,11 @@ def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainCon
     settings = path / "config.json"
     named = bool(arguments) and arguments[0].endswith((".toml", ".json"))
     if settings.is_file() and not named:
+        named_here = config
         config = parse([str(settings), *arguments])
+        from asyncrl.launch.named_models import refuse_foreign_code
+
+        refuse_foreign_code(config, named_here, str(settings))
     return replace(config, run_dir=str(path))
 
 

@@ -24,7 +24,7 @@ from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError
 from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
-from asyncrl.launch.named_models import named_policy
+from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.launch.placement import Placement, only_learns, pick_device
 from asyncrl.learner.learner import Learner, Log, LoopSettings
 from asyncrl.learner.ranks import LearnerRanks
@@ -255,17 +255,26 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
 
 def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
     world = environment.world
-    if not (isinstance(policy, FixedShapeActing) and isinstance(world, CompilesWorld)):
-        lacks = f"{type(policy).__name__} has no compile_acting"
-        lacks = (
-            lacks if not isinstance(policy, FixedShapeActing) else f"{type(world).__name__} has no compile"
-        )
-        raise ConfigError(
-            f"--imagination.compile is set, but {lacks}. Leave the flag out, or add the method."
-        )
+    check_compilable(type(policy), type(world))
+    assert isinstance(policy, FixedShapeActing)
+    assert isinstance(world, CompilesWorld)
     rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
     policy.compile_acting(rows, sorted({state.task for state in environment.starts}))
     world.compile(rows)
+
+
+def check_compilable(policy: type, world: type) -> None:
+    """Refuse --imagination.compile where a class lacks what it needs.
+
+    Raises:
+        ConfigError: `FixedShapeActing.compile_acting` or `CompilesWorld.compile` is not there.
+    """
+    for kind, method in ((policy, "compile_acting"), (world, "compile")):
+        if not hasattr(kind, method):
+            raise ConfigError(
+                f"--imagination.compile is set, but {kind.__name__} has no {method}. Leave the flag out, or "
+                "add the method."
+            )
 
 
 def build_actor(
@@ -323,6 +332,9 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Envi
         ConfigError: Something is missing or does not fit.
     """
     build_recipe(config.algorithm, config.correction, config.critic)
+    if config.imagination.compile:
+        world = named_world(config.world, config.world_settings)
+        check_compilable(named_policy(config.policy, config.policy_settings).kind, world.kind)
     environment = check_environment(config)
     policy = build_learning_policy(config, device)
     if isinstance(policy, ChecksTraining):
@@ -335,19 +347,24 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Envi
 
 
 def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> LearnerStart:
-    """Check that all models load and fit, then make or find the run's folder.
+    """Check that all models load and fit, then make or find the run's folder (`start_run`)."""
+    policy, _ = load_models(config, device)
+    return start_run(config, policy, again)
+
+
+def start_run(config: TrainConfig, policy: Policy, again: Path | None = None) -> LearnerStart:
+    """Make or find the run's folder.
 
     Args:
         config: Of the run.
-        device: Of the learner.
+        policy: Of the learner, from `load_models`.
         again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
 
     Raises:
-        ConfigError: Something is missing or does not fit. A new run's folder does not exist then.
+        ConfigError: There is a run in the folder, or none to resume.
     """
     if again is not None:
         config = replace(config, run_dir=str(again), resume=run_folder.has_checkpoint(again))
-    policy, _ = load_models(config, device)
     if not config.resume:
         return LearnerStart(
             policy=policy, run_dir=again or run_folder.create(config), version=0, checkpoint=None

@@ -262,6 +262,8 @@ def check_world(world: World[Any], starts: Sequence[StartState]) -> Iterator[str
 def _start(world: World[Any], states: Sequence[StartState]) -> Any:
     report, size = Reporter("world", world), world.image_size
     report.require(isinstance(world.version, int), "version", world.version, "an int")
+    modules = world.modules()
+    report.require(isinstance(modules, Mapping), "modules", type(modules).__name__, "a mapping of networks")
     wrong = [state.frame.shape for state in states if state.frame.shape != (size, size, 3)]
     report.require(not wrong, "image_size", size, f"that of the start states, {wrong}")
     state = world.start(states)
@@ -297,8 +299,10 @@ def check_reward(reward: RewardModel, tasks: Sequence[str], image_size: int) -> 
         ConfigError: Something does not.
     """
     report, size = Reporter("reward", reward), reward.image_size or image_size
+    modules = reward.modules()
+    report.require(isinstance(modules, Mapping), "modules", modules, "a mapping of networks")
     rng = np.random.default_rng(0)
-    device = next((p.device for m in reward.modules().values() for p in m.parameters()), torch.device("cpu"))
+    device = next((p.device for m in modules.values() for p in m.parameters()), torch.device("cpu"))
     frames = torch.from_numpy(rng.integers(0, 256, (2, 4, size, size, 3), np.uint8)).to(device)
     two = [tasks[0], tasks[-1]]
     scores = _score(reward, frames, two)

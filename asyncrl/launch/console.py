@@ -6,7 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
-from asyncrl import __version__
+from asyncrl import __version__, registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import checkpoint
@@ -60,9 +60,12 @@ def final_summary(config: TrainConfig, run_dir: Path) -> str:
         )
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
-    lines.append(f"true success rate:      asyncrl evaluate {run} --episodes 256")
+    policy, _ = registry.split(config.policy)
+    of_class = f"{policy}@{run} --simulator SIMULATOR" if policy else run
+    lines.append(f"true success rate:      asyncrl evaluate {of_class} --episodes 256")
     if len(rates) < config.updates:
-        lines.append(f"continue:               asyncrl train --run-dir {run} --resume")
+        own = "".join(f" {flag} {shlex.quote(text)}" for flag, text in registry.own_code(config))
+        lines.append(f"continue:               asyncrl train --run-dir {run} --resume{own}")
     return "\n".join(lines)
 
 

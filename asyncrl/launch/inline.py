@@ -31,12 +31,13 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
-    start = build.prepare(config, device)
+    policy, _ = build.load_models(config, device)
+    environment = build_environment(config, device)
+    imagination = build.build_imagination(config, build.build_policy(config, device), environment)
+    start = build.start_run(config, policy)
     run_dir = start.run_dir
     process_status.publish_as(run_dir, "inline")
     publisher, receiver = build_in_process(device)
-    environment = build_environment(config, device)
-    imagination = build.build_imagination(config, build.build_policy(config, device), environment)
     replay = open_run_replay(run_dir / "replay", config)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.round(0.0))

@@ -26,6 +26,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.children import log_errors
 from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
 from asyncrl.observability.signals import StopFlag, interrupts_raised
+from asyncrl.registry import MODELS
 
 if TYPE_CHECKING:
     from asyncrl.actors.actor import Actor
@@ -124,7 +125,8 @@ def _join(
     told = ask_settings(settings.endpoint, name, keys, ANSWER_DEADLINE)
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
     config = replace(config, **dict(settings.paths))
-    refuse_foreign_code(config, settings.paths)
+    own = replace(TrainConfig(), **dict(settings.paths))
+    refuse_foreign_code(config, own, "the run that is joined", MODELS)
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -69,23 +69,25 @@ def folder_part(text: str) -> str:
     return folder if name else text
 
 
-def refuse_foreign_code(config: TrainConfig, own: Iterable[str]) -> None:
-    """Refuse classes that a run names and the user of this process did not: a peer never names code.
+def refuse_foreign_code(
+    config: TrainConfig, own: TrainConfig, source: str, kinds: Iterable[str] = registry.PARTS_OF_A_RUN
+) -> None:
+    """Refuse classes that a run names and the user of this process did not: a file or peer never names code.
 
     Args:
         config: The run's settings, with the user's own in place of some.
-        own: Names of those.
+        own: Settings of this command line alone.
+        source: Where the others came from, for people.
+        kinds: Of the parts that this process uses.
 
     Raises:
         ConfigError: Says which flag to give.
     """
-    given = set(own)
-    for kind in ("policy", "world", "reward"):
-        text = getattr(config, kind)
-        if registry.names_code(text) and kind not in given:
+    for flag, text in registry.own_code(config, kinds):
+        if (flag, text) not in registry.own_code(own, kinds):
             raise ConfigError(
-                f"The run's {kind} is {text}: a class of its user's. Code is never named by a run that is "
-                f"joined: if you trust that class and have it here, name it yourself: --{kind} {text}"
+                f"{source} names {text}, which is code. Code is named on the command line only: if you trust "
+                f"that class and have it here, add {flag} {text}"
             )
 
 

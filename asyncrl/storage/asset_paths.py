@@ -33,7 +33,8 @@ def policy_folder(name: str) -> Path:
     seen = "does not exist" if not path.exists() else "holds no config.json with model.safetensors"
     raise CheckpointError(
         f"The policy {name!r} {seen}. Give a policy folder, a checkpoint "
-        f"(runs/NAME/checkpoints/update_000040), a run folder, or a shipped name: {', '.join(shipped())}."
+        f"(runs/NAME/checkpoints/update_000040), a run folder, or a shipped name: {', '.join(shipped())}. "
+        "One of a class of your own is named package.module:Class@FOLDER."
     )
 
 
@@ -55,7 +56,8 @@ def world_folder(name: str) -> Path:
     raise CheckpointError(
         f"--world {name} is neither a shipped world ({', '.join(shipped())}) nor a folder with a world.json "
         f"(`asyncrl fit world` makes one) or with the published {WAN_TRANSFORMER} and {WAN_VAE} "
-        f"(RLinf-Wan-LIBERO-*). Looked for these in {path.absolute()}{_seen(path)}."
+        f"(RLinf-Wan-LIBERO-*). Looked for these in {path.absolute()}{_seen(path)}. One of a class of your "
+        "own is named package.module:Class@FOLDER."
     )
 
 

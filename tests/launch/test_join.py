@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,46 +18,14 @@ from asyncrl.messaging.curve_keys import create_keys
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from support.tiny_models import write_models
-from support.whole_runs import TRAIN, environment, exit_code, left_over, rows
+from support.whole_runs import PATIENCE, TRAIN, Program, environment, exit_code, free_port, left_over, rows
 
 ACTOR = [sys.executable, "-m", "asyncrl", "actor"]
-PATIENCE = 200.0
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_models(tmp_path_factory.mktemp("models"))
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-class Program:
-    """A process whose output goes to a file."""
-
-    def __init__(self, tmp_path: Path, name: str, command: list[str]) -> None:
-        self.output = tmp_path / f"{name}.txt"
-        with self.output.open("w") as file:
-            self.process = subprocess.Popen(
-                command, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT
-            )
-
-    def said(self) -> str:
-        return self.output.read_text()
-
-    def until(self, text: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while text not in self.said():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < deadline, f"{text!r} was never said: {self.said()}"
-            time.sleep(0.05)
-
-    def ends(self, code: int = 0) -> str:
-        assert self.process.wait(PATIENCE) == code, self.said()
-        return self.said()
 
 
 class Site:

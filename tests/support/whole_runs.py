@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from support import ROOT
 from support.chaos_run import marked
 
 TRAIN = [sys.executable, "-m", "asyncrl", "train"]
+PATIENCE = 200.0
+"""Seconds a program of a test has to say or do something."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -55,3 +58,34 @@ def reach(run: Path, updates: int, process: subprocess.Popen[str], deadline: flo
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until, f"{path} has not {updates} rows after {deadline} s"
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Program:
+    """A process whose output goes to a file."""
+
+    def __init__(self, tmp_path: Path, name: str, command: list[str], cwd: Path | None = None) -> None:
+        self.output = tmp_path / f"{name}.txt"
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                command, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT, cwd=cwd
+            )
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def until(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.said():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, f"{text!r} was never said: {self.said()}"
+            time.sleep(0.05)
+
+    def ends(self, code: int = 0) -> str:
+        assert self.process.wait(PATIENCE) == code, self.said()
+        return self.said()
