@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 DEADLINE = 600.0
 """Seconds that all ranks of a job have to meet, where no setting says so."""
+POLL_INTERVAL = 0.1
+"""Seconds between two looks of a rank that waits for rank 0."""
 _KEY, _RUN_KEY = "run_facts", "run_dir"
 
 
@@ -98,8 +100,21 @@ def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] 
         ) from None
 
 
-def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> RunInfo:
+def receive(
+    deadline: float = DEADLINE,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> RunInfo | None:
     """Wait for what rank 0 decided. Called by every other rank.
+
+    Args:
+        deadline: Seconds to wait.
+        environ: Where torchrun's variables are.
+        stop_requested: Ends the wait: torchrun sends SIGTERM when another rank has failed.
+
+    Returns:
+        None when a stop was requested before rank 0 said anything.
 
     Raises:
         RunError: rank 0 said nothing within `deadline` seconds.
@@ -112,7 +127,12 @@ def receive(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ)
     try:
         store = _store(deadline, environ)
         with waits.waiting(waits.MEETING, deadline):
-            store.wait([_KEY], _left(until))
+            while not store.check([_KEY]):
+                if stop_requested():
+                    return None
+                if time.monotonic() > until:
+                    raise dist.DistStoreError("it has not said anything")
+                time.sleep(POLL_INTERVAL)
         text = store.get(_KEY).decode()
         store.set(f"{_KEY}/read/{me}", "yes")
     except dist.DistError as error:

@@ -82,7 +82,10 @@ def _placement(config: TrainConfig) -> Placement:
 
 def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
-    info, rank = rendezvous.receive(config.startup_timeout), rendezvous.rank()
+    rank = rendezvous.rank()
+    info = rendezvous.receive(config.startup_timeout, stop_requested=lambda: stop.set)
+    if info is None:
+        return 0
     config = load_file(Path(info.run_dir) / "config.json")
     process_status.publish_as(
         Path(info.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}"

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -85,6 +86,19 @@ def test_a_restarted_job_does_not_read_the_facts_of_its_first_attempt(agent_port
         f"Rank 1 waited 0.2 s at 127.0.0.1:{agent_port} for rank 0 to say where the run is"
     )
     assert "Rank 0 has failed or cannot be reached" in message
+
+
+def test_a_rank_that_is_told_to_stop_waits_for_rank_0_no_longer(agent_port):
+    """torchrun sends SIGTERM when rank 0 has failed, and kills after 30 s what does not end."""
+    asked: list[float] = []
+
+    def stop_requested() -> bool:
+        asked.append(time.monotonic())
+        return len(asked) > 2
+
+    environ = environ_of(1, 2, agent_port, torchrun_pid=True)
+    assert rendezvous.receive(60.0, environ, stop_requested=stop_requested) is None
+    assert asked[-1] - asked[0] < 5
 
 
 def test_without_an_agent_rank_0_hosts_the_store_until_all_have_read():

@@ -99,7 +99,7 @@ LORA = ["--lora.rank", "2", "--algorithm.epochs", "2", "--algorithm.kl-coef", "0
     ("max_lag", "filtering", "more"),
     [
         pytest.param(0, False, [], id="lag 0", marks=pytest.mark.slow),
-        pytest.param(2, True, [], id="lag 2, mixed groups"),
+        pytest.param(2, True, [], id="lag 2, mixed groups", marks=pytest.mark.slow),
         pytest.param(2, False, PPO, id="ppo", marks=pytest.mark.slow),
         pytest.param(1, False, LORA, id="lora", marks=pytest.mark.slow),
     ],

@@ -23,6 +23,7 @@ def logprobs(policy: OpenVLAOFTPolicy, rows: int) -> Tensor:
     return policy.evaluate(inputs, {"tokens": tokens}, SamplingParams(temperature=1.0)).logprob
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
 def test_no_way_to_call_a_checkpointed_block_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself the compiler stops at 8 graphs, beyond which it runs uncompiled without a word."""

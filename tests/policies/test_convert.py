@@ -363,6 +363,7 @@ peak("openvla", lambda: load_openvla(folder / "published", config, norm_key="des
 """
 
 
+@pytest.mark.slow
 def test_weights_are_streamed(tmp_path: Path) -> None:
     """Peaks of resident memory above what was there before, as parts of the weights' size in float32."""
     settings = child_environment() | {

@@ -37,7 +37,10 @@ def frames(rows: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "changes", [{}, {"decoding": "autoregressive", "chunk": 1}], ids=["parallel", "autoregressive"]
 )
-@pytest.mark.parametrize("tasks", [TASKS, TASKS[1:]], ids=["two lengths", "one length"])
+@pytest.mark.parametrize(
+    "tasks",
+    [pytest.param(TASKS, id="two lengths"), pytest.param(TASKS[1:], id="one length", marks=pytest.mark.slow)],
+)
 def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
     changes: dict[str, object], tasks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

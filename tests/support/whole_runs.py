@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from asyncrl import cli
 from support import ROOT
@@ -50,7 +51,7 @@ def exit_code(arguments: list[str]) -> int:
         return int(end.code or 0)
 
 
-def reach(run: Path, updates: int, process: subprocess.Popen[str], deadline: float) -> None:
+def reach(run: Path, updates: int, process: subprocess.Popen[Any], deadline: float) -> None:
     """Wait until the run has logged `updates` updates."""
     until = time.monotonic() + deadline
     path = run / "metrics.jsonl"
