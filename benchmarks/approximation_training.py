@@ -119,8 +119,8 @@ class Cores:
     def __init__(self, parallel: int, each: int) -> None:
         allowed = sorted(os.sched_getaffinity(0))
         self.free: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
-        for place in range(parallel):
-            wanted = range(place * each, place * each + each)
+        for index in range(parallel):
+            wanted = range(index * each, index * each + each)
             self.free.put({allowed[core % len(allowed)] for core in wanted})
         self._running: set[subprocess.Popen[bytes]] = set()
 

@@ -52,16 +52,16 @@ def tensors_of(settings: Settings, device: str) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.full((each,), 0.5, dtype=torch.bfloat16, device=device) for i in range(4)}
 
 
-def act(settings: Settings, endpoint: str, place: int, held: Synchronized[int]) -> None:
+def act(settings: Settings, endpoint: str, index: int, held: Synchronized[int]) -> None:
     """Swap weights in as they come; `held` says which version there is."""
     from asyncrl.weights.interface import ChannelClosed
     from asyncrl.weights.receiver import build_receiver
 
     torch.set_num_threads(1)
-    device = settings.devices[place]
+    device = settings.devices[index]
     tensors = tensors_of(settings, device)
     receiver = build_receiver(
-        settings.transport, endpoint, f"actor-{place}", tensors, device, settings.deadline
+        settings.transport, endpoint, f"actor-{index}", tensors, device, settings.deadline
     )
     try:
         receiver.wait_for_first(settings.deadline)
@@ -80,20 +80,20 @@ class Fleet:
         self.context = multiprocessing.get_context("spawn")
         self.held: dict[int, Synchronized[int]] = {}
         self.processes: dict[int, BaseProcess] = {}
-        for place in range(1, len(settings.devices)):
-            self.start(place)
+        for index in range(1, len(settings.devices)):
+            self.start(index)
 
-    def start(self, place: int) -> None:
+    def start(self, index: int) -> None:
         """Start (again) the actor on device number `place`."""
         held: Synchronized[int] = self.context.Value("q", -1)  # pyright: ignore[reportAssignmentType]
-        arguments = (self.settings, self.endpoint, place, held)
+        arguments = (self.settings, self.endpoint, index, held)
         process = self.context.Process(target=act, args=arguments, daemon=True)
         process.start()
-        self.held[place], self.processes[place] = held, process
+        self.held[index], self.processes[index] = held, process
 
     def all_hold(self, version: int, but: int = 0) -> bool:
         """Whether all actors (except the one called `but`) hold at least this version."""
-        return all(held.value >= version for place, held in self.held.items() if place != but)
+        return all(held.value >= version for index, held in self.held.items() if index != but)
 
 
 class Learner:

@@ -128,10 +128,10 @@ def _values(specs: Mapping[str, Spec], draw: Callable[[int], Tensor]) -> Iterato
 
 def _even(specs: Mapping[str, Spec], total: int) -> list[dict[str, Spec]]:
     group_files: list[dict[str, Spec]] = [{} for _ in range(SHARDS)]
-    place = 0
+    index = 0
     for name, spec in specs.items():
-        group_files[min(SHARDS - 1, place * SHARDS // total)][name] = spec
-        place += spec.nbytes
+        group_files[min(SHARDS - 1, index * SHARDS // total)][name] = spec
+        index += spec.nbytes
     return [shard for shard in group_files if shard]
 
 

@@ -62,13 +62,13 @@ def episode(settings: Settings, grant: GroupGrant, member: int) -> Episode:
 
 
 def act(
-    settings: Settings, endpoint: str, place: int, made: multiprocessing.Queue[tuple[int, float]]
+    settings: Settings, endpoint: str, index: int, made: multiprocessing.Queue[tuple[int, float]]
 ) -> None:
     """An actor without models: offers groups until the learner ends the run."""
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.interface import RunStopped
 
-    port, offered, busy = ZmqActorPort(endpoint, f"actor-{place}"), 0, 0.0
+    port, offered, busy = ZmqActorPort(endpoint, f"actor-{index}"), 0, 0.0
     try:
         while True:
             grant = port.acquire_group(0.2)
@@ -111,8 +111,8 @@ def main() -> None:
         replay = context.Process(target=keep, args=(settings, endpoint, store), daemon=True)
         replay.start()
         actors = [
-            context.Process(target=act, args=(settings, endpoint, place, made), daemon=True)
-            for place in range(settings.actors)
+            context.Process(target=act, args=(settings, endpoint, index, made), daemon=True)
+            for index in range(settings.actors)
         ]
         for actor in actors:
             actor.start()

@@ -44,8 +44,8 @@ SMALL = tuple(name for name in array_specs(TOKENS) if name not in ("frames", "fi
 def by_memmap(path: Path, layout: GroupFileParts) -> Callable[[], Any]:
     """Return what copies every array out of a mapping of the file. Where they lie is known before."""
     mapped = np.memmap(path, np.uint8, "r")
-    timed_work = [(p.offset, p.offset + p.nbytes) for p in layout.places.values()]
-    return lambda: [np.array(mapped[begin:end]) for begin, end in timed_work]
+    extents = [(p.offset, p.offset + p.nbytes) for p in layout.extents.values()]
+    return lambda: [np.array(mapped[begin:end]) for begin, end in extents]
 
 
 def by_h5py(path: Path) -> None:
@@ -75,21 +75,21 @@ class TorchRL:
         self._storage = LazyMemmapStorage(self._size * len(groups), scratch_dir=str(folder))
         self.write(0, groups[0])
 
-    def write(self, place: int, group: list[Episode]) -> None:
+    def write(self, index: int, group: list[Episode]) -> None:
         """Store a group durably: copy it into the mapping, write that back, sync the files."""
         arrays = [episode_arrays(episode) for episode in group]
         names = [name for name in arrays[0] if name != "video"]
         parts = {name: self._torch.from_numpy(np.stack([e[name] for e in arrays])) for name in names}
-        self._storage.set(self._rows(place), self._dict(parts, [self._size]))
+        self._storage.set(self._rows(index), self._dict(parts, [self._size]))
         for path in self._folder.rglob("*.memmap"):
             sync(path)
 
-    def read(self, place: int) -> Any:
+    def read(self, index: int) -> Any:
         """Copy a group out."""
-        return self._storage.get(self._torch.tensor(self._rows(place)))
+        return self._storage.get(self._torch.tensor(self._rows(index)))
 
-    def _rows(self, place: int) -> list[int]:
-        return list(range(place * self._size, (place + 1) * self._size))
+    def _rows(self, index: int) -> list[int]:
+        return list(range(index * self._size, (index + 1) * self._size))
 
 
 def torchrl_or_none(groups: list[list[Episode]], folder: Path) -> TorchRL | None:
@@ -136,7 +136,7 @@ def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) 
     for path in paths:
         reader.read(path)
     for _ in range(rounds):
-        for place, path in enumerate(paths):
+        for index, path in enumerate(paths):
             mapped = by_memmap(path, layouts[path])
             timed("memmap", mapped)
             timed("fresh", lambda: reader.read(path))  # noqa: B023
@@ -145,7 +145,7 @@ def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) 
             timed("h5py small", lambda: by_h5py(path))  # noqa: B023
             timed("small", lambda: reader.read(path, SMALL))  # noqa: B023
             if peer is not None:
-                timed("torchrl", lambda: peer.read(place))  # noqa: B023
+                timed("torchrl", lambda: peer.read(index))  # noqa: B023
             del mapped  # What is mapped stays in the page cache.
             forget(path)
             timed("cold", lambda: reader.read(path))  # noqa: B023

@@ -165,38 +165,38 @@ class ChildProcesses:
             process.kill()
 
 
-def raw_seconds(crew: ChildProcesses, count: int) -> float:
+def raw_seconds(processes: ChildProcesses, count: int) -> float:
     """Median seconds in which `count` bytes reach every GPU but the learner's (or, if none is, a copy)."""
-    devices, times = crew.settings.devices, crew.settings.rounds
-    places = devices[crew.settings.learner_ranks :]
-    remote = [n for n, place in enumerate(places) if place == "cpu" or place != devices[0]]
+    devices, times = processes.settings.devices, processes.settings.rounds
+    actors = devices[processes.settings.learner_ranks :]
+    remote = [n for n, device in enumerate(actors) if device == "cpu" or device != devices[0]]
     if not remote:
         return raw_copy(torch.device(devices[0]), count, times)
     port, size = free_port(), 1 + len(remote)
     for rank, n in enumerate(remote, start=1):
-        crew.actors[n].send(("raw", (rank, size, port, count, times)))
+        processes.actors[n].send(("raw", (rank, size, port, count, times)))
     found = raw_broadcast(torch.device(devices[0]), 0, size, port, count, times)
     for n in remote:
-        crew.actors[n].recv()
+        processes.actors[n].recv()
     return found
 
 
 class Channel:
     """A publisher with all actors as members."""
 
-    def __init__(self, crew: ChildProcesses, shapes: Shapes, dtype: torch.dtype) -> None:
-        settings = crew.settings
-        self.crew, self.device = crew, torch.device(settings.devices[0])
-        for pipe in crew.learners:
+    def __init__(self, processes: ChildProcesses, shapes: Shapes, dtype: torch.dtype) -> None:
+        settings = processes.settings
+        self.processes, self.device = processes, torch.device(settings.devices[0])
+        for pipe in processes.learners:
             pipe.send((shapes, dtype))
         self.masters = Masters(shapes, dtype, self.device)
-        for pipe in crew.learners:
+        for pipe in processes.learners:
             pipe.recv()
         transport = transport_of(settings.devices[0], settings.devices[settings.learner_ranks :])
         self.publisher: BroadcastPublisher = build_publisher(
             transport, device=self.device, deadline=settings.deadline
         )
-        crew.order("join", transport, self.publisher.endpoint, shapes, dtype)
+        processes.order("join", transport, self.publisher.endpoint, shapes, dtype)
         self.transport, self.version = transport, -1
         self.publish()
         self.await_all()
@@ -204,7 +204,7 @@ class Channel:
     def publish(self) -> float:
         """Publish the next version, with all learner ranks; returns the thread's seconds."""
         self.version += 1
-        for pipe in self.crew.learners:
+        for pipe in self.processes.learners:
             pipe.send("publish")
         began = time.monotonic()
         self.publisher.publish(self.masters, self.version)
@@ -212,13 +212,13 @@ class Channel:
 
     def await_all(self) -> None:
         """Wait until every actor has told that it holds the newest version."""
-        deadline = 4 * self.crew.settings.deadline
-        self.publisher.wait_for_first(self.version, deadline, actors=len(self.crew.actors))
+        deadline = 4 * self.processes.settings.deadline
+        self.publisher.wait_for_first(self.version, deadline, actors=len(self.processes.actors))
 
     def close(self) -> None:
         """End the channel and give its memory back."""
         self.publisher.close()
-        self.crew.order("leave")
+        self.processes.order("leave")
         del self.masters, self.publisher
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -227,7 +227,7 @@ class Channel:
 def quiet_rounds(channel: Channel) -> tuple[list[float], dict[str, float], float]:
     """Publish again and again on idle GPUs: seconds of each, median of every stage, median swap in ms."""
     totals, stages, swaps = list[float](), {stage: list[float]() for stage in STAGES}, list[float]()
-    for _ in range(channel.crew.settings.rounds):
+    for _ in range(channel.processes.settings.rounds):
         if channel.device.type == "cuda":
             torch.cuda.synchronize(channel.device)
         time.sleep(0.05)  # All wait by now, as they do in a run.
@@ -237,7 +237,7 @@ def quiet_rounds(channel: Channel) -> tuple[list[float], dict[str, float], float
         totals.append(time.monotonic() - began)
         for stage in STAGES:
             stages[stage].append(getattr(channel.publisher.sent, stage))
-        for version, took in channel.crew.order("swap"):
+        for version, took in channel.processes.order("swap"):
             assert version == channel.version, f"an actor holds version {version} of {channel.version}"
             swaps.append(took)
     return totals, {s: 1e3 * statistics.median(v) for s, v in stages.items()}, statistics.median(swaps)
@@ -245,15 +245,15 @@ def quiet_rounds(channel: Channel) -> tuple[list[float], dict[str, float], float
 
 def busy(channel: Channel, work: Work, every: float) -> tuple[Paces, list[Paces], list[float]]:
     """Let all work, with one version per `every` seconds (0: none): paces, and seconds of each `publish`."""
-    calls, seconds = list[float](), channel.crew.settings.seconds
+    calls, seconds = list[float](), channel.processes.settings.seconds
 
     def publish(now: float) -> None:
         if every and now >= every * (len(calls) + 0.5):
             calls.append(channel.publish())
 
-    channel.crew.begin("work_for", seconds)
+    channel.processes.begin("work_for", seconds)
     mine = work.run(seconds, publish)
-    return mine, channel.crew.answers(), calls
+    return mine, channel.processes.answers(), calls
 
 
 def per_version(calm: Paces, with_versions: Paces, versions: int) -> float:
@@ -261,9 +261,9 @@ def per_version(calm: Paces, with_versions: Paces, versions: int) -> float:
     return (with_versions.seconds - with_versions.steps * calm.mean) / max(1, versions)
 
 
-def measure(crew: ChildProcesses, kind: Kind, shapes: Shapes, dtype: torch.dtype, raw: float) -> Figures:
+def measure(processes: ChildProcesses, kind: Kind, shapes: Shapes, dtype: torch.dtype, raw: float) -> Figures:
     """All figures of one kind of weights."""
-    settings, channel = crew.settings, Channel(crew, shapes, dtype)
+    settings, channel = processes.settings, Channel(processes, shapes, dtype)
     totals, stages, swap = quiet_rounds(channel)
     work = Work(channel.device)
     work.run(min(1.0, settings.seconds))
@@ -327,20 +327,20 @@ def main() -> None:
         torch.cuda.set_device(settings.devices[0])
     sizes: dict[Kind, float] = {"full": settings.gigabytes, "lora": settings.lora_gigabytes}
     layouts: dict[Kind, tuple[Shapes, torch.dtype]] = {k: shapes_of(k, size) for k, size in sizes.items()}
-    crew = ChildProcesses(settings)
+    processes = ChildProcesses(settings)
     raw = dict[Kind, float]()
     for kind, (shapes, dtype) in layouts.items():
         count = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-        raw[kind] = raw_seconds(crew, count)
+        raw[kind] = raw_seconds(processes, count)
         print(
             f"{kind}: {len(shapes)} tensors, {count / 1e9:.3g} GB, raw {1e3 * raw[kind]:.2f} ms", flush=True
         )
-    crew.join_learners()
+    processes.join_learners()
     found = list[Figures]()
     for kind, (shapes, dtype) in layouts.items():
-        found.append(measure(crew, kind, shapes, dtype, raw[kind]))
+        found.append(measure(processes, kind, shapes, dtype, raw[kind]))
         print(f"{kind}: publish {found[-1].publish_median:.1f} ms, {found[-1].ratio:.2f}x raw", flush=True)
-    crew.end()
+    processes.end()
     report(found, settings)
     if settings.json:
         print(json.dumps([asdict(f) for f in found]))

@@ -383,10 +383,10 @@ def race(settings: Settings, worlds: list[WanWorld], script: Script) -> list[tup
         rates.append([frames / seconds_of(settings, world, script) for world in worlds])
     return [
         (
-            statistics.median(row[place] / row[0] for row in rates),
-            statistics.median(row[place] for row in rates),
+            statistics.median(row[index] / row[0] for row in rates),
+            statistics.median(row[index] for row in rates),
         )
-        for place in range(len(worlds))
+        for index in range(len(worlds))
     ]
 
 

@@ -22,7 +22,7 @@ from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
-from support.replay import Clock, make_core, make_limiter
+from support.replay import Clock, make_limiter, make_replay
 from support.replay_server import ScriptedSocket
 from support.tiny_actor import TASKS
 
@@ -61,11 +61,11 @@ def endpoint() -> Iterator[str]:
 def scripted(tmp_path: Path) -> Iterator[tuple[ReplayServer, ScriptedSocket, Clock]]:
     """A service with credit for one group, a learner and the actors a and b, on a clock of its own."""
     clock, socket = Clock(), ScriptedSocket()
-    core = make_core(tmp_path, make_limiter(per_update=1, max_lag=0, clock=clock))
-    service = ReplayServer(core, socket)  # type: ignore[arg-type]
+    replay = make_replay(tmp_path, make_limiter(per_update=1, max_lag=0, clock=clock))
+    service = ReplayServer(replay, socket)  # type: ignore[arg-type]
     socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0)
     for name in ("a", "b"):
         socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0)
     service.serve_once(0)
     yield service, socket, clock
-    core.close()
+    replay.close()

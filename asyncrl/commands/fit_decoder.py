@@ -110,8 +110,8 @@ def _episodes(config: FitDecoder, world: WanWorld, device: torch.device) -> tupl
     from asyncrl.worlds.start_states import load_start_states, start_state_at
 
     policy = load_policy(policy_folder(config.policy), device=device, dtype=_dtype(device)).eval()
-    place = start_states_path(config.start_states, config.world)
-    states = load_start_states(place, image_size=world.image_size)
+    path = start_states_path(config.start_states, config.world)
+    states = load_start_states(path, image_size=world.image_size)
     if len(states) < 2:
         raise ConfigError(
             f"--start-states {config.start_states} holds {len(states)} start state, but some are to learn "

@@ -209,9 +209,9 @@ class IdleOffload:
         """Return the seconds spent moving, and the most bytes offloaded, since this was asked last."""
         if self._tensors is None:
             return 0.0, 0
-        readings = self._tensors.seconds - self._seconds, self._most
+        found = self._tensors.seconds - self._seconds, self._most
         self._seconds, self._most = self._tensors.seconds, self._tensors.bytes
-        return readings
+        return found
 
 
 NO_OFFLOAD: Final = IdleOffload(None)

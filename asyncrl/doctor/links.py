@@ -115,9 +115,9 @@ def measure(
     pairs = sorted(combinations(range(len(devices)), 2), key=lambda pair: pair[1] - pair[0]) or [(0,)]
     results = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
-        crew = _LinkProcesses(devices, Path(folder), serve)
+        processes = _LinkProcesses(devices, Path(folder), serve)
         try:
-            crew.start(range(len(devices)))
+            processes.start(range(len(devices)))
             for number, pair in enumerate(pairs):
                 name = " - ".join(_names(devices)[index] for index in pair)
                 if time.monotonic() + pair_deadline > until:
@@ -133,9 +133,9 @@ def measure(
                     seconds=pair_deadline,
                 )
                 tasks = [replace(task, rank=rank) for rank in range(len(pair))]
-                results.append(_measure_pair(crew, name, pair, tasks))
+                results.append(_measure_pair(processes, name, pair, tasks))
         finally:
-            crew.end()
+            processes.end()
     del store  # Until here: it serves the endpoint.
     return results
 
@@ -145,16 +145,16 @@ def _names(devices: Sequence[str]) -> list[str]:
     return [name if devices.count(name) == 1 else f"{name} process {i}" for i, name in enumerate(devices)]
 
 
-def _measure_pair(crew: _LinkProcesses, name: str, pair: Sequence[int], tasks: Sequence[Task]) -> Result:
+def _measure_pair(processes: _LinkProcesses, name: str, pair: Sequence[int], tasks: Sequence[Task]) -> Result:
     try:
-        crew.start(pair)
-        crew.wait_until_ready(pair)
+        processes.start(pair)
+        processes.wait_until_ready(pair)
         for index, task in zip(pair, tasks, strict=True):
-            crew.tell(index, task)
+            processes.tell(index, task)
         end = time.monotonic() + tasks[0].seconds
-        answers = [crew.hear(index, end, "hangs") for index in pair]
+        answers = [processes.hear(index, end, "hangs") for index in pair]
     except WeightSyncError as error:
-        crew.drop(pair)
+        processes.drop(pair)
         return Result(pair=name, problem=str(error))
     if len(pair) == 1:
         return Result(pair=name)

@@ -44,7 +44,7 @@ class ChildThread:
         # Around everything above; held while children are spawned and polled, not while anybody waits.
         self._changed = threading.Condition()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="children", daemon=True)
         self._thread.start()
 
     def spawn(self, make: Callable[[], Supervisor]) -> None:

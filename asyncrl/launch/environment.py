@@ -117,15 +117,15 @@ def _tasks(starts: list[StartState]) -> list[str]:
 
 
 def _starts(config: TrainConfig, size: int) -> list[StartState]:
-    place = asset_paths.start_states_path(config.start_states, folder_part(config.world))
+    path = asset_paths.start_states_path(config.start_states, folder_part(config.world))
     try:
-        starts = load_start_states(place, keyframes=config.keyframes, image_size=size)
+        starts = load_start_states(path, keyframes=config.keyframes, image_size=size)
     except AssetError as error:
         raise CheckpointError(f"--start-states {config.start_states}: {error}") from error
     wrong = next((state for state in starts if state.frame.shape[:2] != (size, size)), None)
     if wrong is not None:
         raise CheckpointError(
-            f"Start state {wrong.name!r} of {place} has the shape {wrong.frame.shape}, "
+            f"Start state {wrong.name!r} of {path} has the shape {wrong.frame.shape}, "
             f"but --world {config.world} imagines {size} x {size}. Choose files that belong together."
         )
     return starts

@@ -1,6 +1,6 @@
-"""Keep every number that a run reports, and fold several readings of one into one.
+"""Keep every number that a run reports, and fold several values of one into one.
 
-A metric is defined once, with how its readings are folded, its unit, its meaning and advice: in
+A metric is defined once, with how its values are folded, its unit, its meaning and advice: in
 `metrics_training`, `metrics_replay`, `metrics_system`, and for waits in `waits`. Callers log
 ``{m.GRAD_NORM: 3.2}``, never a bare string. `docs/metrics.md` is generated from the registry.
 """
@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """How several readings of one metric become one."""
+    """How several values of one metric become one."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -32,7 +32,7 @@ class Metric:
     unit: str
     meaning: str
     advice: str
-    """What a healthy reading looks like, and what to do about another: one or two sentences.
+    """What a healthy value looks like, and what to do about another: one or two sentences.
 
     Flags are written with their dashes, and numbers appear only where they follow from a definition. For a
     name that RLinf uses too it says how its number differs.
@@ -61,7 +61,7 @@ def define(name: str, reduction: Reduction, unit: str, meaning: str, advice: str
 
 
 def reduce(rows: Iterable[Readings]) -> dict[Metric, float]:
-    """Fold several rows of readings into one, each metric by its own rule. Absent readings are left out."""
+    """Fold several rows of values into one, each metric by its own rule. Absent values are left out."""
     collected: dict[Metric, list[float]] = {}
     for row in rows:
         for metric, value in row.items():

@@ -43,7 +43,7 @@ class Column:
 
 
 def _cell(pattern: str, *needed: Metric) -> Callable[[Readings], str]:
-    """Fill the parts of `pattern` ('a / b') with one reading each; '-' is one that is absent, or all."""
+    """Fill the parts of `pattern` ('a / b') with one value each; '-' is one that is absent, or all."""
     parts = list(zip(pattern.split(" / "), needed, strict=True))
 
     def text(row: Readings) -> str:
@@ -85,7 +85,7 @@ def render(step: int, values: Readings, eta: float) -> str:
 
     Args:
         step: Update it is about.
-        values: Its readings; an absent one shows as '-'.
+        values: Its values; an absent one shows as '-'.
         eta: Seconds until the run ends; NaN when nobody can know.
     """
     cells = [f"{step:>6}", *(f"{column.text(values):>{column.width}}" for column in COLUMNS)]
@@ -151,8 +151,8 @@ class MetricsLogger:
         """
         now = self._clock()
         # JSON has no NaN and no infinity; null is what every reader understands.
-        readings = {x.name: value if math.isfinite(value) else None for x, value in values.items()}
-        self._rows.write(json.dumps({"step": step, "time": round(now, 3)} | readings) + "\n")
+        finite = {x.name: value if math.isfinite(value) else None for x, value in values.items()}
+        self._rows.write(json.dumps({"step": step, "time": round(now, 3)} | finite) + "\n")
         self._rows.flush()
         for metric, value in values.items():
             self._curves.add_scalar(metric.name, value, step, walltime=now)

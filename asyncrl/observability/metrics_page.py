@@ -27,7 +27,7 @@ SECTIONS: Final = {
 DEFINED_IN: Final = (metrics_training, metrics_replay, metrics_system, waits)
 """The modules that define metrics; importing them fills the registry."""
 FOLDED: Final = (
-    "*Folded by* says how the readings of several updates become one console row (--log-every). A *unit* is "
+    "*Folded by* says how the values of several updates become one console row (--log-every). A *unit* is "
     "what has one probability ratio: a token, an action or a decision (--algorithm.level)."
 )
 

@@ -109,9 +109,9 @@ class ZmqActorPort:
         """See `ActorPort.serve`."""
         self._exchange(0)
 
-    def report(self, readings: Mapping[Metric, float]) -> None:
+    def report(self, metrics: Mapping[Metric, float]) -> None:
         """See `ActorPort.report`."""
-        self._link.send_now("report", readings={metric.name: float(x) for metric, x in readings.items()})
+        self._link.send_now("report", readings={metric.name: float(x) for metric, x in metrics.items()})
 
     def close(self, deadline: float) -> None:
         """See `ActorPort.close`."""

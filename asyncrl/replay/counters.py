@@ -74,7 +74,7 @@ class EpisodeCounters:
         self.episodes[status] += episodes
         self.decisions[status] += decisions
 
-    def readings(self) -> dict[Metric, float]:
+    def metrics(self) -> dict[Metric, float]:
         """Read everything."""
         episodes = {metric: float(self.episodes[status]) for status, metric in COUNTERS.items()}
         return episodes | {metric: float(self.decisions[s]) for s, metric in DECISION_COUNTERS.items()}

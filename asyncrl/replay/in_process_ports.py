@@ -65,9 +65,9 @@ class InProcessActorPort:
         self._replay.state.limiter.note_heartbeat(self._name)
         self._replay.take_receipts()
 
-    def report(self, readings: Mapping[Metric, float]) -> None:
+    def report(self, metrics: Mapping[Metric, float]) -> None:
         """See `ActorPort.report`."""
-        self._replay.report(self._name, readings)
+        self._replay.report(self._name, metrics)
 
     def close(self, deadline: float) -> None:
         """See `ActorPort.close`. Nothing is in flight."""

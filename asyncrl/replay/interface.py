@@ -129,7 +129,7 @@ class ActorPort(Protocol):
         """Exchange receipts, heartbeats and the stop notice. Never blocks; call it once per round."""
         ...
 
-    def report(self, readings: Mapping[Metric, float]) -> None:
+    def report(self, metrics: Mapping[Metric, float]) -> None:
         """Report where this actor's time and memory went: some of `REPORTED`. May be lost; never blocks."""
         ...
 

@@ -59,7 +59,7 @@ class Quarantine:
         if len(groups) >= self.after and name not in self.names:
             self.names.append(name)
 
-    def readings(self) -> dict[Metric, float]:
+    def metrics(self) -> dict[Metric, float]:
         """Read the counts."""
         counts = {metric: float(self.counts[cause]) for cause, metric in COUNTERS.items()}
         return counts | {m.QUARANTINED: float(len(self.names))}

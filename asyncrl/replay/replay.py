@@ -231,12 +231,12 @@ class Replay:
             self.lifecycle.drop(number, "dropped_deadline")
         self.lifecycle.retry()
 
-    def report(self, actor: str, readings: Mapping[Metric, float]) -> None:
+    def report(self, actor: str, metrics: Mapping[Metric, float]) -> None:
         """Note where an actor's time and memory go; a share is cut to [0, 1]."""
         self.state.limiter.note_heartbeat(actor)
         self._reports[actor] = {
             metric: min(1.0, max(0.0, value)) if metric.unit == "share" else value
-            for metric, value in readings.items()
+            for metric, value in metrics.items()
         }
 
     def stop(self) -> None:
@@ -246,16 +246,16 @@ class Replay:
     def status(self) -> dict[Metric, float]:
         """Read `replay/*` (without the lag of batches) and what the actors report. Changes nothing."""
         state, limiter = self.state, self.state.limiter
-        readings = state.counters.readings() | state.quarantine.readings()
-        readings[m.GROUPS_READY] = float(len(limiter.ready))
-        readings[m.GROUPS_IN_FLIGHT] = float(len(limiter.open))
-        readings[m.FILTERED_GROUPS] = float(limiter.filtered_groups)
-        readings[m.REPLAY_BYTES] = float(self.store.total_bytes)
-        readings[m.DISK_WAITING] = self.lifecycle.disk.seconds
+        found = state.counters.metrics() | state.quarantine.metrics()
+        found[m.GROUPS_READY] = float(len(limiter.ready))
+        found[m.GROUPS_IN_FLIGHT] = float(len(limiter.open))
+        found[m.FILTERED_GROUPS] = float(limiter.filtered_groups)
+        found[m.REPLAY_BYTES] = float(self.store.total_bytes)
+        found[m.DISK_WAITING] = self.lifecycle.disk.seconds
         if self.lifecycle.success.last is not None:
-            readings[m.REPLAY_SUCCESS] = self.lifecycle.success.last
+            found[m.REPLAY_SUCCESS] = self.lifecycle.success.last
         heard = (report for actor, report in self._reports.items() if not limiter.timed_out(actor))
-        return readings | reduce(heard)
+        return found | reduce(heard)
 
     def contents(self) -> str:
         """Say in one line what the replay holds, for an error message."""

@@ -237,8 +237,8 @@ class ReplayServer:
 
     def _report(self, peer: bytes, message: Message) -> None:
         if peer in self.peers.actors:
-            readings = {REPORTED[name]: value for name, value in message["readings"].items()}
-            self.replay.report(self.peers.actors[peer], readings)
+            metrics = {REPORTED[name]: value for name, value in message["readings"].items()}
+            self.replay.report(self.peers.actors[peer], metrics)
 
     def _sample_asked(self, peer: bytes, message: Message) -> None:
         if (
@@ -255,9 +255,9 @@ class ReplayServer:
             self.replay.set_version(message["version"])
 
     def _status(self, peer: bytes, message: Message) -> None:
-        readings = self.replay.status()
-        readings |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.sender.errors)}
-        named = {metric.name: value for metric, value in readings.items()}
+        found = self.replay.status()
+        found |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.sender.errors)}
+        named = {metric.name: value for metric, value in found.items()}
         self.sender.send(peer, "status_reply", readings=named, contents=self.replay.contents()[:4000])
 
     def _stop(self, peer: bytes, message: Message) -> None:

@@ -60,8 +60,8 @@ def captioned(picture: Image.Image, lines: list[str], *, edge: tuple[int, int, i
     whole.paste(picture, (0, 0))
     draw = ImageDraw.Draw(whole)
     draw.rectangle((0, picture.height, space - 1, height), fill=edge)
-    for place, line in enumerate(lines):
-        at = (2 * space, picture.height + space // 2 + place * (size + space))
+    for index, line in enumerate(lines):
+        at = (2 * space, picture.height + space // 2 + index * (size + space))
         draw.text(at, fitted(line, picture.width - 3 * space, size), fill=INK, font=font(size))
     return whole
 

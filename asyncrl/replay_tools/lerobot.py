@@ -229,17 +229,17 @@ class _Columns:
 
 def _episode_row(row: StoredEpisode, number: int, begin: int, end: int) -> dict[str, Any]:
     """Return one row of meta/episodes: what LeRobot asks for, then where the episode comes from."""
-    place = {"chunk_index": 0, "file_index": 0}
+    position = {"chunk_index": 0, "file_index": 0}
     seconds = {"from_timestamp": begin / STEPS_PER_SECOND, "to_timestamp": end / STEPS_PER_SECOND}
     return {
         "episode_index": number,
         "tasks": [row.episode.task],
         "length": end - begin,
-        **{f"data/{name}": value for name, value in place.items()},
+        **{f"data/{name}": value for name, value in position.items()},
         "dataset_from_index": begin,
         "dataset_to_index": end,
-        **{f"videos/{IMAGE}/{name}": value for name, value in (place | seconds).items()},
-        **{f"meta/episodes/{name}": value for name, value in place.items()},
+        **{f"videos/{IMAGE}/{name}": value for name, value in (position | seconds).items()},
+        **{f"meta/episodes/{name}": value for name, value in position.items()},
         "asyncrl/episode_id": row.episode.episode_id,
         "asyncrl/success": row.episode.success,
         "asyncrl/policy_version": row.episode.oldest_version,

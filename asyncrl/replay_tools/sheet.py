@@ -82,8 +82,8 @@ def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
     pictures = [enlarged(frame, WIDTH) for frame in frames]
     width, height = pictures[0].size
     strip = Image.new("RGB", (4 * width + 6, height), PAPER)
-    for place, picture in enumerate(pictures):
-        strip.paste(picture, (place * (width + 2), 0))
+    for index, picture in enumerate(pictures):
+        strip.paste(picture, (index * (width + 2), 0))
     outcome = "success" if episode.success else "no success"
     about = f"{outcome} in {row.steps} steps   version {row.versions}   {episode.episode_id[:8]}"
     return captioned(strip, [episode.task, about], edge=GREEN if episode.success else RED)
@@ -99,8 +99,8 @@ def lay_out(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -> I
     size = (len(shown) * width + SPACE, HEAD + rows * height + SPACE)
     sheet = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(sheet)
-    for place, (column, head) in enumerate(shown):
-        left = SPACE + place * width
+    for index, (column, head) in enumerate(shown):
+        left = SPACE + index * width
         draw.text((left, SPACE // 2), head, fill=INK, font=font(16))
         for rank, picture in enumerate(column):
             sheet.paste(picture, (left, HEAD + SPACE // 2 + rank * height))

@@ -65,8 +65,8 @@ def draw_panels(heading: str, panels: Sequence[Panel]) -> Image.Image:
 def _draw_panel(draw: ImageDraw.ImageDraw, panel: Panel, top: int) -> None:
     draw.text((MARGIN, top), panel.title, fill=INK, font=font(16))
     left, right = MARGIN + NAMES, WIDTH - MARGIN - NUMBERS
-    for place, drawn in enumerate(panel.bars):
-        y = top + TITLE - 4 + place * ROW
+    for index, drawn in enumerate(panel.bars):
+        y = top + TITLE - 4 + index * ROW
         draw.text((MARGIN, y), fitted(drawn.name, NAMES - 10, 14), fill=INK, font=font(14))
         draw.rectangle((left, y + 2, right, y + ROW - 6), fill=FAINT)
         if drawn.value > 0:

@@ -325,7 +325,7 @@ def _open_files(path: Path) -> Iterator[_SafetensorsFile | _PthFile]:
         raise CheckpointError(f"{index} has no weight_map of tensors to files beside it. Copy it again.")
     for name in sorted(set(weight_map.values())):
         file = _SafetensorsFile(path / name)
-        here = {tensor for tensor, place in weight_map.items() if place == name}
+        here = {tensor for tensor, file_name in weight_map.items() if file_name == name}
         compare_names(file.path, file.headers.keys(), here, allowed=here)
         yield file
 

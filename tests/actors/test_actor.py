@@ -247,9 +247,9 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
 
 
 def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path: Path) -> None:
-    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.round(wait=0.0)
-    assert (list(core.state.limiter.ready), actor.slots.live) == ([0], [])
+    assert (list(replay.state.limiter.ready), actor.slots.live) == ([0], [])
     ((first, second),) = learner.sample(groups=1, version=0, timeout=0.0)
     assert (first.member, second.member) == (0, 1)
     assert first.start_state == second.start_state == actor.starts[0].name
@@ -257,29 +257,29 @@ def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path:
         assert problem_with(episode) is None
         assert episode.policy_versions.tolist() == [0]
         assert (episode.world_version, episode.video.shape) == (5, (8, 64, 64, 3))
-    core.close()
+    replay.close()
 
 
 def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagination, tmp_path: Path) -> None:
-    actor, core, _ = actor_with(imagination, tmp_path, slots=1)
+    actor, replay, _ = actor_with(imagination, tmp_path, slots=1)
     actor.round(wait=0.0)
-    assert (len(core.state.limiter.ready), len(core.state.limiter.open[0].members)) == (0, 1)
+    assert (len(replay.state.limiter.ready), len(replay.state.limiter.open[0].members)) == (0, 1)
     actor.round(wait=0.0)
-    assert list(core.state.limiter.ready) == [0]
-    core.close()
+    assert list(replay.state.limiter.ready) == [0]
+    replay.close()
 
 
 def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imagination, tmp_path: Path) -> None:
     """Halves of two places decide two rows at a time, as two places without halves do: equal batches."""
     found = []
     for slots, stages in ((2, 1), (4, 2)):
-        actor, core, _ = actor_with(
+        actor, replay, _ = actor_with(
             imagination, tmp_path / str(stages), slots=slots, stages=stages, decisions=3, groups=4
         )
-        learner = InProcessLearnerPort(core, imagine=lambda actor=actor: actor.round(0.0))
+        learner = InProcessLearnerPort(replay, imagine=lambda actor=actor: actor.round(0.0))
         found.append(learner.sample(groups=4, version=0, timeout=60.0))
         assert actor.slots.live == []
-        core.close()
+        replay.close()
     for plain, halved in zip(*found, strict=True):
         assert [e.member for e in plain] == [e.member for e in halved] == [0, 1]
         for one, other in zip(plain, halved, strict=True):
@@ -289,28 +289,28 @@ def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imaginati
 
 
 def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:
-    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.round(wait=0.0)
     assert not actor.round(wait=0.0)
-    assert (core.state.limiter.credit, list(core.state.limiter.ready), actor.slots.live) == (0, [0], [])
+    assert (replay.state.limiter.credit, list(replay.state.limiter.ready), actor.slots.live) == (0, [0], [])
     learner.sample(groups=1, version=0, timeout=0.0)
     learner.report_version(1)  # Credit for the next group, which asks for version 1.
     assert actor.round(wait=0.0), "there is something to imagine, but not yet"
     assert (len(actor.slots.pending), actor.slots.live) == (GROUP, [])
-    core.close()
+    replay.close()
 
 
 def test_in_one_process_an_actor_that_lacks_a_version_ends_in_a_timeout_until_it_comes(
     imagination: Imagination, tmp_path: Path
 ) -> None:
-    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
     receiver, actor.receiver = actor.receiver, Unreached()
-    learner = InProcessLearnerPort(core, imagine=lambda: actor.round(0.0))
+    learner = InProcessLearnerPort(replay, imagine=lambda: actor.round(0.0))
     with pytest.raises(SampleTimeout, match="0 groups ready, 1 in flight with 0 episodes"):
         learner.sample(groups=1, version=0, timeout=0.05)
     actor.receiver = receiver
     assert len(learner.sample(groups=1, version=0, timeout=60.0)) == 1
-    core.close()
+    replay.close()
 
 
 class Unreached:
@@ -330,16 +330,16 @@ def test_a_learner_that_left_before_its_first_version_ends_the_actor(
         def wait_for_first(self, deadline: float) -> int:
             raise ChannelClosed("over")
 
-    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
     actor.receiver = Closed()
     actor.run()
-    assert (actor.version, core.state.limiter.next_number) == (-1, 0)
-    core.close()
+    assert (actor.version, replay.state.limiter.next_number) == (-1, 0)
+    replay.close()
 
 
 def test_a_run_that_is_over_ends_the_actor(imagination: Imagination, tmp_path: Path) -> None:
-    actor, core, learner = actor_with(imagination, tmp_path, slots=GROUP)
+    actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     learner.stop()
     actor.run()
-    assert (actor.version, core.state.limiter.next_number) == (0, 0)
-    core.close()
+    assert (actor.version, replay.state.limiter.next_number) == (0, 0)
+    replay.close()

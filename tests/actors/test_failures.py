@@ -82,20 +82,24 @@ def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
         for name, array in episode_arrays(found[key]).items():
             np.testing.assert_array_equal(array, episode_arrays(expected[key])[name], name)
     assert counts(run) == {cause: float(cause == CAUSE_OF[part]) for cause in COUNTERS}
-    assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.state.limiter.open) == ([], [], {})
-    assert run.core.state.limiter.closed[bad].status == "dropped_poisoned"
-    plain.core.close()
-    run.core.close()
+    assert (run.actor.slots.live, list(run.actor.slots.pending), run.replay.state.limiter.open) == (
+        [],
+        [],
+        {},
+    )
+    assert run.replay.state.limiter.closed[bad].status == "dropped_poisoned"
+    plain.replay.close()
+    run.replay.close()
 
 
 def test_nothing_is_poisoned_in_a_plain_run(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned())
     episodes_of(run, 4)
-    status = run.core.status()
+    status = run.replay.status()
     assert not any(counts(run).values())
     assert status[m.DROPPED_POISONED] == status[m.QUARANTINED] == 0
-    assert "poison" not in run.core.contents()
-    run.core.close()
+    assert "poison" not in run.replay.contents()
+    run.replay.close()
 
 
 def test_a_batch_in_which_every_row_is_poisoned_ends_no_actor(tmp_path: Path) -> None:
@@ -103,25 +107,25 @@ def test_a_batch_in_which_every_row_is_poisoned_ends_no_actor(tmp_path: Path) ->
     assert {e.start_state for e in episodes_of(run, 4).values()} == {"start-2"}
     assert counts(run)["raised"] >= 3
     assert counts(run)["world"] >= 3
-    run.core.close()
+    run.replay.close()
 
 
 def test_a_sibling_that_was_finished_is_dropped_counted_and_settled(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned())
-    granted = run.core.grant("a")
+    granted = run.replay.grant("a")
     assert granted is not None
     sibling = make_episode(granted.number, 0, versions=(0,))
-    assert run.core.admit(sibling).status == "held"
-    run.core.fail(failure(granted.number))
-    run.core.fail(failure(granted.number))  # Said again: it counts once.
-    status = run.core.status()
+    assert run.replay.admit(sibling).status == "held"
+    run.replay.fail(failure(granted.number))
+    run.replay.fail(failure(granted.number))  # Said again: it counts once.
+    status = run.replay.status()
     assert (status[m.DROPPED_POISONED], status[m.DROPPED_POISONED_DECISIONS]) == (1, 1)
     assert (status[m.POISONED_WORLD], status[m.GROUPS_IN_FLIGHT]) == (1, 0)
-    ((actor, receipt),) = run.core.take_receipts()
+    ((actor, receipt),) = run.replay.take_receipts()
     assert (actor, receipt.episode_id, receipt.status) == ("a", sibling.episode_id, "dropped_poisoned")
     late = make_episode(granted.number, 1, versions=(0,))
-    assert run.core.admit(late).status == "dropped_poisoned"
-    run.core.close()
+    assert run.replay.admit(late).status == "dropped_poisoned"
+    run.replay.close()
 
 
 def test_tokens_are_chosen_of_logits_without_a_number_and_other_rows_do_not_notice() -> None:
@@ -218,7 +222,7 @@ def test_an_error_is_in_the_log_once_per_start_state_with_its_traceback(
         f"group {first} is given up, start state 'start-1': RuntimeError: imagine raises for 1"
     ]
     assert records[0].exc_info is not None
-    run.core.close()
+    run.replay.close()
 
 
 # ---- quarantine ----------------------------------------------------------------------------------
@@ -229,43 +233,43 @@ def test_after_two_groups_a_start_state_is_not_imagined_any_more(tmp_path: Path)
     run = inline_run(tmp_path, poisoned, per_update=8, starts=2)
     found = episodes_of(run, 8)
     assert {e.start_state for e in found.values()} == {"start-0"}
-    assert run.core.state.quarantine.names == ["start-1"]
+    assert run.replay.state.quarantine.names == ["start-1"]
     assert poisoned.begun.count(1) == 2 * GROUP, "two groups of it began"
     assert counts(run)["world"] == 2
     assert counts(run)["quarantined"] >= 4
-    assert run.core.status()[m.QUARANTINED] == 1
-    run.core.close()
+    assert run.replay.status()[m.QUARANTINED] == 1
+    run.replay.close()
 
 
 def test_the_same_group_twice_is_one_failure(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned())
     for _ in range(2):
-        run.core.state.quarantine.note(failure(0))
-    assert run.core.state.quarantine.names == []
-    run.core.state.quarantine.note(failure(1))
-    assert run.core.state.quarantine.names == ["bad"]
-    run.core.close()
+        run.replay.state.quarantine.note(failure(0))
+    assert run.replay.state.quarantine.names == []
+    run.replay.state.quarantine.note(failure(1))
+    assert run.replay.state.quarantine.names == ["bad"]
+    run.replay.close()
 
 
 def test_failures_counts_and_quarantine_survive_a_restart_of_the_replay_and_a_resume(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
     while counts(run)["world"] < 1:
         run.actor.round(0.0)
-    run.core.close()
+    run.replay.close()
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
-    assert (counts(run)["world"], run.core.state.quarantine.names) == (1, [])
+    assert (counts(run)["world"], run.replay.state.quarantine.names) == (1, [])
     episodes_of(run, 4)
-    assert (counts(run)["world"], run.core.state.quarantine.names) == (2, ["start-1"])
-    before = run.core.status()
-    run.core.close()
+    assert (counts(run)["world"], run.replay.state.quarantine.names) == (2, ["start-1"])
+    before = run.replay.status()
+    run.replay.close()
     poisoned = Poisoned({1: "world"})
     run = inline_run(tmp_path, poisoned, starts=2, slots=2)
-    assert run.core.state.quarantine.names == ["start-1"]
+    assert run.replay.state.quarantine.names == ["start-1"]
     for metric in (*COUNTERS.values(), m.QUARANTINED):
-        assert run.core.status()[metric] == before[metric], metric
+        assert run.replay.status()[metric] == before[metric], metric
     episodes_of(run, 4)
     assert 1 not in poisoned.begun
-    run.core.close()
+    run.replay.close()
 
 
 def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_reason(
@@ -280,30 +284,30 @@ def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_
     text = str(caught.value)
     assert all(f"start-{n}" in text for n in range(3))
     assert "the reward model's scores are not finite" in text
-    assert run.core.state.limiter.next_number <= 2 * 3 + 2, "no more grants than it takes"
-    run.core.close()
+    assert run.replay.state.limiter.next_number <= 2 * 3 + 2, "no more grants than it takes"
+    run.replay.close()
     # Resumed with other start states it goes on; with the same ones it ends at once.
     run = inline_run(tmp_path, poisoned, starts=3)
     with pytest.raises(ReplayError, match="No start state is left"):
         run.learner.sample(groups=4, version=0, timeout=600.0)
-    run.core.close()
+    run.replay.close()
     run = inline_run(tmp_path, poisoned, starts=4)
     assert {e.start_state for e in episodes_of(run, 4).values()} == {"start-3"}
-    run.core.close()
+    run.replay.close()
 
 
 def test_groups_that_are_ready_are_used_before_the_run_ends(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned(), per_update=2)
     for _ in range(2):
-        granted = run.core.grant("a")
+        granted = run.replay.grant("a")
         assert granted is not None
         for member in range(GROUP):
-            run.core.admit(make_episode(granted.number, member, versions=(0,)))
-    run.core.state.quarantine.note(failure(9, left=0))
+            run.replay.admit(make_episode(granted.number, member, versions=(0,)))
+    run.replay.state.quarantine.note(failure(9, left=0))
     assert len(run.learner.sample(groups=2, version=0, timeout=5.0)) == 2
     with pytest.raises(ReplayError, match="No start state is left"):
         run.learner.sample(groups=2, version=1, timeout=5.0)
-    run.core.close()
+    run.replay.close()
 
 
 # ---- over sockets --------------------------------------------------------------------------------
@@ -420,5 +424,5 @@ def test_an_inline_run_reaches_its_updates_although_the_policy_gives_nan_for_one
 
 def test_the_settings_of_a_run_reach_the_quarantine(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned(), after=7)
-    assert run.core.state.quarantine.after == config(after=7).replay.quarantine_after == 7
-    run.core.close()
+    assert run.replay.state.quarantine.after == config(after=7).replay.quarantine_after == 7
+    run.replay.close()

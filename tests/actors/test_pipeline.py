@@ -145,7 +145,7 @@ def test_one_stage_is_launched_and_collected_in_turns(order: list[str], tmp_path
     for _ in range(2):
         run.actor.round(0.0)
     assert order == ["launch 4", "collect"] * 2
-    run.core.close()
+    run.replay.close()
 
 
 def test_the_next_half_is_launched_before_the_one_before_is_collected(
@@ -165,7 +165,7 @@ def test_the_next_half_is_launched_before_the_one_before_is_collected(
         "launch 1",
         "collect",
     ]
-    run.core.close()
+    run.replay.close()
 
 
 def test_a_half_without_episodes_keeps_nobody_waiting(order: list[str], tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_a_half_without_episodes_keeps_nobody_waiting(order: list[str], tmp_path
         pass
     assert order == ["launch 2", "collect"] * 3
     assert not run.actor.round(0.0)
-    assert len(run.core.state.limiter.ready) == 1
-    run.core.close()
+    assert len(run.replay.state.limiter.ready) == 1
+    run.replay.close()
 
 
 def test_a_decision_carries_the_version_it_was_launched_with(
@@ -191,7 +191,7 @@ def test_a_decision_carries_the_version_it_was_launched_with(
         run.actor.round(0.0)
     versions = {episode.member: episode.policy_versions.tolist() for episode in pushed}
     assert versions == {0: [0, 1, 1], 1: [1, 1, 1]}
-    run.core.close()
+    run.replay.close()
 
 
 # ---- the same episodes, also with poison ---------------------------------------------------------
@@ -206,8 +206,8 @@ def test_stages_change_no_bit_of_any_episode(slots: int, stages: int, tmp_path: 
     for key, episode in expected.items():
         for name, array in episode_arrays(found[key]).items():
             np.testing.assert_array_equal(array, episode_arrays(episode)[name], name)
-    plain.core.close()
-    halved.core.close()
+    plain.replay.close()
+    halved.replay.close()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
@@ -227,16 +227,20 @@ def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
         for name, array in episode_arrays(found[key]).items():
             np.testing.assert_array_equal(array, episode_arrays(expected[key])[name], name)
     assert sum(counts(run).values()) == 1
-    assert (run.actor.slots.live, list(run.actor.slots.pending), run.core.state.limiter.open) == ([], [], {})
-    plain.core.close()
-    run.core.close()
+    assert (run.actor.slots.live, list(run.actor.slots.pending), run.replay.state.limiter.open) == (
+        [],
+        [],
+        {},
+    )
+    plain.replay.close()
+    run.replay.close()
 
 
 def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=4)
     slots, stage, imagination = run.actor.slots, Stage[Any](indices=range(4)), run.actor.imagination
     for number in (0, 1):
-        grant = run.core.grant("inline")
+        grant = run.replay.grant("inline")
         assert grant is not None
         slots.add_group(grant, start(number), GROUP)
     imagination.begin(slots, stage, slots.fill(0, stage.indices))
@@ -247,7 +251,7 @@ def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Pa
     failed, _ = imagination.collect(slots, stage, 60.0)
     assert [failure.index for failure in failed] == [3]
     assert [len(episode.decisions) for episode in (gone, other, sound)] == [0, 0, 1]
-    run.core.close()
+    run.replay.close()
 
 
 def test_an_actor_can_leave_while_a_half_is_in_flight(tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def test_an_actor_can_leave_while_a_half_is_in_flight(tmp_path: Path) -> None:
     answers = iter([False, False, False, True])
     run.actor.run(should_leave=lambda: next(answers))
     assert len(run.actor._busy_stages) == 1
-    run.core.close()
+    run.replay.close()
 
 
 # ---- waiting and measuring -----------------------------------------------------------------------
@@ -293,31 +297,31 @@ def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatc
     seconds = run.actor.imagination.pop_device_seconds()
     assert seconds == {m.ACTOR_WORLD: 1 + 2 * 4.0, m.ACTOR_POLICY: 4.0, m.ACTOR_REWARD: 16.0}
     assert run.actor.imagination.pop_device_seconds() == {}
-    run.core.close()
+    run.replay.close()
 
 
 def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = inline_run(tmp_path, Poisoned())
-    readings = ActorTelemetry(run.actor.imagination, NO_OFFLOAD)
-    assert readings.report_if_due() is None, "too soon"
+    telemetry = ActorTelemetry(run.actor.imagination, NO_OFFLOAD)
+    assert telemetry.report_if_due() is None, "too soon"
     monkeypatch.setattr(
         run.actor.imagination, "pop_device_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}
     )
-    readings.add_busy(8.0)
-    readings.add_device_wait(2.0)
-    readings.add(m.ACTORS_WAITING, 2.5)
-    readings._since -= 10.0
-    found = readings.report_if_due()
+    telemetry.add_busy(8.0)
+    telemetry.add_device_wait(2.0)
+    telemetry.add(m.ACTORS_WAITING, 2.5)
+    telemetry._since -= 10.0
+    found = telemetry.report_if_due()
     assert found is not None
     assert found.pop(m.ACTOR_MEMORY) > 1e6
     shares = {m.ACTORS_WAITING: 0.25, m.ACTOR_WORLD: 0.4, m.ACTOR_POLICY: 0.1, m.ACTOR_HOST: 0.1}
     assert found == pytest.approx(shares, rel=0.01), "on the CPU the models' time is not the host's"
     run.actor.port.report(found)
-    status = run.core.status()
+    status = run.replay.status()
     assert {metric: status[metric] for metric in shares} == pytest.approx(shares, rel=0.01)
-    run.core.close()
+    run.replay.close()
 
 
 def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -326,8 +330,8 @@ def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     run = inline_run(tmp_path, Poisoned())
     for _ in range(3):
         run.actor.round(0.0)
-    status = run.core.status()
+    status = run.replay.status()
     assert status[m.ACTOR_MEMORY] > 1e6
     assert 0 < status[m.ACTOR_HOST] <= 1
     assert m.ACTOR_OFFLOADED not in status
-    run.core.close()
+    run.replay.close()

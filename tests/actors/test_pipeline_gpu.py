@@ -88,9 +88,9 @@ class Integers:
 
 
 def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages: int, cycles: int = 0) -> Any:
-    """An actor of 8 slots, its learner's port and its core."""
+    """An actor of 8 slots, its learner's port and its replay."""
     models: Any = Integers(policy, world, cycles)
-    core = open_run_replay(folder, config())
+    replay = open_run_replay(folder, config())
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(slots=8, pipeline_stages=stages, max_decisions=3, success_threshold=0.9)
@@ -103,9 +103,9 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
         world_device=world,
     )
     starts = StartStateStream([start(n) for n in range(4)], 0)
-    port = InProcessActorPort(core)
+    port = InProcessActorPort(replay)
     actor = Actor("inline", imagination, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
-    return actor, InProcessLearnerPort(core, imagine=lambda: actor.round(0.0)), core
+    return actor, InProcessLearnerPort(replay, imagine=lambda: actor.round(0.0)), replay
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -114,10 +114,10 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
     if gpus > GPUS:
         pytest.skip(f"needs {gpus} GPUs, found {GPUS}")
     devices = torch.device("cuda", 0), torch.device("cuda", gpus - 1)
-    _, learner, core = actor_on(tmp_path / "cpu", CPU, CPU, stages=1)
+    _, learner, replay = actor_on(tmp_path / "cpu", CPU, CPU, stages=1)
     expected = learner.sample(groups=4, version=0, timeout=60.0)
-    core.close()
-    actor, learner, core = actor_on(tmp_path / "gpu", *devices, stages=stages)
+    replay.close()
+    actor, learner, replay = actor_on(tmp_path / "gpu", *devices, stages=stages)
     found = learner.sample(groups=4, version=0, timeout=60.0)
     for one, other in zip(chain(*expected), chain(*found), strict=True):
         assert (one.group_id, one.member) == (other.group_id, other.member)
@@ -125,19 +125,19 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
             np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
     seconds = actor.imagination.pop_device_seconds()
     assert all(seconds[metric] > 0 for metric in (m.ACTOR_POLICY, m.ACTOR_WORLD, m.ACTOR_REWARD))
-    core.close()
+    replay.close()
 
 
 def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
     gpu = torch.device("cuda", 0)
-    actor, learner, core = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
+    actor, learner, replay = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
     learner.sample(groups=4, version=0, timeout=60.0)  # Memory and kernels are there from now on.
     learner.report_version(0)
     drawing = actor.imagination.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
     assert drawing > 0.01
-    core.close()
+    replay.close()
 
-    actor, _, core = actor_on(tmp_path / "again", gpu, gpu, stages=2, cycles=CYCLES)
+    actor, _, replay = actor_on(tmp_path / "again", gpu, gpu, stages=2, cycles=CYCLES)
     began = time.monotonic()
     actor.round(0.0)
     assert time.monotonic() - began < drawing / 2, "the first half is on its way, and nobody waits for it"
@@ -147,13 +147,13 @@ def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
     actor.round(0.0)
     assert time.monotonic() - began > drawing / 4, "the second is launched, then the first is collected"
     assert [len(episode.decisions) for episode in actor.slots.episodes] == [1] * 4 + [0] * 4
-    core.close()
+    replay.close()
 
 
 def test_weights_that_change_between_launches_are_those_of_the_later_one(tmp_path: Path) -> None:
     """Stream order: the first half's decision was launched before and must not see the new weight."""
     gpu = torch.device("cuda", 0)
-    actor, _, core = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
+    actor, _, replay = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
     actor.round(0.0)
     publisher, actor.receiver = build_in_process()
     publisher.publish({"weight": torch.full((1,), -100.0, device=gpu)}, 5)
@@ -163,4 +163,4 @@ def test_weights_that_change_between_launches_are_those_of_the_later_one(tmp_pat
     assert (first["policy_versions"], second["policy_versions"]) == (0, 5)
     assert first["logprobs"].min() > -3
     assert second["logprobs"].max() < -100
-    core.close()
+    replay.close()

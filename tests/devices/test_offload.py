@@ -280,10 +280,10 @@ def idle_until_offloaded(actor: Actor, offloaded: OffloadedTensors) -> None:
 def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Episode]:
     """A group of version 0 and, after a wait for credit, one of version 1, whose weights are others."""
     original = {name: tensor.clone() for name, tensor in models.policy.trainable_tensors().items()}
-    actor, core, learner = actor_with(models, folder, slots=GROUP)
+    actor, replay, learner = actor_with(models, folder, slots=GROUP)
     publisher, actor.receiver = build_in_process()
     publisher.publish(original, 0)
-    while not core.state.limiter.ready:
+    while not replay.state.limiter.ready:
         actor.round(0.0)
     (first,) = learner.sample(groups=1, version=0, timeout=0.0)
     offloaded = offloading(actor) if offload else None
@@ -296,11 +296,11 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
     if offloaded is not None:
         assert offloaded.offloaded, "new weights reached the copy in host memory"
     learner.report_version(1)
-    while not core.state.limiter.ready:
+    while not replay.state.limiter.ready:
         actor.round(0.0)
     (second,) = learner.sample(groups=1, version=1, timeout=0.0)
     assert offloaded is None or not offloaded.offloaded
-    core.close()
+    replay.close()
     for name, tensor in models.policy.trainable_tensors().items():
         tensor.copy_(original[name])
     return [*first, *second]
@@ -321,15 +321,15 @@ def test_an_actor_reports_what_it_parked(
     imagination: Imagination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.actors.telemetry.REPORT_EVERY", 0.0)
-    actor, core, _ = actor_with(imagination, tmp_path, slots=GROUP)
+    actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
     offloaded = offloading(actor)
-    while not core.state.limiter.ready:
+    while not replay.state.limiter.ready:
         actor.round(0.0)
     idle_until_offloaded(actor, offloaded)
     actor.round(0.0)
-    assert core.status()[m.ACTOR_OFFLOADED] == offloaded.bytes > 1_000_000
+    assert replay.status()[m.ACTOR_OFFLOADED] == offloaded.bytes > 1_000_000
     actor.offload.restore()
-    core.close()
+    replay.close()
 
 
 @pytest.mark.parametrize("offload", [False, True])

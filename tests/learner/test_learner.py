@@ -141,7 +141,7 @@ def test_times_and_rates_cover_the_whole_row(tmp_path: Path) -> None:
         assert row[s.GROUPS_PER_MINUTE] == pytest.approx(60 * 2 / 8)
 
 
-def test_a_row_has_the_readings_of_every_part(tmp_path: Path) -> None:
+def test_a_row_has_the_metrics_of_every_part(tmp_path: Path) -> None:
     run = Run(tmp_path, updates=1)
     run.learner.run()
     row = run.log.rows[1]

@@ -71,7 +71,7 @@ def test_an_absent_reading_is_a_dash():
     assert render(7, {}, math.nan) == ROW_NONE
 
 
-def test_one_of_two_readings_is_shown_beside_a_dash():
+def test_one_of_two_values_is_shown_beside_a_dash():
     assert "3% / -" in render(1, {s.LEARNER_WAITING: 0.03}, math.nan)
 
 

@@ -46,60 +46,60 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk) -> None:
     clock, lines = Clock(), list[str]()
     limiter = make_limiter(max_lag=1, per_update=2, clock=clock)
-    core = Replay(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9), limiter, warn=lines.append)
-    core.begin("learner", 0)
-    assert [core.grant("actor-0", turn).number for turn in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
-    assert fill(core, 0, (0,)) == ["held", "stored"]
+    replay = Replay(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9), limiter, warn=lines.append)
+    replay.begin("learner", 0)
+    assert [replay.grant("actor-0", turn).number for turn in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
+    assert fill(replay, 0, (0,)) == ["held", "stored"]
     disk.full = True
-    assert fill(core, 1, (0,)) == ["held", "held"]
-    assert fill(core, 2, (0,)) == ["held", "held"]
-    assert core.admit(make_episode(1, 0, versions=(0,))).status == "held", "sent again: known, not durable"
-    assert core.grant("actor-0", 3) is None
-    assert core.grant("actor-0", 2) is not None, "what was granted stays granted"
-    assert "2 groups wait for disk space" in core.contents()
-    core.take_receipts()
+    assert fill(replay, 1, (0,)) == ["held", "held"]
+    assert fill(replay, 2, (0,)) == ["held", "held"]
+    assert replay.admit(make_episode(1, 0, versions=(0,))).status == "held", "sent again: known, not durable"
+    assert replay.grant("actor-0", 3) is None
+    assert replay.grant("actor-0", 2) is not None, "what was granted stays granted"
+    assert "2 groups wait for disk space" in replay.contents()
+    replay.take_receipts()
     for _ in range(30):  # Far beyond the deadline of groups.
         clock.now += 10.0
-        core.maintain()
+        replay.maintain()
     assert len(lines) == 1
     assert "waiting for disk space" in lines[0]
-    assert core.status()[m.DISK_WAITING] == pytest.approx(300.0)
+    assert replay.status()[m.DISK_WAITING] == pytest.approx(300.0)
     assert not list(tmp_path.glob("*.tmp"))
-    assert core.take_receipts() == []
+    assert replay.take_receipts() == []
     disk.full = False
     clock.now += 31.0
-    core.maintain()
-    assert {receipt.status for _, receipt in core.take_receipts()} == {"stored"}
-    assert sorted(core.state.limiter.ready) == [0, 1, 2]
-    assert core.grant("actor-0", 3) is not None
-    assert core.status()[m.DISK_WAITING] == pytest.approx(331.0)
+    replay.maintain()
+    assert {receipt.status for _, receipt in replay.take_receipts()} == {"stored"}
+    assert sorted(replay.state.limiter.ready) == [0, 1, 2]
+    assert replay.grant("actor-0", 3) is not None
+    assert replay.status()[m.DISK_WAITING] == pytest.approx(331.0)
     assert len(lines) == 2
-    core.close()
+    replay.close()
     assert sorted(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9).group_files) == [0, 1, 2]
 
 
 def test_attempts_become_rarer_and_a_group_too_old_stops_waiting(tmp_path: Path, disk: Disk) -> None:
     clock, attempts = Clock(), list[float]()
-    core = Replay(
+    replay = Replay(
         EpisodeStore(tmp_path, group_size=2, max_bytes=10**9),
         make_limiter(max_lag=0, per_update=1, clock=clock),
         warn=lambda _: None,
     )
-    core.begin("learner", 0)
-    core.grant("actor-0")
+    replay.begin("learner", 0)
+    replay.grant("actor-0")
     disk.full = True
-    fill(core, 0, (0,))
-    failed = core.lifecycle.disk.failed
-    core.lifecycle.disk.failed = lambda *about: (attempts.append(clock.now), failed(*about))[0]  # type: ignore[method-assign]
+    fill(replay, 0, (0,))
+    failed = replay.lifecycle.disk.failed
+    replay.lifecycle.disk.failed = lambda *about: (attempts.append(clock.now), failed(*about))[0]  # type: ignore[method-assign]
     for _ in range(1000):
         clock.now += 0.1
-        core.maintain()
+        replay.maintain()
     gaps = [later - sooner for sooner, later in itertools.pairwise(attempts)]
     assert gaps == pytest.approx([1, 2, 4, 8, 16, 30, 30][: len(gaps)], abs=0.15)
-    core.set_version(1)
-    assert not core.lifecycle.disk.groups
-    assert core.status()[m.DROPPED_LAG] == 2
-    core.close()
+    replay.set_version(1)
+    assert not replay.lifecycle.disk.groups
+    assert replay.status()[m.DROPPED_LAG] == 2
+    replay.close()
 
 
 def test_an_attempt_is_made_as_soon_as_space_returns_and_not_again_for_the_same_space(

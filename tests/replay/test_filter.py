@@ -48,57 +48,57 @@ def open_filter(
     return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
 
 
-def push(core: Replay, number: int, outcomes: tuple[bool, bool], version: int = 0) -> list[str]:
+def push(replay: Replay, number: int, outcomes: tuple[bool, bool], version: int = 0) -> list[str]:
     """Push both members; return what became of them."""
     return [
-        core.admit(make_episode(number, member, versions=(version,), success=won, image=1)).status
+        replay.admit(make_episode(number, member, versions=(version,), success=won, image=1)).status
         for member, won in enumerate(outcomes)
     ]
 
 
-def granted(core: Replay) -> list[int]:
+def granted(replay: Replay) -> list[int]:
     """Take all credit."""
     numbers = []
-    while (grant := core.grant("actor-0")) is not None:
+    while (grant := replay.grant("actor-0")) is not None:
         numbers.append(grant.number)
     return numbers
 
 
 def begun(folder: Path, *, max_lag: int = 1, max_bytes: int = 10**9, filtering: bool = True) -> Replay:
     """A new run at version 0 whose credit is taken."""
-    core = open_filter(folder, max_lag=max_lag, max_bytes=max_bytes, filtering=filtering)
-    core.begin("learner", 0)
-    assert granted(core) == list(range(max_lag + 1))
-    return core
+    replay = open_filter(folder, max_lag=max_lag, max_bytes=max_bytes, filtering=filtering)
+    replay.begin("learner", 0)
+    assert granted(replay) == list(range(max_lag + 1))
+    return replay
 
 
-def reopened(core: Replay, *, learner: str = "learner", version: int = 0) -> Replay:
+def reopened(replay: Replay, *, learner: str = "learner", version: int = 0) -> Replay:
     """The same replay in a new process, without a limit on its size."""
-    core.close()
-    core = open_filter(core.store.folder, max_lag=core.state.limiter.max_lag)
-    core.begin(learner, version)
-    return core
+    replay.close()
+    replay = open_filter(replay.store.folder, max_lag=replay.state.limiter.max_lag)
+    replay.begin(learner, version)
+    return replay
 
 
 def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_path: Path) -> None:
-    core = begun(tmp_path)
-    assert push(core, 0, (True, True)) == ["held", "stored"]
-    assert [receipt.status for _, receipt in core.take_receipts()] == ["stored"]
-    assert core.status()[m.FILTERED_GROUPS] == 1
-    assert core.status()[m.GROUPS_READY] == 0
-    assert core.state.limiter.used == 0
+    replay = begun(tmp_path)
+    assert push(replay, 0, (True, True)) == ["held", "stored"]
+    assert [receipt.status for _, receipt in replay.take_receipts()] == ["stored"]
+    assert replay.status()[m.FILTERED_GROUPS] == 1
+    assert replay.status()[m.GROUPS_READY] == 0
+    assert replay.state.limiter.used == 0
     assert (
-        "0 groups ready, 1 in flight with 0 episodes; 1 filtered; episodes dropped: none" in core.contents()
+        "0 groups ready, 1 in flight with 0 episodes; 1 filtered; episodes dropped: none" in replay.contents()
     )
-    assert granted(core) == [2], "a fresh group in its place"
-    push(core, 1, (False, False))
-    assert granted(core) == [3]
-    push(core, 2, (True, False))
-    batch = core.sample(1, 0)
+    assert granted(replay) == [2], "a fresh group in its place"
+    push(replay, 1, (False, False))
+    assert granted(replay) == [3]
+    push(replay, 2, (True, False))
+    batch = replay.sample(1, 0)
     assert batch is not None
     assert batch[0][0].group_id == "00000002"
-    assert core.admit(make_episode(0, 1, success=True, image=1)).status == "duplicate"
-    core.close()
+    assert replay.admit(make_episode(0, 1, success=True, image=1)).status == "duplicate"
+    replay.close()
     assert [(row.number, row.filtered, row.used_at) for row in read_rows(tmp_path)][::2] == [
         (0, True, None),
         (1, True, None),
@@ -116,11 +116,11 @@ def test_equal_returns_are_what_makes_a_group_constant() -> None:
 
 
 def test_without_the_filter_constant_groups_are_used(tmp_path: Path) -> None:
-    core = begun(tmp_path, filtering=False)
-    push(core, 0, (True, True))
-    assert core.sample(1, 0) is not None
-    assert "filtered" not in core.contents()
-    core.close()
+    replay = begun(tmp_path, filtering=False)
+    push(replay, 0, (True, True))
+    assert replay.sample(1, 0) is not None
+    assert "filtered" not in replay.contents()
+    replay.close()
 
 
 def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opened(tmp_path: Path) -> None:
@@ -128,38 +128,38 @@ def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opene
     store.store_group(0, [make_episode(0, member, image=1) for member in range(2)])
     store.close()
     for _ in range(2):
-        core = open_filter(tmp_path)
-        assert (sorted(core.state.limiter.filtered), sorted(core.state.limiter.ready)) == ([0], [])
-        assert core.status()[m.EPISODES] == 2
-        core.close()
+        replay = open_filter(tmp_path)
+        assert (sorted(replay.state.limiter.filtered), sorted(replay.state.limiter.ready)) == ([0], [])
+        assert replay.status()[m.EPISODES] == 2
+        replay.close()
 
 
 def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_path: Path) -> None:
-    core = begun(tmp_path, max_bytes=1)
-    push(core, 0, (True, True))
-    assert not core.store.group_files
-    core = reopened(core)
-    core.set_version(1)
-    assert core.status()[m.FILTERED_GROUPS] == 1
-    assert core.status()[m.REPLAY_SUCCESS] == 1.0
-    core.close()
+    replay = begun(tmp_path, max_bytes=1)
+    push(replay, 0, (True, True))
+    assert not replay.store.group_files
+    replay = reopened(replay)
+    replay.set_version(1)
+    assert replay.status()[m.FILTERED_GROUPS] == 1
+    assert replay.status()[m.REPLAY_SUCCESS] == 1.0
+    replay.close()
 
 
 def test_success_covers_all_groups_completed_at_the_last_version(tmp_path: Path) -> None:
-    core = begun(tmp_path, max_lag=3)
-    push(core, 0, (True, True))
-    push(core, 1, (True, False))
-    assert m.REPLAY_SUCCESS not in core.status()
-    core.set_version(1)
+    replay = begun(tmp_path, max_lag=3)
+    push(replay, 0, (True, True))
+    push(replay, 1, (True, False))
+    assert m.REPLAY_SUCCESS not in replay.status()
+    replay.set_version(1)
     for _ in range(2):  # Reading it changes nothing.
-        assert core.status()[m.REPLAY_SUCCESS] == 0.75
-    push(core, 2, (False, False), version=1)
-    core = reopened(core, learner="resumed", version=1)
-    core.set_version(2)
-    assert core.status()[m.REPLAY_SUCCESS] == 0.0
-    core.set_version(3)
-    assert m.REPLAY_SUCCESS not in core.status(), "no group became complete at version 2"
-    core.close()
+        assert replay.status()[m.REPLAY_SUCCESS] == 0.75
+    push(replay, 2, (False, False), version=1)
+    replay = reopened(replay, learner="resumed", version=1)
+    replay.set_version(2)
+    assert replay.status()[m.REPLAY_SUCCESS] == 0.0
+    replay.set_version(3)
+    assert m.REPLAY_SUCCESS not in replay.status(), "no group became complete at version 2"
+    replay.close()
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
@@ -178,15 +178,15 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
     pending: list[GroupGrant] = []
 
     def opened() -> Replay:
-        core = open_filter(folder, per_update=per_update, max_lag=max_lag, horizon=0)
-        core.begin("learner", learner)
-        return core
+        replay = open_filter(folder, per_update=per_update, max_lag=max_lag, horizon=0)
+        replay.begin("learner", learner)
+        return replay
 
-    core = opened()
+    replay = opened()
     actions = st.sampled_from(["grant", "grant", "finish", "finish", "finish", "drop", "sample", "restart"])
     for _ in range(data.draw(st.integers(5, 40))):
         match data.draw(actions):
-            case "grant" if (grant := core.grant("actor-0")) is not None:
+            case "grant" if (grant := replay.grant("actor-0")) is not None:
                 assert grant.number == grants
                 assert grant.min_version <= learner
                 grants += 1
@@ -195,29 +195,29 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
                 grant = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
                 version = data.draw(st.integers(grant.min_version, learner))
                 outcomes = (data.draw(st.booleans()), data.draw(st.booleans()))
-                statuses = push(core, grant.number, outcomes, version)
+                statuses = push(replay, grant.number, outcomes, version)
                 assert statuses[-1] == "stored" or learner - version > max_lag
             case "drop" if pending:
                 bad = dataclasses.replace(make_episode(pending.pop(0).number, 0, image=1), end_reason="no")
-                core.admit(bad)
+                replay.admit(bad)
             case "sample":
-                batch = core.sample(per_update, learner)
+                batch = replay.sample(per_update, learner)
                 if batch is not None:
                     assert len(batch) == per_update
                     assert not any(has_no_signal(group) for group in batch)
                     assert all(learner - e.oldest_version <= max_lag for group in batch for e in group)
                     learner += 1
-                    core.set_version(learner)
+                    replay.set_version(learner)
             case "restart":
-                core.close()
-                core = opened()
-        limiter = core.state.limiter
-        dropped = sum("dropped" in entry for entry in core.store.ledger.read())
+                replay.close()
+                replay = opened()
+        limiter = replay.state.limiter
+        dropped = sum("dropped" in entry for entry in replay.store.ledger.read())
         parts = [limiter.used, limiter.filtered_groups, dropped, len(limiter.open), len(limiter.ready)]
         assert grants == limiter.next_number == sum(parts)
         assert limiter.used == learner * per_update
         assert limiter.credit == (max_lag + learner + 1) * per_update - parts[0] - parts[3] - parts[4]
-    core.close()
+    replay.close()
 
 
 class Killed(Exception):
@@ -231,8 +231,8 @@ class Dream:
     real actor, whose batches round differently with other neighbours.
     """
 
-    def __init__(self, core: Replay, rounds: int = 10**6) -> None:
-        self.port, self.core, self.left = InProcessActorPort(core), core, rounds
+    def __init__(self, replay: Replay, rounds: int = 10**6) -> None:
+        self.port, self.replay, self.left = InProcessActorPort(replay), replay, rounds
         self.pending: list[tuple[GroupGrant, int]] = []
         self.version, self.place = -1, 0
 
@@ -249,7 +249,7 @@ class Dream:
         return True
 
     def imagine(self, grant: GroupGrant, member: int) -> Episode:
-        version = self.core.state.limiter.version
+        version = self.replay.state.limiter.version
         assert grant.min_version <= version
         self.version, self.place = version, self.place + 1 if version == self.version else 0
         won = zlib.crc32(f"{grant.number} {member} {version} {self.place}".encode()) % 3 == 0
@@ -262,15 +262,15 @@ Seen = dict[int, tuple[list[tuple[str, int, bool]], dict[str, float]]]
 
 def learn(open_it: Callable[[], Replay], *, begin: int, end: int, rounds: int = 10**6) -> Seen:
     """Update from version `begin` to `end`, or until the actor made `rounds`; return what was seen."""
-    core, seen = open_it(), Seen()
-    learner = InProcessLearnerPort(core, version=begin, imagine=lambda: dream.round())
-    dream = Dream(core, rounds)
-    per_update = core.state.limiter.groups_per_update
+    replay, seen = open_it(), Seen()
+    learner = InProcessLearnerPort(replay, version=begin, imagine=lambda: dream.round())
+    dream = Dream(replay, rounds)
+    per_update = replay.state.limiter.groups_per_update
     try:
         for version in range(begin, end):
             batch = learner.sample(groups=per_update, version=version, timeout=60.0)
-            assert not core.state.limiter.open, "nothing is in flight when an update begins"
-            assert core.state.limiter.credit == 0
+            assert not replay.state.limiter.open, "nothing is in flight when an update begins"
+            assert replay.state.limiter.credit == 0
             learner.report_version(version + 1)
             about = [(e.group_id, e.oldest_version, e.success) for group in batch for e in group]
             counted = (m.EPISODES, m.DROPPED_RESUME, m.REPLAY_BYTES)
@@ -322,20 +322,20 @@ def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
 
 
 def test_a_resume_whose_used_files_were_deleted_imagines_those_groups_again(tmp_path: Path) -> None:
-    core = begun(tmp_path)
-    push(core, 0, (True, False))
-    push(core, 1, (True, False))
-    assert core.sample(1, 0) is not None
-    core.close()
+    replay = begun(tmp_path)
+    push(replay, 0, (True, False))
+    push(replay, 1, (True, False))
+    assert replay.sample(1, 0) is not None
+    replay.close()
     (tmp_path / "group-00000000.h5").unlink()
     for _ in range(2):  # The second time from the ledger alone.
-        core = open_filter(tmp_path)
-        core.begin("second", 0)
-        assert (sorted(core.state.limiter.ready), core.state.limiter.to_grant_again) == ([1], {0})
-        assert core.status()[m.DROPPED_RESUME] == 2
-        core.close()
-    core = open_filter(tmp_path)
-    assert core.admit(make_episode(0, 0, image=1, versions=(0,))).status == "dropped_resume", "too early"
-    assert granted(core) == [0]
-    assert push(core, 0, (True, False)) == ["held", "stored"]
-    core.close()
+        replay = open_filter(tmp_path)
+        replay.begin("second", 0)
+        assert (sorted(replay.state.limiter.ready), replay.state.limiter.to_grant_again) == ([1], {0})
+        assert replay.status()[m.DROPPED_RESUME] == 2
+        replay.close()
+    replay = open_filter(tmp_path)
+    assert replay.admit(make_episode(0, 0, image=1, versions=(0,))).status == "dropped_resume", "too early"
+    assert granted(replay) == [0]
+    assert push(replay, 0, (True, False)) == ["held", "stored"]
+    replay.close()

@@ -22,7 +22,7 @@ from asyncrl.replay.join_settings import JoinSettings, ask_settings
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support import child_environment
 from support.episodes import make_episode
-from support.replay import Clock, make_core, make_limiter
+from support.replay import Clock, make_limiter, make_replay
 from support.replay_server import CONFIG, ScriptedSocket, acquire, push_group, until
 
 QUICK = replace(CONFIG, replay=ReplaySettings(max_lag=1, heartbeat_timeout=3.0))
@@ -189,16 +189,16 @@ def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(
 
 def test_a_complete_group_that_waits_for_the_disk_is_not_given_back(tmp_path: Path) -> None:
     clock = Clock()
-    core = make_core(tmp_path, make_limiter(clock=clock))
-    core.begin("s", 0)
-    core.hello("a", "sa")
+    replay = make_replay(tmp_path, make_limiter(clock=clock))
+    replay.begin("s", 0)
+    replay.hello("a", "sa")
     for turn in range(2):
-        assert core.grant("a", turn) is not None
+        assert replay.grant("a", turn) is not None
     for member in range(2):
-        core.state.limiter.admit(make_episode(0, member, versions=(0,)))
-    core.leave("a")
-    assert list(core.state.limiter.open) == [0]
+        replay.state.limiter.admit(make_episode(0, member, versions=(0,)))
+    replay.leave("a")
+    assert list(replay.state.limiter.open) == [0]
     clock.now += 100.0
-    core.maintain()
-    assert list(core.state.limiter.open) == [0]
-    core.close()
+    replay.maintain()
+    assert list(replay.state.limiter.open) == [0]
+    replay.close()

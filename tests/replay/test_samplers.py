@@ -42,20 +42,20 @@ def open_replay(
     return Replay(EpisodeStore(folder, group_size=2, max_bytes=10**9), limiter)
 
 
-def books(core: Replay) -> list[object]:
+def books(replay: Replay) -> list[object]:
     """What a restart must bring back."""
-    limiter = core.state.limiter
-    return [limiter.ready, limiter.used_at, core.state.counters.episodes, limiter.used]
+    limiter = replay.state.limiter
+    return [limiter.ready, limiter.used_at, replay.state.counters.episodes, limiter.used]
 
 
-def imagine_all(core: Replay) -> None:
+def imagine_all(replay: Replay) -> None:
     """Take all credit and complete every group with the learner's version. Every third group has a spread."""
-    while (grant := core.grant("actor-0")) is not None:
-        assert grant.min_version <= core.state.limiter.version
+    while (grant := replay.grant("actor-0")) is not None:
+        assert grant.min_version <= replay.state.limiter.version
         for member in range(2):
             won = bool(member) and grant.number % 3 == 0
-            versions = (core.state.limiter.version,)
-            core.admit(
+            versions = (replay.state.limiter.version,)
+            replay.admit(
                 make_episode(
                     grant.number,
                     member,
@@ -67,11 +67,11 @@ def imagine_all(core: Replay) -> None:
             )
 
 
-def batch_of(core: Replay, version: int, groups: int) -> list[int]:
-    batch = core.sample(groups, version, f"request-{version}")
-    assert batch is not None, core.contents()
+def batch_of(replay: Replay, version: int, groups: int) -> list[int]:
+    batch = replay.sample(groups, version, f"request-{version}")
+    assert batch is not None, replay.contents()
     for group in batch:
-        assert all(version - episode.oldest_version <= core.state.limiter.max_lag for episode in group)
+        assert all(version - episode.oldest_version <= replay.state.limiter.max_lag for episode in group)
     return [int(group[0].group_id) for group in batch]
 
 
@@ -101,89 +101,89 @@ def test_every_order_ends_within_its_bounds_and_restarts_change_nothing(
             about = {"per_update": per_update, "max_lag": max_lag, "uses": uses}
             return open_replay(folder, order=order, seed=seed, **about)  # type: ignore[arg-type]
 
-        core = reopened()
-        core.begin("learner", 0)
+        replay = reopened()
+        replay.begin("learner", 0)
         for version in range(8):
-            core.set_version(version)
+            replay.set_version(version)
             if restarting and version in restarts:
                 before = (
-                    core.state.limiter.ready,
-                    core.state.limiter.used_at,
-                    core.state.counters.episodes,
-                    core.state.limiter.used,
+                    replay.state.limiter.ready,
+                    replay.state.limiter.used_at,
+                    replay.state.counters.episodes,
+                    replay.state.limiter.used,
                 )
-                core.close()
-                core = reopened()
-                core.begin("learner", version)
+                replay.close()
+                replay = reopened()
+                replay.begin("learner", version)
                 after = (
-                    core.state.limiter.ready,
-                    core.state.limiter.used_at,
-                    core.state.counters.episodes,
-                    core.state.limiter.used,
+                    replay.state.limiter.ready,
+                    replay.state.limiter.used_at,
+                    replay.state.counters.episodes,
+                    replay.state.limiter.used,
                 )
                 assert before == after
-            imagine_all(core)
-            numbers = batch_of(core, version, per_update)
+            imagine_all(replay)
+            numbers = batch_of(replay, version, per_update)
             assert len(set(numbers)) == per_update, "different groups"
             count.update(numbers)
             batches.append(numbers)
             assert max(count.values()) <= uses
-            assert core.state.limiter.used == per_update * (version + 1)
-        assert set(count) <= core.store.group_files.keys()
-        core.close()
+            assert replay.state.limiter.used == per_update * (version + 1)
+        assert set(count) <= replay.store.group_files.keys()
+        replay.close()
         runs.append(batches)
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path, order: ReplaySampler) -> None:
-    core = open_replay(tmp_path, uses=2, order=order)
-    core.begin("first", 0)
+    replay = open_replay(tmp_path, uses=2, order=order)
+    replay.begin("first", 0)
     batches = list[list[int]]()
     for version in range(6):
-        core.set_version(version)
-        imagine_all(core)
-        batches.append(batch_of(core, version, 2))
-    core.close()
-    core = open_replay(tmp_path, uses=2, order=order)
-    core.begin("resumed from a checkpoint", 3)
+        replay.set_version(version)
+        imagine_all(replay)
+        batches.append(batch_of(replay, version, 2))
+    replay.close()
+    replay = open_replay(tmp_path, uses=2, order=order)
+    replay.begin("resumed from a checkpoint", 3)
     again = list[list[int]]()
     for version in range(3, 6):
-        core.set_version(version)
-        imagine_all(core)
-        again.append(batch_of(core, version, 2))
+        replay.set_version(version)
+        imagine_all(replay)
+        again.append(batch_of(replay, version, 2))
     assert again == batches[3:]
     used = read_outcomes(tmp_path, print).used
     assert all(used[number] == 5 for number in again[-1])
-    core.close()
+    replay.close()
 
 
 def test_used_groups_that_become_too_old_are_no_drops(tmp_path: Path) -> None:
-    core = open_replay(tmp_path, uses=2, max_lag=1, per_update=1)
-    core.begin("learner", 0)
-    imagine_all(core)
-    assert batch_of(core, 0, 1) == [0]
-    assert sorted(core.state.limiter.ready) == [0]
-    core.set_version(2)
-    assert not core.state.limiter.ready
-    assert core.state.limiter.closed[0].status == "duplicate"
-    assert core.status()[m.DROPPED_LAG] == 0
-    core.close()
+    replay = open_replay(tmp_path, uses=2, max_lag=1, per_update=1)
+    replay.begin("learner", 0)
+    imagine_all(replay)
+    assert batch_of(replay, 0, 1) == [0]
+    assert sorted(replay.state.limiter.ready) == [0]
+    replay.set_version(2)
+    assert not replay.state.limiter.ready
+    assert replay.state.limiter.closed[0].status == "duplicate"
+    assert replay.status()[m.DROPPED_LAG] == 0
+    replay.close()
 
 
 def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> None:
-    core = open_replay(tmp_path, max_lag=0, per_update=1)
-    core.begin("learner", 0)
-    assert core.grant("actor-0") is not None
+    replay = open_replay(tmp_path, max_lag=0, per_update=1)
+    replay.begin("learner", 0)
+    assert replay.grant("actor-0") is not None
     for member in range(2):
-        core.admit(make_episode(0, member, versions=(0, 0, 0), image=1))
-    core.set_version(1)
+        replay.admit(make_episode(0, member, versions=(0, 0, 0), image=1))
+    replay.set_version(1)
     for _ in range(2):
-        assert core.status()[m.DROPPED_LAG] == 2
-        assert core.status()[m.DROPPED_LAG_DECISIONS] == 6
-        core.close()
-        core = open_replay(tmp_path, max_lag=0, per_update=1)
-    core.close()
+        assert replay.status()[m.DROPPED_LAG] == 2
+        assert replay.status()[m.DROPPED_LAG_DECISIONS] == 6
+        replay.close()
+        replay = open_replay(tmp_path, max_lag=0, per_update=1)
+    replay.close()
 
 
 def test_orders_by_definition() -> None:
@@ -201,19 +201,21 @@ def test_orders_by_definition() -> None:
 
 
 def test_old_files_are_deleted_by_age_but_nothing_that_may_be_used(tmp_path: Path) -> None:
-    core = open_replay(tmp_path, max_lag=3, per_update=1, max_age=1, order="newest")
-    core.begin("learner", 0)
+    replay = open_replay(tmp_path, max_lag=3, per_update=1, max_age=1, order="newest")
+    replay.begin("learner", 0)
     for version in range(5):
-        core.set_version(version)
-        imagine_all(core)
-        batch_of(core, version, 1)
-        assert core.state.limiter.ready.keys() <= core.store.group_files.keys()
+        replay.set_version(version)
+        imagine_all(replay)
+        batch_of(replay, version, 1)
+        assert replay.state.limiter.ready.keys() <= replay.store.group_files.keys()
         closed = (
-            core.store.group_files.keys() - core.state.limiter.ready.keys() - set(core.state.session.batch)
+            replay.store.group_files.keys()
+            - replay.state.limiter.ready.keys()
+            - set(replay.state.session.batch)
         )
-        assert all(core.store.group_files[number].newest_version >= version - 1 for number in closed)
-    assert len(core.store.group_files) < core.state.limiter.next_number
-    core.close()
+        assert all(replay.store.group_files[number].newest_version >= version - 1 for number in closed)
+    assert len(replay.store.group_files) < replay.state.limiter.next_number
+    replay.close()
 
 
 def test_more_uses_than_the_lag_lets_a_group_live_are_refused() -> None:

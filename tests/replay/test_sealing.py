@@ -35,101 +35,101 @@ class Gate:
 
 
 @pytest.fixture
-def core(tmp_path: Path) -> Iterator[Replay]:
+def replay(tmp_path: Path) -> Iterator[Replay]:
     store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
-    core = Replay(store, make_limiter(max_lag=1, clock=Clock()), warn=lambda line: None)
-    core.begin("learner", 0)
-    core.hello("actor-0", "s")
+    replay = Replay(store, make_limiter(max_lag=1, clock=Clock()), warn=lambda line: None)
+    replay.begin("learner", 0)
+    replay.hello("actor-0", "s")
     for turn in range(4):
-        core.grant("actor-0", turn)
-    core.write_in_background()
-    yield core
-    core.close()
+        replay.grant("actor-0", turn)
+    replay.write_in_background()
+    yield replay
+    replay.close()
 
 
 @pytest.fixture
-def gate(core: Replay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def gate(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
     monkeypatch.setattr("asyncrl.replay.store.sync", gate)
     yield gate
     gate.open()
 
 
-def finished(core: Replay) -> list[str]:
+def finished(replay: Replay) -> list[str]:
     """What the receipts say once nothing is on its way any more."""
-    while core.writing:
-        core.maintain()
-    return [receipt.status for _, receipt in core.take_receipts()]
+    while replay.writing:
+        replay.maintain()
+    return [receipt.status for _, receipt in replay.take_receipts()]
 
 
-def test_no_receipt_before_the_file_is_durable(core: Replay, gate: Gate) -> None:
-    assert fill(core, 0, (0,)) == ["held", "held"]
-    core.maintain()
-    assert core.writing
-    assert core.take_receipts() == []
-    assert not core.store.group_files
+def test_no_receipt_before_the_file_is_durable(replay: Replay, gate: Gate) -> None:
+    assert fill(replay, 0, (0,)) == ["held", "held"]
+    replay.maintain()
+    assert replay.writing
+    assert replay.take_receipts() == []
+    assert not replay.store.group_files
     gate.open()
-    assert finished(core) == ["stored", "stored"]
-    assert list(core.store.group_files) == list(core.state.limiter.ready) == [0]
+    assert finished(replay) == ["stored", "stored"]
+    assert list(replay.store.group_files) == list(replay.state.limiter.ready) == [0]
 
 
-def test_the_loop_goes_on_while_a_group_is_written(core: Replay, gate: Gate) -> None:
-    fill(core, 0, (0,))
-    assert core.admit(make_episode(1, 0, versions=(0,))).status == "held"
-    assert core.writing
+def test_the_loop_goes_on_while_a_group_is_written(replay: Replay, gate: Gate) -> None:
+    fill(replay, 0, (0,))
+    assert replay.admit(make_episode(1, 0, versions=(0,))).status == "held"
+    assert replay.writing
     gate.open()
-    assert core.admit(make_episode(1, 1, versions=(0,))).status == "held"
-    assert 0 in core.store.group_files, (
+    assert replay.admit(make_episode(1, 1, versions=(0,))).status == "held"
+    assert 0 in replay.store.group_files, (
         "at most one complete group is in memory beside the one that is written"
     )
-    assert finished(core) == ["stored"] * 4
+    assert finished(replay) == ["stored"] * 4
 
 
 @pytest.mark.parametrize("event", ["new version", "actor again", "learner again", "same member again"])
-def test_what_could_give_the_group_up_waits_for_its_file(core: Replay, gate: Gate, event: str) -> None:
-    fill(core, 0, (0,))
+def test_what_could_give_the_group_up_waits_for_its_file(replay: Replay, gate: Gate, event: str) -> None:
+    fill(replay, 0, (0,))
     opener = threading.Timer(0.05, gate.open)
     opener.start()
     if event == "new version":
-        core.set_version(1)
+        replay.set_version(1)
     elif event == "actor again":
-        core.hello("actor-0", "t")
+        replay.hello("actor-0", "t")
     elif event == "learner again":
-        core.begin("other learner", 0)
+        replay.begin("other learner", 0)
     else:
-        assert core.admit(make_episode(0, 1, versions=(0, 0))).status == "duplicate"
+        assert replay.admit(make_episode(0, 1, versions=(0, 0))).status == "duplicate"
     opener.join()
-    assert not core.writing
-    assert 0 in core.state.limiter.ready
-    assert [receipt.status for _, receipt in core.take_receipts()][:2] == ["stored", "stored"]
+    assert not replay.writing
+    assert 0 in replay.state.limiter.ready
+    assert [receipt.status for _, receipt in replay.take_receipts()][:2] == ["stored", "stored"]
 
 
-def test_a_disk_that_is_full_beside_the_loop_is_waited_for(core: Replay, gate: Gate) -> None:
+def test_a_disk_that_is_full_beside_the_loop_is_waited_for(replay: Replay, gate: Gate) -> None:
     gate.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    fill(core, 0, (0,))
+    fill(replay, 0, (0,))
     gate.open()
-    assert finished(core) == []
-    assert core.lifecycle.disk.groups == {0}
+    assert finished(replay) == []
+    assert replay.lifecycle.disk.groups == {0}
     gate.error = None
-    assert isinstance(core.state.limiter.clock, Clock)
-    core.state.limiter.clock.now += 1.0
-    assert finished(core) == []
-    core.maintain()
-    assert finished(core) == ["stored", "stored"]
+    assert isinstance(replay.state.limiter.clock, Clock)
+    replay.state.limiter.clock.now += 1.0
+    assert finished(replay) == []
+    replay.maintain()
+    assert finished(replay) == ["stored", "stored"]
 
 
-def test_a_broken_disk_ends_the_loop(core: Replay, gate: Gate) -> None:
+def test_a_broken_disk_ends_the_loop(replay: Replay, gate: Gate) -> None:
     gate.error = OSError(errno.EIO, os.strerror(errno.EIO))
-    fill(core, 0, (0,))
+    fill(replay, 0, (0,))
     gate.open()
     with pytest.raises(ReplayError, match="could not be written"):
-        finished(core)
+        finished(replay)
 
 
-def test_closing_finishes_what_was_begun(core: Replay, gate: Gate, tmp_path: Path) -> None:
-    fill(core, 0, (0,))
+def test_closing_finishes_what_was_begun(replay: Replay, gate: Gate, tmp_path: Path) -> None:
+    fill(replay, 0, (0,))
     gate.open()
-    core.close()
+    replay.close()
     store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
     assert list(store.group_files) == [0]
     store.close()

@@ -306,15 +306,15 @@ def test_an_endpoint_in_use_elsewhere_is_named() -> None:
 
 
 class InertCore:
-    """A core that is only closed."""
+    """A replay that is only closed."""
 
     def close(self) -> None:
         """Nothing is open."""
 
 
 def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
-    core = open_run_replay(tmp_path, CONFIG)
-    actor = InProcessActorPort(core)
+    replay = open_run_replay(tmp_path, CONFIG)
+    actor = InProcessActorPort(replay)
 
     def imagine() -> None:
         actor.serve()
@@ -322,7 +322,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
         if grant is not None:
             push_group(actor, grant, "whoever", grant.min_version)
 
-    learner = InProcessLearnerPort(core, imagine=imagine)
+    learner = InProcessLearnerPort(replay, imagine=imagine)
     numbers = []
     for version in range(3):
         batch = learner.sample(groups=2, version=version, timeout=10.0)
@@ -334,7 +334,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
     assert status[m.EPISODES] == 12
     assert status[s.ACTORS_WAITING] == 0.25
     with pytest.raises(SampleTimeout, match="holds 0 groups ready"):
-        InProcessLearnerPort(core, version=3).sample(groups=2, version=3, timeout=0.0)
+        InProcessLearnerPort(replay, version=3).sample(groups=2, version=3, timeout=0.0)
     learner.stop()
     with pytest.raises(RunStopped):
         actor.acquire_group(0.0)

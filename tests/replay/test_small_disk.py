@@ -31,7 +31,7 @@ from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.commands import run_inspection
 from support import child_environment
 from support.episodes import assert_same, make_episode
-from support.replay import Clock, fill, make_core, make_limiter
+from support.replay import Clock, fill, make_limiter, make_replay
 
 PAGE = 4096
 MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
@@ -139,9 +139,9 @@ def two_actors_fill_the_disk(disk: Path) -> None:
     lines, stop, ready, folder = list[str](), threading.Event(), threading.Event(), disk / "replay"
     ballast = leave(disk, 5 << 20)
     endpoint = ipc_endpoint(private_folder())
-    core = open_run_replay(folder, WIDE, lines.append)
+    replay = open_run_replay(folder, WIDE, lines.append)
     served = threading.Thread(
-        target=serve_replay, args=(core, endpoint), kwargs={"stop_event": stop, "ready": ready.set}
+        target=serve_replay, args=(replay, endpoint), kwargs={"stop_event": stop, "ready": ready.set}
     )
     served.start()
     assert ready.wait(10)
@@ -149,24 +149,24 @@ def two_actors_fill_the_disk(disk: Path) -> None:
     learner.status()
     actors = [Actor(endpoint, f"actor-{n}") for n in range(2)]
     wait_for(lambda: learner.status()[m.DISK_WAITING] > 1.0, "a full disk")
-    granted = core.state.limiter.next_number
-    held = [number for number in core.state.limiter.open if core.state.limiter.complete(number)]
+    granted = replay.state.limiter.next_number
+    held = [number for number in replay.state.limiter.open if replay.state.limiter.complete(number)]
     assert held
     assert len(lines) == 1
     assert "waiting for disk space, actors get no new groups" in lines[0]
     assert "--replay.max-gigabytes" in lines[0]
     check_readable(folder, actors)
     wait_for(lambda: learner.status()[m.DISK_WAITING] > 4.0, "a longer wait")
-    assert core.state.limiter.next_number == granted, "nothing is granted while the disk is full"
-    assert set(held) <= core.state.limiter.open.keys(), "nothing that was held is given up"
+    assert replay.state.limiter.next_number == granted, "nothing is granted while the disk is full"
+    assert set(held) <= replay.state.limiter.open.keys(), "nothing that was held is given up"
 
     for actor in actors:
         actor.left = 2  # More would fill the disk again.
     ballast.unlink()
-    resumed = wait_for(lambda: core.state.limiter.next_number > granted, "work after space returned")
+    resumed = wait_for(lambda: replay.state.limiter.next_number > granted, "work after space returned")
     print(f"goes on {resumed:.2f} s after space returned")
     wait_for(lambda: "goes on after" in lines[-1], "the message that it goes on")
-    wait_for(lambda: core.store.group_files.keys() >= set(held), "the groups that waited")
+    wait_for(lambda: replay.store.group_files.keys() >= set(held), "the groups that waited")
     for actor in actors:
         actor.stop()
     learner.close()
@@ -273,18 +273,18 @@ def test_the_ledger_uses_its_spare_space_and_loses_no_line(play: Callable[..., s
 def decisions_without_space(disk: Path) -> None:
     """Uses and drops are noted while groups wait, and a restart knows them."""
     folder, clock = disk / "replay", Clock()
-    core = make_core(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
-    core.begin("learner", 0)
+    replay = make_replay(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
+    replay.begin("learner", 0)
     for turn in range(2):
-        core.grant("actor-0", turn)
-    fill(core, 0, (0,))
+        replay.grant("actor-0", turn)
+    fill(replay, 0, (0,))
     leave(disk, 0)
-    assert fill(core, 1, (0,)) == ["held", "held"]
-    batch = core.sample(1, 0, "r")
+    assert fill(replay, 1, (0,)) == ["held", "held"]
+    batch = replay.sample(1, 0, "r")
     assert batch is not None
-    core.set_version(1)
-    core.close()
-    again = make_core(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
+    replay.set_version(1)
+    replay.close()
+    again = make_replay(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
     assert again.state.limiter.used_at == {0: (0,)}
     assert again.state.limiter.closed[1].status == "dropped_lag"
     again.close()

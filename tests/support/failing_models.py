@@ -180,20 +180,20 @@ def actor_of(
 
 
 class InlineRun(SimpleNamespace):
-    """An actor and a learner's port on one core."""
+    """An actor and a learner's port on one replay."""
 
     actor: Actor
-    core: Replay
+    replay: Replay
     learner: InProcessLearnerPort
 
 
 def inline_run(
     folder: Path, poisoned: Poisoned, *, starts: int = 4, slots: int = 4, stages: int = 1, **settings: int
 ) -> InlineRun:
-    core = open_run_replay(folder, config(**settings))
-    run = InlineRun(core=core)
-    run.learner = InProcessLearnerPort(core, imagine=lambda: run.actor.round(0.0))
-    run.actor = actor_of(poisoned, InProcessActorPort(core), starts=starts, slots=slots, stages=stages)
+    replay = open_run_replay(folder, config(**settings))
+    run = InlineRun(replay=replay)
+    run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.round(0.0))
+    run.actor = actor_of(poisoned, InProcessActorPort(replay), starts=starts, slots=slots, stages=stages)
     return run
 
 
@@ -202,7 +202,7 @@ def named(run: InlineRun, number: int) -> str:
 
 
 def counts(run: InlineRun) -> dict[str, float]:
-    return {cause: run.core.status()[metric] for cause, metric in COUNTERS.items()}
+    return {cause: run.replay.status()[metric] for cause, metric in COUNTERS.items()}
 
 
 def episodes_of(run: InlineRun, groups: int) -> dict[tuple[str, int], Episode]:

@@ -22,11 +22,11 @@ class Clock:
         return self.now
 
 
-def fill(core: Replay, number: int, versions: tuple[int, ...]) -> list[str]:
+def fill(replay: Replay, number: int, versions: tuple[int, ...]) -> list[str]:
     """Push all members of a group; return what became of them."""
-    size = core.state.limiter.group_size
+    size = replay.state.limiter.group_size
     return [
-        core.admit(make_episode(number, member, group_size=size, versions=versions)).status
+        replay.admit(make_episode(number, member, group_size=size, versions=versions)).status
         for member in range(size)
     ]
 
@@ -52,5 +52,5 @@ def grant_group(limiter: Limiter, actor: str, request_number: int = -1) -> Group
     return limiter.open[event.number].grant
 
 
-def make_core(folder: Path, limiter: Limiter) -> Replay:
+def make_replay(folder: Path, limiter: Limiter) -> Replay:
     return Replay(EpisodeStore(folder, group_size=limiter.group_size, max_bytes=10**9), limiter)

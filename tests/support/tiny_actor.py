@@ -38,8 +38,8 @@ def actor_with(
         algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=groups),
         replay=ReplaySettings(max_lag=0, keep_video_every=1),
     )
-    core = open_run_replay(folder, config)
-    learner = InProcessLearnerPort(core)
+    replay = open_run_replay(folder, config)
+    learner = InProcessLearnerPort(replay)
     publisher, receiver = build_in_process()
     publisher.publish(models.policy.trainable_tensors(), 0)
     settings = ActorSettings(
@@ -47,6 +47,6 @@ def actor_with(
     )
     fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
     starts = StartStateStream([start(0), start(1)], seed=0)
-    port = InProcessActorPort(core)
+    port = InProcessActorPort(replay)
     actor = Actor("inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
-    return actor, core, learner
+    return actor, replay, learner

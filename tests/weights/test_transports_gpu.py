@@ -40,10 +40,10 @@ def devices(transport: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def crew(transport: str):
-    crew = [Actor() for _ in devices(transport)]
-    yield crew
-    for each in crew:
+def actors(transport: str):
+    actors = [Actor() for _ in devices(transport)]
+    yield actors
+    for each in actors:
         each.end()
 
 
@@ -153,62 +153,62 @@ def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
     assert run_ranks(gather_over_nccl, bucket, deadline=100.0) == [cast(), {}]
 
 
-def join_all(crew: list[Actor], publisher: BroadcastPublisher, transport: str) -> None:
-    for i, (each, device) in enumerate(zip(crew, devices(transport), strict=True)):
+def join_all(actors: list[Actor], publisher: BroadcastPublisher, transport: str) -> None:
+    for i, (each, device) in enumerate(zip(actors, devices(transport), strict=True)):
         each.join(publisher, f"actor-{i}", transport, device, DEADLINE)
     timed_publish(publisher, 0, "cuda:0")
-    publisher.wait_for_first(0, 2 * PATIENCE, actors=len(crew))
+    publisher.wait_for_first(0, 2 * PATIENCE, actors=len(actors))
 
 
 def test_versions_arrive_bit_exact_on_every_gpu(
-    publisher: BroadcastPublisher, crew: list[Actor], transport: str
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str
 ) -> None:
-    join_all(crew, publisher, transport)
+    join_all(actors, publisher, transport)
     for version in range(1, 20):
         assert timed_publish(publisher, version, "cuda:0") < 0.5
-    for each in crew:
+    for each in actors:
         assert each.ask(19) == (19, raw(policy(19)))
-    assert publisher.status()[m.WEIGHTS_MEMBERS] == len(crew)
-    for each in crew:
+    assert publisher.status()[m.WEIGHTS_MEMBERS] == len(actors)
+    for each in actors:
         assert each.ask("leave") == "left"
 
 
 def test_a_killed_gpu_actor_stops_nobody_and_its_successor_joins(
-    publisher: BroadcastPublisher, crew: list[Actor], transport: str
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str
 ) -> None:
-    join_all(crew, publisher, transport)
+    join_all(actors, publisher, transport)
     slowest = 0.0
     for version in range(1, 60):
         slowest = max(slowest, timed_publish(publisher, version, "cuda:0"))
         if version == 30:
-            crew[-1].signal(signal.SIGKILL)
+            actors[-1].signal(signal.SIGKILL)
     assert slowest < 0.5
-    for survivor in crew[:-1]:
+    for survivor in actors[:-1]:
         assert survivor.ask(59) == (59, raw(policy(59)))
-    crew[-1].end()
-    crew[-1] = Actor()
-    crew[-1].join(publisher, f"actor-{len(crew) - 1}", transport, devices(transport)[-1], DEADLINE)
-    assert crew[-1].ask(59) == (59, raw(policy(59)))
-    for each in crew:
+    actors[-1].end()
+    actors[-1] = Actor()
+    actors[-1].join(publisher, f"actor-{len(actors) - 1}", transport, devices(transport)[-1], DEADLINE)
+    assert actors[-1].ask(59) == (59, raw(policy(59)))
+    for each in actors:
         assert each.ask("leave") == "left"
 
 
 def test_a_stopped_gpu_actor_is_left_behind_and_comes_back(
-    publisher: BroadcastPublisher, crew: list[Actor], transport: str
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str
 ) -> None:
-    join_all(crew, publisher, transport)
-    crew[-1].signal(signal.SIGSTOP)
+    join_all(actors, publisher, transport)
+    actors[-1].signal(signal.SIGSTOP)
     try:
         newest, until = 0, time.monotonic() + 4 * DEADLINE
         while time.monotonic() < until:  # all of: the broadcast hangs, is aborted, the actor is left behind
             newest += 1
             assert timed_publish(publisher, newest, "cuda:0") < 0.5
-        for survivor in crew[:-1]:
+        for survivor in actors[:-1]:
             assert survivor.ask(newest) == (newest, raw(policy(newest)))
     finally:
-        crew[-1].signal(signal.SIGCONT)
-    for each in crew:
+        actors[-1].signal(signal.SIGCONT)
+    for each in actors:
         assert each.ask(newest) == (newest, raw(policy(newest)))
-    publisher.wait_for_first(newest, PATIENCE, actors=len(crew))
-    for each in crew:
+    publisher.wait_for_first(newest, PATIENCE, actors=len(actors))
+    for each in actors:
         assert each.ask("leave") == "left"

@@ -109,7 +109,7 @@ def read_compressed(path: Path, into: dict[str, NDArray[Any]]) -> None:
 
 def _filters(dataset: Any) -> list[int]:
     created = dataset.id.get_create_plist()
-    return [created.get_filter(place)[0] for place in range(created.get_nfilters())]
+    return [created.get_filter(extent)[0] for extent in range(created.get_nfilters())]
 
 
 def _require(path: Path, filters: Iterable[int]) -> None:

@@ -197,7 +197,7 @@ class ArrayExtent:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFileParts:
-    """The small parts of a file and the places of the large ones."""
+    """The small parts of a file and the extents of the large ones."""
 
     attributes: dict[str, Any]
     """See `ROOT`."""
@@ -205,7 +205,7 @@ class GroupFileParts:
     """``[E]`` the rows of ``/episodes``."""
     checksums: NDArray[Any]
     """``[E]`` the rows of ``/checksums``."""
-    places: dict[str, ArrayExtent]
+    extents: dict[str, ArrayExtent]
     """Of every array."""
     found: os.stat_result
     """What the file system says of the file."""

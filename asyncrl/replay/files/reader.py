@@ -65,11 +65,11 @@ class Buffers:
         """Begin empty; grows to the largest group."""
         self._flat: dict[int, NDArray[np.uint8]] = {}
 
-    def take(self, place: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return ``[nbytes]`` for the piece of a file at `place` in the order of reading."""
-        held = self._flat.get(place)
+    def take(self, index: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return ``[nbytes]`` for the piece of a file at `index` in the order of reading."""
+        held = self._flat.get(index)
         if held is None or held.size < nbytes:
-            held = self._flat[place] = np.empty(nbytes, np.uint8)
+            held = self._flat[index] = np.empty(nbytes, np.uint8)
         return held[:nbytes]
 
 
@@ -178,7 +178,7 @@ class _CachedLayout:
         self._sample = frozenset(self.names) - EPISODE_ARRAYS.keys()
         self._letters = {name: stacking_letter(name) for name in self.names}
         self._bounds = [tuple(row[name] for name in BOUNDS) for row in rows]
-        nothing = {name: np.empty(0, written.places[name].dtype) for name in self.names}
+        nothing = {name: np.empty(0, written.extents[name].dtype) for name in self.names}
         self._no_sample = {name: nothing.pop(name) for name in self.names if name in self._sample}
         self._members = [_scalars(row) | nothing for row in rows]
         self._checksums = {name: written.checksums[name].tolist() for name in self.names}
@@ -186,24 +186,24 @@ class _CachedLayout:
     def plan(self, names: tuple[str, ...]) -> tuple[_Piece, ...]:
         """Say where the arrays `names` lie, but for compressed ones; neighbours are read together."""
         if names not in self._plans:
-            places = {name: self.written.places[name] for name in names}
-            self._plans[names] = tuple(_pieces({n: p for n, p in places.items() if p.offset != COMPRESSED}))
+            extents = {name: self.written.extents[name] for name in names}
+            self._plans[names] = tuple(_pieces({n: p for n, p in extents.items() if p.offset != COMPRESSED}))
         return self._plans[names]
 
     def compressed(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Make room for those of the arrays `names` that have to be decoded."""
-        places = {name: self.written.places[name] for name in names}
-        return {n: np.empty(p.shape, p.dtype) for n, p in places.items() if p.offset == COMPRESSED}
+        extents = {name: self.written.extents[name] for name in names}
+        return {n: np.empty(p.shape, p.dtype) for n, p in extents.items() if p.offset == COMPRESSED}
 
     def episodes(self, arrays: dict[str, NDArray[Any]]) -> list[Episode]:
         """Cut the arrays of the group into episodes. The slices are views."""
         episodes = list[Episode]()
         letters = [(name, array, self._letters[name]) for name, array in arrays.items()]
-        for place, (member, (n, n_end, m, m_end)) in enumerate(zip(self._members, self._bounds, strict=True)):
+        for index, (member, (n, n_end, m, m_end)) in enumerate(zip(self._members, self._bounds, strict=True)):
             fields, sample = member.copy(), self._no_sample.copy()
             for name, array, letter in letters:
                 (sample if name in sample else fields)[name] = (
-                    array[n:n_end] if letter == "N" else array[m:m_end] if letter == "M" else array[place]
+                    array[n:n_end] if letter == "N" else array[m:m_end] if letter == "M" else array[index]
                 )
             fields["sample"] = sample
             # What `Episode(**fields)` does, in a fifteenth of its time: it sets 23 frozen fields one by one.
@@ -231,7 +231,7 @@ def read_group(path: Path, names: Sequence[str] | None = None) -> list[Episode]:
 
 
 def read_layout(path: Path) -> GroupFileParts:
-    """Ask HDF5 for the tables and the places of the arrays.
+    """Ask HDF5 for the tables and the extents of the arrays.
 
     Raises:
         ReplayError: It is torn, damaged, or of another format or schema version.
@@ -242,10 +242,10 @@ def read_layout(path: Path) -> GroupFileParts:
             root = read_root(path, file)
             table, checksums = (get_dataset(file, name)[...] for name in (TABLE, CHECKSUMS))
             specs = _specs(file, root, checksums)
-            places = {name: _place(path, file, name, spec) for name, spec in specs.items()}
+            extents = {name: _extent(path, file, name, spec) for name, spec in specs.items()}
     except UNREADABLE as error:
         raise damaged(path, str(error)) from None
-    return GroupFileParts(attributes=root, table=table, checksums=checksums, places=places, found=found)
+    return GroupFileParts(attributes=root, table=table, checksums=checksums, extents=extents, found=found)
 
 
 def _specs(file: h5py.File, root: dict[str, Any], checksums: NDArray[Any]) -> dict[str, ArraySpec]:
@@ -258,7 +258,7 @@ def _specs(file: h5py.File, root: dict[str, Any], checksums: NDArray[Any]) -> di
     return specs
 
 
-def _place(path: Path, file: h5py.File, name: str, spec: ArraySpec) -> ArrayExtent:
+def _extent(path: Path, file: h5py.File, name: str, spec: ArraySpec) -> ArrayExtent:
     dataset = get_dataset(file, name)
     if dataset.dtype != np.dtype(spec.dtype):
         raise damaged(path, f"{name} is {dataset.dtype}, expected {spec.dtype}")
@@ -276,15 +276,15 @@ def _scalars(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name].decode() if kind is str else row[name] for name, kind in EPISODE_SCALARS.items()}
 
 
-def _pieces(places: dict[str, ArrayExtent]) -> Iterator[_Piece]:
+def _pieces(extents: dict[str, ArrayExtent]) -> Iterator[_Piece]:
     """Join neighbours. What is empty lies nowhere; it goes with any other."""
     joined: list[list[tuple[str, ArrayExtent]]] = []
     end = -LARGEST_GAP - 1
-    for name, place in sorted(places.items(), key=lambda item: item[1].offset):
-        if place.offset - end > LARGEST_GAP:
+    for name, extent in sorted(extents.items(), key=lambda item: item[1].offset):
+        if extent.offset - end > LARGEST_GAP:
             joined.append([])
-        joined[-1].append((name, place))
-        end = place.offset + place.nbytes
+        joined[-1].append((name, extent))
+        end = extent.offset + extent.nbytes
     for neighbours in joined:
         begin, (_, last) = neighbours[0][1].offset, neighbours[-1]
         arrays = tuple((name, p.dtype, p.shape, p.offset - begin) for name, p in neighbours)
@@ -294,8 +294,8 @@ def _pieces(places: dict[str, ArrayExtent]) -> Iterator[_Piece]:
 def _read_arrays(handle: int, pieces: Sequence[_Piece], buffers: Buffers | None) -> dict[str, NDArray[Any]]:
     """Read the arrays of the pieces, each into its part of one buffer per piece."""
     found: dict[str, NDArray[Any]] = {}
-    for place, piece in enumerate(pieces):
-        flat = np.empty(piece.nbytes, np.uint8) if buffers is None else buffers.take(place, piece.nbytes)
+    for index, piece in enumerate(pieces):
+        flat = np.empty(piece.nbytes, np.uint8) if buffers is None else buffers.take(index, piece.nbytes)
         filled = 0
         while filled < piece.nbytes:  # One call, but for more than 2 GiB.
             count = os.preadv(handle, [flat[filled:].data], piece.offset + filled)

@@ -87,7 +87,7 @@ class Structure:
 
     length: int
     """Bytes of HDF5 content."""
-    places: dict[str, ArrayExtent]
+    extents: dict[str, ArrayExtent]
     """Of every dataset, in file order; empty ones at 0."""
     gaps: tuple[bytes, ...]
     """What stands before each of them, and after the last."""
@@ -97,12 +97,12 @@ class Structure:
 def structure_of(dimensions: Dimensions) -> Structure:
     """Have libhdf5 make the structure, in memory."""
     sparse = _Sparse()
-    places, gaps, begin = _lay_out(sparse, dimensions), list[bytes](), 0
-    for place in places.values():
-        gaps.append(sparse.content(begin, place.offset))
-        begin = place.offset + place.nbytes
+    extents, gaps, begin = _lay_out(sparse, dimensions), list[bytes](), 0
+    for extent in extents.values():
+        gaps.append(sparse.content(begin, extent.offset))
+        begin = extent.offset + extent.nbytes
     gaps.append(sparse.content(begin, sparse.length))
-    return Structure(length=sparse.length, places=places, gaps=tuple(gaps))
+    return Structure(length=sparse.length, extents=extents, gaps=tuple(gaps))
 
 
 class _Sparse(io.RawIOBase):
@@ -166,7 +166,7 @@ def _columns(kinds: dict[str, type], widths: tuple[int, ...]) -> np.dtype[Any]:
 
 def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, ArrayExtent]:
     """Make the file with its datasets, values left out; return where the values belong, in file order."""
-    places: dict[str, ArrayExtent] = {}
+    extents: dict[str, ArrayExtent] = {}
     with h5py.File(
         sparse,
         "w",
@@ -180,8 +180,8 @@ def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, ArrayExtent]:
             dataset = _create(file, name, dtype, shape)
             _attribute(dataset, "letters", letters)
             _attribute(dataset, "unit", UNITS.get(name, "see docs"))
-            places[name] = ArrayExtent(offset=dataset.id.get_offset() or 0, dtype=dtype, shape=shape)
-    return dict(sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+            extents[name] = ArrayExtent(offset=dataset.id.get_offset() or 0, dtype=dtype, shape=shape)
+    return dict(sorted(extents.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
 
 
 def _constants(sample: Iterable[str]) -> dict[str, str | int]:
@@ -210,7 +210,7 @@ def _datasets(dimensions: Dimensions) -> dict[str, tuple[np.dtype[Any], tuple[in
 
 
 def _create(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> h5py.Dataset:
-    """Make a contiguous dataset whose place is fixed now and whose values are not written."""
+    """Make a contiguous dataset whose extent is fixed now and whose values are not written."""
     how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     how.set_layout(h5py.h5d.CONTIGUOUS)
     how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -264,23 +264,23 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
     values |= {GROUP: [as_bytes(group)], TABLE: [as_bytes(table)], CHECKSUMS: [as_bytes(checksums)]}
     found = _write_file(path, _in_file_order(structure, values))
     return GroupFileParts(
-        attributes=attributes, table=table, checksums=checksums, places=structure.places, found=found
+        attributes=attributes, table=table, checksums=checksums, extents=structure.extents, found=found
     )
 
 
 def _in_file_order(structure: Structure, values: dict[str, list[memoryview]]) -> list[Part]:
     """Return the whole file: structure, values, and the footer with the checksum of what libhdf5 reads."""
     parts, checksum, begin = list[Part](), 0, structure.gaps[0]
-    for (name, place), gap in zip(structure.places.items(), structure.gaps[1:], strict=True):
-        if sum(map(len, values[name])) != place.nbytes:
-            raise ValueError(f"{name} of the episodes does not make up {place.dtype}{list(place.shape)}")
+    for (name, extent), gap in zip(structure.extents.items(), structure.gaps[1:], strict=True):
+        if sum(map(len, values[name])) != extent.nbytes:
+            raise ValueError(f"{name} of the episodes does not make up {extent.dtype}{list(extent.shape)}")
         parts += [begin, *values[name]]
         checksum = zlib.crc32(begin, checksum)
         if name in TABLES:
             checksum = zlib.crc32(values[name][0], checksum)
         begin = gap
-    arrays = [place for name, place in structure.places.items() if name not in TABLES and place.nbytes]
-    extents = [(place.offset, place.nbytes) for place in arrays]
+    arrays = [extent for name, extent in structure.extents.items() if name not in TABLES and extent.nbytes]
+    extents = [(extent.offset, extent.nbytes) for extent in arrays]
     footer = make_footer(extents, zlib.crc32(begin, checksum), structure.length)
     return [part for part in (*parts, begin, footer) if len(part)]
 

@@ -130,8 +130,8 @@ def vae_to_published(name: str, *, res_blocks: int = 2) -> str:
         return _replace_start(name, {"quant_conv": "conv1", "post_quant_conv": "conv2"})
     side, rest = name.split(".", 1)
     if rest.startswith("mid_block."):
-        place, inner = _replace_start(rest.removeprefix("mid_block."), _inverse(_MIDDLE)).split(".", 1)
-        return f"{side}.middle.{place}.{_replace_start(inner, _inverse(_RESIDUAL))}"
+        name, inner = _replace_start(rest.removeprefix("mid_block."), _inverse(_MIDDLE)).split(".", 1)
+        return f"{side}.middle.{name}.{_replace_start(inner, _inverse(_RESIDUAL))}"
     if match := re.fullmatch(r"(down|up)_blocks\.(\d)\.(?:resnets\.(\d)|(?:down|up)sampler)\.(.+)", rest):
         way, level, number, inner = match.groups()
         last = res_blocks if way == "down" else res_blocks + 1
