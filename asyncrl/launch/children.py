@@ -1,4 +1,4 @@
-"""The child processes of a rank and its wish to stop: supervisors in, one look after all of them out.
+"""Looks after the child processes of a rank: spawns them, respawns what dies, ends them with the run.
 
 Also the learner's ports with that look built in, wherever they wait longer than a slice.
 """
@@ -25,18 +25,31 @@ if TYPE_CHECKING:
     from asyncrl.weights.interface import Publisher, WeightSource
 
 POLL_INTERVAL: Final = 0.05
-"""Seconds between two looks."""
+"""Seconds between two polls."""
 
 
-class ChildThread:
-    """Supervisors and what their children are doing."""
+REPLAY = "replay"
+"""Name of the child that keeps the episodes."""
+ANSWER_DEADLINE = 60.0
+"""Seconds a replay that died has to come back and answer."""
 
-    def __init__(self) -> None:
-        """Begin without children."""
-        self.members: list[Supervisor] = []
-        self.states: dict[str, ChildState] = {}
+
+class ChildProcesses:
+    """Children of one rank, supervised by a thread, so that they come back during long updates too."""
+
+    def __init__(
+        self,
+        stop: StopFlag,
+        tell: Callable[[str], None] = print,
+        news: Callable[[], list[str]] = list,
+    ) -> None:
+        """Begin without children; `tell` receives a line when one came back, and what else is new."""
+        self._stop, self._tell, self._news = stop, tell, news
+        self._supervisors: list[Supervisor] = []
+        self._states: dict[str, ChildState] = {}
         """Name of a child -> what it is doing."""
-        self.failure: RunError | None = None
+        self._respawns_told: dict[str, int] = {}
+        self._failure: RunError | None = None
         """A child died too often."""
         self._pending: list[Callable[[], Supervisor]] = []
         self._spawn_error: Exception | None = None
@@ -48,75 +61,14 @@ class ChildThread:
         self._thread.start()
 
     def spawn(self, make: Callable[[], Supervisor]) -> None:
-        """Spawn a child; raises what `make` raises."""
+        """Spawn a child, which is respawned when it dies; raises what `make` raises."""
         with self._changed:
             self._pending.append(make)
             while self._pending:  # Ended by the thread, which spawns in milliseconds or fails.
                 self._changed.wait(POLL_INTERVAL)
-            refusal, self._spawn_error = self._spawn_error, None
-        if refusal is not None:
-            raise refusal
-
-    def end(self, deadline: float) -> None:
-        """Let the children end by themselves for `deadline` seconds in all, then end those that are left."""
-        with self._changed:
-            self._ending = True
-        until = time.monotonic() + deadline
-        for member in reversed(self.members):
-            member.wait(max(0.0, until - time.monotonic()))
-            member.stop(1.0)
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(POLL_INTERVAL):
-            with self._changed:
-                self._spawn()
-                if not self._ending and self.failure is None:
-                    self._poll()
-
-    def _spawn(self) -> None:
-        for make in self._pending:
-            try:
-                self.members.append(make())
-                self.states[self.members[-1].name] = ChildState.RUNNING
-            except Exception as error:  # The thread's boundary: raised where it was asked for.
-                self._spawn_error = error
-        self._pending.clear()
-        self._changed.notify_all()
-
-    def _poll(self) -> None:
-        for member in self.members:
-            try:
-                self.states[member.name] = member.poll()
-            except RunError as error:  # Raised where the rank looks next.
-                self.failure = error
-                return
-
-
-REPLAY = "replay"
-"""Name of the child that keeps the episodes."""
-ANSWER_DEADLINE = 60.0
-"""Seconds a replay that died has to come back and answer."""
-
-
-class ChildProcesses:
-    """The supervised children of one rank."""
-
-    def __init__(
-        self,
-        stop: StopFlag,
-        tell: Callable[[str], None] = print,
-        news: Callable[[], list[str]] = list,
-    ) -> None:
-        """Begin without children; `tell` receives a line when one came back, and what else is new."""
-        self._caretaker = ChildThread()
-        self._stop, self._tell, self._news = stop, tell, news
-        self._told: dict[str, int] = {}
-
-    def spawn(self, make: Callable[[], Supervisor]) -> None:
-        """Spawn a child, which is respawned when it dies; raises what `make` raises."""
-        self._caretaker.spawn(make)
+            error, self._spawn_error = self._spawn_error, None
+        if error is not None:
+            raise error
 
     def poll(self) -> bool:
         """Tell who came back; returns whether the run shall stop. The learner's `stop_requested`.
@@ -124,46 +76,78 @@ class ChildProcesses:
         Raises:
             RunError: One died too often.
         """
-        if self._caretaker.failure is not None:
-            raise self._caretaker.failure
-        for member in list(self._caretaker.members):
-            if member.respawns > self._told.get(member.name, 0):
-                self._told[member.name] = member.respawns
-                self._tell(f"{member.name} died and came back (respawn {member.respawns}); see its log")
+        if self._failure is not None:
+            raise self._failure
+        for child in list(self._supervisors):
+            if child.respawns > self._respawns_told.get(child.name, 0):
+                self._respawns_told[child.name] = child.respawns
+                self._tell(f"{child.name} died and came back (respawn {child.respawns}); see its log")
         for line in self._news():
             self._tell(line)
         return self._stop.set
 
     def wait_until_running(self, name: str) -> None:
-        """Look until the child `name` does not wait for its respawn; nobody waits for the others."""
+        """Poll until the child `name` does not wait for its respawn; nobody waits for the others."""
         self.poll()
         with waits.waiting(waits.RESPAWN):
-            while self._caretaker.states.get(name) is ChildState.BACKING_OFF:
+            while self._states.get(name) is ChildState.BACKING_OFF:
                 time.sleep(POLL_INTERVAL)
                 self.poll()
 
     def run_until_done(self, over: Callable[[], bool]) -> None:
-        """Look until all children have finished, a stop is asked for, or the run is `over` without them.
+        """Poll until all children have finished, a stop is asked for, or the run is `over` without them.
 
         A rank without children, whose device another one uses, stays until the run is over.
         A child that came too late to hear of the run's end would go on for ever, or die again and again.
         """
         while not (over() or self.poll()):
-            states = list(self._caretaker.states.values())
+            states = list(self._states.values())
             if states and all(state is ChildState.FINISHED for state in states):
                 return
             time.sleep(POLL_INTERVAL)
 
     def end(self, deadline: float) -> None:
         """Let the children end by themselves for `deadline` seconds in all, then end those that are left."""
-        self._caretaker.end(deadline)
+        with self._changed:
+            self._ending = True
+        until = time.monotonic() + deadline
+        for child in reversed(self._supervisors):
+            child.wait(max(0.0, until - time.monotonic()))
+            child.stop(1.0)
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(POLL_INTERVAL):
+            with self._changed:
+                self._spawn_pending()
+                if not self._ending and self._failure is None:
+                    self._poll_states()
+
+    def _spawn_pending(self) -> None:
+        for make in self._pending:
+            try:
+                self._supervisors.append(make())
+                self._states[self._supervisors[-1].name] = ChildState.RUNNING
+            except Exception as error:  # The thread's boundary: raised where it was asked for.
+                self._spawn_error = error
+        self._pending.clear()
+        self._changed.notify_all()
+
+    def _poll_states(self) -> None:
+        for child in self._supervisors:
+            try:
+                self._states[child.name] = child.poll()
+            except RunError as error:  # Raised where the rank polls next.
+                self._failure = error
+                return
 
 
 class WatchedReplay:
     """`LearnerPort` that survives a replay that died while its answer is awaited."""
 
     def __init__(self, port: LearnerPort, children: ChildProcesses) -> None:
-        self._port, self._crew = port, children
+        self._port, self._children = port, children
         self.stopped = False
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
@@ -179,7 +163,7 @@ class WatchedReplay:
         until = time.monotonic() + ANSWER_DEADLINE
         with waits.waiting(waits.REPLAY_STATUS, 2 * ANSWER_DEADLINE):
             while True:
-                self._crew.wait_until_running(REPLAY)
+                self._children.wait_until_running(REPLAY)
                 try:
                     return self._port.status()
                 except ReplayError:
@@ -198,10 +182,10 @@ class WatchedReplay:
 
 
 class WatchedPublisher:
-    """`Publisher` that looks after the children while the first actor loads its models."""
+    """`Publisher` that polls the children while the first actor loads its models."""
 
     def __init__(self, publisher: Publisher, children: ChildProcesses) -> None:
-        self._publisher, self._crew = publisher, children
+        self._publisher, self._children = publisher, children
 
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """See `Publisher.publish`."""
@@ -216,7 +200,7 @@ class WatchedPublisher:
         until = time.monotonic() + deadline
         with waits.waiting(waits.FIRST_ACTOR, deadline):
             while self._publisher.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
-                if self._crew.poll():
+                if self._children.poll():
                     raise KeyboardInterrupt
                 time.sleep(POLL_INTERVAL)
             self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()), actors)

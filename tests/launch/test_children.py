@@ -52,59 +52,59 @@ def no_pauses(monkeypatch):
 
 
 @pytest.fixture
-def crew_of():
-    crews: list[ChildProcesses] = []
+def children_of():
+    made: list[ChildProcesses] = []
 
     def make(*children: Child) -> ChildProcesses:
-        crews.append(ChildProcesses(StopFlag(), tell=lambda line: None))
+        made.append(ChildProcesses(StopFlag(), tell=lambda line: None))
         for child in children:
-            crews[-1].spawn(lambda child=child: child)
-        return crews[-1]
+            made[-1].spawn(lambda child=child: child)
+        return made[-1]
 
     yield make
-    for children in crews:
+    for children in made:
         children.end(0.0)
 
 
-def test_the_learner_does_not_wait_for_an_actor_that_backs_off(crew_of):
+def test_the_learner_does_not_wait_for_an_actor_that_backs_off(children_of):
     actor = Child("actor-0", ChildState.BACKING_OFF)
-    children = crew_of(Child("replay", ChildState.RUNNING), actor)
+    children = children_of(Child("replay", ChildState.RUNNING), actor)
     assert WatchedReplay(Answering(0), children).status() == {}
     assert actor.polls > 0, "but it is looked after"
 
 
-def test_the_learner_waits_for_a_replay_that_died(crew_of):
+def test_the_learner_waits_for_a_replay_that_died(children_of):
     replay = Child("replay", *[ChildState.BACKING_OFF] * 20, ChildState.RUNNING)
-    assert WatchedReplay(Answering(1), crew_of(replay)).status() == {}
+    assert WatchedReplay(Answering(1), children_of(replay)).status() == {}
     assert replay.states == [ChildState.RUNNING]
 
 
 @pytest.mark.parametrize("state", [ChildState.RUNNING, ChildState.BACKING_OFF])
-def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state, crew_of):
+def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state, children_of):
     actor = Child("actor-1", state)
     looks = iter([False, False, True])
-    children = crew_of(actor)
+    children = children_of(actor)
     children.run_until_done(over=lambda: next(looks))
     children.end(8.0)
     assert actor.ended_after == pytest.approx(8.0, abs=1.0)
     assert actor.poll() is ChildState.FINISHED
 
 
-def test_a_rank_that_only_lends_its_device_stays_until_the_run_is_over(crew_of):
+def test_a_rank_that_only_lends_its_device_stays_until_the_run_is_over(children_of):
     looks = []
-    crew_of().run_until_done(over=lambda: len(looks) == 5 or looks.append(None) is not None)
+    children_of().run_until_done(over=lambda: len(looks) == 5 or looks.append(None) is not None)
     assert len(looks) == 5
 
 
-def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody(crew_of):
+def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody(children_of):
     class Dying(Child):
         def poll(self) -> ChildState:
             raise RunError("died too often")
 
-    crew_of(Dying("actor-1", ChildState.RUNNING)).run_until_done(over=lambda: True)
+    children_of(Dying("actor-1", ChildState.RUNNING)).run_until_done(over=lambda: True)
 
 
-def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks(crew_of):
+def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks(children_of):
     class DyingInTheEnd(Child):
         def poll(self) -> ChildState:
             if super().poll() is ChildState.FINISHED:
@@ -112,7 +112,7 @@ def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks
             return ChildState.RUNNING
 
     child = DyingInTheEnd("actor-0", *[ChildState.RUNNING] * 3, ChildState.FINISHED)
-    children = crew_of(child)
+    children = children_of(child)
     until = time.monotonic() + 10
     while child.polls < 4:  # Nobody looks, as during a long update.
         assert time.monotonic() < until
@@ -121,10 +121,10 @@ def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks
         children.run_until_done(over=lambda: False)
 
 
-def test_a_crew_is_watched_until_all_finished_or_a_stop_is_asked_for(crew_of):
+def test_children_are_watched_until_all_finished_or_a_stop_is_asked_for(children_of):
     finishing = Child("actor-1", *[ChildState.RUNNING] * 5, ChildState.FINISHED)
-    crew_of(finishing).run_until_done(over=lambda: False)
+    children_of(finishing).run_until_done(over=lambda: False)
     assert finishing.states == [ChildState.FINISHED]
-    children = crew_of(Child("actor-1", ChildState.RUNNING))
+    children = children_of(Child("actor-1", ChildState.RUNNING))
     children._stop.set = True
     children.run_until_done(over=lambda: False)
