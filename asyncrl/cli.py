@@ -2,53 +2,54 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 from asyncrl import __version__
 from asyncrl.errors import AsyncRLError, ConfigError
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "train": (
-        "asyncrl.commands.train:main",
-        "improve a policy inside a world model: [CONFIG.toml] [--flags]",
-    ),
-    "actor": ("asyncrl.commands.actor:main", "join a running run as one more actor, from any host: --join"),
-    "evaluate": ("asyncrl.commands.evaluate:main", "success rate of a checkpoint in the true simulator"),
-    "collect": ("asyncrl.commands.collect:main", "record the simulator: a scripted expert, or a policy"),
-    "fit": ("asyncrl.commands.fit:main", "models from recordings: policy | world | reward | starts"),
-    "convert": (
-        "asyncrl.commands.convert:main",
-        "policies from and to the Hugging Face layout of OpenVLA: SOURCE OUT",
-    ),
-    "replay": (
-        "asyncrl.replay_tools.commands:run_inspection",
-        "look into a replay: list | show | video | sheet | stats | verify | export | prune",
-    ),
-    "check": (
-        "asyncrl.commands.check:main",
-        "does a class of yours keep its protocol: policy | world | reward | simulator | ...",
-    ),
-    "doctor": (
-        "asyncrl.commands.doctor:main",
-        "check everything a run needs on this host: [CONFIG.toml] [--flags]",
-    ),
-    "status": ("asyncrl.commands.status:main", "what every process of a run is doing, and since when"),
-    "keys": ("asyncrl.commands.keys:main", "make keys for a replay that other hosts can reach"),
-    "configs": ("asyncrl.commands.configs:main", "list the shipped configuration files"),
-    "metrics": ("asyncrl.commands.metrics:main", "print the reference page of all metrics"),
+COMMANDS: dict[str, str] = {
+    "train": "asyncrl.commands.train:main",
+    "actor": "asyncrl.commands.actor:main",
+    "evaluate": "asyncrl.commands.evaluate:main",
+    "collect": "asyncrl.commands.collect:main",
+    "fit": "asyncrl.commands.fit:main",
+    "convert": "asyncrl.commands.convert:main",
+    "replay": "asyncrl.replay_tools.commands:run_inspection",
+    "check": "asyncrl.commands.check:main",
+    "doctor": "asyncrl.commands.doctor:main",
+    "status": "asyncrl.commands.status:main",
+    "keys": "asyncrl.commands.keys:main",
+    "configs": "asyncrl.commands.configs:main",
+    "metrics": "asyncrl.commands.metrics:main",
 }
+"""What runs a command. The docstring of its module begins with: `asyncrl NAME ARGUMENTS`: what it does."""
 
 
 def usage() -> str:
-    """The text of `asyncrl --help`."""
-    rows = "\n".join(f"  {name:<9} {about}" for name, (_, about) in COMMANDS.items())
+    """Return the text of `asyncrl --help`."""
+    rows = "\n".join(f"  {name:<9} {about(name)}" for name in COMMANDS)
     return (
         f"asyncrl {__version__}: asynchronous reinforcement learning of robot policies "
         "inside world models\n\n"
         f"usage: asyncrl COMMAND [arguments]\n\n{rows}\n\n"
         "`asyncrl COMMAND --help` explains a command. Begin with: asyncrl train"
     )
+
+
+def about(command: str) -> str:
+    """Return what a command does, and its arguments, from its module's docstring, without importing it."""
+    spec = find_spec(COMMANDS[command].partition(":")[0])
+    assert spec is not None
+    assert spec.origin is not None
+    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    call, _, what = text.splitlines()[0].partition("`: ")
+    arguments = call.removeprefix(f"`asyncrl {command}").strip()
+    return f"{what.rstrip('.')}{': ' if arguments else ''}{arguments}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -68,13 +69,17 @@ def run(command: str, arguments: list[str]) -> int:
     try:
         if command not in COMMANDS:
             raise ConfigError(_unknown(command))
-        module, function = COMMANDS[command][0].split(":")
+        module, function = COMMANDS[command].split(":")
         return int(getattr(import_module(module), function)(arguments) or 0)
     except ConfigError as error:
         print(f"asyncrl {command}: {error}", file=sys.stderr)
         return 2
     except AsyncRLError as error:
         print(f"asyncrl {command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read the output has left, like `head`. What is still buffered must not raise at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -29,6 +30,26 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     assert (code, heavy, done.stderr) == ("code 0", "heavy []", "")
     for command in cli.COMMANDS:
         assert any(line.startswith(f"  {command} ") for line in text)
+
+
+@pytest.mark.parametrize("command", ["fit", "replay"])
+def test_help_names_every_subcommand(command: str) -> None:
+    help_of_command = python(f"from asyncrl import cli; cli.main(['{command}', '--help'])").stdout
+    found = re.search(r"\{([\w,\s]+)\}", help_of_command)
+    assert found, help_of_command
+    assert cli.about(command).rpartition(": ")[2].split("|") == found[1].split(",")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m asyncrl metrics | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith("#")
+    assert done.stderr == ""
 
 
 def test_the_program_runs_as_a_module() -> None:
@@ -79,5 +100,5 @@ def test_an_error_of_ours_is_one_line_and_code_one(
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
 def test_every_command_of_the_table_exists(command: str) -> None:
-    module, function = cli.COMMANDS[command][0].split(":")
+    module, function = cli.COMMANDS[command].split(":")
     assert callable(getattr(import_module(module), function))

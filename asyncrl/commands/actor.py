@@ -1,4 +1,4 @@
-"""`asyncrl actor --join ENDPOINT`: one more actor for a run that is under way, from this host or another."""
+"""`asyncrl actor --join ENDPOINT`: join a running run as one more actor, from any host."""
 
 from __future__ import annotations
 

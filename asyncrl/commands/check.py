@@ -1,4 +1,4 @@
-"""`asyncrl check KIND NAME`: does a class of yours keep the protocol of its kind?"""
+"""`asyncrl check KIND NAME`: try whether a class of yours keeps the protocol of its kind."""
 
 from __future__ import annotations
 

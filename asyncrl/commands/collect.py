@@ -1,4 +1,4 @@
-"""`asyncrl collect`: record the true simulator."""
+"""`asyncrl collect`: record the simulator, played by a scripted expert or a policy."""
 
 from __future__ import annotations
 

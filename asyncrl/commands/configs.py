@@ -1,4 +1,4 @@
-"""`asyncrl configs`: the shipped configuration files and what each is for."""
+"""`asyncrl configs`: list the shipped configuration files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl convert SOURCE OUT`: policies from the Hugging Face layout of OpenVLA, and back into it."""
+"""`asyncrl convert SOURCE OUT`: turn policies from and into the Hugging Face layout of OpenVLA."""
 
 from __future__ import annotations
 

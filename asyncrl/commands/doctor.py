@@ -1,4 +1,4 @@
-"""`asyncrl doctor [CONFIG.toml] [--flags]`: check everything that a run with these settings needs here."""
+"""`asyncrl doctor [CONFIG.toml] [--flags]`: check everything a run needs on this host."""
 
 from __future__ import annotations
 

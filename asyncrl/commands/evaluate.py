@@ -1,4 +1,4 @@
-"""`asyncrl evaluate CHECKPOINT`: success rate in the true simulator."""
+"""`asyncrl evaluate CHECKPOINT`: measure the success rate of a policy in the true simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl fit policy|world|reward|starts|decoder`: models and start states from what was seen."""
+"""`asyncrl fit policy|world|reward|starts|decoder`: fit models to recordings, and pick start states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl fit decoder`: a world, a policy and start states in, the world's tiny decoder out."""
+"""Distils a tiny decoder for a world from its own: `asyncrl fit decoder`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl keys DIR`: key pairs for a replay that other hosts can reach."""
+"""`asyncrl keys DIR`: make keys for a replay that other hosts can reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl metrics [--waits]`: the reference page of all metrics, or of all waits, as Markdown."""
+"""`asyncrl metrics [--waits]`: print the reference page of all metrics, or of all waits."""
 
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_page, waits

@@ -1,4 +1,4 @@
-"""`asyncrl status RUN [--stacks]`: what every process of a run on this host is doing, and since when."""
+"""`asyncrl status RUN [--stacks]`: say what every process of a run is doing, and since when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run `asyncrl replay COMMAND`: list, draw, check, export and clean up a run's sealed groups.
+"""`asyncrl replay list|show|video|sheet|stats|verify|export|prune|compact`: look into a replay.
 
 Everything works on a live run but `prune` and `compact`, which alone change files and refuse on a live run.
 """
