@@ -93,7 +93,7 @@ def fails(arguments: list[str]) -> int:
 def test_an_error_of_ours_is_one_line_and_code_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "fails", (f"{__name__}:fails", ""))
+    monkeypatch.setitem(cli.COMMANDS, "fails", f"{__name__}:fails")
     assert cli.run("fails", ["x"]) == 1
     assert capsys.readouterr().err == "asyncrl fails: nothing there for x\n"
 
