@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # Workers would take each other's cores; before torch reads it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from asyncrl.actors.imagination import Imagination
