@@ -28,26 +28,34 @@ class MetricAccumulator:
 
         Args:
             metric: Which.
-            values: Any shape and float type; what is masked may be anything.
+            values: Any shape and float dtype, added up in float64; what is masked may be anything.
             mask: bool, broadcasts with `values`.
         """
         values, mask = torch.broadcast_tensors(values.detach(), mask)
         self._add(metric, torch.where(mask, values, 0).sum(dtype=torch.float64), mask.sum().double())
 
     def total(self, metric: Metric, part: Tensor) -> None:
-        """Add a part ``[]`` of what all micro-batches and ranks make up together, once per optimizer step."""
+        """Add a part of what all micro-batches and ranks make up together, once per optimizer step.
+
+        Args:
+            metric: Which.
+            part: ``[]``, any float dtype; added up in float64.
+        """
         held, part = self._totals.get(metric), part.detach().double()
         self._totals[metric] = part if held is None else held + part
 
     def largest(self, metric: Metric, values: Tensor, mask: Tensor) -> None:
-        """Keep the largest valid value; shapes as in `mean`."""
+        """Keep the largest valid value, in float64. See `MetricAccumulator.mean` for the arguments."""
         values, mask = torch.broadcast_tensors(values.detach(), mask)
         lowest = values.new_full((), -math.inf, dtype=torch.float64)
         top = torch.where(mask, values, -math.inf).amax().double() if values.numel() else lowest
         self._maxima[metric] = torch.maximum(self._maxima.get(metric, top), top)
 
     def moments(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add what `effective_sample_size` and `variance` need; shapes as in `mean`."""
+        """Add what `effective_sample_size` and `variance` need: the means of the values and their squares.
+
+        See `MetricAccumulator.mean` for the arguments.
+        """
         values, mask = torch.broadcast_tensors(values.detach().double(), mask)
         self.mean(name, values, mask)
         self.mean(f"{name}^2", values.square(), mask)
@@ -90,13 +98,13 @@ class MetricAccumulator:
 
 
 def effective_sample_size(means: dict[Metric | str, float], name: str) -> float:
-    """``(sum w)^2 / (n sum w^2)`` of what `MetricAccumulator.moments` collected as `name`; NaN of nothing."""
+    """Compute ``(sum w)^2 / (n sum w^2)`` of what `MetricAccumulator.moments` collected; NaN of nothing."""
     square = means.get(f"{name}^2", 0.0)
     return means[name] ** 2 / square if square > 0 else math.nan
 
 
 def variance(means: dict[Metric | str, float], name: str) -> float:
-    """Variance of what `MetricAccumulator.moments` collected as `name`; NaN when there was nothing."""
+    """Compute the variance of what `MetricAccumulator.moments` collected; NaN when there was nothing."""
     if name not in means:
         return math.nan
     return max(0.0, means[f"{name}^2"] - means[name] ** 2)

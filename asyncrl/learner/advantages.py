@@ -43,7 +43,7 @@ class GroupRelative:
     def estimate(
         self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
     ) -> AdvantagesAndTargets:
-        """Advantages ``[D, 1, 1]``; the batch's standard deviation is that of all ranks."""
+        """Return advantages ``[D, 1, 1]`` float32; the batch's standard deviation is that of all ranks."""
         batch_std = None
         if self.settings.advantage_scale == "batch_std":
             _, batch_std = moments_of_all(batch.returns, torch.ones_like(batch.returns).bool(), ranks)
@@ -67,7 +67,7 @@ class GeneralizedAdvantage:
     def estimate(
         self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
     ) -> AdvantagesAndTargets:
-        """Advantages ``[D, K, 1]`` and targets ``[D, K]``."""
+        """Return advantages ``[D, K, 1]`` and targets ``[D, K]``, both float32."""
         assert old is not None  # A critic's old values are always needed.
         assert old.values is not None
         critic, width = self.critic, old.values.shape[1]
@@ -112,7 +112,7 @@ def group_relative_advantages(
         group_size: ``G``, at least 2; must divide ``B``.
         baseline: The mean of all siblings, or of the others.
         scale: What the difference is divided by.
-        batch_std: [] standard deviation of all returns of the batch when these are only a part of it.
+        batch_std: ``[]`` float32, standard deviation of all returns of the batch when these are a part of it.
         eps: Keeps the division finite. Same unit as the returns.
 
     Returns:
@@ -157,7 +157,7 @@ def generalized_advantages(
     gamma: float,
     lam: float,
 ) -> Estimates:
-    """Generalised advantage estimation (GAE), arXiv 1506.02438, equation 16.
+    """Compute generalised advantage estimates (GAE), arXiv 1506.02438, equation 16.
 
     ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}``; the value after the
     last one is 0 where the task ended (termination) and `final_values` where time ran out (truncation):
@@ -173,7 +173,7 @@ def generalized_advantages(
         lam: 0: one-step temporal differences; 1: Monte Carlo returns minus values.
 
     Returns:
-        Advantages, and targets ``A + V``.
+        Advantages, and targets ``A + V``, each ``[B, T]`` float32.
 
     Example:
         >>> one = torch.ones(1, 2)
@@ -204,7 +204,7 @@ def vtrace(
     trace_cap: float = 1.0,
     bootstrap: Literal["target", "mixture"] = "mixture",
 ) -> Estimates:
-    """V-trace: value targets and policy-gradient advantages from samples of another policy.
+    """Compute value targets and advantages from samples of another policy: V-trace.
 
     ``delta_t = rho_t (r_t + gamma V_{t+1} - V_t)`` with ``rho_t = min(rho_cap, pi / mu)``,
     ``v_t = V_t + delta_t + gamma lambda c_t (v_{t+1} - V_{t+1})`` with ``c_t = min(trace_cap, pi / mu)``, and
@@ -228,7 +228,8 @@ def vtrace(
         bootstrap: See above.
 
     Returns:
-        Advantages, which contain ``rho_t`` (do not weigh them again), and targets ``v_t``.
+        Advantages, which contain ``rho_t`` (do not weigh them again), and targets ``v_t``, each ``[B, T]``
+        float32.
     """
     ratios = log_ratios.detach().clamp(-20.0, 20.0).exp()
     rho, trace = ratios.clamp(max=rho_cap), ratios.clamp(max=trace_cap)
@@ -279,6 +280,13 @@ def _following(values: Tensor, final_values: Tensor, mask: Tensor, terminated: T
 def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps: float = 1e-5) -> Tensor:
     """Shift and scale by the mean and (unbiased) standard deviation of the whole batch; 0 where masked.
 
+    Args:
+        advantages: Any shape, float32.
+        mask: bool, of the same shape.
+        mean: ``[]`` float32.
+        std: ``[]`` float32.
+        eps: Keeps the division finite. Same unit as the advantages.
+
     >>> values, one = torch.tensor([1.0, 3.0]), torch.tensor(1.0)
     >>> whitened(values, values > 0, mean=one * 2, std=one)
     tensor([-1.0000,  1.0000])
@@ -287,7 +295,7 @@ def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps
 
 
 def moments_of_all(values: Tensor, mask: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased standard deviation over the valid values of all ranks, each ``[]`` float32.
+    """Compute mean and unbiased standard deviation of the valid values of all ranks, each ``[]`` float32.
 
     Args:
         values: This rank's, any shape, float32.

@@ -41,7 +41,7 @@ class NoCorrection:
         self.needs: frozenset[str] = frozenset({"old_policy"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
-        """None: all weights are 1."""
+        """Return None: all weights are 1. See `Correction.weights`."""
 
 
 class Naive:
@@ -51,10 +51,10 @@ class Naive:
         self.needs: frozenset[str] = frozenset({"behaviour"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
-        """None: all weights are 1."""
+        """Return None: all weights are 1. See `Correction.weights`."""
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """Return `behaviour`; see `ChoosesProximal.proximal`."""
+        """Return `behaviour`. See `ChoosesProximal.proximal`."""
         return behaviour
 
 
@@ -72,11 +72,15 @@ class TruncatedImportanceSampling:
         self.needs: frozenset[str] = frozenset(needs)
 
     def limit(self, log_ratios: Tensor) -> Tensor:
-        """Turn log-ratios of any shape into weights of the same shape."""
+        """Turn log-ratios of any shape, float32, into weights of the same shape and dtype, detached."""
         return truncated_weights(log_ratios, low=self.low, cap=self.cap)
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> Tensor:
-        """``[D, C, A]``, ``[D, C, 1]`` or ``[D, 1, 1]`` by --correction.level; see `Correction.weights`."""
+        """Compute the importance weights of the units of --correction.level. See `Correction.weights`.
+
+        Returns:
+            ``[D, C, A]``, ``[D, C, 1]`` or ``[D, 1, 1]`` float32, detached.
+        """
         own = correction_level(self.settings, level)
         weights = self.limit(reduce_to_level(log_ratios, mask, own, episode, mean=self.settings.geometric))
         if self.settings.veto:
@@ -85,7 +89,10 @@ class TruncatedImportanceSampling:
         return weights
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """By --correction.proximal the policy before the update, or `log_linear_proximal`."""
+        """Return `old_logprob`, or by --correction.proximal `log_linear_proximal`.
+
+        See `ChoosesProximal.proximal`.
+        """
         if self.settings.proximal == "log_linear":
             return log_linear_proximal(logprob, behaviour, lag)
         return old_logprob
@@ -115,7 +122,7 @@ class VTrace:
         self.needs: frozenset[str] = frozenset({"behaviour", "critic", "whole_episodes", "old_policy"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
-        """None: the advantages contain them."""
+        """Return None: the advantages contain them. See `Correction.weights`."""
 
     def estimates(
         self,
@@ -129,7 +136,7 @@ class VTrace:
         gamma: float,
         lam: float,
     ) -> Estimates:
-        """Advantages and targets ``[B, T]``; arguments as of `advantages.vtrace`."""
+        """Return what `advantages.vtrace` computes. See `CorrectsAdvantages.estimates`."""
         return vtrace(
             rewards,
             values,
@@ -150,7 +157,10 @@ def k3(log_ratio: Tensor) -> Tensor:
     Source: J. Schulman, "Approximating KL divergence" (2020).
 
     Args:
-        log_ratio: ``log p - log q`` of tokens that q sampled, any shape, nats.
+        log_ratio: ``log p - log q`` of tokens that q sampled, any shape and float dtype, nats.
+
+    Returns:
+        Of the same shape and dtype, nats.
 
     Example:
         >>> k3(torch.tensor([0.0, 1.0, -1.0]))
@@ -160,10 +170,18 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tensor:
-    """``clip(r, low, cap)``: a bias for a bounded variance (truncated importance sampling, TIS).
+    """Compute ``clip(r, low, cap)``: a bias for a bounded variance (truncated importance sampling, TIS).
 
     Sources: E. Ionides, "Truncated Importance Sampling" (2008); per token on a clipped loss, F. Yao et al.,
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+
+    Args:
+        log_ratios: ``log r``, any shape and float dtype, nats.
+        low: Smallest weight.
+        cap: Largest weight.
+
+    Returns:
+        Of the same shape and dtype, detached.
 
     Example:
         >>> truncated_weights(torch.tensor([0.5, 9.0]).log(), cap=2.0)
@@ -173,10 +191,18 @@ def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Te
 
 
 def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tensor:
-    """``r`` inside ``[low, cap]``, 0 outside (masked importance sampling, MIS; per token IcePop).
+    """Compute ``r`` from `low` to `cap`, 0 outside (masked importance sampling, MIS; per token IcePop).
 
     Sources: IcePop, in "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking
     Model", arXiv 2510.18855; with ``low = 0`` AReaL's decoupled objective, arXiv 2505.24298.
+
+    Args:
+        log_ratios: ``log r``, any shape and float dtype, nats.
+        low: Smallest weight that is kept.
+        cap: Largest weight that is kept.
+
+    Returns:
+        Of the same shape and dtype, detached.
 
     Example:
         >>> masked_weights(torch.tensor([0.1, 0.5, 9.0]).log(), low=0.25, cap=2.0)
@@ -190,7 +216,7 @@ def vetoed(log_ratios_DCA: Tensor, mask_DCA: Tensor, episode: Tensor, threshold:
     """Find the decisions of an episode with a valid number whose ratio is below `threshold`.
 
     Args:
-        log_ratios_DCA: ``[D, C, A]`` float32.
+        log_ratios_DCA: ``[D, C, A]`` float32, nats.
         mask_DCA: ``[D, C, A]`` bool.
         episode: ``[D]`` int64; all decisions of an episode must be there.
         threshold: Of the ratio, in [0, 1).
@@ -209,9 +235,12 @@ def log_linear_proximal(logprob: Tensor, logprob_behaviour: Tensor, lag: Tensor)
     so ``lag / (lag + 1)``: fresh samples are their own proximal policy. Source: A-3PO, arXiv 2512.06547.
 
     Args:
-        logprob: ``[D, C, A]`` float32 of the current policy.
-        logprob_behaviour: ``[D, C, A]`` float32.
+        logprob: ``[D, C, A]`` float32 of the current policy, nats.
+        logprob_behaviour: ``[D, C, A]`` float32, nats.
         lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
+
+    Returns:
+        ``[D, C, A]`` float32, nats.
 
     Example:
         >>> now, then = torch.full((1, 1, 1), -1.0), torch.full((1, 1, 1), -3.0)
@@ -223,7 +252,7 @@ def log_linear_proximal(logprob: Tensor, logprob_behaviour: Tensor, lag: Tensor)
 
 
 def correction_level(settings: CorrectionSettings, level: Level) -> CorrectionLevel:
-    """What has one importance weight; `level` is the objective's."""
+    """Say what has one importance weight; `level` is the objective's."""
     return level if settings.level == "auto" else settings.level
 
 

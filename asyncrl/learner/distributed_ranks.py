@@ -164,6 +164,10 @@ def pack(groups: Groups) -> tuple[Tensor, Tensor]:
 def unpack(lengths: Tensor, frames: Tensor) -> list[list[Episode]]:
     """Read what `pack` wrote.
 
+    Args:
+        lengths: ``[n]`` int64, on the CPU.
+        frames: ``[sum]`` uint8, on the CPU.
+
     Raises:
         WireError: An episode breaks the wire format.
     """
@@ -216,7 +220,7 @@ def explain_lost_peer(awaited: str) -> Iterator[None]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error of torch.distributed means that another rank is gone, late or broken."""
+    """Tell whether an error of torch.distributed means that another rank is gone, late or broken."""
     if isinstance(error, dist.DistError):
         return True
     signs = ("gloo", "Connection closed", "Connection reset", "Timed out", "timed out", "NCCL")

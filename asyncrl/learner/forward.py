@@ -29,24 +29,27 @@ class PolicyForward:
         self.policy, self.ranks, self.device, self.micro_batch = policy, ranks, device, micro_batch
 
     def evaluate(self, batch: Batch, rows_M: Tensor, *, through: bool = False) -> EvaluateResult:
-        """Log-probs, entropies and values in float32 under the distribution that was sampled.
+        """Compute log-probs, entropies and values under the distribution that was sampled.
 
         Args:
             batch: Where the decisions are.
             rows_M: ``[M]`` int64, which.
             through: Let the gradient of the values reach the policy's trunk.
+
+        Returns:
+            Log-probs and entropies ``[M, C, A]`` in nats and values ``[M, K]``, all float32.
         """
         result = self.policy.evaluate(*self._arguments(batch, rows_M), critic_through_policy=through)
         value = None if result.value is None else result.value.float()
         return EvaluateResult(logprob=result.logprob.float(), entropy=result.entropy.float(), value=value)
 
     def reference(self, reference: Reference, batch: Batch, rows_M: Tensor) -> Tensor:
-        """Log-probs ``[M, C, A]`` float32 of the reference policy."""
+        """Compute the reference policy's log-probs of rows ``[M]`` int64: ``[M, C, A]`` float32, in nats."""
         return reference.logprob(*self._arguments(batch, rows_M)).float()
 
     @torch.no_grad()
     def evaluate_all(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Log-probs ``[D, C, A]`` and, with a critic, values ``[D, K]`` of every decision; float32."""
+        """Compute every decision's log-probs ``[D, C, A]`` and, with a critic, values ``[D, K]``; float32."""
         logprobs, values = [], []
         for rows in self.micro_batches(len(batch.tasks)):
             result = self.evaluate(batch, rows_of(rows))
@@ -57,7 +60,7 @@ class PolicyForward:
 
     @torch.no_grad()
     def final_values(self, batch: Batch) -> Tensor:
-        """``[B]`` float32 value of every final observation: what the episode could still have got."""
+        """Compute the values ``[B]`` float32 of the final observations: what episodes could still get."""
         tasks = dict(zip(batch.episode.tolist(), batch.tasks, strict=True))
         values = []
         for rows in self.micro_batches(len(batch.returns)):
@@ -92,5 +95,5 @@ class PolicyForward:
 
 
 def rows_of(rows: slice | None) -> Tensor:
-    """Row numbers ``[M]`` int64 of a micro-batch; the first row when this rank only keeps in step."""
+    """Return the rows ``[M]`` int64 of a micro-batch; the first one when this rank only keeps in step."""
     return torch.zeros(1, dtype=torch.int64) if rows is None else torch.arange(rows.start, rows.stop)

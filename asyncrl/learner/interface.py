@@ -64,7 +64,7 @@ class OldPolicy(NamedTuple):
 
 
 class UnitLoss(NamedTuple):
-    """A loss per unit ``[D, U, V]``."""
+    """A loss per unit, each ``[D, U, V]``."""
 
     loss: Tensor
     """What to minimise, with gradient."""
@@ -82,11 +82,11 @@ class Correction(Protocol):
     needs: frozenset[str]
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> Tensor | None:
-        """Importance weights, which multiply the objective's loss.
+        """Compute importance weights, which multiply the objective's loss.
 
         Args:
-            log_ratios: ``[D, C, A]`` float32, log proximal - log behaviour within plus and minus 20; 0 where
-                the mask is False.
+            log_ratios: ``[D, C, A]`` float32 in nats, log proximal - log behaviour within plus and minus 20;
+                0 where the mask is False.
             mask: ``[D, C, A]`` bool, which numbers of an action count.
             episode: ``[D]`` int64, index of each decision's episode. All decisions of an episode are there
                 only with the need `whole_episodes`.
@@ -107,13 +107,16 @@ class ChoosesProximal(Protocol):
     """
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """Log-probs ``[D, C, A]`` float32 of the proximal policy, detached.
+        """Return the log-probs of the proximal policy.
 
         Args:
-            logprob: ``[D, C, A]`` float32 of the current policy, detached.
+            logprob: ``[D, C, A]`` float32 of the current policy, in nats, detached.
             old_logprob: The same, of the policy before the update.
             behaviour: The same, of the policy that sampled.
             lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
+
+        Returns:
+            ``[D, C, A]`` float32, in nats, detached.
         """
         ...
 
@@ -134,7 +137,21 @@ class CorrectsAdvantages(Protocol):
         gamma: float,
         lam: float,
     ) -> Estimates:
-        """Advantages and targets; arguments as of `advantages.vtrace`."""
+        """Compute advantages and targets; `advantages.vtrace` is one way.
+
+        Args:
+            rewards: ``[B, T]`` float32.
+            values: ``[B, T]`` float32, critic's value of the observation before each time step.
+            final_values: ``[B]`` float32, value of the observation after the last one.
+            mask: ``[B, T]`` bool, True from the first time step to the last.
+            terminated: ``[B]`` bool, True: the task ended (success). False: time ran out.
+            log_ratios: ``[B, T]`` float32 in nats, log-probs before the update - behaviour's, by time step.
+            gamma: Discount per time step, in [0, 1].
+            lam: Extra discount of the traces, in [0, 1].
+
+        Returns:
+            Each ``[B, T]`` float32, detached.
+        """
         ...
 
 
@@ -146,13 +163,16 @@ class Advantage(Protocol):
     def estimate(
         self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
     ) -> AdvantagesAndTargets:
-        """Advantages, and with a critic its targets.
+        """Compute advantages, and with a critic its targets.
 
         Args:
             batch: This rank's part; its tensors are on the CPU.
             old: None where nothing needed the policy before the update.
             correction: Of the samples; it may be one that `CorrectsAdvantages`.
             ranks: For means over all of them; every rank makes the same calls.
+
+        Returns:
+            Advantages ``[D, 1, 1]`` or ``[D, C, 1]`` and targets ``[D, K]`` or None; float32, detached.
         """
         ...
 
@@ -161,13 +181,17 @@ class Objective(Protocol):
     """The loss of each unit, before importance weights and before units are counted together."""
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """Loss per unit.
+        """Compute the loss of each unit.
 
         Args:
-            logprob: ``[D, C, A]`` float32 of the current policy, with gradient; 0 where the mask is False.
+            logprob: ``[D, C, A]`` float32 of the current policy, in nats, with gradient; 0 where the mask is
+                False.
             proximal: The same of the policy that the ratio is taken against, detached.
-            mask: ``[D, C, A]`` bool.
+            mask: ``[D, C, A]`` bool, which numbers of an action count.
             advantages: ``[D, 1, 1]`` or ``[D, C, 1]`` float32.
+
+        Returns:
+            Each ``[D, U, V]``, loss and ratio float32.
         """
         ...
 

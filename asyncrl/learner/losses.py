@@ -37,7 +37,7 @@ class ClippedObjective:
         self.settings = settings
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """``[D, U, V]``; see `Objective.loss`."""
+        """Compute the losses ``[D, U, V]`` float32. See `Objective.loss`."""
         chosen = self.settings
         return clipped_loss(
             summed(logprob - proximal, mask, chosen.level, mean=self.GEOMETRIC),
@@ -61,7 +61,7 @@ class CispoObjective:
         self.settings = settings
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """``[D, U, V]``; see `Objective.loss`."""
+        """Compute the losses ``[D, U, V]`` float32. See `Objective.loss`."""
         chosen = self.settings
         return cispo_loss(
             summed(logprob, mask, chosen.level),
@@ -73,12 +73,16 @@ class CispoObjective:
 
 
 def log_ratio(logprob_numerator: Tensor, logprob_denominator: Tensor) -> Tensor:
-    """Return ``log(p / q)``, detached and within plus and minus 20; any shape."""
+    """Return ``log(p / q)``, detached and within plus and minus 20; any shape and float dtype, nats."""
     return (logprob_numerator - logprob_denominator).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def finite_ratio(log_ratio: Tensor) -> Tensor:
-    """``exp`` that stays finite: infinity would turn the clip's zero gradient into NaN."""
+    """Compute ``exp`` so that it stays finite: infinity would turn the clip's zero gradient into NaN.
+
+    Args:
+        log_ratio: Any shape and float dtype, nats.
+    """
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
@@ -90,7 +94,9 @@ def clipped_loss(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> UnitLoss:
-    """PPO's clipped loss: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, at most ``-A c`` for A < 0.
+    """Compute PPO's clipped loss: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``.
+
+    With `dual_clip` it is at most ``-A c`` where A < 0.
 
     Sources: arXiv 1707.06347, equation 7; separate widths, DAPO, arXiv 2503.14476; dual clip,
     arXiv 1912.09729. Times an importance weight it is decoupled PPO, arXiv 2110.00641; with geometric-mean
@@ -102,6 +108,9 @@ def clipped_loss(
         clip_low: The ratio is kept above ``1 - clip_low``.
         clip_high: The ratio is kept below ``1 + clip_high``.
         dual_clip: ``c`` above 1; 0 leaves it out.
+
+    Returns:
+        Each ``[D, U, V]``.
 
     Example:
         >>> one = torch.ones(1, 1, 1)
@@ -125,7 +134,7 @@ def clipped_loss(
 def cispo_loss(
     logprob: Tensor, log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> UnitLoss:
-    """CISPO: ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi``, arXiv 2506.13585, equation 4.
+    """Compute CISPO's ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi``, arXiv 2506.13585, equation 4.
 
     The clip cuts the weight, never the gradient. The paper's cap is ``1 + clip_high`` (TRL's flag is the cap
     itself).
@@ -136,6 +145,9 @@ def cispo_loss(
         advantages: Broadcasts to ``[D, U, V]``, float32.
         clip_low: 1 leaves the lower limit out, as the paper does.
         clip_high: The weight is kept below ``1 + clip_high``.
+
+    Returns:
+        Each ``[D, U, V]``; ``dual_clipped`` is False everywhere.
     """
     ratio = finite_ratio(log_ratio.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -146,7 +158,7 @@ def cispo_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float = 0.0, huber: float = 10.0
 ) -> tuple[Tensor, Tensor]:
-    """Huber loss of the critic, the larger of plain and clipped (PPO's value clip).
+    """Compute the critic's Huber loss, the larger of plain and clipped (PPO's value clip).
 
     ``h(e) = e^2 / 2`` for ``|e| <= huber``, else ``huber (|e| - huber / 2)``; clipped values are
     ``V_old + clamp(V - V_old, -clip, clip)``. Source of the clip: OpenAI baselines' PPO2.
@@ -159,7 +171,7 @@ def value_loss(
         huber: Where the loss becomes linear.
 
     Returns:
-        ``[D, K]`` the loss, and ``[D, K]`` bool: True where the clip decided it.
+        ``[D, K]`` float32 the loss, and ``[D, K]`` bool: True where the clip decided it.
     """
     old_values, targets = old_values.detach(), targets.detach()
     plain = torch.nn.functional.huber_loss(values, targets, reduction="none", delta=huber)
@@ -184,6 +196,9 @@ def kl_penalty(logprob: Tensor, logprob_reference: Tensor, estimator: Estimator)
         logprob: ``[D, U, V]`` float32, with gradient.
         logprob_reference: The same, of the reference policy; detached.
         estimator: Which.
+
+    Returns:
+        ``[D, U, V]`` float32, with gradient, nats.
 
     Example:
         >>> d = torch.tensor([0.5])

@@ -4,7 +4,8 @@ A minibatch decides an optimizer step, so its episodes are whole. A micro-batch 
 a pass takes. A rank that has no decisions left repeats one that counts nothing, to keep in step with others.
 
 Dimension letters used in this file:
-    M  decisions of a micro-batch, or minibatch     C  steps per decision     A  numbers per step
+    M  decisions of a micro-batch, or minibatch     E  episodes of a minibatch, on this rank
+    C  steps per decision                           A  numbers per step
     U, V  units of a decision (`levels`)            K  values of a decision: 1, or C
 """
 
@@ -62,7 +63,7 @@ class MicroBatch:
 
     @property
     def decisions(self) -> int:
-        """How many decisions count."""
+        """Count the decisions that count in the loss."""
         return int(self.counted.sum())
 
     def part(self, rows: slice | None, device: torch.device) -> MicroBatch:
@@ -77,7 +78,7 @@ def split_minibatches(episodes: int, minibatches: int, seed: tuple[int, ...]) ->
     """Share episodes out to minibatches whose sizes differ by at most one; one alone keeps their order.
 
     Returns:
-        int64 indices of episodes per minibatch. The same seed gives the same ones: nothing to save.
+        ``[E]`` int64 indices of episodes per minibatch. The same seed gives the same ones: nothing to save.
     """
     if minibatches == 1:
         return [torch.arange(episodes)]

@@ -1,7 +1,7 @@
 """Looks at a batch once before the first step: old log-probs and values, advantages, importance weights.
 
 Dimension letters used in this file:
-    D  decisions of the batch      C  steps per decision      A  numbers per step
+    D  decisions of the batch      M  of a micro-batch      C  steps per decision      A  numbers per step
     U, V  units of a decision (`levels`)      K  values of a decision: 1, or C
 """
 
@@ -38,7 +38,12 @@ class PreparedBatch:
     """``[D]`` bool, on the CPU: which decisions were evaluated."""
 
     def record_old_logprob(self, rows: Tensor, logprob: Tensor) -> None:
-        """Remember the log-probs ``[M, C, A]`` of decisions that are evaluated for the first time."""
+        """Remember the log-probs of decisions that are evaluated for the first time.
+
+        Args:
+            rows: ``[M]`` int64, on the CPU; which decisions of the batch.
+            logprob: ``[M, C, A]`` float32, nats.
+        """
         if not self.evaluated[rows].all():
             self.first_logprob[rows.to(self.first_logprob.device)] = logprob.detach()
             self.evaluated[rows] = True
@@ -49,7 +54,7 @@ class PreparedBatch:
             self.old_logprob = self.first_logprob
 
     def value_mask(self, batch: Batch) -> Tensor:
-        """``[D, K]`` bool: which values are of a valid decision or step; ``[D, 1]`` without a critic."""
+        """Say which values are of a valid decision or step: ``[D, K]`` bool; ``[D, 1]`` without a critic."""
         steps_DC = batch.mask.any(dim=2)
         wide = self.values is not None and self.values.shape[1] > 1
         return steps_DC if wide else steps_DC.any(dim=1, keepdim=True)

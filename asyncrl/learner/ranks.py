@@ -18,7 +18,7 @@ def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
     """Find the tensors that hold a number which is not finite, on any rank.
 
     Args:
-        tensors: Not empty, any shapes and float types; this rank's part where they are sharded.
+        tensors: Not empty, any shapes and float dtypes; this rank's part where they are sharded.
         ranks: All of them have to call this.
 
     Returns:
@@ -46,11 +46,11 @@ class LearnerRanks(Protocol):
     size: int
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up a small tensor over the ranks; any device, returned there."""
+        """Add up a small tensor over the ranks; any shape, numeric dtype and device, also the sum's."""
         ...
 
     def max(self, values: Tensor) -> Tensor:
-        """Take the elementwise largest over the ranks."""
+        """Take the elementwise largest over the ranks. See `LearnerRanks.sum` for shape, dtype and device."""
         ...
 
     def scatter_groups(
@@ -66,7 +66,11 @@ class LearnerRanks(Protocol):
         ...
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gather sharded tensors: on rank 0 the full ones (others: empty), ready to be copied."""
+        """Gather sharded tensors of any shape and dtype.
+
+        Returns:
+            On rank 0 the full ones by name, of the same dtype, ready to be copied; on others nothing.
+        """
         ...
 
 
@@ -77,11 +81,11 @@ class SingleRank:
     size = 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the values."""
+        """Return the values. See `LearnerRanks.sum`."""
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the values."""
+        """Return the values. See `LearnerRanks.max`."""
         return values
 
     def scatter_groups(
@@ -91,5 +95,5 @@ class SingleRank:
         return groups
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors."""
+        """Return the tensors. See `LearnerRanks.gather_full`."""
         return dict(tensors)

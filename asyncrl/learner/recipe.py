@@ -52,18 +52,18 @@ class Recipe:
 
     @property
     def trains_critic(self) -> bool:
-        """Whether there is a critic that learns."""
+        """Tell whether there is a critic that learns."""
         return self.algorithm.kind == "ppo"
 
     @property
     def needs(self) -> frozenset[str]:
-        """What correction and advantage need. The old policy too, where the ratio is taken against it."""
+        """Return what correction and advantage need, and `old_policy` where the ratio is taken against it."""
         needs = frozenset(self.correction.needs) | frozenset(self.advantage.needs)
         return needs if isinstance(self.correction, ChoosesProximal) else needs | {"old_policy"}
 
     @property
     def needs_old_policy_pass(self) -> bool:
-        """Whether the whole batch must be evaluated before the first step.
+        """Tell whether the whole batch must be evaluated before the first step.
 
         In the first pass over a whole minibatch the policy is still the one before that step. With one
         minibatch this is the policy before the update, and what the pass found serves the later epochs.
@@ -73,7 +73,7 @@ class Recipe:
 
     @property
     def weights_move(self) -> bool:
-        """Whether the proximal policy, and with it the importance weights, may follow the current policy."""
+        """Tell whether the proximal policy, and so the importance weights, may follow the current policy."""
         fixed = {"old_policy", "whole_episodes"} & set(self.correction.needs)
         return isinstance(self.correction, ChoosesProximal) and not fixed
 
@@ -91,7 +91,7 @@ class Recipe:
             )
 
     def estimate(self, batch: Batch, old: OldPolicy | None, ranks: LearnerRanks) -> AdvantagesAndTargets:
-        """Advantages and targets of the batch; see `Advantage.estimate`."""
+        """Compute advantages and targets of the batch. See `Advantage.estimate`."""
         found = self.advantage.estimate(batch, old, self.correction, ranks)
         decisions, steps = batch.mask.shape[:2]
         units = [1] if self.algorithm.level == "decision" else [1, steps]
@@ -115,7 +115,7 @@ class Recipe:
         )
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """Log-probs ``[D, C, A]`` that the clipped ratio is taken against; see `ChoosesProximal.proximal`."""
+        """Return the log-probs that the clipped ratio is taken against. See `ChoosesProximal.proximal`."""
         if not isinstance(self.correction, ChoosesProximal):
             return old_logprob
         found = self.correction.proximal(logprob.detach(), old_logprob, behaviour, lag)
@@ -125,7 +125,11 @@ class Recipe:
         raise _refused("correction", self.correction, "proximal", describe_tensor(found), wanted)
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor) -> Tensor | None:
-        """Importance weights; see `Correction.weights`."""
+        """Compute the importance weights. See `Correction.weights`.
+
+        Returns:
+            None, or float32 with ``D`` rows, which broadcasts to ``[D, U, V]``.
+        """
         found = self.correction.weights(log_ratios, mask, episode, self.algorithm.level)
         units = valid_units(mask, self.algorithm.level).shape
         if found is None:
@@ -136,7 +140,7 @@ class Recipe:
         raise _refused("correction", self.correction, "weights", describe_tensor(found), wanted)
 
     def unit_loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """Loss per unit ``[D, U, V]``; see `Objective.loss`."""
+        """Compute the loss of each unit. See `Objective.loss`."""
         found = self.objective.loss(logprob, proximal, mask, advantages)
         units = valid_units(mask, self.algorithm.level).shape
         if isinstance(found, UnitLoss) and all(isinstance(x, Tensor) and x.shape == units for x in found):

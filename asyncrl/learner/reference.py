@@ -1,4 +1,4 @@
-"""The policy the run began with, for the KL penalty: log-probs of given decisions, without gradient.
+"""Computes log-probs of given decisions by the policy the run began with, for the KL penalty.
 
 Dimension letters used in this file:
     B  rows      C  steps per decision      A  numbers per step
@@ -21,7 +21,16 @@ class Reference(Protocol):
     """Does not change while the policy learns."""
 
     def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """Log-probs ``[B, C, A]`` float32 of a sample, each ``[B, ...]``, without gradient."""
+        """Compute the log-probs of a sample, without gradient.
+
+        Args:
+            inputs: Of ``B`` rows; what the policy's `preprocess` gives.
+            sample: See `Policy.evaluate`; each ``[B, ...]``.
+            sampling: What it was sampled with.
+
+        Returns:
+            ``[B, C, A]`` float32, nats.
+        """
         ...
 
 
@@ -36,7 +45,7 @@ class FrozenReference:
 
     @torch.no_grad()
     def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """See `Reference.logprob`."""
+        """Compute log-probs by the second policy. See `Reference.logprob`."""
         return self.policy.evaluate(inputs, sample, sampling).logprob
 
 
@@ -58,6 +67,6 @@ class AdapterFreeReference:
 
     @torch.no_grad()
     def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """See `Reference.logprob`."""
+        """Compute log-probs with the adapters disabled. See `Reference.logprob`."""
         with adapters_disabled(self.policy):
             return self.policy.evaluate(inputs, sample, sampling).logprob

@@ -42,7 +42,7 @@ ADAPTER_FOLDER: Final = "adapter"
 
 
 def acting_types(policy: Any) -> dict[str, torch.dtype]:
-    """In which types actors hold what they need; asked before the policy gets its float32 weights."""
+    """Return the dtypes in which actors hold what they need; asked before the policy gets float32 weights."""
     return {name: tensor.dtype for name, tensor in policy.acting_tensors().items()}
 
 
@@ -116,8 +116,8 @@ class Gathering:
         """Plan how the tensors travel.
 
         Args:
-            tensors: The same names on every rank, sharded or not.
-            types: What they are cast to, by name.
+            tensors: Any shapes and float dtypes; the same names on every rank, sharded or not.
+            types: The dtypes that they are cast to, by name.
 
         Raises:
             ConfigError: a tensor is sharded in another way than by rows over one group of ranks.
@@ -132,9 +132,10 @@ class Gathering:
         """Write every tensor, full and cast, into its place on rank 0. A collective of the learner ranks.
 
         Args:
-            tensors: Of the same names and shapes as when it was prepared; unsharded ones are rank 0's.
-            places: Rank 0: where they go, of full shape and in their types; always the same few mappings.
-                Other ranks: empty.
+            tensors: Any shapes and float dtypes, with names and shapes as when it was prepared; unsharded
+                ones are rank 0's.
+            places: Rank 0: where they go, of full shape and of the dtypes in `types`; always the same few
+                mappings. Other ranks: empty.
 
         Raises:
             RunError: another learner rank is gone or late.
