@@ -1,7 +1,7 @@
 """Pack the policy's tensors into one of the learner's two buffer sets while the other one is sent.
 
-A version that was not sent yet is replaced by the next one. What
-is sent stays where it is while somebody holds it; the learner goes on packing the other set.
+A version that was not sent yet is replaced by the next one. What is sent stays where it is while somebody
+holds it; the learner goes on packing the other set.
 """
 
 from __future__ import annotations

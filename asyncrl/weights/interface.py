@@ -17,14 +17,17 @@ class WeightSource(Protocol):
 
     @property
     def manifest(self) -> packing.Manifest:
-        """Names, whole shapes, and the types in which actors hold the weights; the same for a whole run."""
+        """Return names, whole shapes, and the dtypes in which actors hold the weights; fixed for a run."""
         ...
 
     def write(self, places: Mapping[str, Tensor]) -> None:
         """Write every tensor, cast, into its place, in the order of the current stream on CUDA.
 
-        A collective of the learner ranks where the weights are sharded: rank 0 gives the places, the others
-        none.
+        A collective of the learner ranks where the weights are sharded.
+
+        Args:
+            places: Rank 0: a tensor for every entry of `manifest`, by name, of its shape and dtype, all on
+                one device. Other ranks: empty.
         """
         ...
 
@@ -43,7 +46,7 @@ class WholeTensors:
 
 
 def as_weight_source(weights: WeightSource | Mapping[str, Tensor]) -> WeightSource:
-    """Return tensors as a source; a source as it is."""
+    """Return tensors by name, of any shapes and dtypes, as a source; a source as it is."""
     return WholeTensors(weights) if isinstance(weights, Mapping) else weights
 
 
@@ -62,6 +65,10 @@ class Publisher(Protocol):
         """Copy the weights and return at once; a version that was not sent yet is replaced.
 
         A collective of the learner ranks where the weights are a `WeightSource` that is sharded.
+
+        Args:
+            weights: By name, any shapes and dtypes, the same at every call; or a source of them.
+            version: Number of updates made.
 
         Raises:
             WeightSyncError: `version` is not newer than the last one, the tensors changed their shape, or the
@@ -95,7 +102,7 @@ class NullPublisher:
     """A `Publisher` without actors."""
 
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
-        """Hand this rank's part of the weights to rank 0, which sends them."""
+        """Hand this rank's part of the weights to rank 0, which sends them. See `Publisher.publish`."""
         as_weight_source(weights).write({})
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
@@ -124,9 +131,11 @@ class Receiver(Protocol):
     def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors, in place, when it is newer.
 
-        Given as a function they are asked for only then: naming a thousand tensors takes milliseconds.
-
         Never waits for the network, nor for the device: the copies run in the order of the current stream.
+
+        Args:
+            tensors: By name, of the shapes and dtypes that the learner publishes. Given as a function they
+                are asked for only then: naming a thousand tensors takes milliseconds.
 
         Returns:
             The version that `tensors` now hold; -1 before the first.

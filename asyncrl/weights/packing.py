@@ -151,7 +151,15 @@ def allocate(manifest: Manifest, device: torch.device) -> Buffers:
 
 
 def places_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Every tensor's place as a view of its buffer, in its shape. Worth keeping: each takes 5 us."""
+    """Return every tensor's place as a view of its buffer. Worth keeping: each takes 5 us.
+
+    Args:
+        manifest: What lies where.
+        buffers: ``[E]``, one per dtype, as of `allocate`.
+
+    Returns:
+        By name, in the shapes and dtypes of `manifest`.
+    """
     buffer_of = dict(zip(manifest.dtypes, buffers, strict=True))
     return {
         e.name: buffer_of[e.dtype].narrow(0, e.offset, e.elements).view(e.shape) for e in manifest.entries
@@ -159,14 +167,23 @@ def places_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor
 
 
 def fill(into: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copy by name, cast where the types differ: each of `into` from `source` (in stream order on CUDA)."""
+    """Copy by name: each of `into` from `source` (in stream order on CUDA).
+
+    Args:
+        into: Any shapes and dtypes; written in place.
+        source: At least the same names, of the same shapes; cast where the dtypes differ.
+    """
     copy(list(into.values()), [source[name] for name in into])
 
 
 def copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Copy, and cast where the types differ, one by one: no temporaries, one read and one write.
+    """Copy one by one: no temporaries, one read and one write.
 
     Many small tensors share a kernel; a large one has its own, which alone reaches the memory's speed.
+
+    Args:
+        into: Any shapes and dtypes; written in place.
+        source: As many, of the same shapes; cast where the dtypes differ.
     """
     small_into, small_source = list[Tensor](), list[Tensor]()
     with torch.no_grad():
@@ -182,7 +199,7 @@ def copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 
 
 def total_bytes(buffers: Buffers) -> int:
-    """Size of one broadcast in bytes."""
+    """Return the size of one broadcast in bytes."""
     return sum(buffer.nbytes for buffer in buffers)
 
 
@@ -210,7 +227,7 @@ def weighted_sum(buffer: Tensor) -> Tensor:
     tensor as large as the buffer: it is read twice and nothing is written.
 
     Args:
-        buffer: Flat, a multiple of 8 bytes.
+        buffer: ``[E]`` of any dtype, a multiple of 8 bytes.
 
     Returns:
         ``[]`` int64, on the buffer's device, not waited for.
@@ -232,7 +249,7 @@ def _scattered(count: int, device: torch.device) -> Tensor:
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
-    """View a flat buffer as uint8, so that every dtype travels through every transport."""
+    """View a buffer ``[E]`` as ``[bytes]`` uint8, so that every dtype travels through every transport."""
     return buffer.view(torch.uint8)
 
 

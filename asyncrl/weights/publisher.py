@@ -109,7 +109,7 @@ class BroadcastPublisher:
     # --- the learner's thread ---
 
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
-        """Copy the weights and return at once. See `interface.Publisher`."""
+        """Copy the weights and return at once. See `interface.Publisher.publish`."""
         self._require_alive()
         self._buffers.pack(as_weight_source(weights), version)
         self._wake_up.wake(self._wake_up.port)

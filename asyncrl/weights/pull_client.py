@@ -229,7 +229,8 @@ def build_pulled_receiver(
     Args:
         endpoint: Of the learner's pull server.
         name: The actor's name.
-        manifest_tensors: The tensors that will be swapped; only their shapes and dtypes are read.
+        manifest_tensors: The tensors that will be swapped, by name, any shapes and dtypes; only shape and
+            dtype are read.
         security: This actor's keys, when the run has some.
         deadline: Seconds without an answer after which the learner counts as gone.
 

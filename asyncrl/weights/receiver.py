@@ -213,7 +213,8 @@ def build_receiver(
         transport: What carries the weights; the same as the learner's.
         endpoint: The publisher's `endpoint`.
         name: The actor's name. An actor that registers under a known name replaces the earlier one.
-        manifest_tensors: The tensors that will be swapped; only their shapes and dtypes are read.
+        manifest_tensors: The tensors that will be swapped, by name, any shapes and dtypes; only shape and
+            dtype are read.
         device: The actor's device, with its index when it is a GPU.
         deadline: Seconds to reach the store, and after which a broadcast has failed.
 

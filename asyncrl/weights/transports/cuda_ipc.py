@@ -90,7 +90,7 @@ def export_handle(buffer: Tensor) -> bytes:
     """Describe a CUDA buffer so that another process on this GPU can map it.
 
     Args:
-        buffer: ``[E]``, the whole of its storage.
+        buffer: ``[E]`` of any dtype, the whole of its storage.
     """
     exported: Any = buffer.untyped_storage()._share_cuda_()
     _, handle, size, offset, counter, counter_offset, event, sync = exported

@@ -34,7 +34,7 @@ class InProcessPublisher:
         self._box = box
 
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
-        """Copy the weights into the box. See `interface.Publisher`."""
+        """Copy the weights into the box. See `interface.Publisher.publish`."""
         begun = time.monotonic()
         box, source = self._box, as_weight_source(weights)
         if version <= box.version:

@@ -44,7 +44,8 @@ class Link(Protocol):
 
         Args:
             buffer_index: 0 or 1: which of the learner's buffer sets is sent.
-            into: One ``[E]`` buffer per dtype, on `Transport.device`, of the learner's sizes and order.
+            into: One ``[E]`` buffer per dtype, ``E`` its elements, on `Transport.device`, of the learner's
+                sizes and order.
 
         Raises:
             Exception: as `send` does.
