@@ -41,6 +41,9 @@ def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[
         parameters: What is trained, by stable name; the optimizer's own parameters.
         optimizer: Over these parameters; it may have no state yet.
         rank: This rank; what is not sharded is kept by rank 0 only.
+
+    Returns:
+        Weights and moments by name, in the parameters' shapes and dtypes, and AdamW's steps, ``[1]`` float32.
     """
     state: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
     for name, parameter in parameters.items():
@@ -53,6 +56,11 @@ def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[
 
 def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
     """Write this rank's files into `folder`; no rank needs to wait for another.
+
+    Args:
+        state: What `copy_state` returned: by name, any shapes and dtypes, sharded or not.
+        folder: Exists.
+        rank: This rank.
 
     Raises:
         OSError: The disk refused.
@@ -100,12 +108,12 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
 
 
 def random_file(rank: int) -> str:
-    """Name of the file with the states of a rank's generators."""
+    """Return the name of the file with the states of a rank's generators."""
     return f"random-{rank:05d}.safetensors"
 
 
 def copy_generators() -> dict[str, Tensor]:
-    """States of torch's generators: the CPU's, and that of this rank's GPU."""
+    """Copy the states of torch's generators, of the CPU and of this rank's GPU, each ``[bytes]`` uint8."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()

@@ -46,7 +46,13 @@ def write_movie(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -
 
 
 def write_gif(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> None:
-    """Write an endless animation of 256 colours per frame; the arguments are those of `write_movie`."""
+    """Write an endless animation of 256 colours per frame.
+
+    Args:
+        path: Of the file.
+        frames: ``[H, W, 3]`` uint8 each, at least one, all of one size.
+        rate: Frames per second.
+    """
     from PIL import Image
 
     kept = Image.Quantize.MAXCOVERAGE  # Keeps the colours of small things; the usual median cut dulls them.

@@ -71,7 +71,7 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """Return a tensor like it that takes no memory."""
+        """Return a tensor of its shape and dtype that takes no memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -180,7 +180,7 @@ class TensorFiles:
                 raise self._wrong_type(name)
 
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
-        """Return one tensor on the CPU. Any thread may call this.
+        """Return one tensor on the CPU, as its file has it or `changes` makes it. Any thread may call this.
 
         Args:
             name: Of the tensor.
@@ -206,6 +206,9 @@ class TensorFiles:
         Args:
             names: In the order wanted.
             what: Shown beside a progress bar when it takes longer than two seconds.
+
+        Yields:
+            Name and tensor, of any shape and dtype, on the CPU: what `read` returns.
         """
         wanted = list(names)
         total = sum(self.spec(name).nbytes for name in wanted)
@@ -299,7 +302,7 @@ def compare_names(source: Path | str, found: Set[str], required: Set[str], *, al
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor of any shape and dtype on the CPU, as bytes."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -35,7 +35,8 @@ def write_folder(
     Args:
         folder: Exists.
         specs: What the files will hold, in their order.
-        tensors: In the order of `specs`, on any device; each is converted to its type and may be freed after.
+        tensors: Name and tensor in the order of `specs`, each of its shape there, any dtype and device; it is
+            cast to its dtype there and may be freed after.
         shard_bytes: Size above which a further file is begun. One file is called `model.safetensors`.
     """
     group_files = _split(specs, shard_bytes)
@@ -57,7 +58,7 @@ def write_folder(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of any device as one safetensors file, in the types that they have."""
+    """Write tensors of any shape and device as one safetensors file, in the dtypes that they have."""
     # Wide types first: every tensor has to begin at a multiple of its type's size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
@@ -65,7 +66,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_pth(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a ``.pth`` state dict, which published layouts want; whole or not at all."""
+    """Write tensors of any shape and dtype as a ``.pth`` state dict, which published layouts want.
+
+    The file is written as a whole or not at all.
+    """
     # A copy, because torch.save writes all of the memory that a tensor is a part of.
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     with replacing(path) as part:
@@ -78,7 +82,8 @@ def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[st
     Args:
         path: Of the file.
         specs: What it will hold, in its order.
-        tensors: Gives at least these, in this order; no more than these are taken.
+        tensors: Gives name and tensor of at least these, in this order, each of its shape there, any dtype
+            and device; no more than these are taken.
     """
     with replacing(path) as part:
         _write_tensors(part, specs, tensors)
