@@ -119,40 +119,45 @@ class Policy(Protocol):
 
         Args:
             folder: Created when missing.
-            tensors: All of `saved_tensors`, where this object holds only a part of them (sharding).
+            tensors: All of `saved_tensors` by name, any shape and dtype, each whole, where this object holds
+                only a part of them (sharding).
         """
         ...
 
     def saved_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Weights that a folder holds, adapters merged, in the types of the file; sharded where they are.
+        """Yield the weights that a folder holds, adapters merged; any shapes, in the dtypes of the file.
 
-        One at a time, and every learner rank takes every one: merging may be a computation of all ranks.
+        They are sharded where the policy's are. One at a time, and every learner rank takes every one:
+        merging may be a computation of all ranks.
         """
         ...
 
     @property
     def action_spec(self) -> ActionSpec:
-        """Steps per decision (C) and numbers per step (A)."""
+        """Return the steps per decision (C) and the numbers per step (A)."""
         ...
 
     @property
     def sample_arrays(self) -> Mapping[str, ArraySpec]:
-        """Arrays of `ActResult.sample`, with the letters N (decisions), C and A, in the order of files."""
+        """Return dtype and shape of the arrays of `ActResult.sample`, by name, in the order of files.
+
+        The letters of a shape are N (decisions), C and A.
+        """
         ...
 
     @property
     def image_size(self) -> int:
-        """Height and width in pixels of the pictures it is best shown; others are resized."""
+        """Return height and width in pixels of the pictures it is best shown; others are resized."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Say where the weights are."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Return the dtype that it computes in."""
         ...
 
     def preprocess(
@@ -163,7 +168,7 @@ class Policy(Protocol):
         Args:
             frames: ``[B, H, W, 3]`` (one picture per row) or ``[B, N, H, W, 3]``, uint8.
             tasks: B instructions.
-            proprio: ``[B, Q]`` in the environment's units, for policies that see it.
+            proprio: ``[B, Q]``, any float dtype, in the environment's units, for policies that see it.
 
         Returns:
             What `act` and `evaluate` take. Nobody else looks into it.
@@ -175,7 +180,16 @@ class Policy(Protocol):
         ...
 
     def act(self, inputs: Any, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
-        """Decide. Row b draws from its own stream ``seeds[b]``, whatever its row and neighbours."""
+        """Decide. Row b draws from its own stream ``seeds[b]``, whatever its row and neighbours.
+
+        Args:
+            inputs: What `preprocess` gives.
+            sampling: How to sample.
+            seeds: One per row.
+
+        Returns:
+            Actions, log-probs and entropies ``[B, C, A]``, values ``[B, V]``; float32, without gradient.
+        """
         ...
 
     def evaluate(
@@ -186,34 +200,44 @@ class Policy(Protocol):
         *,
         critic_through_policy: bool = False,
     ) -> EvaluateResult:
-        """Log-probs of a given sample with gradient; equal to those of `act` at equal weights.
+        """Compute log-probs of a given sample with gradient; equal to those of `act` at equal weights.
 
         Args:
             inputs: What `preprocess` gives.
-            sample: As `act` returned it, each ``[B, ...]``; integers may come as int64.
+            sample: As `act` returned it, each ``[B, ...]`` in the dtypes of `sample_arrays`; integers may
+                come as int64.
             sampling: What it was sampled with.
             critic_through_policy: The value's gradient reaches the trunk as well, not only the value head.
+
+        Returns:
+            Log-probs and entropies ``[B, C, A]`` in nats, values ``[B, V]``; float32, with gradient.
         """
         ...
 
     def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
-        """Optimizer groups ``{"name", "params", "lr"}`` of all that is trainable; the critic's is `value`."""
+        """Return optimizer groups ``{"name", "params", "lr"}`` of all that is trainable.
+
+        The critic's is called `value`.
+        """
         ...
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """What an update changes, by name."""
+        """Return what an update changes, by name."""
         ...
 
     def trainable_tensors(self) -> dict[str, Tensor]:
-        """The same without gradient. The tensors share memory with the parameters."""
+        """Return `trainable_parameters` without gradient, any shape and dtype; memory is shared with them."""
         ...
 
     def acting_tensors(self) -> dict[str, Tensor]:
-        """What actors need after an update, by name: `trainable_tensors` without the critic."""
+        """Return what actors need after an update: `trainable_tensors` without the critic.
+
+        By name, any shapes, in the dtypes of the parameters.
+        """
         ...
 
     def blocks(self) -> Iterable[nn.Module]:
-        """Units of sharding, recomputation and compilation, in the order in which they run."""
+        """Yield the units of sharding, recomputation and compilation in the order in which they run."""
         ...
 
 
@@ -223,7 +247,7 @@ class HasCritic(Protocol):
 
     @property
     def critic(self) -> str:
-        """What has one value: none, decision or action."""
+        """Say what has one value: none, decision or action."""
         ...
 
     def add_critic(self, level: str) -> None:
@@ -239,7 +263,11 @@ class HasCritic(Protocol):
         ...
 
     def values(self, inputs: Any, *, critic_through_policy: bool = False) -> Tensor:
-        """Critic's values ``[B, V]`` float32 with gradient, as in `evaluate`; needs no sample.
+        """Compute the critic's values ``[B, V]`` float32 with gradient, as in `evaluate`; needs no sample.
+
+        Args:
+            inputs: What `preprocess` gives.
+            critic_through_policy: The gradient reaches the trunk as well, not only the value head.
 
         Raises:
             ConfigError: the policy has no critic now.
@@ -252,7 +280,7 @@ class LoraTargets(Protocol):
     """A policy that says where adapters go: needed by --lora.rank."""
 
     def lora_layers(self, targets: str) -> list[str]:
-        """Names of the linear layers that get adapters, as in `named_modules`.
+        """Return the names of the linear layers that get adapters, as in `named_modules`.
 
         Args:
             targets: language: those of the language model. all: of every part.
@@ -296,20 +324,20 @@ class PolicyModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Say where the weights are."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the first weight."""
+        """Return the dtype of the first weight."""
         return next(self.parameters()).dtype
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers by name. See `Policy.saved_tensors`."""
+        """Yield parameters and buffers by name. See `Policy.saved_tensors`."""
         yield from ((name, tensor.detach()) for name, tensor in self.state_dict().items())
 
     def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
-        """Optimizer groups: `policy` at `lr`, the critic (`value`) at `value_lr`."""
+        """Return optimizer groups: `policy` at `lr`, the critic (`value`) at `value_lr`."""
         trainable = self.trainable_parameters()
         value = [p for name, p in trainable.items() if name.startswith(self.critic_prefix)]
         policy = [p for name, p in trainable.items() if not name.startswith(self.critic_prefix)]
@@ -320,18 +348,18 @@ class PolicyModule(nn.Module):
         return [group for group in groups if group["params"]]
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """What an update changes, by name."""
+        """Return what an update changes, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def trainable_tensors(self) -> dict[str, Tensor]:
-        """The same without gradient; the tensors share memory with the parameters."""
+        """Return views of the parameters without gradient. See `Policy.trainable_tensors`."""
         return {name: p.detach() for name, p in self.trainable_parameters().items()}
 
     def acting_tensors(self) -> dict[str, Tensor]:
-        """What actors need after an update: `trainable_tensors` without the critic."""
+        """Return `trainable_tensors` without the critic. See `Policy.acting_tensors`."""
         tensors = self.trainable_tensors()
         return {name: t for name, t in tensors.items() if not name.startswith(self.critic_prefix)}
 
     def blocks(self) -> Iterable[nn.Module]:
-        """No units: the whole policy is one."""
+        """Return no units: the whole policy is one."""
         return ()

@@ -173,7 +173,7 @@ def native_names(policy: nn.Module) -> list[str]:
 def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters with their adapters merged, by the names that the policy has without adapters.
 
-    The shape and dtype of each are those of the parameter.
+    Each has the same shape and dtype as the parameter.
 
     One at a time: a merged weight needs the memory of one layer; the other tensors share memory with the
     parameters. Without adapters these are all. Where weights are sharded too, so is what comes; every

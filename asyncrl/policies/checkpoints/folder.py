@@ -61,8 +61,8 @@ def save_policy(
         policy: Any device.
         folder: Created when missing; a policy that is in it is replaced.
         dtype: Of the numbers in the file (the policy computes in `config.dtype` all the same).
-        tensors: All weights by stable name in their whole shape, where the policy itself holds only a part
-            of them (sharding).
+        tensors: All weights by stable name, any shape, each whole, and any float dtype, where the policy
+            itself holds only a part of them (sharding).
         shard_bytes: Size above which a further weight file is begun.
     """
     kept = policy.config.torch_dtype if dtype == "config" else dtype
@@ -92,7 +92,8 @@ def write_policy(
         config: Of the policy.
         tokenizer: Of the policy.
         specs: The shape and dtype of each tensor in the file.
-        tensors: In the order of `specs`; see `write_folder`.
+        tensors: Name and tensor in the order of `specs`, each of its shape there and any dtype; see
+            `write_folder`.
         shard_bytes: Size above which a further weight file is begun.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +205,7 @@ def fill_policy(
 
     Args:
         policy: Built without memory for its weights.
-        tensors: Each by its stable name, in the parameter's shape and any float dtype.
+        tensors: Each by its stable name, of the same shape as the parameter and any float dtype.
         device: Where they go.
         dtype: What they become; "config" means the policy's own.
         critic: Whether `tensors` have a critic.

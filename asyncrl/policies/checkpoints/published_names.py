@@ -142,11 +142,12 @@ def to_native(
 ) -> Iterator[tuple[str, Tensor]]:
     """Turn published tensors into ours, one by one; parts of one tensor share its memory.
 
-    The dtype stays; the shape of a part is that of our parameter.
-
     Args:
         rows: See `tensor_map`.
-        published: Only names that the rows have.
+        published: Only names that the rows have; any shapes and dtypes.
+
+    Yields:
+        Our name, and a tensor of the same dtype in the shape of our parameter.
     """
     parts: dict[str, list[tuple[str, str]]] = {}
     for ours, theirs, part in rows:
@@ -161,11 +162,13 @@ def to_published(
 ) -> Iterator[tuple[str, Tensor]]:
     """Turn our tensors into published ones, each as soon as its parts are there; without those never used.
 
-    The dtype stays; the shape is that of `published_specs`.
-
     Args:
         rows: See `tensor_map`.
-        natives: All of ours, in any order: parts wait in memory until the last one comes.
+        natives: All of ours, any shapes and dtypes, in any order: parts wait in memory until the last one
+            comes.
+
+    Yields:
+        Published name, and a tensor of the same dtype in the shape of `published_specs`.
     """
     sources: dict[str, list[TensorMapping]] = {}
     for row in [*rows, (_POSITIONS, _TIMM_CLASS, _CLASS_POSITION)]:

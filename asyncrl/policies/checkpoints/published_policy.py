@@ -84,7 +84,10 @@ def read_proprio(file: Path) -> dict[str, Tensor]:
 
 
 def read_pt(file: Path) -> dict[str, Tensor]:
-    """Read a `.pt` or `.bin` state dict, shape and dtype kept; the `module.` of data-parallel runs is cut.
+    """Read a `.pt` or `.bin` state dict; the `module.` of data-parallel runs is cut from the names.
+
+    Returns:
+        Tensors by name, any shape and dtype, as the file has them.
 
     Raises:
         CheckpointError: the file is missing, truncated, or holds something else than tensors.
@@ -245,7 +248,8 @@ def write_published(
         tokenizer: Of the policy.
         rows: See `published_names.tensor_map`.
         specs: Of the native tensors, in the order in which they come.
-        natives: All parameters by stable name, adapters merged; shape and dtype as in `specs`.
+        natives: All parameters by stable name, adapters merged, in the order of `specs`, each of its shape
+            and dtype there.
         pass_through: What the policy came from.
         shard_bytes: Size above which a further weight file is begun.
     """

@@ -104,7 +104,7 @@ class OpenVLAOFT(PolicyModule):
 
     @property
     def critic(self) -> str:
-        """What has one value: none, decision or action."""
+        """Say what has one value: none, decision or action."""
         return LEVELS[self.config.value_head]
 
     def add_critic(self, level: str = "decision") -> None:
@@ -125,27 +125,27 @@ class OpenVLAOFT(PolicyModule):
 
     @property
     def action_spec(self) -> ActionSpec:
-        """Steps per decision and numbers per step."""
+        """Return the steps per decision and the numbers per step."""
         return ActionSpec(chunk=self.config.chunk, dim=self.config.action_dim)
 
     @property
     def sample_arrays(self) -> Mapping[str, ArraySpec]:
-        """The action tokens: bins, 0..255."""
+        """Return what a sample holds: the action tokens ``[N, C, A]`` int32, bins 0..255."""
         return TOKENS
 
     @property
     def image_size(self) -> int:
-        """Side of the picture that the towers see, in pixels."""
+        """Return the side of the picture that the towers see, in pixels."""
         return self.config.image_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the policy computes in, whatever the type of weights that are being trained."""
+        """Return the dtype that the policy computes in, whatever that of weights that are being trained."""
         return self.config.torch_dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Say where the weights are."""
         return self.lm_head.weight.device
 
     def preprocess(
@@ -324,7 +324,7 @@ class OpenVLAOFT(PolicyModule):
         *,
         critic_through_policy: bool = False,
     ) -> EvaluateResult:
-        """See `evaluate`: sharding hooks onto `forward`."""
+        """Evaluate: sharding hooks onto `forward`. See `OpenVLAOFT.evaluate` for shapes and dtypes."""
         return self.evaluate(inputs, sample, sampling, critic_through_policy=critic_through_policy)
 
     def decode(self, tokens: Tensor) -> Tensor:

@@ -70,11 +70,14 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
         return fill_policy(policy, source.natives(), device, "config", critic=critic)
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Write a folder of ours, shape kept, dtype `config.dtype`. See `interface.Policy.save`."""
+        """Write a folder of ours, in the dtype `config.dtype`. See `interface.Policy.save`."""
         save_policy(self, folder, tensors=tensors)
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters by stable name, adapters merged, shape kept, dtype `config.dtype`."""
+        """Yield the parameters by stable name, adapters merged, any shape, in the dtype `config.dtype`.
+
+        See `interface.Policy.saved_tensors`.
+        """
         yield from ((name, tensor.to(self.config.torch_dtype)) for name, tensor in merged_tensors(self))
 
     def lora_layers(self, targets: str) -> list[str]:
@@ -101,7 +104,7 @@ class OpenVLAPolicy(OpenVLAOFTPolicy, OpenVLA):
 
 
 def new_policy(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> OpenVLAOFTPolicy:
-    """The class that `config.decoding` asks for, with random weights."""
+    """Build the class that `config.decoding` asks for, with random weights."""
     return (OpenVLAPolicy if config.causal else OpenVLAOFTPolicy)(config, tokenizer)
 
 
