@@ -51,17 +51,17 @@ class Simulator(Protocol):
 
     @property
     def tasks(self) -> Sequence[str]:
-        """All instructions that episodes may have."""
+        """Return all instructions that episodes may have."""
         ...
 
     @property
     def max_steps(self) -> int:
-        """Steps after which an episode is truncated. The caller counts; `step` may be called further."""
+        """Return the steps until an episode is truncated. The caller counts; `step` may be called further."""
         ...
 
     @property
     def image_size(self) -> int:
-        """Side of the square picture in pixels."""
+        """Return the side of the square picture in pixels."""
         ...
 
     def reset(self, seed: int) -> Observation:
@@ -91,6 +91,6 @@ class HasExpert(Protocol):
             rng: Source of all its randomness.
 
         Returns:
-            A function that gives ``[A]`` float32, called before each `step`.
+            A function that gives ``[A]`` float32 in the units of `Simulator.step`, called before each `step`.
         """
         ...

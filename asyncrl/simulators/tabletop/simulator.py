@@ -130,30 +130,33 @@ class Tabletop:
 
     @property
     def tool_position(self) -> NDArray[np.float64]:
-        """``[3]`` float64, the point between the finger tips."""
+        """Return the point between the finger tips: ``[3]`` float64, metres."""
         return self.data.site_xpos[self._tool].copy()
 
     @property
     def tool_rotation(self) -> NDArray[np.float64]:
-        """``[3, 3]`` float64, tool axes as columns, in the world; the third points out of the hand."""
+        """Return the tool's axes in the world as columns: ``[3, 3]`` float64.
+
+        The third points out of the hand.
+        """
         return self.data.site_xmat[self._tool].reshape(3, 3).copy()
 
     @property
     def finger_opening(self) -> float:
-        """Distance between the fingers, 0..0.08."""
+        """Return the distance between the fingers in metres, 0..0.08."""
         return float(self.data.qpos[7] + self.data.qpos[8])
 
     def cube_position(self, index: int) -> NDArray[np.float64]:
-        """Return the centre of a cube of the scene: ``[3]`` float64."""
+        """Return the centre of a cube of the scene: ``[3]`` float64, metres."""
         return self.data.qpos[9 + 7 * index : 12 + 7 * index].copy()
 
     def cube_yaw(self, index: int) -> float:
-        """Return the direction of a cube's sides about the vertical, modulo a quarter turn: [-pi/4, pi/4)."""
+        """Return the direction of a cube's sides about the vertical: radians in [-pi/4, pi/4)."""
         matrix = self.data.body(f"cube{index}").xmat
         return float((np.arctan2(matrix[3], matrix[0]) + np.pi / 4) % (np.pi / 2) - np.pi / 4)
 
     def plate_position(self, index: int) -> NDArray[np.float64]:
-        """Return the centre of a plate of the scene: ``[3]`` float64."""
+        """Return the centre of a plate of the scene: ``[3]`` float64, metres."""
         return self.data.mocap_pos[index].copy()
 
     def _choose_task(self, rng: np.random.Generator) -> None:
