@@ -45,11 +45,11 @@ class RewardModel(Protocol):
 
     @property
     def image_size(self) -> int:
-        """Height and width of the frames in pixels; 0: any."""
+        """Return height and width of the frames in pixels; 0: any."""
         ...
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Its networks by name: what is moved to host memory while there is nothing to imagine."""
+        """Return its networks by name: what is moved to host memory while there is nothing to imagine."""
         ...
 
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
