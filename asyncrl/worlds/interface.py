@@ -25,7 +25,7 @@ class WorldState(Protocol):
 
     @property
     def finite(self) -> Tensor:
-        """``[B]`` bool on the state's device: False where something drawn for the slot was not finite.
+        """Say for which slots all that was drawn was finite: ``[B]`` bool on the state's device.
 
         Frames cannot tell: they are uint8, whatever they were made of.
         """
@@ -81,28 +81,28 @@ class World(Protocol[State]):
 
     @property
     def image_size(self) -> int:
-        """Height and width of the frames in pixels."""
+        """Return height and width of the frames in pixels."""
         ...
 
     @property
     def action_spec(self) -> ActionSpec:
-        """Steps per decision and numbers per step that it takes; the policy's must equal it."""
+        """Return the steps per decision and numbers per step that it takes; the policy's must equal it."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Say where the weights are."""
         ...
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Its networks by name: what is moved to host memory while there is nothing to imagine."""
+        """Return its networks by name: what is moved to host memory while there is nothing to imagine."""
         ...
 
     def start(self, states: Sequence[StartState]) -> State:
         """Open one slot per start state.
 
         Args:
-            states: `B` start states whose frames are `image_size` pixels high and wide.
+            states: `B` start states whose frames ``[H, W, 3]`` uint8 are `image_size` pixels high and wide.
         """
         ...
 

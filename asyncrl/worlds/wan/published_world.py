@@ -255,13 +255,13 @@ def _highest(pattern: str, names: Iterable[str]) -> int:
 
 
 def published_transformer(world: Any) -> dict[str, Tensor]:
-    """The tensors of a `WanWorld`'s transformer by their published names, bfloat16."""
+    """Return the tensors of a `WanWorld`'s transformer by their published names: same shape, bfloat16."""
     state = world.transformer.state_dict()
     return {transformer_to_published(name): tensor.to(torch.bfloat16) for name, tensor in state.items()}
 
 
 def published_vae(world: Any) -> dict[str, Tensor]:
-    """The tensors of a `WanWorld`'s autoencoder by their published names, float32."""
+    """Return the tensors of a `WanWorld`'s autoencoder by their published names: same shape, float32."""
     blocks = world.vae.size.res_blocks
     state = world.vae.state_dict()
     return {vae_to_published(name, res_blocks=blocks): tensor.float() for name, tensor in state.items()}

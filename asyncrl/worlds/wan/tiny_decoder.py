@@ -37,7 +37,15 @@ class Decoder(Protocol):
     """The full decoder, or a `TinyDecoder`."""
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames of `B` videos, float ``[B, 3, T, H, W]``; see `vae.decode_step`."""
+        """Draw the next frames of `B` videos.
+
+        Args:
+            latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised; F is 1 when `cache` is None.
+            cache: What the last call returned, or None at the first latent. Not changed.
+
+        Returns:
+            Frames ``[B, 3, T, H, W]`` in the weights' dtype, in [-1, 1], and the cache after them.
+        """
         ...
 
     def compile(self) -> None:
@@ -53,7 +61,7 @@ class FullDecoder:
         self._layers: Layers = decode_layers
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames, float ``[B, 3, T, H, W]``.
+        """Draw the next frames. See `Decoder.decode`.
 
         Single latents open videos, in numbers that vary, so nothing is compiled for them.
         """
