@@ -46,7 +46,11 @@ class EpisodeInProgress:
         return noise_seed(self.seed, len(self.decisions))
 
     def add(self, decision: dict[str, NDArray[Any]]) -> None:
-        """Append a decision and move on to its last frame."""
+        """Append a decision and move on to its last frame.
+
+        Args:
+            decision: See `decisions`, of which it becomes the last; `video` is ``[C, H, W, 3]`` uint8.
+        """
         self.decisions.append(decision)
         self.frame = decision["video"][-1]
 
@@ -61,12 +65,12 @@ class Slots:
 
     @property
     def live(self) -> list[int]:
-        """Slots with an episode under way."""
+        """Return the slots with an episode under way."""
         return [index for index, episode in enumerate(self.episodes) if episode is not None]
 
     @property
     def wanted(self) -> int:
-        """How many slots have neither an episode nor a pending one."""
+        """Count the slots that have neither an episode nor a pending one."""
         return max(0, len(self.episodes) - len(self.live) - len(self.pending))
 
     def add_group(self, grant: GroupGrant, start: StartState, group_size: int) -> None:
