@@ -183,7 +183,7 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
 
 
 def redrawn(world: Path, recordings: Recordings, device: torch.device) -> np.ndarray:
-    """The recordings' frames as the world's autoencoder draws them."""
+    """Return the recordings' frames as the world's autoencoder draws them: ``[F, H, W, 3]`` uint8."""
     from asyncrl.fitting.fit_reward import redraw
     from asyncrl.fitting.fit_vae import encode_recordings
     from asyncrl.worlds.wan.world import load_world
