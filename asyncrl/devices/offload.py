@@ -116,8 +116,10 @@ class OffloadedTensors:
     def host_views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors by name; those that are offloaded as views of their copies in host memory.
 
-        The shape and dtype of each stay. What is written there comes back with them, so it must be among the
-        changing ones.
+        What is written there comes back with them, so it must be among the changing ones.
+
+        Args:
+            tensors: Any shapes and dtypes, which stay.
         """
         return {name: self._host_view(tensor) for name, tensor in tensors.items()}
 
@@ -174,12 +176,12 @@ class IdleOffload:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is ever offloaded."""
+        """Tell whether anything is ever offloaded."""
         return self._tensors is not None
 
     @property
     def next_check_in(self) -> float:
-        """Seconds within which a wait must call `offload_if_idle` again; inf: it need not."""
+        """Return the seconds within which a wait must call `offload_if_idle` again; inf: it need not."""
         if self._tensors is None or self._tensors.offloaded:
             return math.inf
         waited = 0.0 if self._since is None else self._clock() - self._since
@@ -202,7 +204,7 @@ class IdleOffload:
             self._tensors.restore()
 
     def host_views(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `OffloadedTensors.host_views`."""
+        """Return the tensors, or views of their copies. See `OffloadedTensors.host_views`."""
         return tensors if self._tensors is None else self._tensors.host_views(tensors)
 
     def pop_metrics(self) -> tuple[float, int]:
