@@ -49,7 +49,7 @@ class Recorder:
         self.frames: list[Tensor] = []
 
     def decode(self, latents_BZFhw: Tensor, cache: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
-        """Draw the next frames, float ``[B, 3, T, H, W]``; see `Decoder.decode`."""
+        """Draw the next frames and keep them. See `Decoder.decode`."""
         frames, after = self.decoder.decode(latents_BZFhw, cache)
         self.latents.append(latents_BZFhw.float().cpu())
         self.frames.append(to_uint8(frames).permute(0, 2, 3, 4, 1).cpu())
