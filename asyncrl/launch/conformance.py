@@ -55,7 +55,7 @@ class Reporter:
             raise self.refused(method, f"{came!r:.200}", expected)
 
     def tensor(self, method: str, found: Any, dtype: str, shape: Sequence[int | str]) -> Tensor:
-        """Refuse anything but a tensor of this dtype and shape; letters stand for any size."""
+        """Refuse anything but a tensor of this dtype and shape such as ``[2, L]``: letters are any size."""
         fits = (
             isinstance(found, Tensor)
             and found.dtype == getattr(torch, dtype)
