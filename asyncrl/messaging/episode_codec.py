@@ -88,7 +88,7 @@ def scalars_of(episode: Episode) -> dict[str, Any]:
 
 
 def as_bytes(array: NDArray[Any]) -> memoryview:
-    """Return the bytes of a contiguous array, little-endian, without a copy where possible."""
+    """Return the bytes of an array of any shape and dtype, little-endian, without a copy where possible."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
     return little.reshape(-1).view(np.uint8).data
 
