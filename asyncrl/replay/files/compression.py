@@ -92,7 +92,7 @@ def read_compressed(path: Path, into: dict[str, NDArray[Any]]) -> None:
 
     Args:
         path: A sealed file.
-        into: Name -> array of the dataset's shape and type, to fill.
+        into: Name of a dataset -> array of its shape and dtype, to fill.
 
     Raises:
         CodecMissing: Their codec needs hdf5plugin, which is not installed.

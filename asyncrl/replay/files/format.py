@@ -232,7 +232,14 @@ def read_group_file(path: Path) -> GroupFile:
 
 
 def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found: os.stat_result) -> GroupFile:
-    """Sum up a sealed file whose small parts are known."""
+    """Sum up a sealed file whose small parts are known.
+
+    Args:
+        path: Of the file.
+        attributes: See `read_root`.
+        table: ``[E]`` structured, with the fields of the dataset `TABLE`: dtype as in the file.
+        found: What the file system says of it.
+    """
     return GroupFile(
         path=path,
         number=attributes["group_number"],

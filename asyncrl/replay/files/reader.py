@@ -66,7 +66,7 @@ class Buffers:
         self._flat: dict[int, NDArray[np.uint8]] = {}
 
     def take(self, index: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return ``[nbytes]`` for the piece of a file at `index` in the order of reading."""
+        """Return ``[nbytes]`` uint8 for the piece of a file at `index` in the order of reading."""
         held = self._flat.get(index)
         if held is None or held.size < nbytes:
             held = self._flat[index] = np.empty(nbytes, np.uint8)
