@@ -238,7 +238,10 @@ def array_specs(sample: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
 
 
 def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
-    """Return all arrays of an episode by name, in wire and file order."""
+    """Return all arrays of an episode by name, in wire and file order.
+
+    Dtypes and shapes are those of `array_specs`, for example frames ``[N, H, W, 3]`` uint8.
+    """
     others = {name: getattr(episode, name) for name in _OTHERS}
     return {_IMAGES: getattr(episode, _IMAGES), **episode.sample, **others}
 
