@@ -1,1 +1,1 @@
-"""Actors imagine episodes: weights and start states in, episodes out."""
+"""Actors imagine episodes from start states with the newest weights."""

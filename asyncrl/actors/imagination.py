@@ -159,7 +159,7 @@ class Imagination(Generic[State]):
         arrays = {
             "frames": torch.from_numpy(frames_B),
             **self._sample(acted),
-            "logprobs": _to_host(acted.logprob),
+            "logprobs": _to_host(acted.logprob.float()),
             "actions": _to_host(acted.actions.float()),
             "success_scores": _to_host(scores),
             "policy_versions": torch.full((len(seeds),), policy_version),

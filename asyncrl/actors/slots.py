@@ -38,8 +38,8 @@ class EpisodeInProgress:
     frame: NDArray[np.uint8]
     """``[H, W, 3]`` what is seen now."""
     decisions: list[dict[str, NDArray[Any]]] = field(default_factory=list)
-    """One row per decision of each array of an `Episode` (`EPISODE_ARRAYS` and the policy's sample), by name;
-    `video` has ``[C, H, W, 3]``, and `values` is left out without a critic."""
+    """One row per decision of the arrays of an `Episode` (`EPISODE_ARRAYS` and the policy's sample), by name:
+    `video` has ``[C, H, W, 3]``, `values` is left out without a critic, `rewards` come at the end."""
 
     def next_noise_seed(self) -> int:
         """Return the noise seed of the decision that comes next."""

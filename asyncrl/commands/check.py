@@ -129,7 +129,7 @@ def _check_reward(config: CheckConfig) -> Iterator[str]:
 
 
 def _check_simulator(config: CheckConfig) -> Iterator[str]:
-    from asyncrl.launch.conformance import check_simulator
+    from asyncrl.launch.conformance_parts import check_simulator
     from asyncrl.records import ActionSpec
     from asyncrl.simulators.pool_worker import Environments
 
@@ -146,7 +146,7 @@ def _check_simulator(config: CheckConfig) -> Iterator[str]:
 
 def _check_recipe(config: CheckConfig) -> Iterator[str]:
     from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
-    from asyncrl.launch.conformance import check_recipe
+    from asyncrl.launch.conformance_parts import check_recipe
     from asyncrl.learner.recipe import build_recipe
 
     registry.resolve(config.kind, config.name)

@@ -1,4 +1,4 @@
-"""What a run says at its start and end: configuration and run folder in, text for the console out."""
+"""Writes what a run says at its start and end."""
 
 from __future__ import annotations
 

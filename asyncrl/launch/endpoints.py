@@ -1,4 +1,4 @@
-"""Where the replay of a run listens and with which keys: settings in, a checked endpoint and keys out."""
+"""Decides where the replay of a run listens, with which keys, and checks both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One more actor for a running run: the address of its replay in, an exit code out when the run or this ends.
+"""Joins a running run as one more actor, and leaves when the run or this process ends.
 
 1  ask the replay for the run's settings and for where the weights are     deadline ANSWER_DEADLINE
 2  load policy, world, reward and start states as the run's own actors do

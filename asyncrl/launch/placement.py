@@ -1,4 +1,4 @@
-"""Which rank is what: the text of `--placement` and the number of ranks in, a `Placement` out. Pure."""
+"""Decides which rank learns, which imagines, and on which device. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of one torchrun job agree on a run: what rank 0 decided in, the same facts on every rank out.
+"""Lets the ranks of one torchrun job agree on a run: rank 0 decides, the others are told.
 
     rank 0        decides the run folder and opens the endpoints, then `share`s them
     other ranks   `receive` them         waits for: rank 0's share     ended by: rank 0, or the deadline

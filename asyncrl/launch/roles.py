@@ -1,4 +1,4 @@
-"""What the child processes of a run do: configuration and facts as JSON in, exit code 0 when the run is over.
+"""Runs the child processes of a run: actors and the replay.
 
 actor      policy, world and reward models; episodes to the replay, weights from the learner
 replay     the HDF5 store and its socket; no torch

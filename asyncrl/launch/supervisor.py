@@ -1,4 +1,4 @@
-"""Keeps one child process alive: a function's name and text arguments in, its `ChildState` out.
+"""Keeps one child process alive: starts it, respawns it with back-off, ends it.
 
 States of a child, as `Supervisor.poll` sees them:
 

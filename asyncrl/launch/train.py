@@ -1,4 +1,4 @@
-"""One rank of a run: its configuration in, an exit code out. A rank learns, looks after an actor, or both.
+"""Does one rank's part of a run: it learns, looks after an actor, or both.
 
     rank 0 ──spawns──► replay, and actor-0 when it also imagines
     rank k ──spawns──► actor-k, unless it only learns

@@ -1,1 +1,1 @@
-"""The replay: episodes in, complete and fresh groups out. Imports no torch."""
+"""The replay keeps episodes and gives out complete and fresh groups. Imports no torch."""
