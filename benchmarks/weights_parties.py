@@ -71,9 +71,9 @@ class Masters:
         self.manifest = build_manifest(self.tensors, types)
         self._gathering = Gathering(self.tensors, types)
 
-    def write(self, places: Mapping[str, Tensor]) -> None:
+    def write(self, targets: Mapping[str, Tensor]) -> None:
         """See `WeightSource.write`."""
-        self._gathering.write(self.tensors, places)
+        self._gathering.write(self.tensors, targets)
 
 
 def shard_rows(rows: int, ranks: int, rank: int) -> int:

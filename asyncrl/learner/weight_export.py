@@ -62,9 +62,9 @@ class ActingWeights:
         self.manifest = build_manifest(tensors, types)
         """See `WeightSource.manifest`."""
 
-    def write(self, places: Mapping[str, Tensor]) -> None:
-        """Cast and gather into rank 0's places; collective. See `WeightSource.write`."""
-        self._gathering.write(self._tensors(), places)
+    def write(self, targets: Mapping[str, Tensor]) -> None:
+        """Cast and gather into rank 0's buffers; collective. See `WeightSource.write`."""
+        self._gathering.write(self._tensors(), targets)
 
     def _tensors(self) -> dict[str, Tensor]:
         # The parameters themselves: detaching a thousand sharded ones takes longer than all else here.
@@ -107,7 +107,7 @@ Views = list[list[Tensor]]
 
 
 class Gathering:
-    """Prepared once for tensors that keep their names, shapes and places; `write` is then used every version.
+    """Prepared once for tensors that keep their names, shapes and targets; `write` then serves every version.
 
     Preparing costs some 20 us per tensor, writing about 5.
     """
@@ -126,40 +126,40 @@ class Gathering:
         self._unsharded = [name for name in tensors if name not in sharded]
         self._buckets = [_Bucket(names, sharded, types) for names in _buckets(sharded, types)]
         self._views: dict[int, tuple[Mapping[str, Tensor], list[Views]]] = {}
-        """By id of the places: the places, and their views for every bucket."""
+        """By id of the targets: these, and their views for every bucket."""
 
-    def write(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+    def write(self, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
         """Write every tensor, full and cast, into its place on rank 0. A collective of the learner ranks.
 
         Args:
             tensors: Any shapes and float dtypes, with names and shapes as when it was prepared; unsharded
                 ones are rank 0's.
-            places: Rank 0: where they go, of full shape and of the dtypes in `types`; always the same few
+            targets: Rank 0: where they go, of full shape and of the dtypes in `types`; always the same few
                 mappings. Other ranks: empty.
 
         Raises:
             RunError: another learner rank is gone or late.
         """
-        if places:
+        if targets:
             packing.copy(
-                [places[name] for name in self._unsharded], [tensors[name] for name in self._unsharded]
+                [targets[name] for name in self._unsharded], [tensors[name] for name in self._unsharded]
             )
         under_way: deque[Callable[[], None]] = deque()
         with torch.no_grad(), explain_lost_peer("the learner ranks to gather the weights"):
-            for bucket, views in zip(self._buckets, self._views_of(places), strict=True):
+            for bucket, views in zip(self._buckets, self._views_of(targets), strict=True):
                 under_way.append(bucket.start(tensors, views))
                 if len(under_way) == IN_FLIGHT:
                     under_way.popleft()()
             while under_way:
                 under_way.popleft()()
 
-    def _views_of(self, places: Mapping[str, Tensor]) -> list[Views]:
-        if not places:
+    def _views_of(self, targets: Mapping[str, Tensor]) -> list[Views]:
+        if not targets:
             return [[] for _ in self._buckets]
-        known, views = self._views.get(id(places), ({}, []))
-        if known is not places:
-            views = [bucket.views(places) for bucket in self._buckets]
-            self._views[id(places)] = (places, views)
+        known, views = self._views.get(id(targets), ({}, []))
+        if known is not targets:
+            views = [bucket.views(targets) for bucket in self._buckets]
+            self._views[id(targets)] = (targets, views)
         return views
 
 
@@ -196,13 +196,13 @@ class _Bucket:
         self._sizes = [[n * w for n, w in zip(rows, widths, strict=True)] for rows in self._rows]
         """By rank: elements of each piece."""
 
-    def views(self, places: Mapping[str, Tensor]) -> Views:
-        """Cut rank 0's places as the ranks hold them."""
-        found = [[places[name].narrow(0, 0, n) for name, n in zip(self._names, self._rows[0], strict=True)]]
+    def views(self, targets: Mapping[str, Tensor]) -> Views:
+        """Cut rank 0's targets as the ranks hold them."""
+        found = [[targets[name].narrow(0, 0, n) for name, n in zip(self._names, self._rows[0], strict=True)]]
         begins = self._sizes[0]
         for sizes in self._sizes[1:]:
             cuts = zip(self._names, begins, sizes, strict=True)
-            found.append([places[name].view(-1).narrow(0, begin, size) for name, begin, size in cuts])
+            found.append([targets[name].view(-1).narrow(0, begin, size) for name, begin, size in cuts])
             begins = [begin + size for begin, size in zip(begins, sizes, strict=True)]
         return found
 

@@ -105,9 +105,11 @@ def _report(folder: Path, before: dict[str, bytes], now: dict[str, bytes]) -> No
 
 
 _ONE_SIDED: Final = "one side uses keys and the other does not. Set --replay.keys on both"
+# A server without keys and one with another key look alike to a client with keys, when the server hangs up
+# before the client has read its greeting.
 _WRONG_SERVER: Final = (
-    "it broke off every handshake: DIR/server.public is not its public key. "
-    "Copy server.public again from the replay's host"
+    "it broke off every handshake: one side uses keys and the other does not, or DIR/server.public is not "
+    "its public key. Set --replay.keys on both, and copy server.public again from the replay's host"
 )
 
 

@@ -48,7 +48,7 @@ class DoubleBuffer:
         self._current: PackedVersion | None = None
         self._held = False
         self.buffer_pair: BufferPair = ([], [])
-        self._places: list[dict[str, Tensor]] = []
+        self._views: list[dict[str, Tensor]] = []
         """Where each tensor lies in the two sets."""
         self.manifest: packing.Manifest | None = None
         """What the buffers hold; absent until the first version is packed."""
@@ -72,7 +72,7 @@ class DoubleBuffer:
         began = time.monotonic()
         buffer_index = self._begin(source.manifest, version)
         # Without the lock: sharded weights are gathered here, and others must not wait for that.
-        source.write(self._places[buffer_index])
+        source.write(self._views[buffer_index])
         with self._lock:
             self._pending = PackedVersion(
                 version=version, buffer_index=buffer_index, packed=_record(self._device), began=began
@@ -89,7 +89,7 @@ class DoubleBuffer:
                     packing.allocate(manifest, self._device),
                     packing.allocate(manifest, self._device),
                 )
-                self._places = [packing.places_in(manifest, buffers) for buffers in self.buffer_pair]
+                self._views = [packing.views_in(manifest, buffers) for buffers in self.buffer_pair]
                 self.manifest = manifest
             packing.require_same(manifest, self.manifest, "the first publish")
             # Not valid while its buffers are overwritten, and so nothing can be promoted.

@@ -20,13 +20,13 @@ class WeightSource(Protocol):
         """Return names, whole shapes, and the dtypes in which actors hold the weights; fixed for a run."""
         ...
 
-    def write(self, places: Mapping[str, Tensor]) -> None:
+    def write(self, targets: Mapping[str, Tensor]) -> None:
         """Write every tensor, cast, into its place, in the order of the current stream on CUDA.
 
         A collective of the learner ranks where the weights are sharded.
 
         Args:
-            places: Rank 0: a tensor for every entry of `manifest`, by name, of its shape and dtype, all on
+            targets: Rank 0: a tensor for every entry of `manifest`, by name, of its shape and dtype, all on
                 one device. Other ranks: empty.
         """
         ...
@@ -40,9 +40,9 @@ class WholeTensors:
         self.manifest = packing.build_manifest(tensors)
         """See `WeightSource.manifest`."""
 
-    def write(self, places: Mapping[str, Tensor]) -> None:
+    def write(self, targets: Mapping[str, Tensor]) -> None:
         """Copy. See `WeightSource.write`."""
-        packing.fill(places, self._tensors)
+        packing.fill(targets, self._tensors)
 
 
 def as_weight_source(weights: WeightSource | Mapping[str, Tensor]) -> WeightSource:

@@ -103,7 +103,7 @@ class Member:
     pid: int = 0
     started: int = 0
     """See `process_status.started`; 0 where the system does not tell."""
-    bell: int = 0
+    wake_up_port: int = 0
     """Of its `WakeUpSocket`."""
 
 
@@ -143,7 +143,7 @@ class WeightGroup:
         self.changed = False
         """The members are not those of the last offer, or its epoch failed."""
         self._stopped_since: dict[str, float] = {}
-        store.set("bell", str(wake_up.port))
+        store.set("wake_up_port", str(wake_up.port))
         store.set("joins", "")
 
     def admit(self) -> bool:
@@ -175,7 +175,7 @@ class WeightGroup:
         members = [[member.name, member.ticket] for member in self.members]
         offer = {"epoch": self.epoch, "members": members, "seen": self._seen}
         self._store.set("offer", json.dumps(offer))
-        self._ring(former + self.members)
+        self._wake(former + self.members)
         return self.epoch
 
     @property
@@ -206,13 +206,13 @@ class WeightGroup:
     def confirm(self) -> None:
         """Tell the members, all of which are ready, to form the link."""
         self._store.set(f"e{self.epoch}/form", "1")
-        self._ring(self.offered)
+        self._wake(self.offered)
 
     def announce(self, k: int, header: VersionHeader) -> None:
         """Tell the members that broadcast number `k` of this epoch begins."""
         value = {"version": header.version, "slot": header.buffer_index, "checksum": header.checksum}
         self._store.set(f"e{self.epoch}/send/{k}", json.dumps(value))
-        self._ring(self.offered)
+        self._wake(self.offered)
 
     def clean_up(self, k: int) -> None:
         """Delete the keys of broadcast `k`, which every member has taken."""
@@ -228,7 +228,7 @@ class WeightGroup:
     def announce_close(self, seconds: float) -> None:
         """Tell the members that this was all, and give them `seconds` to read it."""
         self._store.set("closed", "1")
-        self._ring(self.members)
+        self._wake(self.members)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.admit()
@@ -236,8 +236,8 @@ class WeightGroup:
                 return
             self._wake_up.wait(POLL_SECONDS)
 
-    def _ring(self, members: Iterable[Member]) -> None:
-        self._wake_up.wake_all(member.bell for member in members)
+    def _wake(self, members: Iterable[Member]) -> None:
+        self._wake_up.wake_all(member.wake_up_port for member in members)
 
 
 class Membership:
@@ -259,7 +259,7 @@ class Membership:
     def register(self, refused: str = "") -> None:
         """Ask for a place in the next epoch, or (`refused`) tell why not."""
         self.ticket = secrets.token_hex(8)
-        self._learner_port = int(self._store.get("bell"))
+        self._learner_port = int(self._store.get("wake_up_port"))
         row = self._append(refused=refused)
         rows = self._store.get("joins").decode().splitlines()
         self._index = rows.index(row)
@@ -340,7 +340,7 @@ class Membership:
 
     def _append(self, **row: Any) -> str:
         pid, port = os.getpid(), self._wake_up.port
-        process = {"pid": pid, "started": process_status.started(pid), "bell": port}
+        process = {"pid": pid, "started": process_status.started(pid), "wake_up_port": port}
         text = json.dumps({"name": self.name, "ticket": self.ticket, **process, **row})
         store: Any = self._store
         store.append("joins", text + "\n")  # atomic, unlike a counter and a key that belongs to it

@@ -150,7 +150,7 @@ def allocate(manifest: Manifest, device: torch.device) -> Buffers:
     return buffers
 
 
-def places_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+def views_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return every tensor's place as a view of its buffer. Worth keeping: each takes 5 us.
 
     Args:

@@ -27,7 +27,7 @@ class _Set:
     """The buffers of one version."""
 
     buffers: packing.Buffers
-    places: dict[str, Tensor]
+    views: dict[str, Tensor]
     """Where each tensor lies in them."""
     read: torch.cuda.Event | None = None
     """Reached once the last swap has read them; absent on the CPU, and before the first swap."""
@@ -94,7 +94,7 @@ class BufferedReceiver:
         tensors = tensors() if callable(tensors) else tensors
         packing.require_same(self._manifest, packing.build_manifest(tensors), f"{self._name}'s swap")
         with self._changed:
-            packing.fill(tensors, self._complete.places)
+            packing.fill(tensors, self._complete.views)
             if self._device.type == "cuda":
                 # Before the next version is received into these buffers, `_room` waits for this event.
                 self._complete.read = torch.cuda.Event()
@@ -122,7 +122,7 @@ class BufferedReceiver:
 
     def _allocate(self) -> _Set:
         buffers = packing.allocate(self._manifest, self._device)
-        return _Set(buffers=buffers, places=packing.places_in(self._manifest, buffers))
+        return _Set(buffers=buffers, views=packing.views_in(self._manifest, buffers))
 
     def _room(self) -> packing.Buffers:
         """The spare buffers; what the current stream does next runs after the last swap has read them."""

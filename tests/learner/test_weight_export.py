@@ -22,11 +22,11 @@ def filled(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     """What `gather` writes into a packed buffer; nothing on other ranks than 0."""
     manifest = packing.build_manifest(tensors, TYPES)
     buffers = packing.allocate(manifest, torch.device("cpu"))
-    places = packing.places_in(manifest, buffers) if torch.distributed.get_rank() == 0 else {}
+    views = packing.views_in(manifest, buffers) if torch.distributed.get_rank() == 0 else {}
     gathered = Gathering(tensors, TYPES)
-    gathered.write({name: torch.zeros_like(t) for name, t in tensors.items()}, places)
-    gathered.write(tensors, places)  # A version later.
-    return {name: raw({name: place})[name] for name, place in places.items()}
+    gathered.write({name: torch.zeros_like(t) for name, t in tensors.items()}, views)
+    gathered.write(tensors, views)  # A version later.
+    return {name: raw({name: place})[name] for name, place in views.items()}
 
 
 def gather_until_a_peer_is_gone() -> tuple[dict[str, bytes], dict[str, bytes], str]:
@@ -90,7 +90,7 @@ def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
     outbox = DoubleBuffer(torch.device("cpu"))
     outbox.pack(source, 0)
     assert outbox.manifest is not None
-    return raw(packing.places_in(outbox.manifest, outbox.buffer_pair[0]))
+    return raw(packing.views_in(outbox.manifest, outbox.buffer_pair[0]))
 
 
 def publish_both() -> list[dict[str, bytes]]:

@@ -96,7 +96,7 @@ def test_hdf5_never_sees_a_file_whose_structure_is_damaged(
     """Libhdf5 itself may crash on one, so no exception handler would help."""
     whole, path = valid_files(tmp_path)["group"][0], tmp_path / "damaged.h5"
     path.write_bytes(whole)
-    values = [range(x.offset, x.offset + x.nbytes) for x in read_layout(path).places.values()]
+    values = [range(x.offset, x.offset + x.nbytes) for x in read_layout(path).extents.values()]
 
     def opened(*_: object, **__: object) -> None:
         raise AssertionError("HDF5 opened it")

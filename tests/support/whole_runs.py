@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """A short TMPDIR of its own (unix sockets), so that leftovers are seen; no torchrun variables."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
-    temporary = tmp_path / "tmp"
+    base = next(path for path in tmp_path.parents if not path.name.startswith("popen-"))
+    temporary = base / f"t{zlib.crc32(str(tmp_path).encode()):x}"
     temporary.mkdir(exist_ok=True)
+    if not (tmp_path / "tmp").exists():
+        (tmp_path / "tmp").symlink_to(temporary)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(temporary), "MARK": str(tmp_path)}
     return kept | more

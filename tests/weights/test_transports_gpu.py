@@ -128,10 +128,10 @@ def packed(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     manifest = packing.build_manifest(tensors, TYPES)
     buffers = packing.allocate(manifest, torch.device("cuda", torch.cuda.current_device()))
     leads = not dist.is_initialized() or dist.get_rank() == 0
-    places = packing.places_in(manifest, buffers) if leads else {}
-    Gathering(tensors, TYPES).write(tensors, places)
+    views = packing.views_in(manifest, buffers) if leads else {}
+    Gathering(tensors, TYPES).write(tensors, views)
     torch.cuda.synchronize()
-    return raw(places)
+    return raw(views)
 
 
 def gather_over_nccl(bucket: int) -> dict[str, bytes]:

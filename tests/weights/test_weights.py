@@ -64,7 +64,7 @@ def test_packing_puts_every_tensor_at_a_multiple_of_16_bytes() -> None:
     }
     manifest = packing.build_manifest(tensors)
     buffers = packing.allocate(manifest, torch.device("cpu"))
-    packing.fill(packing.places_in(manifest, buffers), tensors)
+    packing.fill(packing.views_in(manifest, buffers), tensors)
     assert manifest.dtypes == ["float32", "int64"]
     assert buffers[0].numpy().tobytes() == struct.pack("<8f", 4, 0, 0, 0, 1, 2, 3, 0)
     assert buffers[1].numpy().tobytes() == struct.pack("<2q", 1, 2)
@@ -77,9 +77,9 @@ def test_unpacking_gives_back_what_was_packed_even_into_views() -> None:
     target["body"] = torch.zeros(3, 8)[:, ::2].t().t().reshape(-1)[:12]
     manifest = packing.build_manifest(source)
     buffers = packing.allocate(manifest, torch.device("cpu"))
-    places = packing.places_in(manifest, buffers)
-    packing.fill(places, source)
-    packing.fill(target, places)
+    views = packing.views_in(manifest, buffers)
+    packing.fill(views, source)
+    packing.fill(target, views)
     assert raw(target) == raw(source)
 
 
@@ -101,17 +101,17 @@ def test_the_checksum_is_the_crc32_of_the_bytes_one_buffer_after_the_other() -> 
 @pytest.mark.parametrize("words", [3, packing.FOLD, 2 * packing.FOLD + 5])
 def test_the_sum_for_gpus_is_each_word_times_an_odd_number_of_its_own(words: int) -> None:
     """The factors follow from the sums of buffers with a single 1; any other sum must be made of them."""
-    places = sorted({0, 1, words // 2, words - 1})
+    views = sorted({0, 1, words // 2, words - 1})
     buffer = torch.zeros(words, dtype=torch.int64)
     factors = []
-    for place in places:
+    for place in views:
         buffer[place] = 1
         factors.append(int(packing.weighted_sum(buffer)))
         buffer[place] = 0
     assert all(factor % 2 for factor in factors)
-    assert len(set(factors)) == len(places)
-    values = [-(2**63), 7, -1, 2**62 + 1][: len(places)]
-    for place, value in zip(places, values, strict=True):
+    assert len(set(factors)) == len(views)
+    values = [-(2**63), 7, -1, 2**62 + 1][: len(views)]
+    for place, value in zip(views, values, strict=True):
         buffer[place] = value
     expected = sum(f * v for f, v in zip(factors, values, strict=True)) % 2**64
     assert int(packing.weighted_sum(buffer.view(torch.bfloat16))) % 2**64 == expected

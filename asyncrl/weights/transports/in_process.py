@@ -23,7 +23,7 @@ class _SharedVersion:
         self.version = -1
         self.manifest: packing.Manifest | None = None
         self.buffers: packing.Buffers = []
-        self.places: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor] = {}
         self.seconds = 0.0
 
 
@@ -42,9 +42,9 @@ class InProcessPublisher:
         if box.manifest is None:
             box.manifest = source.manifest
             box.buffers = packing.allocate(source.manifest, box.device)
-            box.places = packing.places_in(source.manifest, box.buffers)
+            box.views = packing.views_in(source.manifest, box.buffers)
         packing.require_same(source.manifest, box.manifest, "the first publish")
-        source.write(box.places)
+        source.write(box.views)
         box.version, box.seconds = version, time.monotonic() - begun
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
@@ -84,7 +84,7 @@ class InProcessReceiver:
         if box.manifest is not None and box.version > self._held:
             tensors = tensors() if callable(tensors) else tensors
             packing.require_same(box.manifest, packing.build_manifest(tensors), "the actor")
-            packing.fill(tensors, box.places)
+            packing.fill(tensors, box.views)
             self._held = box.version
         return self._held
 
