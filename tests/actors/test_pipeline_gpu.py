@@ -105,6 +105,7 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
     starts = StartStateStream([start(n) for n in range(4)], 0)
     port = InProcessActorPort(replay)
     actor = Actor("inline", imagination, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
+    actor.telemetry._every = float("inf")  # A report would take the seconds that tests read.
     return actor, InProcessLearnerPort(replay, imagine=lambda: actor.round(0.0)), replay
 
 
