@@ -118,6 +118,7 @@ def test_on_a_device_without_known_peak_there_is_no_mfu_and_no_extra_pass() -> N
 def test_tf32_is_no_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
     assert (peak_flops(cuda, "bf16"), peak_flops(cuda, "fp32")) == (989e12, 67e12)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert (peak_flops(cuda, "bf16"), peak_flops(cuda, "fp32")) == (989e12, 0)
