@@ -37,13 +37,15 @@ def test_another_package_version_is_refused_and_named_on_both_sides(
 ) -> None:
     with Served(tmp_path, endpoint), caplog.at_level(logging.WARNING):
         actor = ZmqActorPort(endpoint, "actor-0")
-        with pytest.raises(ReplayError) as seen:  # By either call: the refusal may come at once.
+
+        def introduce() -> None:
             with monkeypatch.context() as patch:
-                patch.setattr(
-                    "asyncrl.messaging.wire.__version__", "0.0.1"
-                )  # What encode says this process is.
+                patch.setattr("asyncrl.messaging.wire.__version__", "0.0.1")  # What encode says this is.
                 actor.serve()
             actor.acquire_group(10.0)
+
+        with pytest.raises(ReplayError) as seen:  # By either call: the refusal may come at once.
+            introduce()
         actor.close(0.0)
         learner = ZmqLearnerPort(endpoint)
         assert learner.status()[m.WIRE_ERRORS] == 1
