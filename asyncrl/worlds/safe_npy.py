@@ -29,7 +29,7 @@ _NUMERIC: Final = re.compile(r"b1|[iu][1248]|f[248]")
 _TEXT: Final = re.compile(r"[SU]\d{1,5}")
 
 
-class Refused(ValueError):
+class UnsafePickle(ValueError):
     """What the file asks for is not what numpy writes for documented values."""
 
 
@@ -62,7 +62,7 @@ def set_order(dtype: Dtype, state: object) -> None:
         case (3 | 4, ("|" | "<" | ">") as order, None, None, None, *_):
             dtype.order = order
         case _:
-            raise Refused("it holds structured numbers")
+            raise UnsafePickle("it holds structured numbers")
 
 
 def filled(state: object) -> Any:
@@ -72,20 +72,20 @@ def filled(state: object) -> Any:
             return items
         case (1, tuple() as shape, Dtype() as dtype, bool() as fortran, bytes() as content):
             return _array(content, dtype, shape, "F" if fortran else "C")
-    raise Refused("it fills an array with something else than its numbers")
+    raise UnsafePickle("it fills an array with something else than its numbers")
 
 
 def _array(content: bytes | bytearray, dtype: Dtype, shape: tuple[Any, ...], order: str) -> Any:
     """Build an array, or a string from an array without axes."""
     if len(shape) > _MAX_AXES or not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in shape):
-        raise Refused("it holds an array of an impossible shape")
+        raise UnsafePickle("it holds an array of an impossible shape")
     if _TEXT.fullmatch(dtype.code) and shape == ():
         return _text(bytes(content), dtype)
     if not _NUMERIC.fullmatch(dtype.code):
-        raise Refused(f"it holds an array of type {dtype.code!r}")
+        raise UnsafePickle(f"it holds an array of type {dtype.code!r}")
     numbers = np.dtype(dtype.order + dtype.code)
     if math.prod(shape) * numbers.itemsize != len(content):
-        raise Refused(f"an array of shape {list(shape)} comes with {len(content)} bytes")
+        raise UnsafePickle(f"an array of shape {list(shape)} comes with {len(content)} bytes")
     return np.ndarray(shape, numbers, buffer=content, order="F" if order == "F" else "C")
 
 
@@ -100,12 +100,12 @@ def _new_dtype(arguments: tuple[Any, ...]) -> Dtype:
             code == "O8" or _NUMERIC.fullmatch(code) or _TEXT.fullmatch(code)
         ):
             return Dtype(code)
-    raise Refused("it holds numbers of an unknown type")
+    raise UnsafePickle("it holds numbers of an unknown type")
 
 
 def _new_array(arguments: tuple[Any, ...]) -> Unfilled:
     if arguments != (Name("numpy ndarray"), (0,), b"b"):
-        raise Refused("it makes something else than an array")
+        raise UnsafePickle("it makes something else than an array")
     return Unfilled()
 
 
@@ -113,7 +113,7 @@ def _array_of_buffer(arguments: tuple[Any, ...]) -> Any:
     match arguments:
         case ((bytes() | bytearray()) as content, Dtype() as dtype, tuple() as shape, ("C" | "F") as order):
             return _array(content, dtype, shape, order)
-    raise Refused("it makes an array of something else than bytes")
+    raise UnsafePickle("it makes an array of something else than bytes")
 
 
 def _scalar(arguments: tuple[Any, ...]) -> Any:
@@ -121,7 +121,7 @@ def _scalar(arguments: tuple[Any, ...]) -> Any:
         case (Dtype() as dtype, bytes() as content):
             found = _array(content, dtype, (), "C")
             return found if isinstance(found, str) else found[()]
-    raise Refused("it makes a number of something else than bytes")
+    raise UnsafePickle("it makes a number of something else than bytes")
 
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
@@ -129,12 +129,12 @@ def _encoded(arguments: tuple[Any, ...]) -> bytes:
     match arguments:
         case (str() as text, "latin1"):
             return text.encode("latin1")
-    raise Refused("it encodes text in an unusual way")
+    raise UnsafePickle("it encodes text in an unusual way")
 
 
 def _no_bytes(arguments: tuple[Any, ...]) -> bytes:
     if arguments:
-        raise Refused("it makes bytes of something")
+        raise UnsafePickle("it makes bytes of something")
     return b""
 
 
@@ -167,12 +167,12 @@ def read_object_array(path: Path) -> list[Any]:
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise Refused(f"it has {size / 2**30:.1f} GiB, more than the limit of {MAX_BYTES / 2**30:.0f}")
+            raise UnsafePickle(f"it has {size / 2**30:.1f} GiB, more than the limit of {MAX_BYTES / 2**30:.0f}")
         stream = io.BytesIO(path.read_bytes())  # whose reads never reserve more than there is
         length = _read_header(stream)
         found = _Machine().run(stream)
         if not isinstance(found, list) or len(found) != length:
-            raise Refused(f"its header promises {length} objects and the rest is something else")
+            raise UnsafePickle(f"its header promises {length} objects and the rest is something else")
     except OSError as error:
         raise AssetError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
     except (ValueError, IndexError, OverflowError) as error:  # IndexError: it takes more than it put
@@ -188,11 +188,11 @@ def _read_header(stream: io.BytesIO) -> int:
     """Read the .npy header; return the number of objects."""
     magic = stream.read(8)
     if magic[:6] != b"\x93NUMPY" or magic[6:] not in (b"\x01\x00", b"\x02\x00"):
-        raise Refused("it is not a .npy file of format 1 or 2")
+        raise UnsafePickle("it is not a .npy file of format 1 or 2")
     size = int.from_bytes(stream.read(2 if magic[6] == 1 else 4), "little")
     match = _HEADER.fullmatch(stream.read(size))
     if match is None:
-        raise Refused("its header does not describe a one-dimensional array of objects")
+        raise UnsafePickle("its header does not describe a one-dimensional array of objects")
     return int(match[1])
 
 
@@ -207,7 +207,7 @@ class _Machine:
     def run(self, stream: io.BytesIO) -> Any:
         for count, (instruction, argument, _) in enumerate(pickletools.genops(stream)):
             if count >= MAX_INSTRUCTIONS:
-                raise Refused(f"it has more than {MAX_INSTRUCTIONS} instructions")
+                raise UnsafePickle(f"it has more than {MAX_INSTRUCTIONS} instructions")
             name = instruction.name
             if name == "STOP":
                 return self.stack.pop()
@@ -218,8 +218,8 @@ class _Machine:
             elif name in _STEPS:
                 _STEPS[name](self, argument)
             else:
-                raise Refused(f"it holds the instruction {name}")
-        raise Refused("it ends early")  # not reached: genops says so itself
+                raise UnsafePickle(f"it holds the instruction {name}")
+        raise UnsafePickle("it ends early")  # not reached: genops says so itself
 
     def above_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.below.pop()
@@ -240,7 +240,7 @@ class _Machine:
     def keep(self, index: int | None) -> None:
         index = len(self.memo) if index is None else index
         if index > len(self.memo):  # numpy counts up, so a gap is only there to reserve memory
-            raise Refused(f"it remembers number {index} before number {len(self.memo)}")
+            raise UnsafePickle(f"it remembers number {index} before number {len(self.memo)}")
         top = self.stack[-1]
         self.memo[index : index + 1] = [top]
         if isinstance(top, Unfilled):
@@ -251,30 +251,30 @@ class _Machine:
 
     def extend(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
-            raise Refused("it appends to something that is no list")
+            raise UnsafePickle("it appends to something that is no list")
         self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         target, keys = self.stack[-1], items[::2]
         if not isinstance(target, dict) or len(items) % 2 or not all(isinstance(key, str) for key in keys):
-            raise Refused("it fills something else than a dict with string keys")
+            raise UnsafePickle("it fills something else than a dict with string keys")
         target.update(zip(keys, items[1::2], strict=True))
 
     def named(self, text: str) -> None:
         if text not in CALLS and text != "numpy ndarray":
-            raise Refused(f"it wants to import {text[:80].replace(' ', '.')!r}")
+            raise UnsafePickle(f"it wants to import {text[:80].replace(' ', '.')!r}")
         self.stack.append(Name(text))
 
     def named_by_stack(self, _: object) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise Refused("it wants to import something without a name")
+            raise UnsafePickle("it wants to import something without a name")
         self.named(f"{module} {name}")
 
     def call(self, _: object) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, Name) or name.text not in CALLS or not isinstance(arguments, tuple):
-            raise Refused("it calls something that cannot be called")
+            raise UnsafePickle("it calls something that cannot be called")
         self.stack.append(CALLS[name.text](arguments))
 
     def fill(self, _: object) -> None:
@@ -286,7 +286,7 @@ class _Machine:
             for index in target.indices:
                 self.memo[index] = self.stack[-1]
         else:
-            raise Refused("it sets the state of something that has none")
+            raise UnsafePickle("it sets the state of something that has none")
 
 
 # fmt: off
