@@ -178,8 +178,7 @@ def add_adapters(config: TrainConfig, policy: Policy) -> None:
     if not isinstance(policy, LoraTargets):
         raise ConfigError(
             f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
-            f"not "
-            "known where adapters go. Use --lora.rank 0, or add the method."
+            "not known where adapters go. Use --lora.rank 0, or add the method."
         )
     half = config.learner.precision == "bf16" and policy.dtype == torch.bfloat16
     dtype = torch.bfloat16 if half else torch.float32

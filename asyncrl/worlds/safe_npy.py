@@ -167,7 +167,8 @@ def read_object_array(path: Path) -> list[Any]:
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise UnsafePickle(f"it has {size / 2**30:.1f} GiB, more than the limit of {MAX_BYTES / 2**30:.0f}")
+            most = f"{MAX_BYTES / 2**30:.0f}"
+            raise UnsafePickle(f"it has {size / 2**30:.1f} GiB, more than the limit of {most}")
         stream = io.BytesIO(path.read_bytes())  # whose reads never reserve more than there is
         length = _read_header(stream)
         found = _Machine().run(stream)
