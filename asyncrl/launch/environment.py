@@ -76,7 +76,7 @@ def check_environment(config: TrainConfig) -> EnvironmentFiles:
     if judge.image_size not in (0, summary.image_size):
         raise CheckpointError(
             f"The world in {world.folder} draws {summary.image_size}-pixel frames, but its reward model "
-            f"looks at {judge.image_size}. Fit the reward model again: asyncrl fit reward --world {world.folder}."
+            f"looks at {judge.image_size}. Fit it again: asyncrl fit reward --world {world.folder}."
         )
     return EnvironmentFiles(
         folder=world.folder,

@@ -24,6 +24,19 @@ def with_policy(folder: Path, policy: OpenVLAOFTPolicy) -> list[str]:
 
 
 @pytest.mark.timeout(120)
+def test_a_folder_in_the_published_layout_is_trained_as_it_is(tmp_path: Path) -> None:
+    flags = with_policy(tmp_path, OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1)))
+    published = str(tmp_path / "published")
+    assert cli.run("convert", [str(tmp_path / "policy"), published, "--to", "openvla"]) == 0
+    assert json.loads((tmp_path / "published" / "config.json").read_text())["model_type"] == "openvla"
+    settings = ["--policy-settings", "gripper=none", "--algorithm.entropy-coef", "0.01"]
+    assert cli.run("train", [*flags, "--policy", published, *settings]) == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert abs(row[m.MISMATCH_KL.name]) < 1e-6
+    assert cli.run("train", [*flags, "--policy", published, "--policy-settings", "griper=none"]) == 2
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("level", ["token", "action", "decision"])
 def test_openvla_trains_at_every_level(tmp_path: Path, level: str) -> None:
     torch.manual_seed(0)
