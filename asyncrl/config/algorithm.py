@@ -151,7 +151,7 @@ class CriticSettings(Bounded):
 
     level: Literal["decision", "action"] = "decision"
     """decision: one value per decision. action: one per step; rewards and advantages are per step as well."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
     """AdamW learning rate of the value head."""
     through_policy: bool = False
     """Let the value loss reach the policy's trunk."""
@@ -180,7 +180,7 @@ class OptimizerSettings(Bounded):
 
     SECTION: ClassVar[str] = "optimizer."
 
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-4.")] = 1e-4
     """AdamW learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rates fall after the warm-up."""
@@ -190,15 +190,17 @@ class OptimizerSettings(Bounded):
     """linear, cosine: update at which the end is reached; 0 = --updates."""
     final_lr_share: Annotated[float, Within(0, 1, "it is a share.", "Use 0.")] = 0.0
     """linear, cosine: the learning rate at the end, as a share of the full one."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, AtLeast(0, "negative, it would make weights grow.", "Use 0.")] = 0.0
     """AdamW weight decay."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Within(0, 1, "it must lie in 0..1, below 1.", "Use 0.9.", open_above=True)] = 0.9
     """AdamW decay rate of the first moment."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Within(0, 1, "it must lie in 0..1, below 1.", "Use 0.95.", open_above=True)] = (
+        0.95
+    )
     """AdamW decay rate of the second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, Positive("it keeps a division from 0.", "Use 1e-8.")] = 1e-8
     """AdamW epsilon."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Positive("0 trains nothing, less is gradient ascent.", "Use 1.")] = 1.0
     """Largest gradient norm; larger gradients are scaled down."""
     max_bad_updates: Annotated[int, AtLeast(1, "it counts updates.", "Use 3.")] = 3
     """Stop the run after this many steps in a row whose gradient is not finite."""

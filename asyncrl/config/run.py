@@ -151,7 +151,7 @@ class TrainConfig(Bounded):
     """Optimizer updates to make in all."""
     run_dir: str = "runs/{time}"
     """Folder of the run; {time} is replaced by the date and time."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.")] = 0
     """Seed of start states, episodes and noise."""
     resume: bool = False
     """Continue the run in --run-dir (default: the newest run) from its newest checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (CriticSettings, {"gamma": 1.1}, "--critic.gamma is 1.1"),
         (CriticSettings, {"huber": 0.0}, "--critic.huber is 0.0"),
         (OptimizerSettings, {"final_lr_share": 2.0}, "--optimizer.final-lr-share is 2.0"),
+        (OptimizerSettings, {"max_grad_norm": -1.0}, "--optimizer.max-grad-norm is -1.0.*gradient ascent"),
+        (OptimizerSettings, {"max_grad_norm": 0.0}, "--optimizer.max-grad-norm is 0.0.*trains nothing"),
+        (OptimizerSettings, {"max_grad_norm": math.nan}, "--optimizer.max-grad-norm is nan"),
+        (OptimizerSettings, {"learning_rate": -1e-4}, "--optimizer.learning-rate is -0.0001"),
+        (OptimizerSettings, {"learning_rate": math.nan}, "--optimizer.learning-rate is nan"),
+        (OptimizerSettings, {"beta1": 1.0}, "--optimizer.beta1 is 1.0"),
+        (OptimizerSettings, {"beta2": -0.1}, "--optimizer.beta2 is -0.1"),
+        (OptimizerSettings, {"weight_decay": -0.1}, "--optimizer.weight-decay is -0.1"),
+        (OptimizerSettings, {"eps": 0.0}, "--optimizer.eps is 0.0"),
+        (CriticSettings, {"learning_rate": math.inf}, "--critic.learning-rate is inf"),
+        (TrainConfig, {"seed": -1}, "--seed is -1"),
         (LoraSettings, {"rank": -1}, "--lora.rank is -1"),
         (LearnerSettings, {"threads": 0}, "--learner.threads is 0"),
         (ReplaySettings, {"max_lag": -1}, "--replay.max-lag is -1"),
