@@ -11,4 +11,4 @@ test:
 	pytest
 
 test-all: test
-	pytest -m "slow or chaos"
+	pytest -n 0 -m "slow or chaos"

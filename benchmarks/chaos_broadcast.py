@@ -31,14 +31,13 @@ import tyro
 
 from asyncrl.observability import process_status
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.transports.interface import TransportName
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Kill actors in the middle of broadcasts."""
 
-    transport: TransportName = "gloo"
+    transport: str = "gloo"
     devices: tuple[str, ...] = ("cpu", "cpu", "cpu")
     gigabytes: float = 0.25
     kills: int = 10

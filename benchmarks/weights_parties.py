@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncrl.learner.weight_export import Gathering
 from asyncrl.weights.packing import build_manifest
 from asyncrl.weights.receiver import build_receiver
-from asyncrl.weights.transports.interface import TransportName
 
 Kind = Literal["full", "lora"]
 Shapes = dict[str, tuple[int, ...]]
@@ -173,7 +172,7 @@ class ActorSide:
         """Take part in the plain broadcast."""
         return raw_broadcast(self.device, rank, size, port, count, times)
 
-    def join(self, transport: TransportName, endpoint: str, shapes: Shapes, dtype: torch.dtype) -> int:
+    def join(self, transport: str, endpoint: str, shapes: Shapes, dtype: torch.dtype) -> int:
         """Join a channel; returns this process."""
         self.tensors = {n: torch.zeros(s, dtype=dtype, device=self.device) for n, s in shapes.items()}
         self.receiver = build_receiver(

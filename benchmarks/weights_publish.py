@@ -43,7 +43,6 @@ from weights_parties import (
 )
 
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.transports.interface import TransportName
 
 STAGES = ("packing", "summing", "announcing", "broadcasting", "receipts")
 
@@ -97,7 +96,7 @@ class Figures:
     """Longest time of an actor's thread in a swap."""
 
 
-def transport_of(learner: str, actors: Sequence[str]) -> TransportName:
+def transport_of(learner: str, actors: Sequence[str]) -> str:
     """The transport that a run with these devices gets."""
     if learner == "cpu":
         return "gloo"

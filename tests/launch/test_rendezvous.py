@@ -127,10 +127,10 @@ def test_a_port_in_use_is_an_error_that_says_what_to_set():
 PROBE = """
 import json, sys
 from asyncrl.launch import rendezvous
-from asyncrl.launch.rendezvous import RunFacts
+from asyncrl.launch.rendezvous import RunInfo
 rank = rendezvous.rank()
 if rank == 0:
-    rendezvous.share(RunFacts(run_dir="/runs/a", replay_endpoint="r", weights_endpoint="w"), 30.0)
+    rendezvous.share(RunInfo(run_dir="/runs/a", replay_endpoint="r", weights_endpoint="w"), 30.0)
 else:
     with open(f"{sys.argv[1]}/{rank}.json", "w") as out:
         json.dump([rendezvous.world_size(), rendezvous.local_rank(), rendezvous.receive(30.0).run_dir], out)
