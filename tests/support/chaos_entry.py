@@ -32,12 +32,13 @@ def note(**entry: Any) -> None:
         os.close(handle)
 
 
-def note_receipts(settle: Any) -> Any:
+def note_receipts(handle: Any) -> Any:
     def noting(outbox: Outbox, message: Message) -> None:
-        waiting = outbox._items.get(message["episode_id"])  # pyright: ignore[reportPrivateUsage]
-        if waiting is not None and message["status"] != "held":
-            note(receipt=message["episode_id"], status=message["status"], group=int(waiting.group_id))
-        settle(outbox, message)
+        if message.kind == "receipt" and message["status"] != "held":
+            waiting = outbox._items.get(message["episode_id"])  # pyright: ignore[reportPrivateUsage]
+            if waiting is not None:
+                note(receipt=message["episode_id"], status=message["status"], group=int(waiting.group_id))
+        handle(outbox, message)
 
     return noting
 
@@ -67,7 +68,7 @@ def note_batches(sample: Any) -> Any:
 
 
 if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
-    Outbox._settle = note_receipts(Outbox._settle)  # pyright: ignore[reportPrivateUsage]
+    Outbox.handle = note_receipts(Outbox.handle)
     ZmqLearnerPort.sample = note_batches(ZmqLearnerPort.sample)
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ WEIGHTS: Final = {"actor-1": 5, "actor-2": 5, "replay": 5, "learner-0": 2, "rank
 SIGNALS: Final = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
 """What actors and replay get; the ranks of torchrun always get SIGKILL."""
 STOPPED_SECONDS: Final = 3.0
-MOMENTS: Final = ("", "imagining", "handing over", "receiving", "sealing", "broadcasting")
+MOMENTS: Final = ("", "imagining", "handing over", "receiving", "serving", "broadcasting")
 """What a process should be doing when it is hit, where it does so within a second; '': anything."""
 
 
@@ -105,7 +105,7 @@ class Chaos:
             "replay.max-lag": MAX_LAG,
             "replay.max-gigabytes": 8,
             "actor.max-respawns": 1000,
-            "weights.deadline": 20,
+            "weights.timeout": 20,
         }
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(
