@@ -171,8 +171,10 @@ def _fitting_state(
             like = torch.zeros(1) if key == "step" else torch.zeros_like(parameters[name].detach())
             states.setdefault(name, {})[key] = like  # AdamW counts its steps on the CPU.
     weightless = sorted(set(parameters) - {name.removeprefix("model.") for name in saved})
-    stateless = sorted(set(parameters) - set(states)) if states else []
-    for what, names in (("weight", weightless), ("optimizer state", stateless)):
+    # What has not had a gradient yet, like the policy in the critic's warm-up, has no state at all.
+    keys = {key for state in states.values() for key in state}
+    incomplete = sorted(name for name, state in states.items() if state.keys() != keys)
+    for what, names in (("weight", weightless), ("complete optimizer state", incomplete)):
         if names:
             raise CheckpointError(
                 f"{folder} has no {what} for {names[0]} and {len(names) - 1} more. {_REMEDY}"

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from asyncrl.errors import CheckpointError
-from asyncrl.storage import checkpoint
+from asyncrl.storage import checkpoint, checkpoint_state
 from asyncrl.storage.checkpoint import Checkpoints, Progress
 from support import child_environment
 from support.ranks import run_ranks
@@ -146,6 +146,24 @@ def test_a_checkpoint_before_the_first_update_can_be_loaded(tmp_path: Path) -> N
     assert progress.version == 0
     assert not again.optimizer.state
     assert torch.equal(again.policy.logits, TablePolicy().logits)
+
+
+def test_what_had_no_gradient_yet_has_no_state_and_is_resumed(tmp_path: Path) -> None:
+    """In the critic's warm-up the optimizer has seen no gradient of the policy."""
+    parameters = {name: nn.Parameter(torch.ones(3)) for name in ("policy", "critic")}
+    optimizer = torch.optim.AdamW(parameters.values())
+    parameters["critic"].grad = torch.ones(3)
+    optimizer.step()
+    state = checkpoint_state.copy_state(parameters, optimizer, rank=0)
+    checkpoint_state.write_state(state, tmp_path, rank=0)
+    again = {name: nn.Parameter(torch.zeros(3)) for name in parameters}
+    resumed = torch.optim.AdamW(again.values())
+    checkpoint_state.read_state(tmp_path, again, resumed)
+    assert all(torch.equal(again[name], parameters[name]) for name in parameters)
+    assert list(resumed.state) == [again["critic"]]
+    assert torch.equal(
+        resumed.state[again["critic"]]["exp_avg"], optimizer.state[parameters["critic"]]["exp_avg"]
+    )
 
 
 def test_the_newest_checkpoints_are_kept_and_the_newest_wins(tmp_path: Path) -> None:
