@@ -7,6 +7,7 @@ Dimension letters:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -256,7 +257,8 @@ def problem_with(episode: Episode) -> str | None:
     """Say what is inconsistent about an episode, or None when it is sound.
 
     Checks dtypes, ranks, that every letter stands for one size everywhere, 1 <= N, member < group_size,
-    finite log-probs, which are not positive for tokens (densities may be), versions that are not negative.
+    finite numbers, log-probs of tokens that are not positive (densities may be), versions that are not
+    negative, sampling that can have been, and a reward where the task is said to be fulfilled.
     """
     sizes: dict[str, int] = {}
     try:
@@ -285,6 +287,13 @@ def problem_with(episode: Episode) -> str | None:
         return "action tokens must lie in 0..255"
     if (episode.policy_versions < 0).any():
         return "policy versions must not be negative"
+    for name in ("actions", "rewards", "success_scores"):
+        if not np.isfinite(getattr(episode, name)).all():
+            return f"{name} must be finite"
+    if not (math.isfinite(episode.temperature) and episode.temperature >= 0) or episode.top_k < 0:
+        return f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
+    if episode.success and not (episode.rewards > 0).any():
+        return "end_reason is 'success', but no step was rewarded"
     if episode.end_reason not in ("success", "truncated"):
         return f"end_reason is {episode.end_reason!r}, expected 'success' or 'truncated'"
     return None

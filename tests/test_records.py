@@ -57,6 +57,13 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
         ({"sample": {"tokens": with_one(TOKENS, 256)}}, "0..255"),
         ({"sample": {"tokens": with_one(TOKENS, -1)}}, "0..255"),
         ({"policy_versions": np.array([0, -1, 0])}, "negative"),
+        ({"rewards": np.full((3, 8), np.nan, np.float32)}, "rewards must be finite"),
+        ({"actions": with_one(LOGPROBS, np.inf)}, "actions must be finite"),
+        ({"success_scores": np.full((3, 8), np.nan, np.float32)}, "success_scores must be finite"),
+        ({"rewards": np.zeros((3, 8), np.float32)}, "no step was rewarded"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"top_k": -1}, "top_k -1"),
         ({"end_reason": "crashed"}, "end_reason is 'crashed'"),
     ],
 )
