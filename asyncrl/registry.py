@@ -113,26 +113,24 @@ def resolve(kind: str, name: str) -> type:
     Raises:
         ConfigError: Nothing is called so, it cannot be imported, or lacks what its protocol requires.
     """
-    if _CLASS.fullmatch(name):
-        return _load(kind, name, name)
     check_name(kind, name)
-    return _load(kind, name, BUILT_IN[kind][name])
+    return _load(kind, name, BUILT_IN[kind].get(name, name))
 
 
 def check_name(kind: str, name: str) -> None:
-    """Refuse a name that no built-in part has. Imports nothing.
+    """Refuse a name that is neither a built-in part's nor a class's. Imports nothing.
 
     Raises:
         ConfigError: Says the nearest name and all of them.
     """
     built_in = BUILT_IN[kind]
-    if name in built_in:
+    if name in built_in or names_code(name):
         return
     near = difflib.get_close_matches(name, built_in, n=1)
     hint = f"Perhaps you meant {near[0]!r}. " if near else ""
     raise ConfigError(
-        f"{FLAGS[kind]} is {name!r}, but no {kind} is called so. {hint}Built in: {', '.join(built_in)}. "
-        "A class of your own is named package.module:Class."
+        f"{FLAGS[kind]} is {name!r}, but nothing of that kind is called so. {hint}"
+        f"Built in: {', '.join(built_in)}. A class of your own is named package.module:Class."
     )
 
 
@@ -162,7 +160,7 @@ def _load(kind: str, name: str, where: str) -> type:
     if lacking := [member for member in REQUIRED.get(kind, ()) if not hasattr(found, member)]:
         raise ConfigError(
             f"{FLAGS[kind]} names {name}, which lacks {', '.join(lacking)}. docs/extending.md has "
-            f"what a {kind} needs; `asyncrl check {kind} {name}@FOLDER` checks all of it."
+            f"what it needs; `asyncrl check {kind} {name}@FOLDER` checks all of it."
         )
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.records import Episode
-from asyncrl.replay.store import sync
+from asyncrl.storage.atomic import flush
 
 
 def write_raw(path: Path, parts: list[memoryview]) -> None:
@@ -26,7 +26,7 @@ def write_raw(path: Path, parts: list[memoryview]) -> None:
     os.fsync(handle)
     os.close(handle)
     temporary.rename(path)
-    sync(path.parent)
+    flush(path.parent)
 
 
 def make_group(number: int, *, size: int, decisions: int, image: int, video: bool = False) -> list[Episode]:

@@ -34,7 +34,8 @@ from replay_episodes import make_group, write_raw
 from asyncrl.records import TOKENS, Episode, array_specs, episode_arrays
 from asyncrl.replay.files.format import GroupFileParts
 from asyncrl.replay.files.reader import Buffers, GroupReader, read_layout
-from asyncrl.replay.store import EpisodeStore, sync
+from asyncrl.replay.store import EpisodeStore
+from asyncrl.storage.atomic import flush
 
 SIZES = {"tabletop": (6, 64), "large": (32, 224)}
 """Decisions and pixels per side of an episode."""
@@ -82,7 +83,7 @@ class TorchRL:
         parts = {name: self._torch.from_numpy(np.stack([e[name] for e in arrays])) for name in names}
         self._storage.set(self._rows(index), self._dict(parts, [self._size]))
         for path in self._folder.rglob("*.memmap"):
-            sync(path)
+            flush(path)
 
     def read(self, index: int) -> Any:
         """Copy a group out."""

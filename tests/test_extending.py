@@ -75,7 +75,7 @@ def test_what_keeps_its_protocol_is_said_to(
     assert cli.run("check", arguments) == 0
     said = capsys.readouterr().out
     assert re.search(f"^ok  .*{line}", said, re.M), said
-    assert said.endswith(f"keeps the protocol of a {arguments[0]}\n")
+    assert said.endswith(f"keeps the protocol of its kind, {arguments[0]}\n")
 
 
 @pytest.mark.timeout(120)
@@ -185,15 +185,15 @@ MODELS = {"policy": TOKENS, "world": WORLD, "reward": REWARD}
             ["--policy", "wrong:Forgetful@models/flow"],
             "act().sample is [], expected the arrays of sample_arrays",
         ),
-        (["--policy", "wrong:Frozen@models/tokens"], "evaluate().logprob is 'without gradient', expected"),
+        (["--policy", "wrong:Frozen@models/tokens"], "evaluate().logprob is without gradient, expected"),
         (
             ["--world", "wrong:Grey@models/world"],
             "wrong:Grey, whose imagine()[0] is uint8[2, 4, 32, 32], expected uint8[2, 4, 32, 32, 3]",
         ),
         (["--reward", "wrong:Generous"], "wrong:Generous, whose score is (2.0"),
         (["--reward", "wrong:Eager"], "wrong:Eager, whose score is float16[2, 4], expected float32[2, 4]"),
-        (["--correction.kind", "tsi"], "no correction is called so. Perhaps you meant 'tis'"),
-        (["--weights.transport", "glo"], "no transport is called so. Perhaps you meant 'gloo'"),
+        (["--correction.kind", "tsi"], "nothing of that kind is called so. Perhaps you meant 'tis'"),
+        (["--weights.transport", "glo"], "nothing of that kind is called so. Perhaps you meant 'gloo'"),
         (["--correction.kind", "wrong:Blind"], "wrong:Blind, which lacks weights"),
         (["--lora.rank", "4"], "--lora.rank is 4, but TokenPolicy has no lora_layers"),
         (["--imagination.compile"], "--imagination.compile is set, but TokenPolicy has no compile_acting"),

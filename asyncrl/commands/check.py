@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     config = tyro.cli(CheckConfig, args=arguments, prog="asyncrl check")
     for line in _checks(config):
         print(f"ok  {line}", flush=True)
-    print(f"{config.name} keeps the protocol of a {config.kind}")
+    print(f"{config.name} keeps the protocol of its kind, {config.kind}")
     return 0
 
 
@@ -116,11 +116,10 @@ def _starts(config: CheckConfig, size: int) -> list[StartState]:
 
 def _check_reward(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance import check_reward
-    from asyncrl.launch.named_models import NamedModel, named_reward
+    from asyncrl.launch.named_models import named_reward
     from asyncrl.launch.placement import pick_device
 
-    nowhere = NamedModel(kind=object, folder=Path(), settings={})  # The name says where it is.
-    named, tasks = named_reward(config.name, nowhere, config.settings), [config.task]
+    named, tasks = named_reward(config.name, Path(), config.settings), [config.task]
     summary = named.kind.check(named.folder, tasks, **named.settings)
     yield f"check: {summary.nbytes} bytes, {summary.image_size or 'any number of'} pixels"
     reward: Any = named.kind.load(named.folder, pick_device(config.device), tasks, **named.settings)

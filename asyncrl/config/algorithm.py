@@ -294,7 +294,7 @@ def _check_names(algorithm: AlgorithmSettings, correction: CorrectionSettings) -
         "objective": algorithm.objective,
     }
     for kind, name in names.items():
-        if not names_code(name) and (kind, name) != ("advantage", "auto"):
+        if (kind, name) != ("advantage", "auto"):
             check_name(kind, name)
     if correction.settings and not names_code(correction.kind):
         raise ConfigError(

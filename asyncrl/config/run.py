@@ -19,7 +19,7 @@ from asyncrl.config.algorithm import (
 )
 from asyncrl.config.bounds import AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
-from asyncrl.registry import check_name, names_code
+from asyncrl.registry import check_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ class TrainConfig(Bounded):
                 f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, "
                 "which is not set. Set --replay.listen tcp://ADDRESS:PORT too, or leave --weights.listen out."
             )
-        if self.weights.transport != "auto" and not names_code(self.weights.transport):
+        if self.weights.transport != "auto":
             check_name("transport", self.weights.transport)
         check_recipe(self.algorithm, self.correction, self.critic)
 

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.records import ActionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class Sizes:
     """World and reward model."""
     frame: int
     """One picture."""
+    action_spec: ActionSpec
+    """Of the policy; no bytes."""
 
     @property
     def training(self) -> int:

@@ -84,6 +84,7 @@ def measure(config: TrainConfig, policy: Any, environment: EnvironmentFiles) -> 
         version=_bytes(policy.acting_tensors().values()),
         environment=environment.nbytes,
         frame=3 * environment.image_size**2,
+        action_spec=policy.action_spec,
     )
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line, warning
+from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB
 from asyncrl.errors import ConfigError
-from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.storage import run_folder
 
 BULK: Final = 64 * 10**6
@@ -110,7 +109,7 @@ def check_disk_speed(examination: Examination) -> Finding:
     seen = f"writes {speed / 1e6:.0f} MB/s, a sync of a small file takes {1000 * sync:.1f} ms"
     if examination.sizes is None:
         return ok("disk speed", seen)
-    seconds = seconds_per_update(config, examination.sizes.frame, speed, sync)
+    seconds = seconds_per_update(config, examination.sizes, speed, sync)
     seen += f"; one update's groups are stored in {seconds:.2g} s"
     if seconds > SLOW:
         return warning(
@@ -121,21 +120,21 @@ def check_disk_speed(examination: Examination) -> Finding:
     return ok("disk speed", seen)
 
 
-def seconds_per_update(config: TrainConfig, frame: int, speed: float, sync: float) -> float:
+def seconds_per_update(config: TrainConfig, sizes: Sizes, speed: float, sync: float) -> float:
     """Estimate how long the replay writes for the groups of one update.
 
     Args:
         config: Of the run.
-        frame: Bytes of one picture.
+        sizes: Of its models.
         speed: Bytes per second.
         sync: Seconds of one sync.
     """
-    decisions = config.actor.max_decisions
+    decisions, spec = config.actor.max_decisions, sizes.action_spec
     pictures = decisions + 1.0
     if config.replay.keep_video_every:
-        pictures += decisions * CHUNK / config.replay.keep_video_every
-    numbers = decisions * CHUNK * (3 * 4 * ACTION_DIM + 8)  # Tokens, log-probs, actions; rewards and scores.
-    group = config.algorithm.group_size * (pictures * frame + numbers)
+        pictures += decisions * spec.chunk / config.replay.keep_video_every
+    numbers = decisions * spec.chunk * (3 * 4 * spec.dim + 8)  # Tokens, log-probs, actions; rewards, scores.
+    group = config.algorithm.group_size * (pictures * sizes.frame + numbers)
     return config.algorithm.groups_per_update * (group / speed + SYNCS_PER_GROUP * sync)
 
 

@@ -46,7 +46,7 @@ class Reporter:
     def require(self, fits: bool, method: str, came: object, expected: str) -> None:
         """Refuse what does not fit."""
         if not fits:
-            raise self.refused(method, f"{came!r:.200}", expected)
+            raise self.refused(method, f"{came!s:.200}", expected)
 
     def tensor(self, method: str, found: Any, dtype: str, shape: Sequence[int | str]) -> Tensor:
         """Refuse anything but a tensor of this dtype and shape such as ``[2, L]``: letters are any size."""

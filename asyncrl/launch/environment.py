@@ -108,7 +108,7 @@ def build_environment(config: TrainConfig, device: torch.device) -> Environment:
 
 def _named(config: TrainConfig) -> tuple[NamedModel, NamedModel]:
     world = named_world(config.world, config.world_settings)
-    return world, named_reward(config.reward, world, config.reward_settings)
+    return world, named_reward(config.reward, world.folder, config.reward_settings)
 
 
 def _tasks(starts: list[StartState]) -> list[str]:

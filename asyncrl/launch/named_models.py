@@ -51,11 +51,11 @@ def named_world(text: str, settings: Iterable[str] = ()) -> NamedModel:
     return NamedModel(kind=registry.resolve("world", "wan"), folder=folder, settings=keywords)
 
 
-def named_reward(text: str, world: NamedModel, settings: Iterable[str] = ()) -> NamedModel:
+def named_reward(text: str, world_folder: Path, settings: Iterable[str] = ()) -> NamedModel:
     """Find what --reward means; left out, it is the model in the world's folder. See `named_policy`."""
     if registry.names_code(text):
         return _of_user("reward", text, settings)
-    folder = Path(text) if text else world.folder
+    folder = Path(text) if text else world_folder
     return NamedModel(
         kind=registry.resolve("reward", "resnet"),
         folder=folder,

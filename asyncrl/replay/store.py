@@ -36,6 +36,7 @@ from asyncrl.replay.files.reader import Buffers, GroupReader
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.index import FileIndex
 from asyncrl.replay.ledger import Ledger, read_line, write_line
+from asyncrl.storage.atomic import flush
 
 PATTERN = "group-*.h5"
 
@@ -98,7 +99,7 @@ class EpisodeStore:
         try:
             written = write_group(temporary, number, sorted(episodes, key=lambda episode: episode.member))
             temporary.rename(path)
-            sync(self.folder)
+            flush(self.folder)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise (DiskFull if is_full(error) else ReplayError)(
@@ -164,7 +165,7 @@ class EpisodeStore:
         if number in self.group_files:
             self._removed[number] = self.group_files[number].episode_ids
             self._delete(number)
-            sync(self.folder)
+            flush(self.folder)
 
     def holds(self, number: int, episode_id: str) -> bool:
         """Tell whether an episode is in a group's file, or in the removed one that was to be sealed anew."""
@@ -218,15 +219,6 @@ class EpisodeStore:
         self._warn(f"replay: moved {path.name} to {away}: {why}")
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's content or a folder's entries are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def read_meta(folder: Path) -> dict[str, Any]:
     """Read a replay folder's replay.json.
 
@@ -261,9 +253,9 @@ def _check_meta(path: Path, group_size: int) -> None:
     if not path.exists():
         temporary = path.with_suffix(".json.tmp")
         temporary.write_bytes(write_line(expected) + b"\n")
-        sync(temporary)
+        flush(temporary)
         temporary.rename(path)
-        sync(path.parent)
+        flush(path.parent)
     found = read_meta(path.parent)
     for key, value in expected.items():
         if found.get(key) != value:

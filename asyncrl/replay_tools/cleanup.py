@@ -16,11 +16,11 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.files.compression import Codec, codec_of, new_hdf5, settings_of
 from asyncrl.replay.files.format import GroupFile, append_footer, check_whole, get_dataset
 from asyncrl.replay.files.reader import read_group
-from asyncrl.replay.store import PATTERN, sync
+from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
-from asyncrl.storage.atomic import replacing
+from asyncrl.storage.atomic import flush, replacing
 
 IMAGES: Final = ("frames", "final_frame", "video")
 PER_CHUNK: Final = 8
@@ -234,4 +234,4 @@ def _delete(folder: Path, chosen: list[GroupFile]) -> None:
     for group_file in watched(chosen, "deleting"):
         group_file.path.unlink(missing_ok=True)
     if chosen:
-        sync(folder)
+        flush(folder)

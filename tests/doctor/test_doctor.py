@@ -22,6 +22,7 @@ from asyncrl.doctor import checks, gpus, host, models, packages
 from asyncrl.doctor.checks import Check
 from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict, render, run_check
 from asyncrl.doctor.packages import check_package
+from asyncrl.records import ActionSpec
 from asyncrl.worlds.start_states import save_start_states
 from support import ROOT
 from support.tiny_models import start_state, write_models
@@ -196,6 +197,7 @@ SIZES = Sizes(
     version=2 * GIB,
     environment=8 * GIB,
     frame=1,
+    action_spec=ActionSpec(),
 )
 
 

@@ -13,6 +13,7 @@ from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.doctor import network, storage
 from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict
 from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.records import ActionSpec
 
 SIZES = Sizes(
     policy=10**7,
@@ -23,6 +24,7 @@ SIZES = Sizes(
     version=1,
     environment=1,
     frame=3 * 64 * 64,
+    action_spec=ActionSpec(),
 )
 
 
@@ -58,6 +60,7 @@ def test_checkpoints_larger_than_the_disk_are_broken(tmp_path: Path) -> None:
         version=1,
         environment=1,
         frame=1,
+        action_spec=ActionSpec(),
     )
     finding = storage.check_free_disk(looked_at)
     assert finding.verdict is Verdict.BROKEN
@@ -98,10 +101,10 @@ def test_the_time_of_an_update_counts_bytes_and_syncs() -> None:
     numbers = decisions * 8 * (7 * (4 + 4 + 4) + 4 + 4)
     group = members * ((decisions + 1) * frame + numbers)
     expected = groups * (group / 1e6 + 4 * 0.01)
-    assert storage.seconds_per_update(config, frame, 1e6, 0.01) == pytest.approx(expected)
+    assert storage.seconds_per_update(config, SIZES, 1e6, 0.01) == pytest.approx(expected)
     with_video = TrainConfig(replay=ReplaySettings(keep_video_every=16))
     more = groups * members * decisions * 8 / 16 * frame / 1e6
-    assert storage.seconds_per_update(with_video, frame, 1e6, 0.01) == pytest.approx(expected + more)
+    assert storage.seconds_per_update(with_video, SIZES, 1e6, 0.01) == pytest.approx(expected + more)
 
 
 MOUNTS = """\

@@ -12,13 +12,14 @@ import pytest
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.store import EpisodeStore, sync
+from asyncrl.replay.store import EpisodeStore
+from asyncrl.storage.atomic import flush
 from support.episodes import make_episode
 from support.replay import Clock, fill, make_limiter
 
 
 class Gate:
-    """`store.sync` that waits until it is opened; then it syncs, or fails with `error`."""
+    """`store.flush` that waits until it is opened; then it syncs, or fails with `error`."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -28,7 +29,7 @@ class Gate:
         assert self._open.wait(20)
         if self.error is not None:
             raise self.error
-        sync(path)
+        flush(path)
 
     def open(self) -> None:
         self._open.set()
@@ -50,7 +51,7 @@ def replay(tmp_path: Path) -> Iterator[Replay]:
 @pytest.fixture
 def gate(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr("asyncrl.replay.store.sync", gate)
+    monkeypatch.setattr("asyncrl.replay.store.flush", gate)
     yield gate
     gate.open()
 
