@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,14 @@ class StartState:
     """``[K, 7]`` the action that produced each context frame."""
 
 
+class Sampling(NamedTuple):
+    """How actions are drawn from a policy's distribution."""
+
+    temperature: float
+    top_k: int
+    """Both as in `Episode`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Episode:
     """One imagined or simulated episode. Action i made frame i; `frames[n]` was seen before `actions[n]`."""
@@ -113,7 +121,7 @@ class Episode:
     actions: Float32
     """``[N, C, A]`` what the world received."""
     rewards: Float32
-    """``[N, C]`` 1 at the first successful step, 0 elsewhere."""
+    """``[N, C]`` any number per step; after a success positive at the episode's last step, 0 behind it."""
     success_scores: Float32
     """``[N, C]`` probability of success per step by the reward model, in [0, 1]."""
     policy_versions: Int64
@@ -136,10 +144,18 @@ class Episode:
         return int(self.policy_versions.min())
 
     @property
-    def first_success_step(self) -> int:
-        """Return the index of the first successful step, or -1."""
-        hits = np.flatnonzero(self.rewards.reshape(-1) > 0)
-        return int(hits[0]) if hits.size else -1
+    def steps(self) -> int:
+        """Count the steps until the end. A success ends with the last step that has a positive reward.
+
+        A decision chooses C actions at once: those behind that step were drawn but changed nothing.
+        """
+        rewarded = np.flatnonzero(self.rewards.reshape(-1) > 0)
+        return int(rewarded[-1]) + 1 if self.success and rewarded.size else self.rewards.size
+
+    @property
+    def total_reward(self) -> float:
+        """Sum the rewards until the end: the undiscounted return."""
+        return float(self.rewards.reshape(-1)[: self.steps].sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,8 +308,10 @@ def problem_with(episode: Episode) -> str | None:
             return f"{name} must be finite"
     if not (math.isfinite(episode.temperature) and episode.temperature >= 0) or episode.top_k < 0:
         return f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
-    if episode.success and not (episode.rewards > 0).any():
-        return "end_reason is 'success', but no step was rewarded"
+    if episode.success and not (episode.rewards[-1] > 0).any():
+        return "end_reason is 'success', but no step of the last decision has a positive reward"
+    if episode.rewards.reshape(-1)[episode.steps :].any():
+        return "there are rewards behind the step with which the episode ended"
     if episode.end_reason not in ("success", "truncated"):
         return f"end_reason is {episode.end_reason!r}, expected 'success' or 'truncated'"
     return None

@@ -131,18 +131,18 @@ def act(number: int, size: str, endpoint: str, keys: Path | None, start: Barrier
     name = f"actor-{number}"
     made = make_group(number, size=GROUP_SIZE, decisions=decisions, image=image, video=video)
     port = ZmqActorPort(endpoint, name, security=load_client_keys(keys, name) if keys else None)
-    grant = port.acquire_group(60.0)
+    grants = port.acquire_groups(1, 60.0)
     start.wait(60.0)
     began = time.monotonic()
     for turn in range(groups):
-        while grant is None:
-            grant = port.acquire_group(1.0)
+        while not grants:
+            grants = port.acquire_groups(1, 1.0)
+        grant = grants.pop()
         for member, episode in enumerate(made):
             new_id = f"{number:08x}{turn:016x}{member:08x}"
             port.push(replace(episode, episode_id=new_id, group_id=grant.group_id, actor=name))
-        grant = None
     port.close(300.0)
-    done.write_rows(
+    done.put(
         (began, time.monotonic(), groups * sum(a.nbytes for e in made for a in episode_arrays(e).values()))
     )
 

@@ -71,14 +71,12 @@ def act(
     port, offered, busy = ZmqActorPort(endpoint, f"actor-{index}"), 0, 0.0
     try:
         while True:
-            grant = port.acquire_group(0.2)
-            if grant is None:
-                continue
-            began = time.monotonic()
-            for member in range(settings.group_size):
-                port.push(episode(settings, grant, member))
-            offered += settings.group_size
-            busy += time.monotonic() - began
+            for grant in port.acquire_groups(1, 0.2):
+                began = time.monotonic()
+                for member in range(settings.group_size):
+                    port.push(episode(settings, grant, member))
+                offered += settings.group_size
+                busy += time.monotonic() - began
     except RunStopped:
         made.put((offered, busy))
 

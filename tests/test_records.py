@@ -21,9 +21,9 @@ def test_a_sound_episode_has_no_problem() -> None:
 
 
 def test_an_episode_knows_its_outcome_and_its_oldest_decision() -> None:
-    assert (sound().success, sound().oldest_version, sound().first_success_step) == (True, 3, 19)
+    assert (sound().success, sound().oldest_version, sound().steps) == (True, 3, 20)
     failed = episode(success_at=-1)
-    assert (failed.success, failed.first_success_step) == (False, -1)
+    assert (failed.success, failed.steps) == (False, failed.rewards.size)
 
 
 def test_a_video_of_eight_frames_per_decision_is_sound() -> None:
@@ -60,7 +60,7 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
         ({"rewards": np.full((3, 8), np.nan, np.float32)}, "rewards must be finite"),
         ({"actions": with_one(LOGPROBS, np.inf)}, "actions must be finite"),
         ({"success_scores": np.full((3, 8), np.nan, np.float32)}, "success_scores must be finite"),
-        ({"rewards": np.zeros((3, 8), np.float32)}, "no step was rewarded"),
+        ({"rewards": np.zeros((3, 8), np.float32)}, "no step of the last decision"),
         ({"temperature": float("nan")}, "temperature nan"),
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"top_k": -1}, "top_k -1"),

@@ -12,6 +12,7 @@ half, launched the round before: the host works while a device does, and two dev
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 CREDIT_WAIT = 0.2
 """Seconds an idle actor waits for credit before it looks at its messages and weights again."""
+SPARE = 4
+"""One pending episode is asked for ahead for this many under way: an answer comes with the next round."""
 
 
 class Actor:
@@ -114,6 +117,7 @@ class Actor:
         began = time.monotonic()
         set_activity("talking to the replay", self.hang_timeout)
         self.port.serve()
+        self._forget_dropped()
         if (report := self.telemetry.report_if_due()) is not None:
             self.port.report(report)
         self._acquire(0.0)
@@ -123,6 +127,8 @@ class Actor:
         )
         set_activity(f"imagining with version {self.version}", self.hang_timeout)
         launched = any(self._launch(stage) for stage in list(self._idle_stages))
+        if launched:
+            self.telemetry.add_live_slots(len(self.slots.live), len(self.slots.episodes))
         if self._busy_stages and not (launched and self._idle_stages):
             self._collect(self._busy_stages.popleft())
         elif not launched:
@@ -162,15 +168,33 @@ class Actor:
         self._hand_over(stage)
 
     def _acquire(self, wait: float) -> None:
-        while self.slots.wanted:
-            grant = self.port.acquire_group(wait)
-            if grant is None:
+        """Take grants until every slot has an episode, and those that end next have one to follow."""
+        while wanted := self.slots.wanted(self._ending_soon()):
+            grants = self.port.acquire_groups(math.ceil(wanted / self.group_size), wait)
+            self._forget_dropped()  # Before a number that was dropped is begun again.
+            if not grants:
                 return
-            start = self.starts[grant.number]
-            if start.name in self.port.quarantined:
-                self._report_failure(grant, start, RowFailure(index=-1, cause="quarantined", reason=""))
-            else:
-                self.slots.add_group(grant, start, self.group_size)
+            for grant in grants:
+                self._take(grant)
+            wait = 0.0
+
+    def _forget_dropped(self) -> None:
+        """Stop the groups that the replay gave up: what is left of them is of no use."""
+        for number in self.port.take_dropped():
+            self.slots.remove_group(number)
+
+    def _ending_soon(self) -> int:
+        """Count the episodes that end with their next decision at the latest, and some that may."""
+        last = self.settings.max_decisions - 1
+        lengths = [len(self.slots.episode(index).decisions) for index in self.slots.live]
+        return max(len(lengths) // SPARE, sum(length >= last for length in lengths))
+
+    def _take(self, grant: GroupGrant) -> None:
+        start = self.starts[grant.number]
+        if start.name in self.port.quarantined:
+            self._report_failure(grant, start, RowFailure(index=-1, cause="quarantined", reason=""))
+        else:
+            self.slots.add_group(grant, start, self.group_size)
 
     def _idle(self, wait: float) -> None:
         """Nothing to imagine: wait for credit, or (holding a grant) for the policy version it asks for."""
@@ -223,6 +247,7 @@ class Actor:
     def _hand_over(self, stage: Stage[Any]) -> None:
         sampling, settings = self.imagination.sampling, self.settings
         for index in self._live(stage):
+            imagined = len(self.slots.episode(index).decisions[-1]["success_scores"])
             episode = finished_episode(
                 self.slots.episode(index),
                 threshold=settings.success_threshold,
@@ -233,6 +258,8 @@ class Actor:
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
             )
+            behind = 0 if episode is None else episode.rewards.size - episode.steps
+            self.telemetry.add_steps(imagined - behind, imagined)
             if episode is not None:
                 self.slots.clear(index)
                 self.port.push(episode)

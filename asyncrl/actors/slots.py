@@ -68,14 +68,18 @@ class Slots:
         """Return the slots with an episode under way."""
         return [index for index, episode in enumerate(self.episodes) if episode is not None]
 
-    @property
-    def wanted(self) -> int:
-        """Count the slots that have neither an episode nor a pending one."""
-        return max(0, len(self.episodes) - len(self.live) - len(self.pending))
+    def wanted(self, spare: int) -> int:
+        """Count the episodes that lack for every slot to have one, and for `spare` more to be pending."""
+        return max(0, len(self.episodes) + spare - len(self.live) - len(self.pending))
 
     def add_group(self, grant: GroupGrant, start: StartState, group_size: int) -> None:
-        """Queue all episodes of a granted group."""
-        self.pending.extend(PendingEpisode(grant=grant, member=i, start=start) for i in range(group_size))
+        """Queue all episodes of a granted group behind those of lower numbers, which are used before.
+
+        What there is of an earlier grant of the same number is forgotten: that one was given up.
+        """
+        self.remove_group(grant.number)
+        members = [PendingEpisode(grant=grant, member=i, start=start) for i in range(group_size)]
+        self.pending = deque(sorted([*self.pending, *members], key=lambda pending: pending.grant.number))
 
     def fill(self, policy_version: int, among: range) -> list[int]:
         """Begin pending episodes in free slots, oldest grant first; return the slots that were filled.

@@ -18,11 +18,12 @@ REPORT_EVERY: Final = 2.0
 
 
 class ActorTelemetry:
-    """Adds up seconds between two reports."""
+    """Adds up seconds, slots and steps between two reports."""
 
     def __init__(self, imagination: Imagination[Any], offload: IdleOffload) -> None:
         self._imagination, self._offload = imagination, offload
         self._seconds: dict[Metric, float] = {}
+        self._live = self._slots = self._useful = self._imagined = 0
         self._since = time.monotonic()
         self._every = FIRST_REPORT
 
@@ -33,6 +34,14 @@ class ActorTelemetry:
     def add_busy(self, seconds: float) -> None:
         """Count a round of the actor's thread, waits for devices included."""
         self.add(m.ACTOR_HOST, seconds)
+
+    def add_live_slots(self, live: int, slots: int) -> None:
+        """Count the slots with an episode, when a decision is launched."""
+        self._live, self._slots = self._live + live, self._slots + slots
+
+    def add_steps(self, useful: int, imagined: int) -> None:
+        """Count imagined steps, and those of them that lie before their episode's end."""
+        self._useful, self._imagined = self._useful + useful, self._imagined + imagined
 
     def add_device_wait(self, seconds: float) -> None:
         """Count what a round waited for devices."""
@@ -53,6 +62,11 @@ class ActorTelemetry:
         shares = {metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()}
         self._seconds, self._since = {}, now
         report = {m.ACTORS_WAITING: 0.0, m.ACTOR_MEMORY: peak_memory(self._imagination.devices)} | shares
+        if self._slots:
+            report[m.LIVE_SLOTS] = self._live / self._slots
+        if self._imagined:
+            report[m.USEFUL_STEPS] = self._useful / self._imagined
+        self._live = self._slots = self._useful = self._imagined = 0
         if self._offload.enabled:
             moving, offloaded = self._offload.pop_metrics()
             report |= {m.ACTOR_OFFLOAD: min(1.0, moving / elapsed), m.ACTOR_OFFLOADED: float(offloaded)}

@@ -60,8 +60,10 @@ class ReplaySettings(Bounded):
 
     max_lag: Annotated[int, AtLeast(0, "a lag cannot be negative.", "Use 2, or --synchronous for 0.")] = 2
     """No decision older than this many policy versions is trained on; checked at admission and sampling."""
+    max_world_lag: Annotated[int, AtLeast(0, "a lag cannot be negative.", "Use 1.")] = 1
+    """No episode is trained on that a world imagined which is more versions older than the newest one."""
     group_timeout: Annotated[float, AtLeast(1, "imagining a group takes time.", "Use 300.")] = 300.0
-    """Seconds after its first episode until an incomplete group is given up and counted."""
+    """Seconds without a decision of its actor until an incomplete group is given up and counted."""
     heartbeat_timeout: Annotated[
         float, AtLeast(3, "actors say every second that they are there.", "Use 30.")
     ] = 30.0

@@ -23,30 +23,16 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode, Uint8, decision_layout
 
 
-def valid_steps(rewards_NC: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Mark the steps up to and including the first success.
+def valid_steps(episode: Episode) -> NDArray[np.bool_]:
+    """Mark the steps until the episode's end (`Episode.steps`): the others' rewards would be noise.
 
-    A decision chooses C actions at once. When the third of them succeeds, the others were drawn by the policy
-    but changed nothing, so rewarding them would be noise. RLinf keeps the whole decision that holds the first
-    success (its mask counts finished decisions, not steps); a comparison with its numbers has to allow for
-    at most C - 1 steps per successful episode.
-
-    Args:
-        rewards_NC: ``[N, C]`` float32, positive at a successful step, 0 elsewhere.
+    RLinf keeps the whole decision in which an episode succeeds (its mask counts finished decisions, not
+    steps); a comparison with its numbers has to allow for at most C - 1 steps per successful episode.
 
     Returns:
-        ``[N, C]`` bool. All True when no step succeeded.
-
-    Example:
-        >>> rewards = np.zeros((2, 8), np.float32)
-        >>> rewards[1, 2] = 1
-        >>> valid_steps(rewards).astype(int)
-        array([[1, 1, 1, 1, 1, 1, 1, 1],
-               [1, 1, 1, 0, 0, 0, 0, 0]])
+        ``[N, C]`` bool.
     """
-    hits = rewards_NC.reshape(-1) > 0
-    successes_before = np.cumsum(hits) - hits
-    return (successes_before == 0).reshape(rewards_NC.shape)
+    return (np.arange(episode.rewards.size) < episode.steps).reshape(episode.rewards.shape)
 
 
 def token_mask(steps_NC: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
@@ -79,7 +65,7 @@ class Batch:
     logprob_behaviour: Tensor
     """``[D, C, A]`` float32, nats."""
     mask: Tensor
-    """``[D, C, A]`` bool, True up to and including the first successful step."""
+    """``[D, C, A]`` bool, True until the episode's end, that step included."""
     rewards: Tensor
     """``[D, C]`` float32, per step; 0 where the step does not count."""
     lag: Tensor
@@ -116,7 +102,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
     groups = [_complete(group) for group in groups]
     episodes = [episode for group in groups for episode in group]
     _check_shared(episodes, version)
-    steps = [valid_steps(episode.rewards) for episode in episodes]
+    steps = [valid_steps(episode) for episode in episodes]
     decisions = np.array([len(episode.frames) for episode in episodes])
     episode_D = torch.from_numpy(np.repeat(np.arange(len(episodes)), decisions))
     valid = np.concatenate(steps)
@@ -130,8 +116,8 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         lag=version - torch.from_numpy(np.concatenate([e.policy_versions for e in episodes])),
         episode=episode_D,
         decision_index=torch.from_numpy(np.concatenate([np.arange(n) for n in decisions])),
-        returns=torch.tensor([float(episode.rewards.sum()) for episode in episodes]),
-        lengths=torch.tensor([int(step.sum()) for step in steps]),
+        returns=torch.tensor([episode.total_reward for episode in episodes]),
+        lengths=torch.tensor([episode.steps for episode in episodes]),
         successes=torch.tensor([episode.success for episode in episodes]),
         final_frames=np.stack([episode.final_frame for episode in episodes]),
         group_size=episodes[0].group_size,
@@ -149,9 +135,9 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
 def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[Metric, float]:
     """Describe the groups of an update: episodes, and lags over decisions."""
     episodes = [episode for group in groups for episode in group]
-    returns = [np.array([float(episode.rewards.sum()) for episode in group]) for group in groups]
+    returns = [np.array([episode.total_reward for episode in group]) for group in groups]
     mean_return = float(np.concatenate(returns).mean())
-    lengths = np.array([int(valid_steps(episode.rewards).sum()) for episode in episodes])
+    lengths = np.array([episode.steps for episode in episodes])
     lag = version - np.concatenate([episode.policy_versions for episode in episodes])
     return {
         m.SUCCESS_ONCE: float(np.mean([episode.success for episode in episodes])),

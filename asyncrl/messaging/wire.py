@@ -52,7 +52,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "bye": {},
     "settings": {"name": str, "part": int},
     "settings_part": {"part": int, "parts": int, "text": str, "weights": str},
-    "acquire": {"turn": int},
+    "acquire": {"turn": int, "groups": int},
     "grant": {"turn": int, "number": int, "min_version": int, "keep_video": bool},
     "episode": {},
     "failed": {

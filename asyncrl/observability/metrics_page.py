@@ -18,7 +18,7 @@ SECTIONS: Final = {
     "weights/": "How new weights reach the actors.",
     "wait/": "Seconds in each wait, summed over the processes of this host since each of them began.",
     "time/": "Who waits for whom, and how fast.",
-    "actor/": "Memory of the actors.",
+    "actor/": "Slots and memory of the actors.",
     "learner/": "Device memory of the learner.",
     "wire/": "Messages between processes.",
     "eval/": "The truth.",

@@ -128,12 +128,20 @@ DROPPED_POISONED = define(
     "Dropped: finished, but a sibling was poisoned. Episodes that had not ended are not counted.",
     "0. Otherwise see `replay/poisoned_*`.",
 )
+DROPPED_OUTDATED = define(
+    "replay/dropped_outdated",
+    Reduction.LAST,
+    "episodes",
+    "Dropped: imagined for a group that was given up and is granted again.",
+    "As `replay/dropped_lag` and `replay/dropped_deadline`, of which it follows.",
+)
 (
     DROPPED_LAG_DECISIONS,
     DROPPED_DEADLINE_DECISIONS,
     DROPPED_RESUME_DECISIONS,
     DROPPED_INVALID_DECISIONS,
     DROPPED_POISONED_DECISIONS,
+    DROPPED_OUTDATED_DECISIONS,
 ) = (
     define(
         f"{dropped.name}_decisions",
@@ -142,7 +150,14 @@ DROPPED_POISONED = define(
         f"Decisions in `{dropped.name}`.",
         "As the episodes.",
     )
-    for dropped in (DROPPED_LAG, DROPPED_DEADLINE, DROPPED_RESUME, DROPPED_INVALID, DROPPED_POISONED)
+    for dropped in (
+        DROPPED_LAG,
+        DROPPED_DEADLINE,
+        DROPPED_RESUME,
+        DROPPED_INVALID,
+        DROPPED_POISONED,
+        DROPPED_OUTDATED,
+    )
 )
 POISONED_POLICY, POISONED_WORLD, POISONED_REWARD = (
     define(

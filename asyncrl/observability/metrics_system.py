@@ -84,6 +84,21 @@ ACTORS_WAITING = define(
     "Low. High: the learner is the bottleneck. Raise --algorithm.micro-batch, add learner ranks "
     "(--placement), or use --learner.precision bf16; a larger --replay.max-lag does not help for long.",
 )
+LIVE_SLOTS = define(
+    "actor/live_slots",
+    Reduction.MEAN,
+    "share",
+    "Slots with an episode under way, at each decision of an actor.",
+    "At least 0.95 while `time/actors_waiting` is near 0. Lower: too little credit for so many slots: "
+    "fewer --actor.slots, or a larger --replay.max-lag or --algorithm.groups-per-update.",
+)
+USEFUL_STEPS = define(
+    "actor/useful_steps",
+    Reduction.MEAN,
+    "share",
+    "Imagined steps that lie before their episode's end; a decision is imagined whole.",
+    "Near 1 where episodes have many decisions. It says nothing of episodes that are dropped later.",
+)
 ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
     define(
         f"time/actor_{model}",

@@ -18,7 +18,7 @@ RETURN = define(
     Reduction.MEAN,
     "1",
     "Sum of rewards of an episode.",
-    "Equals `env/success_once`, because the only reward is 1 at the first success.",
+    "Equals `env/success_once` where the only reward is 1 at the success.",
 )
 REWARD = define(
     "env/reward",

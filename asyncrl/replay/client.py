@@ -28,7 +28,7 @@ __all__ = ["InProcessActorPort", "InProcessLearnerPort", "ZmqActorPort", "ZmqLea
 RESEND_AFTER: Final = 10.0
 """Seconds until a request for a batch that was not answered at all is sent again."""
 WINDOW: Final = 32
-"""Groups with unacknowledged episodes from which on an actor gets no further grant."""
+"""Groups with unacknowledged episodes, besides one for each slot, from which on an actor asks for no more."""
 
 
 class ZmqActorPort:
@@ -55,8 +55,11 @@ class ZmqActorPort:
         self._link = Connection(endpoint, "actor", actor_name, 0, security)
         self._outbox = Outbox(self._link, warn)
         self._window = window
-        self._request_number, self._asked_at, self._asked_server_id = 0, -float("inf"), ""
-        self._grant: GroupGrant | None = None
+        self._next_grant = 0
+        """Number of this actor's request that is answered next: each group is a request of its own."""
+        self._asked_until, self._asked_at, self._asked_server_id = 0, -float("inf"), ""
+        self._grants: dict[int, GroupGrant] = {}
+        """Request number -> its answer, as long as nobody took it."""
         self._quarantined: set[str] = set()
 
     @property
@@ -69,21 +72,21 @@ class ZmqActorPort:
         """Episodes that are not known to be durable."""
         return len(self._outbox)
 
-    def acquire_group(self, timeout: float) -> GroupGrant | None:
-        """See `ActorPort.acquire_group`. A request without credit stays at the replay for the next call."""
+    def acquire_groups(self, groups: int, timeout: float) -> list[GroupGrant]:
+        """See `ActorPort.acquire_groups`. Requests without credit stay at the replay for the next call."""
         deadline = time.monotonic() + timeout
         while True:
             self._exchange(0)
             if self.stopped:
                 raise RunStopped("the learner ended the run.")
-            if self._grant is not None:
-                grant, self._grant = self._grant, None
-                self._request_number, self._asked_at = self._request_number + 1, -float("inf")
-                return grant
-            self._ask()
+            found = []
+            while (grant := self._grants.pop(self._next_grant, None)) is not None:
+                found.append(grant)
+                self._next_grant += 1
+            self._ask(groups - len(found))
             left = deadline - time.monotonic()
-            if left <= 0:
-                return None
+            if found or left <= 0:
+                return found
             self._exchange(left)
 
     def push(self, episode: Episode) -> None:
@@ -104,6 +107,11 @@ class ZmqActorPort:
     def quarantined(self) -> Collection[str]:
         """See `ActorPort.quarantined`."""
         return self._quarantined
+
+    def take_dropped(self) -> set[int]:
+        """See `ActorPort.take_dropped`."""
+        dropped, self._outbox.dropped = self._outbox.dropped, set()
+        return dropped
 
     def serve(self) -> None:
         """See `ActorPort.serve`."""
@@ -155,25 +163,24 @@ class ZmqActorPort:
             self._outbox.handle(message)
             if message.kind == "quarantined":
                 self._quarantined.add(message["start_state"])
-            elif message.kind == "grant" and message["turn"] == self._request_number:
-                self._grant = GroupGrant(
+            elif message.kind == "grant" and message["turn"] >= self._next_grant:
+                self._grants[message["turn"]] = GroupGrant(
                     number=message["number"],
                     min_version=message["min_version"],
                     keep_video=message["keep_video"],
                 )
         self._outbox.send_due()
 
-    def _ask(self) -> None:
+    def _ask(self, groups: int) -> None:
+        """Ask for `groups` requests from the next one on; again only for more, or when no answer came."""
         server_id, now = self._link.server_id, time.monotonic()
-        full = self._outbox.groups >= self._window
-        if (
-            not server_id
-            or full
-            or (self._asked_server_id == server_id and now - self._asked_at < PING_EVERY)
-        ):
+        groups = min(groups, self._window - self._outbox.groups)
+        until = self._next_grant + groups
+        asked = self._asked_server_id == server_id and until <= self._asked_until
+        if groups < 1 or not server_id or (asked and now - self._asked_at < PING_EVERY):
             return
-        if self._link.send_now("acquire", turn=self._request_number):
-            self._asked_at, self._asked_server_id = now, server_id
+        if self._link.send_now("acquire", turn=self._next_grant, groups=groups):
+            self._asked_until, self._asked_at, self._asked_server_id = until, now, server_id
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from asyncrl.replay.interface import ReceiptStatus
 
 def has_no_signal(group: Sequence[Episode]) -> bool:
     """Whether all episodes have the same return (sum of rewards): compared with siblings, none is better."""
-    return len({float(episode.rewards.sum()) for episode in group}) == 1
+    return len({episode.total_reward for episode in group}) == 1
 
 
 class SuccessWindow:
@@ -50,6 +50,7 @@ COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_invalid": m.DROPPED_INVALID,
     "dropped_resume": m.DROPPED_RESUME,
     "dropped_poisoned": m.DROPPED_POISONED,
+    "dropped_outdated": m.DROPPED_OUTDATED,
 }
 DECISION_COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_lag": m.DROPPED_LAG_DECISIONS,
@@ -57,6 +58,7 @@ DECISION_COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_invalid": m.DROPPED_INVALID_DECISIONS,
     "dropped_resume": m.DROPPED_RESUME_DECISIONS,
     "dropped_poisoned": m.DROPPED_POISONED_DECISIONS,
+    "dropped_outdated": m.DROPPED_OUTDATED_DECISIONS,
 }
 
 

@@ -7,8 +7,9 @@
     {"filtered": n, "newest_version": v, "successes": k}       group n is complete but will never be used
     {"ready": n}                                               group n, used by a lost update, waits again;
                                                                "uses": versions of the uses that count
-    {"dropped": n, "status": why, "episodes": k, "stored": b}  group n was given up; with the status
-                                                               dropped_resume its number is granted again;
+    {"dropped": n, "status": why, "episodes": k, "stored": b,  group n was given up when the learner was at
+     "task": t, "version": v}                                  version v; `GroupTable.grants_again` says
+                                                               whether its number is granted again;
                                                                dropped_poisoned has "cause", "start_state",
                                                                "why" and start states "left" besides
     {"refused": why}                                           one episode was not admitted
@@ -134,6 +135,8 @@ class Dropped(Event):
         ("episodes", "episodes", int),
         ("stored", "stored", bool),
         ("decisions", "decisions", int),
+        ("task", "task", str),
+        ("version", "version", int),
     )
     number: int
     status: ReceiptStatus
@@ -143,6 +146,10 @@ class Dropped(Event):
     """Whether the group has or had a file."""
     decisions: int = 0
     """Of these episodes."""
+    task: str = ""
+    """Of the group; empty when no episode of it had come."""
+    version: int = 0
+    """The learner's."""
     failure: GroupFailure | None = None
     """Why it could not be imagined, when it was given up for that. The ledger does not keep its `member`."""
 

@@ -167,7 +167,7 @@ class GroupLifecycle:
         stored: bool = False,
         failure: GroupFailure | None = None,
     ) -> None:
-        """Give a group up.
+        """Give a group up. If its number is granted again, its file is deleted before the ledger says so.
 
         Args:
             number: Of the group.
@@ -180,10 +180,14 @@ class GroupLifecycle:
         group = limiter.open.get(number)
         episodes = list(group.members.values()) if group else []
         count, decisions = len(episodes), sum(len(episode.policy_versions) for episode in episodes)
+        task = episodes[0].task if episodes else ""
         if stored:
             group_file = self.store.group_files.get(number)
             count, decisions = limiter.group_size, group_file.decisions if group_file else 0
+            task = group_file.attributes["task"] if group_file else ""
         self.disk.over(number)
+        if limiter.grants_again(number, status):
+            self.store.remove(number)
         self.state.commit(
             Dropped(
                 number=number,
@@ -191,6 +195,8 @@ class GroupLifecycle:
                 episodes=count,
                 stored=stored,
                 decisions=decisions,
+                task=task,
+                version=limiter.version,
                 failure=failure,
             )
         )

@@ -6,10 +6,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from asyncrl.records import Episode, decision_layout
+from asyncrl.records import Episode, Sampling, decision_layout
 from asyncrl.replay.files.format import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus
+
+GRANTS_AGAIN: Final = 2
+"""How often a number is granted again whose group its actors did not complete."""
 
 
 class GroupTable:
@@ -30,6 +34,8 @@ class GroupTable:
         self.uses, self.horizon = uses, horizon
         self.version = 0
         """The learner's newest policy version."""
+        self.world_version = 0
+        """The newest world that imagined something."""
         self.used = 0
         """Groups in the batches given away: the sampling cursor. A filtered group is in none."""
         self.next_number = 0
@@ -43,6 +49,8 @@ class GroupTable:
         """Recently closed groups whose episodes all had the same return."""
         self.to_grant_again: set[int] = set()
         """Closed groups whose numbers are granted again, before any new number."""
+        self._given_up: dict[int, int] = {}
+        """Number that is not closed for good -> how often its actor did not complete it."""
         self._filtered_before = 0
         self._forgotten: set[int] | None = set()
         """Until `end_recovery`, the closed groups that are not in `closed` any more."""
@@ -73,6 +81,7 @@ class GroupTable:
 
     def open_group(self, number: int, group: OpenGroup) -> None:
         """Note that a group was granted."""
+        group.granted_before = number in self.to_grant_again
         self._take_out(number)
         self.open[number] = group
 
@@ -80,6 +89,8 @@ class GroupTable:
         """Move a stored group to the ready ones. What it was used for before stays known."""
         used_at = self.used_at.get(number, ())
         self._take_out(number)
+        self._given_up.pop(number, None)
+        self.world_version = max(self.world_version, group.world_version)
         self.ready[number] = group
         if used_at:
             self.used_at[number] = used_at
@@ -112,20 +123,34 @@ class GroupTable:
         self.filtered[number] = FilteredGroup(newest_version=newest_version, successes=successes)
 
     def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
-        """Give a group up, for good or (`dropped_resume`) to grant its number again.
+        """Give a group up, for good or to grant its number again (`grants_again`).
 
         Args:
             number: Of the group.
             status: Why; also what late episodes are told.
             stored: It was complete and stored: all are counted, so late ones are told `duplicate`.
         """
+        again = self.grants_again(number, status)
+        given_up = self._given_up.get(number, 0) + (status == "dropped_deadline")
         told: ReceiptStatus = "duplicate" if stored and status != "dropped_resume" else status
         self._close(number, told, self.version)
-        if status == "dropped_resume":
+        if again:
             self.to_grant_again.add(number)
+            self._given_up[number] = given_up
+
+    def grants_again(self, number: int, status: ReceiptStatus) -> bool:
+        """Whether a number is granted again when its group is dropped for this reason.
+
+        Otherwise those start states would be used less whose groups take longer. What cannot be imagined or
+        is not admitted would fail again; and a group may be what its actors die of, so not for ever.
+        """
+        if status == "dropped_deadline":
+            return self._given_up.get(number, 0) < GRANTS_AGAIN
+        return status in ("dropped_resume", "dropped_lag")
 
     def _close(self, number: int, status: ReceiptStatus, version: int) -> None:
         self._take_out(number)
+        self._given_up.pop(number, None)
         self.closed[number] = ClosedGroup(status=status, version=version)
 
     def _take_out(self, number: int) -> None:
@@ -170,14 +195,20 @@ class OpenGroup:
     request_number: int
     """The actor's count of acquisitions; a repeated question gets the same grant."""
     granted_at: float
-    first_at: float | None = None
-    """When its first episode came, in seconds of the limiter's clock."""
+    """In seconds of the limiter's clock."""
+    granted_before: bool = False
+    """It was given up then; episodes of that grant may still come."""
     members: dict[int, Episode] = field(default_factory=dict)
 
     @property
     def oldest_version(self) -> int:
         """Version of the oldest decision of the members that are there; there is at least one."""
         return min(episode.oldest_version for episode in self.members.values())
+
+    @property
+    def world_version(self) -> int:
+        """Version of the oldest world of the members that are there; there is at least one."""
+        return min(episode.world_version for episode in self.members.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +219,10 @@ class ReadyGroup:
     newest_version: int
     spread: float = 0.0
     """Standard deviation of the episodes' returns (1: success, 0: none)."""
+    sampling: Sampling | None = None
+    """None: as the run's."""
+    world_version: int = 0
+    """The oldest of its episodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,13 +251,22 @@ def ready_group(group_file: GroupFile) -> ReadyGroup:
         oldest_version=group_file.oldest_version,
         newest_version=group_file.newest_version,
         spread=math.sqrt(share * (1 - share)),
+        sampling=group_file.sampling,
+        world_version=group_file.world_version,
     )
 
 
-def mismatch(group: OpenGroup, episode: Episode, group_size: int) -> str | None:
-    """Say why an episode does not belong to a group, or None when it does."""
+def mismatch(
+    group: OpenGroup, episode: Episode, group_size: int, sampling: Sampling | None = None
+) -> str | None:
+    """Say why an episode does not belong to a group, or None when it does; None as `sampling` takes any."""
     if episode.group_size != group_size:
         return f"group size {episode.group_size}, this run has {group_size}"
+    if sampling is not None and (episode.temperature, episode.top_k) != sampling:
+        return (
+            f"temperature {episode.temperature} and top_k {episode.top_k}, this run has "
+            f"{sampling.temperature} and {sampling.top_k}"
+        )
     if episode.member in group.members:
         return f"member {episode.member} came twice, with different ids"
     for sibling in group.members.values():

@@ -16,6 +16,7 @@ from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
 from asyncrl.replay.replay import Replay
 
@@ -31,6 +32,7 @@ class InProcessActorPort:
     ) -> None:
         """Introduce the actor; `warn` receives one line for each invalid episode."""
         self._replay, self._name, self._warn = replay, actor_name, warn
+        self._dropped: set[int] = set()
         replay.state.limiter.heartbeat_timeout = math.inf  # Within one thread a long round is no silence.
         replay.hello(actor_name, os.urandom(8).hex())
 
@@ -39,15 +41,20 @@ class InProcessActorPort:
         """Whether the learner ended the run."""
         return self._replay.stopped
 
-    def acquire_group(self, timeout: float) -> GroupGrant | None:
-        """See `ActorPort.acquire_group`. Returns at once: credit cannot come while this thread waits."""
+    def acquire_groups(self, groups: int, timeout: float) -> list[GroupGrant]:
+        """See `ActorPort.acquire_groups`. Returns at once: credit cannot come while this thread waits."""
         if self.stopped:
             raise RunStopped("the learner ended the run.")
-        return self._replay.grant(self._name)
+        found: list[GroupGrant] = []
+        while len(found) < groups and (grant := self._replay.grant(self._name)) is not None:
+            found.append(grant)
+        return found
 
     def push(self, episode: Episode) -> None:
         """See `ActorPort.push`. The replay holds it until its group is complete."""
         receipt = self._replay.admit(episode)
+        if receipt.status.startswith("dropped") and receipt.status != "dropped_outdated":
+            self._dropped.add(number_of(episode.group_id))
         if receipt.status == "dropped_invalid":
             self._warn(f"replay: episode {receipt.episode_id} was dropped: {receipt.reason}")
 
@@ -59,6 +66,11 @@ class InProcessActorPort:
     def quarantined(self) -> Collection[str]:
         """See `ActorPort.quarantined`."""
         return self._replay.state.quarantine.names
+
+    def take_dropped(self) -> set[int]:
+        """See `ActorPort.take_dropped`."""
+        dropped, self._dropped = self._dropped, set()
+        return dropped
 
     def serve(self) -> None:
         """See `ActorPort.serve`."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.records import SCHEMA_VERSIONS
+from asyncrl.records import SCHEMA_VERSIONS, Sampling
 from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, GroupFile, fingerprint
 from asyncrl.storage.atomic import replacing
 
@@ -58,10 +58,12 @@ class FileIndex:
                 size=found.st_size,
                 mtime_ns=found.st_mtime_ns,
                 decisions=int(entry["decisions"]),
+                sampling=Sampling(float(entry["sampling"][0]), int(entry["sampling"][1])),
+                world_version=int(entry["world_version"]),
                 episode_ids=tuple(map(str, entry["episode_ids"])),
                 attributes=attributes,
             )
-        except (OSError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, IndexError, TypeError, ValueError):
             return None
 
     def add(self, group_file: GroupFile) -> None:
@@ -125,6 +127,8 @@ def _line(group_file: GroupFile) -> bytes:
         "file": [group_file.size, group_file.mtime_ns, _fingerprint(group_file.path)],
         "attributes": group_file.attributes,
         "decisions": group_file.decisions,
+        "sampling": group_file.sampling,
+        "world_version": group_file.world_version,
         "episode_ids": group_file.episode_ids,
     }
     text = json.dumps(entry, separators=(",", ":")).encode()

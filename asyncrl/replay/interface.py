@@ -23,8 +23,10 @@ ReceiptStatus = Literal[
     "dropped_invalid",
     "dropped_resume",
     "dropped_poisoned",
+    "dropped_outdated",
 ]
-"""What became of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it."""
+"""What became of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it.
+`dropped_outdated`: its group was given up and granted again, and that grant goes on."""
 
 Cause = Literal["policy", "world", "reward", "raised", "quarantined"]
 """Why a group cannot be imagined: one of the models gave a number that is not finite, something raised, or
@@ -35,6 +37,8 @@ REPORTED: Final = {
     metric.name: metric
     for metric in (
         m.ACTORS_WAITING,
+        m.LIVE_SLOTS,
+        m.USEFUL_STEPS,
         m.ACTOR_POLICY,
         m.ACTOR_WORLD,
         m.ACTOR_REWARD,
@@ -104,8 +108,10 @@ class Receipt:
 class ActorPort(Protocol):
     """The actor's side of the replay. Used by one thread."""
 
-    def acquire_group(self, timeout: float) -> GroupGrant | None:
-        """Ask for one more group; None when there is no credit within `timeout` seconds.
+    def acquire_groups(self, groups: int, timeout: float) -> list[GroupGrant]:
+        """Ask for up to `groups` >= 1 more groups; empty when there is no credit within `timeout` seconds.
+
+        Returns as soon as there is one. What is not granted by then may come with the next call.
 
         Raises:
             RunStopped: The learner ended the run.
@@ -123,6 +129,10 @@ class ActorPort(Protocol):
     @property
     def quarantined(self) -> Collection[str]:
         """Names of start states not to be imagined, as of the last grant."""
+        ...
+
+    def take_dropped(self) -> set[int]:
+        """Return and forget the groups of this actor that were given up: the rest of them is of no use."""
         ...
 
     def serve(self) -> None:

@@ -7,13 +7,13 @@ groups is in `groups.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from asyncrl.config.run import ReplaySettings
-from asyncrl.records import Episode, problem_with
+from asyncrl.records import Episode, Sampling, problem_with
 from asyncrl.replay.events import Granted
-from asyncrl.replay.groups import GroupTable, OpenGroup, mismatch, number_of
+from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, mismatch, number_of
 from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.samplers import pick_in_order
 
@@ -24,6 +24,11 @@ class Aged(Protocol):
     @property
     def oldest_version(self) -> int:
         """Policy version of the oldest decision."""
+        ...
+
+    @property
+    def world_version(self) -> int:
+        """Version of the world that imagined it; the oldest, of a group."""
         ...
 
 
@@ -37,6 +42,7 @@ class Limiter(GroupTable):
         group_size: int,
         groups_per_update: int,
         filter_groups: bool = False,
+        sampling: Sampling | None = None,
         seed: int = 0,
         horizon: int = 20,
         clock: Callable[[], float] = time.monotonic,
@@ -48,6 +54,7 @@ class Limiter(GroupTable):
             group_size: Episodes per group.
             groups_per_update: Groups per batch.
             filter_groups: Close groups whose episodes all had the same return; see `AlgorithmSettings`.
+            sampling: How the run's actors draw actions; None admits any.
             seed: Of the run.
             horizon: Versions that a resume may go back and find everything, see `recovery.plan_resume`. It is
                 at least `max_lag`.
@@ -56,15 +63,18 @@ class Limiter(GroupTable):
         super().__init__(uses=settings.max_reuse, horizon=max(horizon, settings.max_lag))
         self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
         self.group_size, self.groups_per_update = group_size, groups_per_update
-        self.filter_groups, self.seed = filter_groups, seed
+        self.filter_groups, self.sampling, self.seed = filter_groups, sampling, seed
         self.heartbeat_timeout = settings.heartbeat_timeout
         """Seconds without a sign of life after which an actor's open groups are given up."""
         self._heartbeats: dict[str, float] = {}
+        self._progress: dict[str, float] = {}
+        """Actor -> when it last made a decision, as far as it said."""
         self._listening_since = self.clock()
 
     def too_old(self, group: Aged, version: int) -> bool:
-        """Whether a learner at `version` may not use a decision of an episode or a group: the lag bound."""
-        return version - group.oldest_version > self.max_lag
+        """Whether a learner at `version` may not use a decision of an episode or a group: the lag bounds."""
+        world_lag = self.world_version - group.world_version
+        return version - group.oldest_version > self.max_lag or world_lag > self.settings.max_world_lag
 
     @property
     def ahead(self) -> int:
@@ -82,9 +92,17 @@ class Limiter(GroupTable):
         batch = min(self.groups_per_update, (self.version + 1) * self.groups_per_update - self.used)
         return max(0, -(-line // self.uses), batch - len(self.open) - len(self.ready))
 
+    def sampled_alike(self, group: ReadyGroup) -> bool:
+        """Whether the actions of a group were drawn as the run draws them now."""
+        return None in (self.sampling, group.sampling) or self.sampling == group.sampling
+
     def note_heartbeat(self, actor: str) -> None:
         """Note a sign of life."""
         self._heartbeats[actor] = self.clock()
+
+    def note_progress(self, actor: str) -> None:
+        """Note that an actor imagines: it is not merely there."""
+        self._progress[actor] = self.clock()
 
     def since_heartbeat(self, actor: str) -> float:
         """Seconds since an actor's last sign of life."""
@@ -148,31 +166,40 @@ class Limiter(GroupTable):
         present = group.members.get(episode.member)
         if present is not None and present.episode_id == episode.episode_id:
             return receipt("duplicate")
-        problem = problem_with(episode) or mismatch(group, episode, self.group_size)
+        other_grant = group.actor != episode.actor or episode.oldest_version < group.grant.min_version
+        if group.granted_before and other_grant:
+            return receipt("dropped_outdated", "its group was given up, and granted again since")
+        problem = problem_with(episode) or mismatch(group, episode, self.group_size, self.sampling)
         if problem:
             return receipt("dropped_invalid", problem)
+        self.world_version = max(self.world_version, episode.world_version)
         if self.too_old(episode, self.version):
-            return receipt(
-                "dropped_lag",
-                f"version {episode.oldest_version} at {self.version}, --replay.max-lag is {self.max_lag}",
-            )
+            return receipt("dropped_lag", self._too_old_because(episode))
         self.note_heartbeat(group.actor)
-        group.first_at = self.clock() if group.first_at is None else group.first_at
+        self.note_progress(group.actor)
         group.members[episode.member] = episode
         return receipt("held")
+
+    def _too_old_because(self, episode: Episode) -> str:
+        return (
+            f"version {episode.oldest_version} at {self.version}, --replay.max-lag is {self.max_lag}; world "
+            f"{episode.world_version} at {self.world_version}, --replay.max-world-lag is "
+            f"{self.settings.max_world_lag}"
+        )
 
     def complete(self, number: int) -> bool:
         """Whether all members of an open group are there."""
         return number in self.open and len(self.open[number].members) == self.group_size
 
     def overdue(self) -> list[int]:
-        """List the open groups to give up: first episode too long ago, or an actor that fell silent.
+        """List the open groups to give up: of actors that make no progress, or that fell silent.
 
         A complete one waits for the disk; that is not its actor's fault.
         """
         now, found = self.clock(), []
         for number, group in self.open.items():
-            late = group.first_at is not None and group.first_at < now - self.settings.group_timeout
+            progress = max(group.granted_at, self._progress.get(group.actor, 0.0), self._listening_since)
+            late = progress < now - self.settings.group_timeout
             lost = group.granted_at < now - self.heartbeat_timeout and self.timed_out(group.actor)
             if (late or lost) and not self.complete(number):
                 found.append(number)
@@ -187,19 +214,31 @@ class Limiter(GroupTable):
         begun = {number: group for number, group in self.open.items() if group.members}
         return [n for n, group in {**self.ready, **begun}.items() if self.too_old(group, self.version)]
 
-    def pick(self, groups: int) -> list[int] | None:
+    def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
         """Choose ready groups within the lag bound at `version`; None when there are too few.
 
-        A group with a decision of a later version than the learner's waits until the learner is there.
+        A group with a decision of a later version than the learner's waits until the learner is there. In the
+        order `oldest` the groups are used as they were granted: one that takes longer is waited for. If
+        others overtook it, it would be the one that becomes too old, and what takes longer is what fails.
+
+        Args:
+            groups: How many.
+            not_awaited: Open groups that cannot become ready now.
         """
         usable = {
             number: group
             for number, group in sorted(self.ready.items())
-            if group.newest_version <= self.version and not self.too_old(group, self.version)
+            if group.newest_version <= self.version
+            and not self.too_old(group, self.version)
+            and self.sampled_alike(group)
         }
         if len(usable) < groups:
             return None
-        return pick_in_order(usable, groups, self.settings.sampler, seed=self.seed, cursor=self.used)
+        order = self.settings.sampler
+        numbers = pick_in_order(usable, groups, order, seed=self.seed, cursor=self.used)
+        awaited = self.open.keys() - set(not_awaited)
+        overtakes = order == "oldest" and min(awaited, default=numbers[-1]) < numbers[-1]
+        return None if overtakes else numbers
 
     def begin(self, version: int) -> None:
         """Start at `version`, after the changes of `recovery.plan_resume`.

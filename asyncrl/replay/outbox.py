@@ -13,6 +13,7 @@ from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.records import Episode
 from asyncrl.replay.connection import Connection
+from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import GroupFailure
 
 RESEND_AFTER: Final = 10.0
@@ -47,6 +48,8 @@ class Outbox:
         """Begin empty; `warn` receives a line for each episode that the replay dropped as invalid."""
         self._link, self.warn = link, warn
         self._items: dict[str, _Unacknowledged] = {}
+        self.dropped: set[int] = set()
+        """Groups that were given up."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -84,6 +87,8 @@ class Outbox:
             item.held = True
             return
         del self._items[message["episode_id"]]
+        if message["status"].startswith("dropped") and message["status"] != "dropped_outdated":
+            self.dropped.add(number_of(item.group_id))
         if message["status"] == "dropped_invalid":
             self.warn(f"replay: episode {message['episode_id']} was dropped: {message['reason']}")
 

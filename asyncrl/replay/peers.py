@@ -81,6 +81,7 @@ class Peers:
         """Note a peer and welcome it."""
         if message["role"] == "learner":
             self.learner = peer
+            self._told.clear()  # A resume may have forgotten some of them.
             self.replay.begin(message["session"], message["version"])
         elif message["role"] == "actor" and not self._admit(peer, message):
             return

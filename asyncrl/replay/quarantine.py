@@ -6,6 +6,11 @@ grant, and an actor answers the grant of such a start state at once, without ima
 per such grant, and start states stay a pure function of seed and number, whatever failed.
 
 A failure is part of the event that gives its group up (`events.Dropped`): both are durable, or neither.
+
+What the policy did wrong is no start state's fault: it is counted, and when it fails for all of them in a row
+the run cannot go on with this version, but no start state is quarantined. A resume from an earlier version
+forgets the failures of later ones: a policy that was thrown away may have driven the world where no sound
+one goes.
 """
 
 from __future__ import annotations
@@ -38,26 +43,46 @@ class Quarantine:
         """Quarantined start states in the order in which they came here."""
         self.counts: Counter[Cause] = Counter()
         """Groups given up, by cause."""
-        self._groups: dict[str, set[int]] = {}
-        self._first = ""
-        self._left = True
+        self._groups: dict[str, dict[int, int]] = {}
+        """Start state -> group that failed -> the learner's version then."""
+        self._failed_by_policy: Counter[str] = Counter()
+        """Start state -> groups for which the policy failed, since a group was complete."""
+        self._first = self._first_of_policy = ""
+        self._left, self._policy_fails = True, False
 
-    def begin(self) -> None:
-        """A learner began or resumed: perhaps with other start states, so some may be left again."""
-        self._left = True
+    def begin(self, version: int) -> None:
+        """A learner began or resumed at `version`: forget what failed later than that.
 
-    def note(self, failure: GroupFailure) -> None:
-        """Count a group that was given up."""
-        self._left = failure.left > 0
+        It may have brought other start states and another policy, so that there is hope again.
+        """
+        self._left, self._policy_fails = True, False
+        self._failed_by_policy.clear()
+        for name, groups in self._groups.items():
+            self._groups[name] = {number: at for number, at in groups.items() if at <= version}
+        self.names = [name for name in self.names if len(self._groups[name]) >= self.after]
+        self._first = self._first if any(self._groups.values()) else ""
+
+    def note_complete(self) -> None:
+        """Note that a group is complete: the policy does not fail everywhere."""
+        self._failed_by_policy.clear()
+
+    def note(self, failure: GroupFailure, version: int) -> None:
+        """Count a group that was given up while the learner was at `version`."""
         self.counts[failure.cause] += 1
         name, number = failure.start_state, failure.number
-        if failure.cause == "quarantined":
-            return
-        self._first = self._first or f"start state {name!r} in group {number}: {failure.reason}"
-        groups = self._groups.setdefault(name, set())
-        groups.add(number)
-        if len(groups) >= self.after and name not in self.names:
-            self.names.append(name)
+        text = f"start state {name!r} in group {number}: {failure.reason}"
+        self._left = failure.left > 0
+        if failure.cause == "policy":
+            self._failed_by_policy[name] += 1
+            failed = sum(count >= self.after for count in self._failed_by_policy.values())
+            self._policy_fails = failed >= failure.left
+            self._first_of_policy = text
+        elif failure.cause != "quarantined":
+            self._first = self._first or text
+            groups = self._groups.setdefault(name, {})
+            groups[number] = version
+            if len(groups) >= self.after and name not in self.names:
+                self.names.append(name)
 
     def metrics(self) -> dict[Metric, float]:
         """Read the counts."""
@@ -67,6 +92,12 @@ class Quarantine:
     @property
     def exhausted(self) -> str:
         """Why no group can be imagined any more; empty while a start state is left."""
+        if self._policy_fails:
+            return (
+                f"The policy failed for all {len(self._failed_by_policy)} start states, last for "
+                f"{self._first_of_policy}. Its weights or its precision are broken: resume from an earlier "
+                "checkpoint, with a lower --optimizer.learning-rate."
+            )
         if self._left:
             return ""
         more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
@@ -83,4 +114,5 @@ class Quarantine:
             return ""
         counts = ", ".join(f"{n} {cause}" for cause, n in sorted(self.counts.items()))
         names = f", {len(self.names)} start states quarantined" if self.names else ""
-        return f"groups poisoned: {counts}{names}; first: {self._first}; "
+        first = self._first or self._first_of_policy
+        return f"groups poisoned: {counts}{names}; first: {first}; "

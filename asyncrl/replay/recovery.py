@@ -36,7 +36,8 @@ def plan_resume(
 
     The aim is that it sees what it would have seen without the interruption. What is open belongs to
     actors that are gone, what a later version imagined to updates that are lost: both are imagined again
-    under the same numbers, which decide start states and seeds. What a lost update used, and this version
+    under the same numbers, which decide start states and seeds; so is what was drawn with another temperature
+    or top-k, if these were changed for the resume. What a lost update used, and this version
     may use, waits again. A group that also counting updates used was learned from: it is never dropped.
 
     That is exact down to `horizon` versions before the limiter's. Of older versions it is known only which
@@ -91,7 +92,7 @@ def _all_kept(limiter: Limiter, uses: Mapping[int, int]) -> bool:
 
 def _drop_reason(limiter: Limiter, group: ReadyGroup | None, version: int) -> ReceiptStatus | None:
     """Say why a learner that begins at `version` may not use a group, or None when it may."""
-    if group is None or group.newest_version > version:
+    if group is None or group.newest_version > version or not limiter.sampled_alike(group):
         return "dropped_resume"
     return "dropped_lag" if limiter.too_old(group, version) else None
 
@@ -107,7 +108,7 @@ def recover(lifecycle: GroupLifecycle) -> None:
 
 def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> None:
     """Undo what a resume at `version` makes undone: see `plan_resume`."""
-    store, state = lifecycle.store, lifecycle.state
+    state = lifecycle.state
     stored = _stored(lifecycle)
     plan = plan_resume(state.limiter, version, stored, in_turns=in_turns)
     for number, uses in plan.ready.items():
@@ -115,8 +116,6 @@ def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> 
         state.make_ready(number, stored[number])
     for number, status in plan.drop.items():
         was_stored = number not in state.limiter.open
-        if status == "dropped_resume":
-            store.remove(number)
         lifecycle.drop(number, status, stored=was_stored)
 
 

@@ -18,7 +18,8 @@ from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability.metrics import Metric, reduce
-from asyncrl.records import Episode
+from asyncrl.observability.metrics_system import LIVE_SLOTS
+from asyncrl.records import Episode, Sampling
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, Used
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
@@ -62,6 +63,7 @@ def open_replay(
         group_size=algorithm.group_size,
         groups_per_update=algorithm.groups_per_update,
         filter_groups=algorithm.filter_groups,
+        sampling=Sampling(algorithm.temperature, algorithm.top_k),
         seed=seed,
         horizon=horizon,
     )
@@ -159,7 +161,7 @@ class Replay:
                 receipt = Receipt(episode_id=episode.episode_id, status="held")  # Known, but not yet durable.
         else:
             self.state.commit(Refused(status=receipt.status, decisions=len(episode.policy_versions)))
-            if number in limiter.open:
+            if number in limiter.open and receipt.status != "dropped_outdated":
                 # The group cannot become complete any more: its credit is worth more than its siblings.
                 why: ReceiptStatus = "dropped_lag" if receipt.status == "dropped_lag" else "dropped_deadline"
                 self.lifecycle.drop(number, why)
@@ -198,7 +200,8 @@ class Replay:
             again = [self.store.load(number) for number in last.batch]
             if None not in again:
                 return [group for group in again if group is not None]
-        while (numbers := self.state.limiter.pick(groups)) is not None:
+        limiter, full = self.state.limiter, self.lifecycle.disk
+        while (numbers := limiter.pick(groups, not_awaited=full.groups)) is not None:
             batch = [self.store.load(number) for number in numbers]
             sound = [group for group in batch if group is not None]
             if len(sound) == len(batch):
@@ -234,6 +237,8 @@ class Replay:
     def report(self, actor: str, metrics: Mapping[Metric, float]) -> None:
         """Note where an actor's time and memory go; a share is cut to [0, 1]."""
         self.state.limiter.note_heartbeat(actor)
+        if LIVE_SLOTS in metrics:
+            self.state.limiter.note_progress(actor)
         self._reports[actor] = {
             metric: min(1.0, max(0.0, value)) if metric.unit == "share" else value
             for metric, value in metrics.items()

@@ -27,8 +27,9 @@ def pick_in_order(
     Args:
         usable: Group number -> group; at least `groups` of them.
         groups: How many.
-        order: oldest, newest: by number. uniform: each alike. prioritized: in proportion to the spread of
-            returns, at least `FLOOR`, without repetition.
+        order: oldest: by number. newest: by the version of the oldest decision, then by number. uniform:
+            each alike. prioritized: in proportion to the spread of returns, at least `FLOOR`, without
+            repetition.
         seed: Of the run.
         cursor: See above.
     """
@@ -36,7 +37,8 @@ def pick_in_order(
     if order == "oldest":
         return numbers[:groups]
     if order == "newest":
-        return numbers[: -groups - 1 : -1]
+        by_age = sorted(numbers, key=lambda number: (usable[number].oldest_version, number))
+        return by_age[: -groups - 1 : -1]
 
     def key(number: int) -> float:  # An exponential waiting time at the rate of the weight: the soonest win.
         draw = random.Random(f"{seed}/{cursor}/{number}").random()

@@ -41,6 +41,8 @@ SHUTDOWN_TIMEOUT: Final = 5.0
 """Seconds the actors have to leave after the stop."""
 LONG_PASS: Final = 2.0
 """Seconds of one pass of the loop (a slow disk, a suspended machine) that do not count as actors' silence."""
+MAX_REQUESTS: Final = 4096
+"""Groups that an actor may ask for at once."""
 _MESSAGES_PER_PASS: Final = 64
 """Messages handled before waiting requests are tried again."""
 
@@ -94,7 +96,8 @@ class ReplayServer:
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
         self.peers = Peers(replay, self.sender, settings)
         self._served_at = time.monotonic()
-        self._acquires: dict[bytes, int] = {}
+        self._acquires: dict[bytes, deque[int]] = {}
+        """Actor -> its requests for a group that have no answer."""
         self._sample_request: Message | None = None
         self._batch: deque[list[Buffer]] = deque()
         self._batch_of = ""
@@ -151,6 +154,8 @@ class ReplayServer:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
                 check_hello(message)
+            elif message.kind == "acquire" and not 1 <= message["groups"] <= MAX_REQUESTS:
+                raise WireError(f"{message['groups']} groups are asked for, expected 1 to {MAX_REQUESTS}.")
             elif message.kind == "failed" and message["cause"] not in CAUSES:
                 raise WireError(f"cause {message['cause'][:40]!r} is none of {', '.join(CAUSES)}.")
             elif message.kind == "report" and (other := sorted(message["readings"].keys() - REPORTED.keys())):
@@ -187,18 +192,28 @@ class ReplayServer:
         self.sender.unreachable.clear()
 
     def _grant(self) -> None:
-        """Answer parked acquisitions, oldest first: with a new group, or again with one that got lost."""
-        for peer, request_number in list(self._acquires.items()):
-            if peer not in self.peers.actors:
-                del self._acquires[peer]
-            elif self.replay.state.limiter.timed_out(self.peers.actors[peer]):
-                del self._acquires[peer]  # Whoever hangs would keep the credit; awake, it asks again.
-            elif not self.peers.tell_quarantined(peer):
-                continue  # Its queue is full: it hears the names before its next grant.
-            elif grant := self.replay.grant(self.peers.actors[peer], request_number):
-                del self._acquires[peer]
-                about = {"number": grant.number, "min_version": grant.min_version}
-                self.sender.send(peer, "grant", turn=request_number, keep_video=grant.keep_video, **about)
+        """Answer parked requests in turns, one group for each actor, until nobody gets any more."""
+        answered = True
+        while answered:
+            answered = sum(self._grant_one(peer) for peer in list(self._acquires)) > 0
+
+    def _grant_one(self, peer: bytes) -> bool:
+        """Answer an actor's oldest request: with a new group, or again with one that got lost."""
+        requests = self._acquires[peer]
+        # Whoever hangs would keep the credit; awake, it asks again.
+        if peer not in self.peers.actors or self.replay.state.limiter.timed_out(self.peers.actors[peer]):
+            del self._acquires[peer]
+            return False
+        if not self.peers.tell_quarantined(peer):
+            return False  # Its queue is full: it hears the names before its next grant.
+        grant = self.replay.grant(self.peers.actors[peer], requests[0])
+        if grant is None:
+            return False
+        about = {"number": grant.number, "min_version": grant.min_version, "keep_video": grant.keep_video}
+        self.sender.send(peer, "grant", turn=requests.popleft(), **about)
+        if not requests:
+            del self._acquires[peer]
+        return True
 
     def _try_sample(self) -> None:
         wanted = self._sample_request
@@ -223,7 +238,8 @@ class ReplayServer:
 
     def _acquire(self, peer: bytes, message: Message) -> None:
         if peer in self.peers.actors:
-            self._acquires[peer] = message["turn"]
+            first = message["turn"]
+            self._acquires[peer] = deque(range(first, first + message["groups"]))
 
     def _episode(self, peer: bytes, message: Message) -> None:
         assert message.episode is not None

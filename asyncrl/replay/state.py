@@ -73,7 +73,7 @@ class ReplayState:
         match event:
             case LearnerStarted():
                 limiter.begin(event.version)
-                self.quarantine.begin()
+                self.quarantine.begin(event.version)
                 session.learner, session.request, session.batch = event.session, "", []
             case ActorStarted():
                 session.actors[event.actor] = event.session
@@ -100,12 +100,13 @@ class ReplayState:
                 limiter.drop(event.number, event.status, stored=event.stored)
                 counters.add(event.status, event.episodes, event.decisions)
                 if event.failure is not None:
-                    self.quarantine.note(event.failure)
+                    self.quarantine.note(event.failure, event.version)
             case Refused():
                 counters.add(event.status, 1, event.decisions)
 
     def make_ready(self, number: int, group: ReadyGroup) -> None:
         """Note that a group's file is there, which makes it ready; its episodes are counted once."""
         self.limiter.make_ready(number, group)
+        self.quarantine.note_complete()
         if number not in self.limiter.used_at:
             self.counters.add("stored", self.limiter.group_size)

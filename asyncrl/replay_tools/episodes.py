@@ -114,8 +114,7 @@ class StoredEpisode:
     @property
     def steps(self) -> int:
         """Count the steps until success or truncation."""
-        first = self.episode.first_success_step
-        return first + 1 if first >= 0 else self.episode.rewards.size
+        return self.episode.steps
 
     @property
     def newest_version(self) -> int:

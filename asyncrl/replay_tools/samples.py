@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -43,8 +44,7 @@ def samples_of(episode: Episode, rate: Rate) -> Samples | None:
 def _per_step(episode: Episode) -> Samples | None:
     if not len(episode.video):
         return None
-    first = episode.first_success_step
-    length = first + 1 if first >= 0 else episode.rewards.size
+    length = episode.steps
     return Samples(
         images=np.concatenate([episode.frames[:1], episode.video[: length - 1]]),
         actions=episode.actions.reshape(-1, episode.actions.shape[-1])[:length],
@@ -55,8 +55,7 @@ def _per_step(episode: Episode) -> Samples | None:
 
 
 def _per_decision(episode: Episode) -> Samples:
-    first = episode.first_success_step
-    length = first // episode.rewards.shape[1] + 1 if first >= 0 else len(episode.frames)
+    length = math.ceil(episode.steps / episode.rewards.shape[1])
     return Samples(
         images=episode.frames[:length],
         actions=episode.actions[:length, 0],

@@ -57,11 +57,11 @@ def members(slots: Slots) -> list[tuple[int, int] | None]:
 
 def test_slots_are_filled_in_the_order_of_the_grants() -> None:
     slots = Slots(3, run_seed=0)
-    assert slots.wanted == 3
+    assert slots.wanted(0) == 3
     slots.add_group(grant(4), start(4), 2)
-    assert slots.wanted == 1
+    assert slots.wanted(0) == 1
     slots.add_group(grant(5), start(5), 2)
-    assert slots.wanted == 0
+    assert slots.wanted(0) == 0
     assert fill(slots, 0) == [0, 1, 2]
     assert members(slots) == [(4, 0), (4, 1), (5, 0)]
     assert slots.episode(1).seed == episode_seed(0, 4, 1)
@@ -78,7 +78,7 @@ def test_a_free_slot_is_refilled_while_the_neighbours_go_on() -> None:
     assert members(slots) == [(0, 2), (0, 1)]
     slots.clear(1)
     assert fill(slots, 0) == []
-    assert slots.wanted == 1
+    assert slots.wanted(0) == 1
 
 
 def test_a_group_that_is_removed_leaves_its_slots_and_the_queue_and_no_other_group_does() -> None:
@@ -167,7 +167,7 @@ def test_the_first_step_that_reaches_the_threshold_is_rewarded_and_no_other() ->
     ended = finish(episode_with([LOW, HIGH]))
     assert ended is not None
     assert ended.rewards.tolist() == [[0] * 8, [0, 0, 1, 0, 0, 0, 0, 0]]
-    assert (ended.end_reason, ended.first_success_step) == ("success", 10)
+    assert (ended.end_reason, ended.steps) == ("success", 11)
     assert problem_with(ended) is None
 
 

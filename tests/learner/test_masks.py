@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.batches import token_mask, valid_steps
+from asyncrl.learner.batches import build_batch, token_mask, valid_steps
+from asyncrl.records import Episode, problem_with
+from support.table_policy import episode
 
 
-def rewards(decisions: int, *successes: int) -> np.ndarray:
-    out = np.zeros((decisions, 8), np.float32)
-    out.reshape(-1)[list(successes)] = 1
-    return out
+def two_decisions(rewards: list[float], *, success: bool) -> Episode:
+    reason = "success" if success else "truncated"
+    return replace(
+        episode(rows=(0, 1)), rewards=np.array(rewards, np.float32).reshape(2, 8), end_reason=reason
+    )
+
+
+def solved_at(step: int) -> Episode:
+    return two_decisions([float(n == step) for n in range(16)], success=True)
+
+
+@pytest.mark.parametrize("step", [8, 10, 15])
+def test_steps_count_up_to_and_including_the_success(step: int) -> None:
+    np.testing.assert_array_equal(valid_steps(solved_at(step)).reshape(-1), np.arange(16) <= step)
+    assert problem_with(solved_at(step)) is None
+
+
+@given(st.lists(st.sampled_from([-0.1, 0.0, 0.1]), min_size=16, max_size=16), st.integers(8, 15))
+def test_rewards_on_the_way_neither_end_an_episode_nor_are_lost(rewards: list[float], last: int) -> None:
+    truncated = two_decisions(rewards, success=False)
+    assert valid_steps(truncated).all()
+    assert truncated.total_reward == pytest.approx(sum(rewards), abs=1e-6)
+    solved = two_decisions([*rewards[:last], 1.0, *[0.0] * (15 - last)], success=True)
+    assert (valid_steps(solved).sum(), problem_with(solved)) == (last + 1, None)
+    assert solved.total_reward == pytest.approx(sum(rewards[:last]) + 1, abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("successes", "valid"), [((), 16), ((0,), 1), ((7,), 8), ((8,), 9), ((10,), 11), ((15,), 16), ((3, 9), 4)]
+    ("rewards", "said"),
+    [
+        ([1.0] + [0.0] * 15, "no step of the last decision"),
+        ([0.0] * 8 + [1.0] + [-0.1] * 7, "behind the step"),
+    ],
 )
-def test_steps_count_up_to_and_including_the_first_success(successes: tuple[int, ...], valid: int) -> None:
-    expected = np.arange(16) < valid
-    np.testing.assert_array_equal(valid_steps(rewards(2, *successes)).reshape(-1), expected)
+def test_rewards_that_contradict_the_end_are_refused(rewards: list[float], said: str) -> None:
+    assert said in str(problem_with(two_decisions(rewards, success=True)))
 
 
-@given(st.lists(st.booleans(), min_size=24, max_size=24))
-def test_a_step_counts_when_no_step_before_it_succeeded(hits: list[bool]) -> None:
-    steps = valid_steps(np.array(hits, np.float32).reshape(3, 8)).reshape(-1)
-    assert steps.tolist() == [not any(hits[:step]) for step in range(24)]
+def test_shaped_rewards_reach_the_returns_of_a_batch_and_its_mask_keeps_all_steps() -> None:
+    shaped = [0.1, *[0.0] * 15]
+    first, second = two_decisions(shaped, success=False), two_decisions([0.0] * 16, success=False)
+    group = [replace(x, member=n, group_size=2, group_id="00000000") for n, x in enumerate((first, second))]
+    batch = build_batch([group], version=0)
+    assert batch.mask.all()
+    torch.testing.assert_close(batch.returns, torch.tensor([0.1, 0.0]))
 
 
 def test_all_seven_tokens_of_a_step_share_its_validity() -> None:
-    mask = token_mask(valid_steps(rewards(2, 10)), 7)
+    mask = token_mask(valid_steps(solved_at(10)), 7)
     assert mask.shape == (2, 8, 7)
     assert mask.sum() == 11 * 7
     assert mask[1, 2].all()

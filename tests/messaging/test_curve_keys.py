@@ -269,7 +269,7 @@ def test_who_is_not_admitted_is_told_before_the_deadline(
     with served(tmp_path, keys) as endpoint:
         actor = ZmqActorPort(endpoint, "actor-0", security=security(keys))
         with pytest.raises(ReplayError, match=why):
-            actor.acquire_group(10.0)
+            actor.acquire_groups(1, 10.0)
         actor.close(0.0)
         learner = ZmqLearnerPort(endpoint, security=security(keys))
         with pytest.raises(ReplayError, match=why):
@@ -281,7 +281,7 @@ def test_a_client_with_keys_is_told_that_the_replay_has_none(tmp_path: Path, key
     with served(tmp_path, None) as endpoint:
         actor = ZmqActorPort(endpoint, "actor-0", security=load_client_keys(keys, "actor-0"))
         with pytest.raises(ReplayError, match="one side uses keys"):
-            actor.acquire_group(10.0)
+            actor.acquire_groups(1, 10.0)
         actor.close(0.0)
 
 

@@ -42,7 +42,7 @@ def test_another_package_version_is_refused_and_named_on_both_sides(
             with monkeypatch.context() as patch:
                 patch.setattr("asyncrl.messaging.wire.__version__", "0.0.1")  # What encode says this is.
                 actor.serve()
-            actor.acquire_group(10.0)
+            actor.acquire_groups(1, 10.0)
 
         with pytest.raises(ReplayError) as seen:  # By either call: the refusal may come at once.
             introduce()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,22 @@ def open_filter(
     return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
 
 
-def push(replay: Replay, number: int, outcomes: tuple[bool, bool], version: int = 0) -> list[str]:
-    """Push both members; return what became of them."""
-    return [
-        replay.admit(make_episode(number, member, versions=(version,), success=won, image=1)).status
+def push(
+    replay: Replay,
+    number: int,
+    outcomes: tuple[bool, bool],
+    version: int = 0,
+    *,
+    ids: Iterator[int] | None = None,
+) -> list[str]:
+    """Push both members; return what became of them. The ids are fresh, or follow from the number."""
+    made = [
+        make_episode(number, member, versions=(version,), success=won, image=1)
         for member, won in enumerate(outcomes)
     ]
+    if ids is not None:
+        made = [dataclasses.replace(episode, episode_id=f"{next(ids):032x}") for episode in made]
+    return [replay.admit(episode).status for episode in made]
 
 
 def granted(replay: Replay) -> list[int]:
@@ -174,7 +185,7 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, max_lag: int, per_update: int
 ) -> None:
     """Random outcomes, orders, ages and restarts of the replay."""
-    folder, learner, grants = tmp_path_factory.mktemp("replay"), 0, 0
+    folder, learner, grants, ids = tmp_path_factory.mktemp("replay"), 0, 0, itertools.count()
     pending: list[GroupGrant] = []
 
     def opened() -> Replay:
@@ -187,15 +198,15 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
     for _ in range(data.draw(st.integers(5, 40))):
         match data.draw(actions):
             case "grant" if (grant := replay.grant("actor-0")) is not None:
-                assert grant.number == grants
+                assert grant.number <= grants
                 assert grant.min_version <= learner
-                grants += 1
+                grants = max(grants, grant.number + 1)
                 pending.append(grant)
             case "finish" if pending:
                 grant = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
                 version = data.draw(st.integers(grant.min_version, learner))
                 outcomes = (data.draw(st.booleans()), data.draw(st.booleans()))
-                statuses = push(replay, grant.number, outcomes, version)
+                statuses = push(replay, grant.number, outcomes, version, ids=ids)
                 assert statuses[-1] == "stored" or learner - version > max_lag
             case "drop" if pending:
                 bad = dataclasses.replace(make_episode(pending.pop(0).number, 0, image=1), end_reason="no")
@@ -212,11 +223,16 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
                 replay.close()
                 replay = opened()
         limiter = replay.state.limiter
-        dropped = sum("dropped" in entry for entry in replay.store.ledger.read())
-        parts = [limiter.used, limiter.filtered_groups, dropped, len(limiter.open), len(limiter.ready)]
-        assert grants == limiter.next_number == sum(parts)
-        assert limiter.used == learner * per_update
-        assert limiter.credit == (max_lag + learner + 1) * per_update - parts[0] - parts[3] - parts[4]
+        ledger = list(replay.store.ledger.read())
+        used = {number for entry in ledger for number in entry.get("used", ())}
+        filtered, dropped = ({e[key] for e in ledger if key in e} for key in ("filtered", "dropped"))
+        here = {*limiter.open, *limiter.ready}
+        assert {*used, *filtered, *dropped, *here} == set(range(grants))
+        assert (limiter.next_number, limiter.filtered_groups) == (grants, len(filtered))
+        assert len(used | filtered | here) == len(used) + len(filtered) + len(here), "each in one place"
+        assert limiter.to_grant_again <= dropped - used - filtered - here
+        assert limiter.used == len(used) == learner * per_update
+        assert limiter.credit == (max_lag + learner + 1) * per_update - limiter.used - len(here)
     replay.close()
 
 
@@ -237,7 +253,7 @@ class Dream:
         self.version, self.place = -1, 0
 
     def round(self) -> bool:
-        if not self.pending and (grant := self.port.acquire_group(0.0)) is not None:
+        for grant in [] if self.pending else self.port.acquire_groups(1, 0.0):
             self.pending = [(grant, 0), (grant, 1)]
         if not self.pending:
             return False
@@ -254,7 +270,9 @@ class Dream:
         self.version, self.place = version, self.place + 1 if version == self.version else 0
         won = zlib.crc32(f"{grant.number} {member} {version} {self.place}".encode()) % 3 == 0
         fresh = f"{np.random.default_rng().integers(2**63):032x}"  # Imagined again, it is another episode.
-        return make_episode(grant.number, member, versions=(version,), success=won, image=1, episode_id=fresh)
+        return make_episode(
+            grant.number, member, versions=(version,), success=won, image=1, episode_id=fresh, actor="inline"
+        )
 
 
 Seen = dict[int, tuple[list[tuple[str, int, bool]], dict[str, float]]]

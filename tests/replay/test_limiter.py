@@ -1,6 +1,7 @@
 """Credit, completeness and the lag bound, against slow and obvious ones."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.observability import metrics_replay as m
+from asyncrl.observability.metrics_system import ACTORS_WAITING, LIVE_SLOTS
+from asyncrl.records import Sampling
 from asyncrl.replay.groups import ReadyGroup, number_of
+from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.replay import Replay
 from support.episodes import make_episode
 from support.replay import Clock, fill, grant_group, make_limiter, make_replay
@@ -35,15 +39,59 @@ def test_credit_and_min_version_follow_the_formula(max_lag: int, per_update: int
         limiter.use(list(range(version * per_update, (version + 1) * per_update)))
 
 
-def test_a_dropped_group_gives_its_credit_back_under_a_new_number() -> None:
+@pytest.mark.parametrize(
+    ("status", "numbers"),
+    [
+        ("dropped_lag", [0, 0, 0, 0]),
+        ("dropped_deadline", [0, 0, 2, 2]),
+        ("dropped_invalid", [2, 3, 4, 5]),
+        ("dropped_poisoned", [2, 3, 4, 5]),
+    ],
+)
+def test_a_dropped_group_gives_its_credit_back_and_what_took_too_long_is_granted_again(
+    status: ReceiptStatus, numbers: list[int]
+) -> None:
     limiter = make_limiter(max_lag=0, per_update=2)
     assert [grant_group(limiter, "a").number for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
-    assert grant_group(limiter, "a") is None
-    limiter.drop(0, "dropped_deadline")
-    grant = grant_group(limiter, "a")
-    assert grant is not None
-    assert grant.number == 2
-    assert grant.min_version == 0
+    number, found = 0, []
+    for _ in range(4):
+        assert grant_group(limiter, "a") is None
+        limiter.drop(number, status)
+        grant = grant_group(limiter, "a")
+        assert grant is not None
+        assert grant.min_version == 0
+        number = grant.number
+        found.append(number)
+    assert found == numbers
+
+
+def test_groups_are_used_in_the_order_of_their_grants() -> None:
+    limiter = make_limiter(max_lag=1, per_update=2)
+    for _ in range(4):
+        assert grant_group(limiter, "a") is not None
+    ready = ReadyGroup(oldest_version=0, newest_version=0)
+    for number in (1, 2, 3):
+        limiter.make_ready(number, ready)
+    assert limiter.pick(2) is None, "group 0 takes longer, and is not left behind"
+    assert limiter.pick(2, not_awaited={0}) == [1, 2]
+    limiter.make_ready(0, ready)
+    assert limiter.pick(2) == [0, 1]
+
+
+def test_an_episode_of_a_grant_that_was_given_up_does_not_disturb_the_next_one(tmp_path: Path) -> None:
+    replay = make_replay(tmp_path, make_limiter(max_lag=0))
+    assert replay.grant("slow") is not None
+    assert replay.admit(make_episode(0, 0, versions=(0,), actor="slow", episode_id="a" * 32)).status == "held"
+    replay.set_version(1)
+    assert [receipt.status for _, receipt in replay.take_receipts()] == ["dropped_lag"]
+    assert (again := replay.grant("other")) is not None
+    assert again.number == 0
+    late = make_episode(0, 1, versions=(0,), actor="slow", episode_id="b" * 32)
+    assert replay.admit(late).status == "dropped_outdated"
+    assert fill(replay, 0, (1,), actor="other") == ["held", "stored"]
+    assert replay.status()[m.DROPPED_OUTDATED] == 1
+    assert replay.sample(1, 1) is not None
+    replay.close()
 
 
 def test_the_same_turn_gets_the_same_grant() -> None:
@@ -100,23 +148,76 @@ def test_an_incomplete_group_is_dropped_at_its_deadline_and_counted(tmp_path: Pa
     assert replay.status()[m.DROPPED_DEADLINE] == 2
     grant = replay.grant("actor-0")
     assert grant is not None
-    assert grant.number == 1
+    assert grant.number == 0
     replay.close()
 
 
-def test_a_grant_without_episodes_outlives_its_deadline_while_the_actor_lives(tmp_path: Path) -> None:
+def test_a_grant_outlives_its_deadline_while_its_actor_imagines_and_not_while_it_is_merely_there(
+    tmp_path: Path,
+) -> None:
     clock = Clock()
     replay = make_replay(tmp_path, make_limiter(clock=clock))
     replay.hello("actor-0", "first life")
     assert replay.grant("actor-0") is not None
-    clock.now += 29.0
-    replay.state.limiter.note_heartbeat("actor-0")
-    clock.now += 29.0
-    replay.maintain()
+    for _ in range(3):
+        clock.now += 29.0
+        replay.report("actor-0", {LIVE_SLOTS: 1.0})
+        replay.maintain()
+        assert len(replay.state.limiter.open) == 1
+    for _ in range(2):
+        clock.now += 14.0
+        replay.hello("actor-0", "first life")  # A thread says that it is there, whatever the others do.
+        replay.maintain()
     assert len(replay.state.limiter.open) == 1
-    clock.now += 2.0
+    clock.now += 3.0
+    replay.report("actor-0", {ACTORS_WAITING: 0.0})
     replay.maintain()
     assert not replay.state.limiter.open
+    replay.close()
+
+
+def test_what_an_older_world_imagined_is_refused_and_dropped_beyond_a_bound_of_its_own(
+    tmp_path: Path,
+) -> None:
+    replay = make_replay(tmp_path, make_limiter(max_lag=3, per_update=1))
+    for _ in range(4):
+        assert replay.grant("actor-0") is not None
+
+    def push(number: int, world: int) -> list[str]:
+        made = [make_episode(number, member, versions=(0,)) for member in range(2)]
+        return [replay.admit(dataclasses.replace(x, world_version=world)).status for x in made]
+
+    assert push(0, 1) == ["held", "stored"]
+    assert push(1, 2) == ["held", "stored"]
+    assert replay.status()[m.DROPPED_LAG] == 0
+    assert push(2, 3) == ["held", "stored"]
+    replay.maintain()
+    assert replay.status()[m.DROPPED_LAG] == 2, "world 1 is two versions older than world 3"
+    assert push(3, 1)[0] == "dropped_lag"
+    batch = replay.sample(1, 0)
+    assert batch is not None
+    assert batch[0][0].world_version == 2
+    replay.close()
+
+
+def test_a_resume_with_another_temperature_imagines_again_what_was_ready(tmp_path: Path) -> None:
+    def opened(temperature: float) -> Replay:
+        return make_replay(tmp_path, make_limiter(sampling=Sampling(temperature, 0), per_update=1))
+
+    replay = opened(1.0)
+    replay.begin("before", 0)
+    assert replay.grant("actor-0") is not None
+    assert fill(replay, 0, (0,)) == ["held", "stored"]
+    other = dataclasses.replace(make_episode(1, 0, versions=(0,)), temperature=1.5)
+    assert replay.grant("actor-0") is not None
+    assert "temperature 1.5" in replay.admit(other).reason
+    replay.close()
+    replay = opened(1.5)
+    replay.begin("resumed", 0)
+    assert not replay.state.limiter.ready
+    assert replay.status()[m.DROPPED_RESUME] == 2
+    assert (grant := replay.grant("actor-0")) is not None
+    assert grant.number == 0
     replay.close()
 
 
@@ -199,7 +300,7 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
             +replay.state.counters.episodes,
         ]
 
-    held = list[tuple[int, int]]()
+    held, ids, fresh = list[tuple[int, int]](), dict[tuple[int, int], str](), itertools.count()
     replay, learner, acknowledged, used, pending = (
         reopened(),
         0,
@@ -215,11 +316,16 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
                 grant = replay.grant("actor-0")
                 if grant is not None:
                     assert grant.min_version <= learner
+                    # The actor forgets what it has of an earlier grant.
+                    pending = [one for one in pending if one[0] != grant.number]
+                    held = [one for one in held if one[0] != grant.number]
+                    ids = {one: name for one, name in ids.items() if one[0] != grant.number}
                     pending += [(grant.number, member) for member in range(2)]
             case "push" if pending:
                 number, member = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
                 versions = tuple(data.draw(st.lists(st.integers(0, learner), min_size=1, max_size=3)))
-                episode = make_episode(number, member, versions=versions, image=1)
+                name = ids.setdefault((number, member), f"{next(fresh):032x}")
+                episode = make_episode(number, member, versions=versions, image=1, episode_id=name)
                 status = replay.admit(episode).status
                 if status == "held":
                     held.append((number, member))
@@ -263,23 +369,25 @@ def test_a_resume_keeps_what_the_checkpoint_may_use_and_counts_on(tmp_path: Path
         assert fill(replay, grant.number, versions)[-1] == "stored"
     assert replay.sample(1, 0) is not None
     replay.set_version(3)  # Drops group 1 (version 0) under the bound 2.
-    assert replay.grant("actor-0") is not None  # Group 3: never arrives.
-    assert replay.grant("actor-0") is not None  # Group 4:
-    fill(replay, 4, (3,))
+    assert replay.grant("actor-0") is not None  # Group 1 again: never arrives.
+    assert replay.grant("actor-0") is not None  # Group 3:
+    fill(replay, 3, (3,))
     replay.close()
 
     replay = make_replay(tmp_path, make_limiter(max_lag=2, per_update=1))
     replay.begin("resumed from version 2", 2)
-    assert sorted(replay.state.limiter.ready) == [2], "group 4 was imagined by a version that is lost"
+    assert sorted(replay.state.limiter.ready) == [2], "group 3 was imagined by a version that is lost"
     assert not replay.state.limiter.open
     assert replay.state.limiter.used == 2
-    assert [grant.number for _ in range(2) if (grant := replay.grant("actor-0"))] == [3, 4], "given again"
-    assert not (tmp_path / "group-00000004.h5").exists()
+    assert [grant.number for _ in range(2) if (grant := replay.grant("actor-0"))] == [1, 3], "given again"
+    assert not (tmp_path / "group-00000003.h5").exists()
     assert replay.status()[m.DROPPED_RESUME] == 2
-    assert replay.admit(make_episode(4, 0, versions=(2,), episode_id="f" * 32)).status == "held"
+    assert replay.admit(make_episode(3, 0, versions=(2,), episode_id="f" * 32)).status == "held"
+    assert replay.sample(1, 2) is None, "group 1 comes first"
+    fill(replay, 1, (2,))
     batch = replay.sample(1, 2)
     assert batch is not None
-    assert batch[0][0].group_id == "00000002"
+    assert batch[0][0].group_id == "00000001"
     replay.close()
 
 

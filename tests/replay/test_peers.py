@@ -85,12 +85,12 @@ def test_an_actor_that_leaves_hands_over_what_is_finished_and_gives_the_rest_bac
     with Run(tmp_path, endpoint) as run:
         actor, other = ZmqActorPort(endpoint, "far"), ZmqActorPort(endpoint, "other")
         groups = [acquire(actor) for _ in range(4)]
-        assert other.acquire_group(0.3) is None, "all credit is taken"
+        assert other.acquire_groups(1, 0.3) == [], "all credit is taken"
         actor.push(make_episode(groups[0].number, 0, versions=(0,)))
         push_group(actor, groups[1], "far", 0)
         began = time.monotonic()
         actor.leave(5.0)
-        assert {acquire(other).number for _ in range(3)} == {4, 5, 6}
+        assert {acquire(other).number for _ in range(3)} == {0, 2, 3}
         assert time.monotonic() - began < 3.0
         status = run.learner.status()
         assert status[m.EPISODES] == 2, "the complete group was delivered"
@@ -162,12 +162,12 @@ def test_of_two_actors_with_one_name_the_older_ends(tmp_path: Path, endpoint: st
 
         def go_on() -> None:
             for _ in range(100):
-                older.acquire_group(0.1)
+                older.acquire_groups(1, 0.1)
 
         with pytest.raises(ReplayError, match="another actor called 'far' took this one's place"):
             go_on()
         for _ in range(15):  # It is not thrown out in turn.
-            newer.acquire_group(0.1)
+            newer.acquire_groups(1, 0.1)
         older._link.close()
         newer.leave(1.0)
 
@@ -176,7 +176,7 @@ def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(
     scripted: tuple[ReplayServer, ScriptedSocket, Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, socket, clock = scripted
-    socket.say(b"a", "acquire", turn=0)
+    socket.say(b"a", "acquire", turn=0, groups=1)
     service.serve_once(0)
     clock.now += 100.0
     service._served_at -= 100.0

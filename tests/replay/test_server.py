@@ -35,8 +35,7 @@ def imagine_until_stopped(endpoint: str, name: str, version: list[int], pushed: 
     port = ZmqActorPort(endpoint, name)
     try:
         while True:
-            grant = port.acquire_group(10.0)
-            if grant is not None:
+            for grant in port.acquire_groups(2, 10.0):
                 push_group(port, grant, name, max(grant.min_version, version[0] - 1))
                 pushed[name].append(grant.group_id)
     except RunStopped:
@@ -182,7 +181,7 @@ def test_an_actor_with_a_full_window_waits(tmp_path: Path, endpoint: str) -> Non
         learner.status()
         grant = acquire(actor)
         actor.push(make_episode(grant.number, 0, versions=(0,)))
-        assert actor.acquire_group(0.2) is None
+        assert actor.acquire_groups(1, 0.2) == []
         actor.push(make_episode(grant.number, 1, versions=(0,)))
         assert acquire(actor).number == 1
         actor.close(1.0)
@@ -192,7 +191,7 @@ def test_an_actor_with_a_full_window_waits(tmp_path: Path, endpoint: str) -> Non
 def test_no_group_is_granted_before_the_learner_said_its_version(tmp_path: Path, endpoint: str) -> None:
     with Served(tmp_path, endpoint):
         actor = ZmqActorPort(endpoint, "actor-0")
-        assert actor.acquire_group(0.3) is None
+        assert actor.acquire_groups(1, 0.3) == []
         learner = ZmqLearnerPort(endpoint, version=5)
         learner.status()
         grant = acquire(actor)
@@ -242,12 +241,12 @@ def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
 ) -> None:
     service, socket, _ = scripted
     socket.deaf = {b"b"}
-    socket.say(b"b", "acquire", turn=0)
+    socket.say(b"b", "acquire", turn=0, groups=1)
     service.serve_once(0)  # Granted, but b did not hear of it.
     socket.deaf = set()
-    socket.say(b"a", "acquire", turn=0)
+    socket.say(b"a", "acquire", turn=0, groups=1)
     service.serve_once(0)
-    socket.say(b"b", "acquire", turn=0)
+    socket.say(b"b", "acquire", turn=0, groups=1)
     service.serve_once(0)
     assert (socket.grants(b"a"), socket.grants(b"b")) == ([], [0])
 
@@ -256,15 +255,15 @@ def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[ReplayServer, Scri
     """An actor that hangs loses its group after the deadline, and another one gets the credit."""
     service, socket, clock = scripted
     for turn in (0, 1):
-        socket.say(b"a", "acquire", turn=turn)
+        socket.say(b"a", "acquire", turn=turn, groups=1)
         service.serve_once(0)
     assert socket.grants(b"a") == [0]
     for _ in range(5):
         clock.now += 7.0  # In all 35 s; the deadline is 30 s.
-        socket.say(b"b", "acquire", turn=0)
+        socket.say(b"b", "acquire", turn=0, groups=1)
         service.serve_once(0)
-    assert (socket.grants(b"a"), socket.grants(b"b")) == ([0], [1])
-    socket.say(b"a", "acquire", turn=1)
+    assert (socket.grants(b"a"), socket.grants(b"b")) == ([0], [0])
+    socket.say(b"a", "acquire", turn=1, groups=1)
     service.serve_once(0)
     assert service.replay.state.limiter.credit == 0
     assert socket.grants(b"a") == [0], "it asks again, but somebody else has the credit now"
@@ -318,8 +317,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
 
     def imagine() -> None:
         actor.serve()
-        grant = actor.acquire_group(1.0)
-        if grant is not None:
+        for grant in actor.acquire_groups(1, 1.0):
             push_group(actor, grant, "whoever", grant.min_version)
 
     learner = InProcessLearnerPort(replay, imagine=imagine)
@@ -337,6 +335,6 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
         InProcessLearnerPort(replay, version=3).sample(groups=2, version=3, timeout=0.0)
     learner.stop()
     with pytest.raises(RunStopped):
-        actor.acquire_group(0.0)
+        actor.acquire_groups(1, 0.0)
     actor.close(0.0)
     learner.close()

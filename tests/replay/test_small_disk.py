@@ -106,8 +106,9 @@ class Actor:
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            grant = self._port.acquire_group(0.05) if self.left else self._port.serve()
-            if grant is not None:
+            if not self.left:
+                self._port.serve()
+            for grant in self._port.acquire_groups(1, 0.05) if self.left else ():
                 self.left -= 1
                 for member in range(2):
                     episode = big(grant.number, member, actor=self._name)

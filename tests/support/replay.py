@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.config.run import ReplaySettings
+from asyncrl.records import Sampling
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
@@ -22,22 +23,28 @@ class Clock:
         return self.now
 
 
-def fill(replay: Replay, number: int, versions: tuple[int, ...]) -> list[str]:
+def fill(replay: Replay, number: int, versions: tuple[int, ...], *, actor: str = "actor-0") -> list[str]:
     """Push all members of a group; return what became of them."""
     size = replay.state.limiter.group_size
     return [
-        replay.admit(make_episode(number, member, group_size=size, versions=versions)).status
+        replay.admit(make_episode(number, member, group_size=size, versions=versions, actor=actor)).status
         for member in range(size)
     ]
 
 
 def make_limiter(
-    *, group_size: int = 2, per_update: int = 2, max_lag: int = 1, clock: Clock | None = None
+    *,
+    group_size: int = 2,
+    per_update: int = 2,
+    max_lag: int = 1,
+    sampling: Sampling | None = None,
+    clock: Clock | None = None,
 ) -> Limiter:
     return Limiter(
         ReplaySettings(max_lag=max_lag, group_timeout=30.0, keep_video_every=3),
         group_size=group_size,
         groups_per_update=per_update,
+        sampling=sampling,
         clock=clock or Clock(),
     )
 

@@ -98,8 +98,7 @@ def push_group(port: ActorPort, grant: GroupGrant, name: str, version: int) -> N
 
 
 def acquire(port: ActorPort) -> GroupGrant:
-    grant = port.acquire_group(10.0)
-    assert grant is not None
+    (grant,) = port.acquire_groups(1, 10.0)
     return grant
 
 

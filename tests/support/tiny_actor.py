@@ -35,7 +35,12 @@ def actor_with(
     models: Imagination, folder: Path, *, slots: int, stages: int = 1, decisions: int = 1, groups: int = 1
 ) -> tuple[Actor, Replay, InProcessLearnerPort]:
     config = TrainConfig(
-        algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=groups),
+        algorithm=AlgorithmSettings(
+            group_size=GROUP,
+            groups_per_update=groups,
+            temperature=models.sampling.temperature,
+            top_k=models.sampling.top_k,
+        ),
         replay=ReplaySettings(max_lag=0, keep_video_every=1),
     )
     replay = open_run_replay(folder, config)

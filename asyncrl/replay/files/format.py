@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
-from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSIONS
+from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSIONS, Sampling
 
 _MAGIC: Final = b"ARLFOOT1"
 _EXTENT: Final = struct.Struct("<QQ")
@@ -176,6 +176,10 @@ class GroupFile:
     """When the file was last written, in nanoseconds."""
     decisions: int
     """Of all its episodes."""
+    sampling: Sampling
+    """Of its first episode: a group has one."""
+    world_version: int
+    """The oldest of its episodes."""
     episode_ids: tuple[str, ...]
     attributes: dict[str, Any]
 
@@ -248,6 +252,8 @@ def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found:
         size=found.st_size,
         mtime_ns=found.st_mtime_ns,
         decisions=int(table["N_end"][-1]),
+        sampling=Sampling(float(table["temperature"][0]), int(table["top_k"][0])),
+        world_version=int(table["world_version"].min()),
         episode_ids=tuple(x.decode() for x in table["episode_id"].tolist()),
         attributes=attributes,
     )
