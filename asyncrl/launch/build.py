@@ -37,6 +37,7 @@ from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkp
 from asyncrl.policies.interface import (
     ChecksTraining,
     FixedShapeActing,
+    FixesPrompts,
     HasCritic,
     LoraTargets,
     Policy,
@@ -234,7 +235,7 @@ def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:
 
 
 def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
-    """Join the models of an actor, compiled if that is wanted.
+    """Join the models of an actor, compiled and at a fixed shape if that is wanted.
 
     Raises:
         ConfigError: --imagination.compile is set, and a model cannot be compiled.
@@ -242,6 +243,8 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     if config.imagination.compile:
         _compile(config, policy, environment)
+    if config.imagination.fixed_shape and isinstance(policy, FixesPrompts):
+        policy.fix_prompts(tasks_of(environment))
     return Imagination(
         policy,
         environment.world,
@@ -249,7 +252,18 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
         sampling,
         policy_device=policy.device,
         world_device=environment.world.device,
+        rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
     )
+
+
+def rows_of_a_pass(config: TrainConfig) -> int:
+    """Return the most rows that a pass of an actor's models has: the slots of its larger stage."""
+    return max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
+
+
+def tasks_of(environment: Environment) -> list[str]:
+    """Return all instructions that the start states have, in the order of letters."""
+    return sorted({state.task for state in environment.starts})
 
 
 def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
@@ -257,8 +271,8 @@ def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> N
     check_compilable(type(policy), type(world))
     assert isinstance(policy, FixedShapeActing)
     assert isinstance(world, CompilesWorld)
-    rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
-    policy.compile_acting(rows, sorted({state.task for state in environment.starts}))
+    rows = rows_of_a_pass(config)
+    policy.compile_acting(rows, tasks_of(environment))
     world.compile(rows)
 
 
