@@ -95,7 +95,9 @@ class FixedShape:
             return torch.cat([tensor, tensor[-1:].expand(self.rows - live, *tensor.shape[1:])])
 
         full = {name: filled(tensor) for name, tensor in _tensors(inputs).items()}
-        chosen = self.choose(replace(inputs, **full), sampling, None if uniforms_BK is None else filled(uniforms_BK))
+        chosen = self.choose(
+            replace(inputs, **full), sampling, None if uniforms_BK is None else filled(uniforms_BK)
+        )
         return SampledTokens(*(tensor[:live] for tensor in chosen))
 
 

@@ -1,4 +1,4 @@
-"""--imagination.fixed-shape: an episode has the same bits whatever is imagined beside it. The shipped models."""
+"""--imagination.fixed-shape: an episode has the same bits whatever is beside it. The shipped models."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class PromptTokenizer:
         return cls(tokenizer, pad_id=pad_id)
 
     def fix_shape(self, tasks: Iterable[str]) -> None:
-        """Pad every batch to the longest prompt of `tasks` from now on; mask all if any of them is shorter."""
+        """Pad every batch to the longest prompt of `tasks` from now on; mask all if any is shorter."""
         lengths = {len(self.ids(task)) for task in tasks}
         self.shortest, self.always_masked = max(lengths), len(lengths) > 1
 
