@@ -104,7 +104,8 @@ class TensorFiles:
         self.label = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         """What errors call these files."""
         self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
-        """Functions that are applied to tensors after reading, on the thread that read them."""
+        """Functions that are applied to tensors after reading, on the thread that read them. They keep dtype and
+        shape: `spec`, which headers of new files are written from, is known before a number is read."""
         self.extra: dict[str, Tensor] = {}
         """Tensors that come from elsewhere and are given as they are."""
         opened = [file for path in paths for file in _open_files(path)]
@@ -198,7 +199,12 @@ class TensorFiles:
         else:
             tensor = buffer[: spec.nbytes].view(spec.dtype).view(spec.shape)
         file.read(stored, tensor)
-        return self.changes[name](tensor) if name in self.changes else tensor
+        if name not in self.changes:
+            return tensor
+        changed = self.changes[name](tensor)
+        found = Spec(changed.dtype, tuple(changed.shape))
+        assert found == spec, f"{self.label}: {name} is {spec}, and {found} after a change that must keep it"
+        return changed
 
     def stream(self, names: Iterable[str], *, what: str) -> Iterator[tuple[str, Tensor]]:
         """Read tensors one after the other, the next few of them ahead on other threads.
