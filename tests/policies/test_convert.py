@@ -31,7 +31,8 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.asset_paths import policy_folder
-from asyncrl.storage.tensor_reader import INDEX, TensorFiles
+from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.weight_files import INDEX
 from support import ROOT, child_environment
 from support.published import (
     CONFIG,
@@ -547,7 +548,7 @@ def test_a_change_that_would_belie_the_header_is_not_let_through(
     save_file({"a": torch.ones(3, 2)}, tmp_path / "x.safetensors")
     files = TensorFiles(tmp_path / "x.safetensors")
     files.changes["a"] = change
-    with pytest.raises(AssertionError, match="a is .*after a change that must keep it"):
+    with pytest.raises(AssertionError, match=r"a is .*after a change that must keep it"):
         files.read("a")
 
 
