@@ -34,8 +34,9 @@ import tyro
 from pace import commit
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.build import build_learning_policy, build_update
+from asyncrl.launch.build import build_update
 from asyncrl.launch.placement import pick_device
+from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.batches import batch_metrics, build_batch
 from asyncrl.learner.fsdp import make_float32_masters
 from asyncrl.learner.update import Update

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.config.run import AlgorithmSettings, TrainConfig
-from asyncrl.launch.build import build_learning_policy
+from asyncrl.launch.policies import build_learning_policy
 from asyncrl.records import problem_with
 from support import ROOT
 

@@ -205,7 +205,7 @@ def _logprobs(
         ``[N, C, A]`` float32 per episode, NaN where the policy's version is not there.
     """
     from asyncrl.evaluation.stored_groups import logprobs_again
-    from asyncrl.launch.build import build_policy
+    from asyncrl.launch.policies import build_policy
     from asyncrl.storage import checkpoint
 
     kept = checkpoint.kept(run)

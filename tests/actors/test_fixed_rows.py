@@ -12,8 +12,9 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import PendingEpisode, Slots
 from asyncrl.config.run import ActorSettings, ImaginationSettings, TrainConfig
-from asyncrl.launch.build import build_imagination, build_policy
+from asyncrl.launch.build import build_imagination
 from asyncrl.launch.environment import Environment, build_environment
+from asyncrl.launch.policies import build_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.interface import GroupGrant
 from support.tiny_actor import TASKS
