@@ -19,7 +19,7 @@ COMMANDS: dict[str, str] = {
     "collect": "asyncrl.commands.collect:main",
     "fit": "asyncrl.commands.fit:main",
     "convert": "asyncrl.commands.convert:main",
-    "replay": "asyncrl.replay_tools.commands:run_inspection",
+    "replay": "asyncrl.commands.replay:main",
     "check": "asyncrl.commands.check:main",
     "doctor": "asyncrl.commands.doctor:main",
     "status": "asyncrl.commands.status:main",

@@ -1,7 +1,8 @@
 """Derive all random numbers of an episode from its own numbers, never from what it is played beside.
 
-So an episode does not depend on the slot, the actor or the neighbours it was imagined or simulated with. The
-values are part of what a run reproduces: a formula here never changes.
+So the slot, the actor and the neighbours of an episode draw nothing for it. Only the last digits of what the
+models compute depend on how many rows are beside it, unless --imagination.fixed-shape holds that constant.
+The values are part of what a run reproduces: a formula here never changes.
 """
 
 import numpy as np

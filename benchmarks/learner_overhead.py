@@ -34,8 +34,9 @@ import tyro
 from pace import commit
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.build import build_learning_policy, build_update
+from asyncrl.launch.build import build_update
 from asyncrl.launch.placement import pick_device
+from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.batches import batch_metrics, build_batch
 from asyncrl.learner.fsdp import make_float32_masters
 from asyncrl.learner.update import Update
@@ -147,7 +148,7 @@ def _episode(
         group_size=config.algorithm.group_size, actor="actor-0", task=TASK, start_state="noise",
         world_version=0, seed=0, temperature=sampling.temperature, top_k=sampling.top_k,
         end_reason="truncated" if success < 0 else "success", frames=frames,
-        sample={"tokens": act.tokens.cpu().numpy()}, logprobs=act.logprob.cpu().numpy(),
+        sample={"tokens": act.sample["tokens"].cpu().numpy()}, logprobs=act.logprob.cpu().numpy(),
         values=np.full(decisions, np.nan, np.float32), actions=act.actions.cpu().numpy(), rewards=rewards,
         success_scores=rewards.copy(), policy_versions=np.zeros(decisions, np.int64),
         noise_seeds=np.arange(decisions), final_frame=frames[-1], video=frames[:0],
@@ -181,6 +182,7 @@ def measure(algorithm: Literal["grpo", "ppo"], settings: Settings) -> tuple[int,
     torch.manual_seed(settings.seed)
     device = pick_device(settings.device)
     policy = build_learning_policy(config, device)
+    assert isinstance(policy, OpenVLAOFTPolicy)  # The shipped one is.
     make_float32_masters(policy, config.learner.precision)
     groups = make_groups(policy, config, settings)
     update, watch = build_update(config, policy), Stopwatch(device)

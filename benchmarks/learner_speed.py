@@ -79,6 +79,15 @@ def read(policy: OpenVLAOFTPolicy, how: str, settings: Settings, flops: float, r
     return found
 
 
+def report(readings: list[Reading]) -> str:
+    """The readings as a table."""
+    lines = [
+        [r.how, r.rows, f"{1000 * r.seconds:.1f}", f"{r.burst:.1%}", f"{r.sustained:.1%}", f"{r.first:.0f}"]
+        for r in readings
+    ]
+    return table(["", "rows", "ms", "of burst", "of sustained", "first call s"], lines)
+
+
 def main() -> None:
     """Measure, print."""
     settings = tyro.cli(Settings, description=__doc__)
@@ -92,8 +101,7 @@ def main() -> None:
     readings = read(policy, "eager", settings, flops, rate)
     compile_blocks(policy)
     readings += read(policy, "compiled", settings, flops, rate)
-    lines = [[r.how, r.rows, f"{1000 * r.seconds:.1f}", f"{r.share:.1%}", f"{r.first:.0f}"] for r in readings]
-    print("\n" + table(["", "rows", "ms", "of burst", "of sustained", "first call s"], lines))
+    print("\n" + report(readings))
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json:

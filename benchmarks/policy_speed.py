@@ -117,7 +117,9 @@ def agreement(policy: OpenVLAOFTPolicy, choose: Callable[..., Any], given: Polic
     chosen = choose(given, SAMPLING, uniforms)
     acted = chosen.logprobs.gather(-1, chosen.tokens.unsqueeze(-1)).squeeze(-1)
     with torch.compiler.set_stance("force_eager"):
-        evaluated = policy.evaluate(given, policy.as_chunk(chosen.tokens), SAMPLING).logprob.flatten(1)
+        evaluated = policy.evaluate(
+            given, {"tokens": policy.as_chunk(chosen.tokens)}, SAMPLING
+        ).logprob.flatten(1)
     off = (acted - evaluated).abs()
     whole = (acted - evaluated).sum(dim=1).abs()
     return {

@@ -42,8 +42,9 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.openvla.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.atomic import write_json
-from asyncrl.storage.tensor_reader import INDEX, Spec
+from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import write_file
+from asyncrl.storage.weight_files import INDEX
 from support.published_exports import load_openvla
 
 KEY = "libero_spatial_no_noops"

@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -261,10 +262,8 @@ def ess_text(cell: Results) -> str:
 
 def plot(out: Path, image: Path, before: float) -> None:
     """True success over lag: one line per correction, one panel per algorithm, bars from the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    import_module("matplotlib").use("Agg")  # Of the extra `benchmarks`, and of this function alone.
+    pyplot = import_module("matplotlib.pyplot")
 
     found = gather(out)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)

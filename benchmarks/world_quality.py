@@ -16,6 +16,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ def frechet(a: np.ndarray, b: np.ndarray) -> float:
 def features(reward: ResNetReward, frames: np.ndarray) -> np.ndarray:
     """Trunk features ``[n, d]`` of uint8 frames ``[n, H, W, 3]``."""
     parts = torch.from_numpy(frames).split(512)
-    trunk = reward.network.visual_encoder
+    trunk: Any = reward.network.visual_encoder
     outputs = [trunk(to_signed(x.to(reward.device)).permute(0, 3, 1, 2)) for x in parts]
     return torch.cat([o.mean((2, 3)) if o.ndim == 4 else o for o in outputs]).cpu().double().numpy()
 
@@ -116,7 +117,7 @@ def precision_recall(predicted: np.ndarray, true: np.ndarray) -> tuple[float, fl
 
 def record(folder: Path, settings: Settings) -> None:
     """Record up to 64 steps per episode: a demonstrator of mixed quality, or a policy until it succeeds."""
-    common = {"episodes": settings.episodes, "first_seed": FIRST_SEED, "max_decisions": 8}
+    common: dict[str, Any] = {"episodes": settings.episodes, "first_seed": FIRST_SEED, "max_decisions": 8}
     if not settings.policy:
         mixed = Demonstrator(noise=(0.0, 0.5), spread=0.012, retry=True, extra_decisions=8)
         record_expert(folder, mixed, workers=settings.workers, image_size=64, **common)
@@ -140,7 +141,7 @@ def main() -> None:
     offsets = recordings.offsets[1:-1]
     redrawn = np.split(redraw(world.vae, encode_recordings(world.vae, recordings)), offsets)
     still = [np.repeat(e.frames[:1], len(e.frames), 0) for e in episodes]
-    result = {"picture": pictures(reward, episodes, imagined, redrawn, still)}
+    result: dict[str, Any] = {"picture": pictures(reward, episodes, imagined, redrawn, still)}
     result["reward"] = verdicts(reward, episodes, imagined, settings.threshold)
     if settings.json:
         Path(settings.json).write_text(json.dumps(result, indent=2) + "\n")

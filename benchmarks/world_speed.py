@@ -24,10 +24,11 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from pace import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
 
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.worlds.wan.state import WanState
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, encode_step, use_channels_last
-from asyncrl.worlds.wan.world import WanState, WanWorld
+from asyncrl.worlds.wan.world import WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,6 +118,21 @@ def test_a_resumed_run_takes_its_classes_from_the_command_line_only(
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
+def test_a_group_of_ones_own_parts_is_imagined_again_with_those_that_are_named_once_more(
+    outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, named = tmp_path / "run", ["--policy", FLOW, "--world", WORLD, "--reward", REWARD]
+    learn = ["--inline", "--updates", "1", "--imagination.fixed-shape", "--run-dir", str(run)]
+    assert cli.run("train", [*learn, *ENVIRONMENT, *SMALL, "--policy", FLOW]) == 0
+    again = ["imagine", str(run), "0", "--device", "cpu"]
+    assert cli.run("replay", again) == 2
+    said = capsys.readouterr().err
+    assert "Code is named on the command line only" in said
+    assert f"--policy {FLOW}" in said
+    assert cli.run("replay", [*again, *named]) == 0
+    assert "4 members: 4 equal" in capsys.readouterr().out
+
+
 WRONG = """
 import torch
 from dataclasses import replace

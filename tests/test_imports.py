@@ -34,6 +34,7 @@ LIGHT = (
     "replay_tools",
     "cli",
     "commands.doctor",
+    "commands.replay",
 )
 """Import neither torch nor a library of models or physics."""
 HEAVY = {"torch", "transformers", "diffusers", "mujoco"}

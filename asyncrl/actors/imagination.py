@@ -49,13 +49,27 @@ class Imagination(Generic[State]):
         *,
         policy_device: torch.device = CPU,
         world_device: torch.device = CPU,
+        rows: int = 0,
     ) -> None:
-        """Join the models; `world_device` holds the reward model too."""
+        """Join the models.
+
+        Args:
+            policy: Decides.
+            world: Draws frames.
+            reward: Scores them.
+            sampling: How decisions are sampled.
+            policy_device: Where the policy is.
+            world_device: Where world and reward model are.
+            rows: Rows of every pass of every model; where fewer slots take part, copies of the first fill it
+                up. What a model computes of a row depends on how many there are, in the last digits, but not
+                on which: so an episode is the same whatever else is imagined. 0: no copies.
+        """
         self.policy = policy
         self.world = world
         self.reward = reward
         self.sampling = sampling
         self.policy_device, self.world_device = policy_device, world_device
+        self.rows = rows
         self._seconds: dict[Metric, float] = {}
 
     @property
@@ -71,9 +85,7 @@ class Imagination(Generic[State]):
             Slots for whose start state the world raises; they have no state and must be cleared.
         """
         began = DeviceEvent(self.world_device)
-        opened, failed = retry_rows_singly(
-            indices, lambda some: self.world.start([slots.episode(i).pending.start for i in some])
-        )
+        opened, failed = retry_rows_singly(indices, partial(self._start, slots))
         for some, fresh in opened:
             stage.open(some, fresh)
         stage.timed_work.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
@@ -132,11 +144,20 @@ class Imagination(Generic[State]):
             self._seconds[metric] = self._seconds.get(metric, 0.0) + ended.since(began)
         stage.timed_work = []
 
+    def _start(self, slots: Slots, indices: list[int]) -> State:
+        state = self.world.start([slots.episode(i).pending.start for i in self._filled(indices)])
+        return _first_rows(state, len(indices))
+
+    def _filled(self, indices: list[int]) -> list[int]:
+        """Return the slots of a pass: those that take part, and the first of them for each row left over."""
+        return [*indices, *indices[:1] * (self.rows - len(indices))]
+
     def _decide(
         self, slots: Slots, stage: Stage[State], policy_version: int, indices: list[int]
     ) -> tuple[InFlightDecision, State]:
         """Launch one decision in `indices`, without any effect on them; the world's state after it is new."""
-        episodes = [slots.episode(i) for i in indices]
+        filled = self._filled(indices)
+        episodes = [slots.episode(i) for i in filled]
         seeds = [episode.next_noise_seed() for episode in episodes]
         frames_B = np.stack([episode.frame for episode in episodes])
         tasks_B = [episode.pending.start.task for episode in episodes]
@@ -147,7 +168,7 @@ class Imagination(Generic[State]):
         decided = DeviceEvent(self.policy_device)
         actions = acted.actions.to(self.world_device)
         received = DeviceEvent(self.world_device)
-        new_frames, state = self.world.imagine(stage.state_of(indices), actions, seeds)
+        new_frames, state = self.world.imagine(stage.state_of(filled), actions, seeds)
         drawn = DeviceEvent(self.world_device)
         scores = self.reward.score(new_frames, tasks_B)
         scored = DeviceEvent(self.world_device)
@@ -168,20 +189,24 @@ class Imagination(Generic[State]):
         }
         if acted.value is not None:
             arrays["values"] = _to_host(acted.value[:, 0].float())
-        decision = InFlightDecision(
+        decision = InFlightDecision(  # Its arrays may have more rows than it has slots: nobody looks at them.
             indices=indices,
-            episodes=episodes,
+            episodes=episodes[: len(indices)],
             arrays=arrays,
             finite=_to_host(state.finite),
             timed_work=timed_work,
             done_events=(DeviceEvent(self.policy_device), DeviceEvent(self.world_device)),
         )
-        return decision, state
+        return decision, _first_rows(state, len(indices))
 
     def _sample(self, acted: ActResult) -> dict[str, Tensor]:
         """Copy the arrays that the policy declares to host memory, in the types that it declares."""
         specs = self.policy.sample_arrays
         return {name: _to_host(acted.sample[name].to(_DTYPES[specs[name].dtype])) for name in specs}
+
+
+def _first_rows(state: State, count: int) -> State:
+    return state if len(state) == count else state.select(range(count))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ class InFlightDecision:
     episodes: list[EpisodeInProgress]
     """What was in the slots; one that has something else by now gets nothing of this."""
     arrays: dict[str, Tensor]
-    """Name -> ``[B, ...]``: what becomes of `EpisodeInProgress.decisions`."""
+    """Name -> ``[B, ...]``, or more rows that mean nothing: what becomes of `EpisodeInProgress.decisions`."""
     finite: Tensor
-    """``[B]`` bool: `WorldState.finite` after the decision."""
+    """``[B]`` bool, or more rows that mean nothing: `WorldState.finite` after the decision."""
     timed_work: list[TimedWork]
     done_events: tuple[DeviceEvent, ...]
 

@@ -38,6 +38,9 @@ class ImaginationSettings(Bounded):
     """Network calls per decision; 0 = as many as the world's folder says (published: 5)."""
     compile: bool = False
     """Compile the networks of the actor: about a minute at the start, then up to twice as fast on a GPU."""
+    fixed_shape: bool = False
+    """Give every pass as many rows as it can have: what is free is filled up with copies. An episode then has
+    the same bits whatever is imagined beside it; a pass always costs as much as with all --actor.slots."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

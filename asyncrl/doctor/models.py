@@ -68,7 +68,7 @@ def measure(config: TrainConfig, policy: Any, environment: EnvironmentFiles) -> 
 
     Args:
         config: Of the run.
-        policy: As `build.build_learning_policy` returns it.
+        policy: As `policies.build_learning_policy` returns it.
         environment: World and reward model.
     """
     parameters = list(policy.parameters())

@@ -90,16 +90,25 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
     chosen = list(episodes[: ROWS * COLUMNS])
     drawn = imagine_again(world, chosen)
-    movie = tile([_pair(e, d) for e, d in zip(chosen, drawn, strict=True)])
+    movie = tile([pair(e.frames, d, won=bool(e.success.any())) for e, d in zip(chosen, drawn, strict=True)])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_movie(path, movie, rate=FRAMES_PER_SECOND)
 
 
-def _pair(episode: SimulatedEpisode, drawn: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Join both halves in an edge of the outcome's colour: ``[F, H + 4, 2 W + 4, 3]`` uint8."""
-    both = np.concatenate([episode.frames, drawn], axis=2)
+def pair(left: NDArray[np.uint8], right: NDArray[np.uint8], *, won: bool) -> NDArray[np.uint8]:
+    """Join two clips in an edge of the outcome's colour.
+
+    Args:
+        left: ``[F, H, W, 3]`` uint8.
+        right: The same shape and dtype.
+        won: Whether the edge is green, else red.
+
+    Returns:
+        ``[F, H + 4, 2 W + 4, 3]`` uint8.
+    """
+    both = np.concatenate([left, right], axis=2)
     framed = np.empty((len(both), both.shape[1] + 4, both.shape[2] + 4, 3), np.uint8)
-    framed[:] = GREEN if episode.success.any() else RED
+    framed[:] = GREEN if won else RED
     framed[:, 2:-2, 2:-2] = both
     return framed
 

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its `TrainConfig`: policy, imagination, actor, learner. All is checked here.
+"""Builds the parts of a run from its `TrainConfig`: imagination, actor, learner. All is checked here.
 
 Whatever cannot work raises before a process is started or a folder is made.
 """
@@ -6,7 +6,7 @@ Whatever cannot work raises before a process is started or a folder is made.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,23 +26,21 @@ from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.launch.placement import Placement, only_learns, pick_device
+from asyncrl.launch.policies import as_module, build_learning_policy, build_reference, check_tasks
 from asyncrl.learner.learner import Learner, Log, LoopSettings
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
-from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.learner.reference import Reference
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
-from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
 from asyncrl.policies.interface import (
     ChecksTraining,
     FixedShapeActing,
-    HasCritic,
-    LoraTargets,
+    FixesPrompts,
     Policy,
     SamplingParams,
 )
-from asyncrl.policies.lora import add_lora
 from asyncrl.records import StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, LearnerPort
@@ -67,7 +65,7 @@ def actor_offload(config: TrainConfig, imagination: Imagination[Any]) -> IdleOff
         return NO_OFFLOAD
     policy, reward = imagination.policy, imagination.reward
     world = imagination.world
-    models = [_module(policy), *world.modules().values(), *reward.modules().values()]
+    models = [as_module(policy), *world.modules().values(), *reward.modules().values()]
     movable = [model for model in (policy, world, reward) if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
@@ -142,99 +140,8 @@ def transport_of(config: TrainConfig, placement: Placement) -> str:
     return "nccl" if len(remote) == len(actors) else "nccl+ipc"
 
 
-def _load_policy(config: TrainConfig, device: torch.device) -> Policy:
-    named = named_policy(config.policy, config.policy_settings)
-    return named.kind.load(named.folder, device, **named.settings)
-
-
-def _module(policy: Policy) -> nn.Module:
-    if not isinstance(policy, nn.Module):
-        raise ConfigError(
-            f"--policy is a {type(policy).__name__}, which is no torch.nn.Module. Derive it from one."
-        )
-    return policy
-
-
-def build_policy(config: TrainConfig, device: torch.device) -> Policy:
-    """Load the policy that the run begins with, without a critic: what an actor needs.
-
-    With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
-    """
-    policy = _load_policy(config, device)
-    if isinstance(policy, HasCritic):
-        policy.drop_critic()
-    if config.lora.rank:
-        add_adapters(config, policy)
-    _module(policy).eval()
-    return policy
-
-
-def add_adapters(config: TrainConfig, policy: Policy) -> None:
-    """Give the policy adapters, in bfloat16 where both it and the learner's passes are.
-
-    Raises:
-        ConfigError: The policy does not say where adapters go.
-    """
-    if not isinstance(policy, LoraTargets):
-        raise ConfigError(
-            f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
-            "not known where adapters go. Use --lora.rank 0, or add the method."
-        )
-    half = config.learner.precision == "bf16" and policy.dtype == torch.bfloat16
-    dtype = torch.bfloat16 if half else torch.float32
-    add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets, dtype=dtype)
-
-
-def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
-    """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
-
-    A critic of the right level in the policy's folder is kept.
-
-    Raises:
-        ConfigError: A flag needs a capability that the policy lacks.
-    """
-    policy = _load_policy(config, device)
-    _add_critic(config, policy)
-    if config.lora.rank:
-        add_adapters(config, policy)
-    if config.learner.gradient_checkpointing:
-        enable_gradient_checkpointing(policy)
-    if config.learner.compile:
-        compile_blocks(policy)
-    _module(policy).eval()
-    return policy
-
-
-def _add_critic(config: TrainConfig, policy: Policy) -> None:
-    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
-    if isinstance(policy, HasCritic):
-        if wanted == "none":
-            policy.drop_critic()
-        elif policy.critic != wanted:
-            policy.add_critic(wanted)
-    elif wanted != "none":
-        raise ConfigError(
-            f"--algorithm.kind is ppo, but {type(policy).__name__} has no critic (add_critic, values). Use "
-            "--algorithm.kind grpo, or add the methods."
-        )
-
-
-def build_reference(config: TrainConfig, policy: Policy, device: torch.device) -> Reference | None:
-    """The policy that the KL penalty is about; None when its coefficient is 0."""
-    if not config.algorithm.kl_coef:
-        return None
-    return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
-
-
-def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:
-    """Let the policy read every instruction once, so that one it cannot read fails at the start."""
-    first = {state.task: state for state in starts}
-    for task, state in first.items():
-        policy.preprocess(state.frame[None], [task])
-
-
 def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
-    """Join the models of an actor, compiled if that is wanted.
+    """Join the models of an actor, compiled and at a fixed shape if that is wanted.
 
     Raises:
         ConfigError: --imagination.compile is set, and a model cannot be compiled.
@@ -242,6 +149,8 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     if config.imagination.compile:
         _compile(config, policy, environment)
+    if config.imagination.fixed_shape and isinstance(policy, FixesPrompts):
+        policy.fix_prompts(tasks_of(environment))
     return Imagination(
         policy,
         environment.world,
@@ -249,7 +158,18 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
         sampling,
         policy_device=policy.device,
         world_device=environment.world.device,
+        rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
     )
+
+
+def rows_of_a_pass(config: TrainConfig) -> int:
+    """Return the most rows that a pass of an actor's models has: the slots of its larger stage."""
+    return max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
+
+
+def tasks_of(environment: Environment) -> list[str]:
+    """Return all instructions that the start states have, in the order of letters."""
+    return sorted({state.task for state in environment.starts})
 
 
 def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
@@ -257,8 +177,8 @@ def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> N
     check_compilable(type(policy), type(world))
     assert isinstance(policy, FixedShapeActing)
     assert isinstance(world, CompilesWorld)
-    rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
-    policy.compile_acting(rows, sorted({state.task for state in environment.starts}))
+    rows = rows_of_a_pass(config)
+    policy.compile_acting(rows, tasks_of(environment))
     world.compile(rows)
 
 

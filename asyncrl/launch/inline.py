@@ -12,6 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, learner_ranks, rendezvous
 from asyncrl.launch.environment import build_environment
 from asyncrl.launch.placement import pick_device
+from asyncrl.launch.policies import build_policy
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import MetricsLogger
@@ -33,7 +34,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     device = pick_device(config.device)
     policy, _ = build.load_models(config, device)
     environment = build_environment(config, device)
-    imagination = build.build_imagination(config, build.build_policy(config, device), environment)
+    imagination = build.build_imagination(config, build_policy(config, device), environment)
     start = build.start_run(config, policy)
     run_dir = start.run_dir
     process_status.publish_as(run_dir, "inline")

@@ -117,6 +117,7 @@ def _join(
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.named_models import refuse_foreign_code
     from asyncrl.launch.placement import pick_device, threads_of_actor
+    from asyncrl.launch.policies import build_policy, check_tasks
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
     from asyncrl.weights.pull_client import build_pulled_receiver
@@ -130,9 +131,9 @@ def _join(
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    policy = build.build_policy(config, device)
+    policy = build_policy(config, device)
     environment = build_environment(config, device)
-    build.check_tasks(policy, environment.starts)
+    check_tasks(policy, environment.starts)
     receiver = build_pulled_receiver(
         told.weights, name, policy.acting_tensors(), keys, config.weights.timeout
     )

@@ -23,6 +23,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, rendezvous
 from asyncrl.launch.placement import Placement, pick_device
+from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedRanks, explain_lost_peer
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.learner import NullLog
@@ -158,7 +159,7 @@ def run_follower_rank(info: rendezvous.RunInfo, placement: Placement, children: 
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
     checkpoint = Path(info.checkpoint) if info.checkpoint else None
-    policy = build.build_learning_policy(config, device)
+    policy = build_learning_policy(config, device)
     version = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
     start = build.LearnerStart(
         policy=policy, run_dir=Path(info.run_dir), version=version, checkpoint=checkpoint

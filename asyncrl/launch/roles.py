@@ -30,6 +30,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.launch import build, endpoints
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
+    from asyncrl.launch.policies import build_policy
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
 
@@ -44,7 +45,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     device, world_device = actor_devices(config.device, placement, rank(), local_rank())
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
-    policy = build.build_policy(config, device)
+    policy = build_policy(config, device)
     environment = build_environment(config, world_device)
     imagination = build.build_imagination(config, policy, environment)
     receiver = build_receiver(

@@ -59,21 +59,20 @@ def compile(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> Callable[[],
     Returns:
         What to call when the weights move, where acting is a CUDA graph.
     """
-    lengths = {len(policy.tokenizer.ids(task)) for task in tasks}
-    policy.tokenizer.shortest = max(lengths)
+    policy.tokenizer.fix_shape(tasks)
     compile_blocks(policy, dynamic=False)
     choose: Choose = policy.choose
     if policy.device.type == "cuda":
         choose = GraphedChoice(policy.choose)
-    policy.choose = FixedShape(choose, rows, masked=len(lengths) > 1)  # type: ignore[method-assign]
+    policy.choose = FixedShape(choose, rows)  # type: ignore[method-assign]
     return choose.forget if isinstance(choose, GraphedChoice) else None
 
 
 class FixedShape:
     """Calls `choose` at one shape only."""
 
-    def __init__(self, choose: Choose, rows: int, *, masked: bool) -> None:
-        self.choose, self.rows, self.masked = choose, rows, masked
+    def __init__(self, choose: Choose, rows: int) -> None:
+        self.choose, self.rows = choose, rows
 
     def __call__(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
@@ -96,8 +95,9 @@ class FixedShape:
             return torch.cat([tensor, tensor[-1:].expand(self.rows - live, *tensor.shape[1:])])
 
         full = {name: filled(tensor) for name, tensor in _tensors(inputs).items()}
-        whole = replace(inputs, **full, padded=inputs.padded or self.masked)
-        chosen = self.choose(whole, sampling, None if uniforms_BK is None else filled(uniforms_BK))
+        chosen = self.choose(
+            replace(inputs, **full), sampling, None if uniforms_BK is None else filled(uniforms_BK)
+        )
         return SampledTokens(*(tensor[:live] for tensor in chosen))
 
 

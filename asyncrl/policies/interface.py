@@ -182,6 +182,9 @@ class Policy(Protocol):
     def act(self, inputs: Any, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
         """Decide. Row b draws from its own stream ``seeds[b]``, whatever its row and neighbours.
 
+        What it draws from may differ in the last digits when the number of rows does: matrix products of
+        other sizes round differently.
+
         Args:
             inputs: What `preprocess` gives.
             sampling: How to sample.
@@ -299,6 +302,18 @@ class FixedShapeActing(Protocol):
             rows: Largest batch from now on; smaller ones cost as much.
             tasks: All instructions that will come.
         """
+        ...
+
+
+@runtime_checkable
+class FixesPrompts(Protocol):
+    """A policy that computes otherwise beside a longer instruction, unless told of all of them.
+
+    Asked by --imagination.fixed-shape.
+    """
+
+    def fix_prompts(self, tasks: Sequence[str]) -> None:
+        """From now on give every batch the shape that one of all `tasks` has."""
         ...
 
 

@@ -41,6 +41,11 @@ from asyncrl.storage.atomic import flush
 PATTERN = "group-*.h5"
 
 
+def file_name(number: int) -> str:
+    """Return the name of a group's file; all match `PATTERN`."""
+    return f"group-{number:08d}.h5"
+
+
 class EpisodeStore:
     """One folder of sealed groups with its index in memory. One writer; readers need only h5py."""
 
@@ -192,7 +197,7 @@ class EpisodeStore:
         self._index.begin(self.group_files.values(), complete=complete)
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"group-{number:08d}.h5"
+        return self.folder / file_name(number)
 
     def _enter(self, group_file: GroupFile) -> None:
         self._take_out(group_file.number)

@@ -18,7 +18,7 @@ from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used
 from asyncrl.replay.files.format import GroupFile, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.ledger import read_entries
-from asyncrl.replay.store import PATTERN, read_meta
+from asyncrl.replay.store import PATTERN, file_name, read_meta
 from asyncrl.replay_tools.text import watched
 
 Outcome = Literal["used", "filtered", "dropped", "unused"]
@@ -229,13 +229,29 @@ def find_row(folder: Path, beginning: str) -> StoredEpisode:
     )
 
 
+def find_group(folder: Path, number: int) -> list[Episode]:
+    """Read the episodes of one group, with all their arrays, in the order of the members.
+
+    Raises:
+        ConfigError: It has no file.
+        ReplayError: Its file is damaged.
+    """
+    path = folder / file_name(number)
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no file of group {number}: it was never complete, or the run did not need it any "
+            "more. `asyncrl replay list` shows which groups there are."
+        )
+    return sorted(read_group(path), key=lambda episode: episode.member)
+
+
 def problem_with_file(path: Path, group_size: int) -> str | None:
     """Say what is wrong with a group's file, or None when it is sound."""
     try:
         number, episodes = read_group_file(path).number, read_group(path)
     except (ReplayError, FileNotFoundError) as error:
         return str(error)
-    if path.name != f"group-{number:08d}.h5":
+    if path.name != file_name(number):
         return f"it says that it is group {number}"
     if [episode.member for episode in episodes] != list(range(group_size)):
         return f"its members are {[episode.member for episode in episodes]}, expected 0 to {group_size - 1}"

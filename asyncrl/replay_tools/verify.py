@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.errors import ReplayError
 from asyncrl.records import SCHEMA_VERSION
 from asyncrl.replay.files.format import FORMAT_VERSION, GroupFile, read_group_file
-from asyncrl.replay.store import PATTERN, read_meta
+from asyncrl.replay.store import PATTERN, file_name, read_meta
 from asyncrl.replay_tools.episodes import GroupOutcomes, problem_with_file, read_outcomes
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
@@ -81,7 +81,7 @@ def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> 
             if (found := group_file.attributes[name]) != (said := getattr(filtered, name)):
                 yield f"{group_file.path.name}: {name} is {found}, the ledger says {said}"
     for number in sorted(outcomes.again - group_files.keys()):
-        yield f"group-{number:08d}.h5: the ledger says that it waits to be used again, but it cannot be read"
+        yield f"{file_name(number)}: the ledger says that it waits to be used again, but it cannot be read"
     for number in sorted((outcomes.used.keys() | outcomes.filtered.keys()) - outcomes.granted):
         if number not in group_files:
             yield f"ledger.log: group {number} was used or filtered, but never granted"

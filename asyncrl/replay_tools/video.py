@@ -16,7 +16,7 @@ from asyncrl.replay_tools.drawing import INK, captioned, enlarged
 from asyncrl.replay_tools.episodes import find_row
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
-from asyncrl.storage.movies import GREEN, can_write_mp4, write_movie
+from asyncrl.storage.movies import GREEN, can_write_mp4, movie_suffix, write_movie
 
 WIDTH = 256
 """Least width of a movie in pixels."""
@@ -46,7 +46,7 @@ class Video(ReplayCommand):
         targets = [self._target(beginning) for beginning in self.episodes]
         for beginning, target in watched(list(zip(self.episodes, targets, strict=True)), "movies"):
             episode = find_row(self.folder, beginning).episode
-            path = target / f"{episode.episode_id[:12]}{_suffix()}" if target.is_dir() else target
+            path = target / f"{episode.episode_id[:12]}{movie_suffix()}" if target.is_dir() else target
             frames = movie_of(episode)
             kept = len(episode.video) > 0
             write_movie(
@@ -100,7 +100,3 @@ def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
         f"score {score}   reward {won:g}",
     ]
     return captioned(picture, lines, edge=GREEN if np.greater(won, 0) else INK)
-
-
-def _suffix() -> str:
-    return ".mp4" if can_write_mp4() else ".gif"

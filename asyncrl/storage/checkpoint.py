@@ -180,6 +180,11 @@ def latest(run_dir: Path) -> Path | None:
     return Checkpoints(run_dir, keep=1).newest
 
 
+def kept(run_dir: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of a run by policy version, oldest first."""
+    return dict(_complete(run_dir / FOLDER))
+
+
 def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: int = 0) -> Progress:
     """Restore trained weights, optimizer and random states; frozen weights come from the policy's files.
 

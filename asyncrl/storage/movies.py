@@ -26,6 +26,11 @@ def can_write_mp4() -> bool:
     return find_spec("av") is not None
 
 
+def movie_suffix() -> str:
+    """Return the suffix of the better kind of movie that can be written: .mp4, or .gif without PyAV."""
+    return ".mp4" if can_write_mp4() else ".gif"
+
+
 def write_movie(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> None:
     """Write a movie of the kind its suffix says.
 

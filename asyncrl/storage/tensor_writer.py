@@ -16,7 +16,8 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import replacing, write_json
-from asyncrl.storage.tensor_reader import INDEX, TYPES, WEIGHTS, Spec, bytes_of
+from asyncrl.storage.tensor_reader import Spec
+from asyncrl.storage.weight_files import INDEX, TYPES, WEIGHTS, bytes_of
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest weight file that is written, unless a single tensor is larger."""

@@ -114,7 +114,8 @@ class World(Protocol[State]):
         Args:
             state: What `start` or the last `imagine` returned; it is not changed.
             actions: ``[B, C, A]`` float32; action i produced frame i.
-            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only, not on its slot or neighbours.
+            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only, not on its slot or neighbours;
+                but for the last digits, in which the number of rows may show.
 
         Returns:
             Frames ``[B, C, H, W, 3]`` uint8, and the state after them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -381,6 +382,16 @@ def test_a_learner_that_is_stopped_while_it_is_parked_saves_its_weights(tmp_path
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
+GRANULARITY = 2 * 2**20
+"""Bytes by which torch's allocator may round: it does not split off less than 1 MiB of a large block, so a
+tensor can hold more than was asked for, and after it came back another such rest, or none."""
+
+
+def requested() -> int:
+    """Bytes of the GPU that tensors asked for; `memory_allocated` adds what the allocator rounds up."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_memory_falls_by_what_was_parked_and_comes_back() -> None:
     device = torch.device("cuda", 0)
@@ -390,8 +401,9 @@ def test_on_a_gpu_memory_falls_by_what_was_parked_and_comes_back() -> None:
     optimizer.step()
     before = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
     torch.cuda.synchronize()
+    gc.collect()  # What other tests left in cycles would be counted when it goes.
     torch.cuda.empty_cache()
-    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    asked, allocated, free = requested(), torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     offloaded = OffloadedTensors(nothing, training_tensors(model, optimizer), {device})
     for _ in range(2):
         offloaded.offload()
@@ -399,10 +411,12 @@ def test_on_a_gpu_memory_falls_by_what_was_parked_and_comes_back() -> None:
         assert offloaded.bytes == 4 * weights, (
             "weights, gradient and two moments; steps are counted on the host"
         )
-        assert allocated - torch.cuda.memory_allocated() == offloaded.bytes
+        assert asked - requested() == offloaded.bytes
+        assert 0 <= allocated - torch.cuda.memory_allocated() - offloaded.bytes <= GRANULARITY
         assert torch.cuda.mem_get_info()[0] - free > 0.9 * offloaded.bytes, "other processes can have it"
         assert all(copy.host.is_pinned() for copy in offloaded._copies.values())
         offloaded.restore()
-        assert torch.cuda.memory_allocated() == allocated
+        assert requested() == asked
+        assert abs(torch.cuda.memory_allocated() - allocated) <= GRANULARITY
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.cpu(), before[name]), name

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.storage.asset_paths import policy_folder
-from asyncrl.storage.tensor_reader import INDEX, TensorFiles
+from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.weight_files import INDEX
 from support import ROOT, child_environment
 from support.published import (
     CONFIG,
@@ -537,6 +539,17 @@ def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
     assert list(found) == ["C", "A"]
     assert torch.equal(found["A"], torch.full((3,), 2.0))
     assert torch.equal(found["C"], torch.full((1,), 7.0))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.t], ids=["dtype", "shape"])
+def test_a_change_that_would_belie_the_header_is_not_let_through(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    save_file({"a": torch.ones(3, 2)}, tmp_path / "x.safetensors")
+    files = TensorFiles(tmp_path / "x.safetensors")
+    files.changes["a"] = change
+    with pytest.raises(AssertionError, match=r"a is .*after a change that must keep it"):
+        files.read("a")
 
 
 def test_names_that_become_equal_are_refused(tmp_path: Path) -> None:

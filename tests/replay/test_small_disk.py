@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from asyncrl.commands.replay import main as run_inspection
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.launch.roles import open_run_replay
@@ -28,7 +29,6 @@ from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.ledger import SPARE_BYTES, Ledger
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay_tools.commands import run_inspection
 from support import child_environment
 from support.episodes import assert_same, make_episode
 from support.replay import Clock, fill, make_limiter, make_replay

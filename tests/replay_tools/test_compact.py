@@ -10,12 +10,12 @@ import h5py
 import numpy as np
 import pytest
 
+from asyncrl.commands.replay import main as run_inspection
 from asyncrl.errors import CodecMissing, ReplayError
 from asyncrl.replay.files import compression
 from asyncrl.replay.files.format import GroupFileParts, get_dataset
 from asyncrl.replay.files.reader import Buffers, GroupReader, read_group, read_layout
 from asyncrl.replay_tools import cleanup
-from asyncrl.replay_tools.commands import run_inspection
 from asyncrl.storage import atomic
 from support.episodes import assert_same
 from support.format_page import run_program

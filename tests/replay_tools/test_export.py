@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from asyncrl.replay_tools.commands import run_inspection
+from asyncrl.commands.replay import main as run_inspection
 from asyncrl.replay_tools.export import samples_of
 from asyncrl.replay_tools.lerobot import RunningStatistics
 from support.recorded_run import IDS, IMAGE, episode_of, make_run, open_store
@@ -185,9 +185,7 @@ def test_running_statistics_are_those_of_all_values() -> None:
 def test_looking_does_not_load_the_export_packages() -> None:
     import subprocess
 
-    check = (
-        "import sys, asyncrl.replay_tools.commands; print({'pyarrow', 'av', 'torch'} & sys.modules.keys())"
-    )
+    check = "import sys, asyncrl.commands.replay; print({'pyarrow', 'av', 'torch'} & sys.modules.keys())"
     done = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
     )

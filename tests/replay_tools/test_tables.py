@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from asyncrl.replay_tools.commands import run_inspection
+from asyncrl.commands.replay import main as run_inspection
 from asyncrl.replay_tools.drawing import BLUE, FAINT
 from support.episodes import with_chain
 from support.recorded_run import IDS, episode_of, make_run, open_store, remove_after_listing

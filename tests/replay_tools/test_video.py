@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
+from asyncrl.commands.replay import main as run_inspection
 from asyncrl.replay_tools import video
-from asyncrl.replay_tools.commands import run_inspection
 from asyncrl.replay_tools.drawing import INK, captioned, fitted, font
 from asyncrl.replay_tools.episodes import read_rows
 from asyncrl.replay_tools.sheet import SPACE, spread

@@ -24,7 +24,7 @@ from asyncrl.rewards.files import open_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.model import ResNetReward, load_reward, save_reward
 from asyncrl.rewards.resnet import RewardConfig, build_network
-from asyncrl.storage import tensor_reader
+from asyncrl.storage import weight_files
 from asyncrl.storage.tensor_reader import TensorFiles, fill
 from asyncrl.storage.tensor_writer import write_pth
 from asyncrl.worlds.wan.files import open_world
@@ -324,7 +324,7 @@ def test_tensors_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     save_file(tensors, tmp_path / "a.safetensors")
     write_pth(tmp_path / "a.pth", tensors)
     del tensors
-    monkeypatch.setattr(tensor_reader, "_OPEN_BYTES", 2**23)
+    monkeypatch.setattr(weight_files, "_OPEN_BYTES", 2**23)
     for name in ("a.safetensors", "a.pth"):
         with torch.device("meta"):
             module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -353,7 +353,7 @@ def test_weights_for_a_gpu_pass_through_host_memory_one_at_a_time(tmp_path: Path
     tensors = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
     save_file(tensors, tmp_path / "a.safetensors")
     del tensors
-    monkeypatch.setattr(tensor_reader, "_OPEN_BYTES", 2**26)
+    monkeypatch.setattr(weight_files, "_OPEN_BYTES", 2**26)
     with torch.device("meta"):
         module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
     torch.zeros(1, device="cuda")

@@ -22,8 +22,9 @@ from asyncrl.policies.lora import ADAPTER, Targets, add_lora, has_lora, is_adapt
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.vision import stable_name
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.tensor_reader import TensorFiles, compare_names
+from asyncrl.storage.tensor_reader import TensorFiles
 from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.storage.weight_files import compare_names
 
 PICKLED: Final = "adapter_model.bin"
 _KIND = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")

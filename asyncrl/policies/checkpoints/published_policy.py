@@ -30,8 +30,9 @@ from asyncrl.policies.checkpoints.published_names import (
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.tensor_reader import INDEX, Spec, TensorFiles
+from asyncrl.storage.tensor_reader import Spec, TensorFiles
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_folder
+from asyncrl.storage.weight_files import INDEX
 
 PROPRIO: Final = "proprio_projector."
 _REFUSED: Final = {

@@ -93,6 +93,10 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
         """Compile and capture acting at one shape. See `interface.FixedShapeActing`."""
         self.forget_graphs = acceleration.compile(self, rows, tasks)
 
+    def fix_prompts(self, tasks: Sequence[str]) -> None:
+        """Pad all prompts alike. See `interface.FixesPrompts`."""
+        self.tokenizer.fix_shape(tasks)
+
     def weights_moved(self) -> None:
         """Forget the graphs that know addresses of the weights: these will be elsewhere when they return."""
         if self.forget_graphs is not None:

@@ -173,7 +173,7 @@ def build_inputs(
         pixels=place_pictures(config, frames, device),
         input_ids=to_device(ids.numpy(), device),
         attention_mask=to_device(mask.numpy(), device),
-        padded=not bool(mask.all()),
+        padded=tokenizer.always_masked or not bool(mask.all()),
         proprio=_place_proprio(config, proprio, len(tasks), device),
     )
 

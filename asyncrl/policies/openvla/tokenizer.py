@@ -123,6 +123,8 @@ class PromptTokenizer:
         self.pad_id = pad_id
         self.shortest = 0
         """Length that every batch is padded to at least."""
+        self.always_masked = False
+        """Whether attention has a mask also where a batch needs none."""
         self._known: dict[str, tuple[int, ...]] = {}
 
     @classmethod
@@ -144,6 +146,11 @@ class PromptTokenizer:
                 f"{path} is not a tokenizer ({error}). Copy it again from the checkpoint."
             ) from error
         return cls(tokenizer, pad_id=pad_id)
+
+    def fix_shape(self, tasks: Iterable[str]) -> None:
+        """Pad every batch to the longest prompt of `tasks` from now on; mask all if any is shorter."""
+        lengths = {len(self.ids(task)) for task in tasks}
+        self.shortest, self.always_masked = max(lengths), len(lengths) > 1
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as `tokenizer.json`."""

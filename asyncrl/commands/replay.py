@@ -1,6 +1,7 @@
-"""`asyncrl replay list|show|video|sheet|stats|verify|export|prune|compact`: look into a replay.
+"""`asyncrl replay list|show|video|sheet|stats|verify|imagine|export|prune|compact`: look into a replay.
 
 Everything works on a live run but `prune` and `compact`, which alone change files and refuse on a live run.
+Only `imagine` runs models, and imports what they need when it does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from asyncrl.commands.replay_imagine import Imagine
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay_tools.cleanup import Compact, Prune
 from asyncrl.replay_tools.export import Export
@@ -27,15 +29,18 @@ COMMANDS: Any = (
     | Annotated[Sheet, _named(name="sheet")]
     | Annotated[Stats, _named(name="stats")]
     | Annotated[Verify, _named(name="verify")]
+    | Annotated[Imagine, _named(name="imagine")]
     | Annotated[Export, _named(name="export")]
     | Annotated[Prune, _named(name="prune")]
     | Annotated[Compact, _named(name="compact")]
 )
 
 
-def run_inspection(args: list[str]) -> int:
-    """Run `asyncrl replay ARGS`; return 0, 1 when `verify` found damage, 2 for input that cannot work."""
-    wanted: Any = tyro.cli(COMMANDS, args=args, prog="asyncrl replay", config=(tyro.conf.FlagCreatePairsOff,))
+def main(arguments: list[str]) -> int:
+    """Run one of them; return 0, 1 when it found a damage or a difference, 2 for input that cannot work."""
+    wanted: Any = tyro.cli(
+        COMMANDS, args=arguments, prog="asyncrl replay", config=(tyro.conf.FlagCreatePairsOff,)
+    )
     try:
         return wanted.run()
     except (ConfigError, ReplayError) as error:

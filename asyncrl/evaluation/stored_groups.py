@@ -1,0 +1,101 @@
+"""Imagine a stored group again: the actions and the noise that it was made of, once more through the models.
+
+Dimension letters:
+    N  decisions of an episode    C  steps per decision    A  numbers per step    H, W  image size in pixels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.records import Episode, StartState
+from asyncrl.rewards.interface import RewardModel
+from asyncrl.worlds.interface import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImaginedAgain:
+    """What stored actions and noise led to, decision by decision."""
+
+    frames: list[NDArray[np.uint8]] = field(default_factory=list)
+    """N times ``[C, H, W, 3]``."""
+    scores: list[NDArray[np.float32]] = field(default_factory=list)
+    """N times ``[C]`` probability of success per step."""
+
+
+@torch.inference_mode()
+def imagine_again(
+    world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], *, rows: int = 0
+) -> list[ImaginedAgain]:
+    """Imagine what the stored actions of a group lead to, with the stored noise.
+
+    Args:
+        world: Draws frames of the episodes' size.
+        reward: Scores them.
+        start: Of the group.
+        episodes: Its members, of any lengths.
+        rows: Rows of every pass: members in excess of it go through the models afterwards, and where fewer
+            are left, copies of the first fill it up. 0: all members whose episodes go on.
+
+    Returns:
+        As many as `episodes`, in their order, each of as many decisions as its own.
+    """
+    size = rows or len(episodes)
+    found = []
+    for first in range(0, len(episodes), size):
+        found += _imagine_together(world, reward, start, episodes[first : first + size], rows)
+    return found
+
+
+def _imagine_together(
+    world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], rows: int
+) -> list[ImaginedAgain]:
+    found = [ImaginedAgain() for _ in episodes]
+    in_state = _filled(list(range(len(episodes))), rows)
+    state = world.start([start] * len(in_state))
+    for n in range(max(len(episode.actions) for episode in episodes)):
+        going_on = [member for member, episode in enumerate(episodes) if n < len(episode.actions)]
+        taking_part = _filled(going_on, rows)
+        if taking_part != in_state:
+            state, in_state = state.select([in_state.index(member) for member in taking_part]), taking_part
+        actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in taking_part]))
+        seeds = [int(episodes[member].noise_seeds[n]) for member in taking_part]
+        frames, state = world.imagine(state, actions_BCA.to(world.device), seeds)
+        scores_BC = reward.score(frames, [start.task] * len(taking_part)).cpu().numpy()
+        frames_BCHW3 = frames.cpu().numpy()
+        for row, member in enumerate(going_on):
+            found[member].frames.append(frames_BCHW3[row])
+            found[member].scores.append(scores_BC[row])
+    return found
+
+
+def _filled(members: list[int], rows: int) -> list[int]:
+    return [*members, *members[:1] * (rows - len(members))]
+
+
+@torch.no_grad()
+def logprobs_again(policy: Policy, episode: Episode, decisions: Sequence[int]) -> NDArray[np.float32]:
+    """Compute the log-probs that a policy gives the stored samples of some decisions.
+
+    Args:
+        policy: Of the version that sampled them.
+        episode: Stored.
+        decisions: Which of its decisions, at least one.
+
+    Returns:
+        ``[len(decisions), C, A]`` in nats.
+    """
+    chosen = list(decisions)
+    inputs = policy.preprocess(episode.frames[chosen], [episode.task] * len(chosen))
+    sample = {
+        name: torch.from_numpy(array[chosen]).to(policy.device) for name, array in episode.sample.items()
+    }
+    sampling = SamplingParams(temperature=episode.temperature, top_k=episode.top_k)
+    return policy.evaluate(inputs, sample, sampling).logprob.float().cpu().numpy()

@@ -1,0 +1,113 @@
+"""Builds the policies of a run from its `TrainConfig`: an actor's, the learner's, the reference of the KL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.launch.named_models import named_policy
+from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
+from asyncrl.policies.lora import add_lora
+from asyncrl.records import StartState
+
+
+def _load_policy(config: TrainConfig, device: torch.device) -> Policy:
+    named = named_policy(config.policy, config.policy_settings)
+    return named.kind.load(named.folder, device, **named.settings)
+
+
+def as_module(policy: Policy) -> nn.Module:
+    """Return the policy as the module that it must be.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"--policy is a {type(policy).__name__}, which is no torch.nn.Module. Derive it from one."
+        )
+    return policy
+
+
+def build_policy(config: TrainConfig, device: torch.device) -> Policy:
+    """Load the policy that the run begins with, without a critic: what an actor needs.
+
+    With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
+    """
+    policy = _load_policy(config, device)
+    if isinstance(policy, HasCritic):
+        policy.drop_critic()
+    if config.lora.rank:
+        add_adapters(config, policy)
+    as_module(policy).eval()
+    return policy
+
+
+def add_adapters(config: TrainConfig, policy: Policy) -> None:
+    """Give the policy adapters, in bfloat16 where both it and the learner's passes are.
+
+    Raises:
+        ConfigError: The policy does not say where adapters go.
+    """
+    if not isinstance(policy, LoraTargets):
+        raise ConfigError(
+            f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
+            "not known where adapters go. Use --lora.rank 0, or add the method."
+        )
+    half = config.learner.precision == "bf16" and policy.dtype == torch.bfloat16
+    dtype = torch.bfloat16 if half else torch.float32
+    add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets, dtype=dtype)
+
+
+def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
+    """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
+
+    A critic of the right level in the policy's folder is kept.
+
+    Raises:
+        ConfigError: A flag needs a capability that the policy lacks.
+    """
+    policy = _load_policy(config, device)
+    _add_critic(config, policy)
+    if config.lora.rank:
+        add_adapters(config, policy)
+    if config.learner.gradient_checkpointing:
+        enable_gradient_checkpointing(policy)
+    if config.learner.compile:
+        compile_blocks(policy)
+    as_module(policy).eval()
+    return policy
+
+
+def _add_critic(config: TrainConfig, policy: Policy) -> None:
+    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
+    if isinstance(policy, HasCritic):
+        if wanted == "none":
+            policy.drop_critic()
+        elif policy.critic != wanted:
+            policy.add_critic(wanted)
+    elif wanted != "none":
+        raise ConfigError(
+            f"--algorithm.kind is ppo, but {type(policy).__name__} has no critic (add_critic, values). Use "
+            "--algorithm.kind grpo, or add the methods."
+        )
+
+
+def build_reference(config: TrainConfig, policy: Policy, device: torch.device) -> Reference | None:
+    """The policy that the KL penalty is about; None when its coefficient is 0."""
+    if not config.algorithm.kl_coef:
+        return None
+    return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
+
+
+def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:
+    """Let the policy read every instruction once, so that one it cannot read fails at the start."""
+    first = {state.task: state for state in starts}
+    for task, state in first.items():
+        policy.preprocess(state.frame[None], [task])
