@@ -26,7 +26,9 @@ from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.launch.placement import Placement, only_learns, pick_device
-from asyncrl.learner.learner import Learner, Log, LoopSettings
+from asyncrl.learner.learner import Learner
+from asyncrl.learner.loop import Log, LoopSettings
+from asyncrl.learner.pace import Told
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
@@ -308,6 +310,7 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
         checkpoint_every=config.checkpoint_every,
         batch_timeout=config.batch_timeout,
         hang_timeout=config.hang_timeout,
+        batches_ahead=config.max_lag + 1,
         first_weights_deadline=first_weights_deadline(config),
         config_hash=config_hash(config),
     )
@@ -416,6 +419,7 @@ def build_learner(
     types: Mapping[str, torch.dtype],
     checkpoints: checkpoint.Checkpoints,
     stop_requested: Callable[[], bool],
+    tell_estimate: Told,
 ) -> Learner:
     """Build the learner and, when the run resumes, bring it to where the checkpoint stopped.
 
@@ -429,6 +433,7 @@ def build_learner(
         types: In which the actors hold the weights (`acting_types`).
         checkpoints: Shared by the ranks.
         stop_requested: Whether the run shall end.
+        tell_estimate: Hears how long a batch and an update take.
 
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
@@ -454,6 +459,7 @@ def build_learner(
         ),
         offload=learner_offload(config, update),
         stop_requested=stop_requested,
+        tell_estimate=tell_estimate,
     )
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)
