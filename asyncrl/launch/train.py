@@ -161,13 +161,10 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         log.banner(console.banner(config, run_dir, placement.summary, str(device)))
         if restart_count := rendezvous.restart_count():
             log.banner(f"torchrun started the ranks again ({restart_count}); on from version {start.version}")
-        log.banner(console.join_hint(config, endpoint, waits=not placement.actors))
-        for line in console.notes(config):
-            log.banner(line)
+        hint = console.join_hint(config, endpoint, waits=not placement.actors)
+        log.banner("\n".join([hint, *console.notes(config)]))
         info = _run_info(start, endpoint, sockets, publisher)
-        children = ChildProcesses(
-            stop, log.banner, news=partial(_news, config, placement, publisher, sockets)
-        )
+        children = ChildProcesses(stop, log.banner, partial(_news, config, placement, publisher, sockets))
         run_until_done = Watchdog(run_dir, log.banner)
         try:
             port = _start(config, placement, info, start.version, children)
