@@ -71,12 +71,10 @@ def run(command: str, arguments: list[str]) -> int:
             raise ConfigError(_unknown(command))
         module, function = COMMANDS[command].split(":")
         return int(getattr(import_module(module), function)(arguments) or 0)
-    except ConfigError as error:
-        print(f"asyncrl {command}: {error}", file=sys.stderr)
-        return 2
     except AsyncRLError as error:
-        print(f"asyncrl {command}: {error}", file=sys.stderr)
-        return 1
+        notes = getattr(error, "__notes__", ())  # Such as where a run that failed can go on.
+        print("\n".join((f"asyncrl {command}: {error}", *notes)), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
         # Whoever read the output has left, like `head`. What is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

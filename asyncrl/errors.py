@@ -51,6 +51,11 @@ class CodecMissing(ReplayError):
 class SampleTimeout(ReplayError):
     """The replay had too few complete, fresh groups before the deadline."""
 
+    def __init__(self, message: str, *, groups: int = 0, episodes: int = 0, decisions: int = 0) -> None:
+        """Say how far the batch is, as far as that is known; see `replay.interface.Filling`."""
+        super().__init__(message)
+        self.groups, self.episodes, self.decisions = groups, episodes, decisions
+
 
 class WeightSyncError(AsyncRLError):
     """Weights were not exchanged before the deadline."""

@@ -70,6 +70,8 @@ class Imagination(Generic[State]):
         self.sampling = sampling
         self.policy_device, self.world_device = policy_device, world_device
         self.rows = rows
+        self.decisions = 0
+        """Decisions that were made since the actor began."""
         self._seconds: dict[Metric, float] = {}
 
     @property
@@ -129,6 +131,7 @@ class Imagination(Generic[State]):
                 if (failure := first_failure(checks, row)) is None:
                     # Copied: a view would keep the rows of all slots in pinned memory until its episode ends.
                     episode.add({name: array[row].numpy().copy() for name, array in decision.arrays.items()})
+                    self.decisions += 1
                 else:
                     failed.append(RowFailure(index=index, cause=failure[0], reason=failure[1]))
         self._count(stage)

@@ -61,7 +61,11 @@ class ActorTelemetry:
             self.add(m.ACTOR_HOST, -sum(devices.values()))  # The models ran on the actor's own thread.
         shares = {metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()}
         self._seconds, self._since = {}, now
-        report = {m.ACTORS_WAITING: 0.0, m.ACTOR_MEMORY: peak_memory(self._imagination.devices)} | shares
+        report = {
+            m.ACTORS_WAITING: 0.0,
+            m.ACTOR_MEMORY: peak_memory(self._imagination.devices),
+            m.ACTOR_DECISIONS: float(self._imagination.decisions),
+        } | shares
         if self._slots:
             report[m.LIVE_SLOTS] = self._live / self._slots
         if self._imagined:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.loading import parse
+from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.placement import parse_placement, ranks_named
 from asyncrl.storage import run_folder
@@ -36,7 +36,7 @@ def read_settings(
         ConfigError: A setting cannot work, or there is nothing to resume. Help and mistyped flags exit.
     """
     config = parse(arguments, prog, description)
-    return _with_settings_of_run(config, arguments) if config.resume else config
+    return _with_settings_of_run(config, arguments) if config.resume else _with_decay(config, config)
 
 
 def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainConfig:
@@ -52,7 +52,23 @@ def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainCon
         from asyncrl.launch.named_models import refuse_foreign_code
 
         refuse_foreign_code(config, named_here, str(settings))
-    return replace(config, run_dir=str(path))
+    before = load_file(settings) if settings.is_file() else config
+    return _with_decay(replace(config, run_dir=str(path)), before)
+
+
+def _with_decay(config: TrainConfig, begun: TrainConfig) -> TrainConfig:
+    """Fix the update at which learning rates have fallen: it must not move when a resume makes more updates.
+
+    Args:
+        config: Of the run from now on.
+        begun: Of the run as it was before; the same for one that begins.
+    """
+    chosen, before = config.optimizer, begun.optimizer
+    if chosen.schedule == "constant" or chosen.decay_updates:
+        return config
+    falls_already = before.schedule != "constant"
+    end = (before.decay_updates or begun.updates) if falls_already else config.updates
+    return replace(config, optimizer=replace(chosen, decay_updates=end))
 
 
 def _become_torchrun(ranks: int, arguments: list[str]) -> None:

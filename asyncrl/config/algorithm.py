@@ -39,6 +39,9 @@ class AlgorithmSettings(Bounded):
     (Dr. GRPO, WoVR)."""
     filter_groups: bool = False
     """Replace groups whose episodes all scored the same by fresh ones (DAPO's dynamic sampling)."""
+    max_filtered_batches: Annotated[int, AtLeast(1, "a filter may take groups.", "Use 10.")] = 10
+    """With --algorithm.filter-groups: the run ends well, with a checkpoint, when since the last update this
+    many times --algorithm.groups-per-update groups were replaced and there is still no batch."""
     advantage: str = "auto"
     """group_relative: an episode's return against its siblings'. gae: what followed against the critic's
     values. auto: group_relative for grpo, gae for ppo. Or a class of yours: package.module:Class."""
@@ -187,7 +190,8 @@ class OptimizerSettings(Bounded):
     warmup_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
     """Updates in which the learning rates rise linearly to their full size."""
     decay_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
-    """linear, cosine: update at which the end is reached; 0 = --updates."""
+    """linear, cosine: update at which the end is reached; 0 = --updates of the run when it began. The number
+    is kept with the run: a resume with more --updates makes the others at the final rate."""
     final_lr_share: Annotated[float, Within(0, 1, "it is a share.", "Use 0.")] = 0.0
     """linear, cosine: the learning rate at the end, as a share of the full one."""
     weight_decay: Annotated[float, AtLeast(0, "negative, it would make weights grow.", "Use 0.")] = 0.0

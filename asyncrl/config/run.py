@@ -88,7 +88,8 @@ class ReplaySettings(Bounded):
     max_reuse: Annotated[int, AtLeast(1, "a group is used at least once.", "Use 1.")] = 1
     """A group is trained on in up to this many updates, as long as the lag bound lets it."""
     sampler: ReplaySampler = "oldest"
-    """Which groups an update gets. prioritized: by chance, in proportion to the spread of their returns."""
+    """Which groups an update gets. prioritized: by chance, in proportion to the spread of their returns,
+    which changes what is maximised (docs/staleness.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,12 +200,14 @@ class TrainConfig(Bounded):
     log_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 1.")] = 1
     """Updates between two console rows."""
     batch_timeout: Annotated[float, AtLeast(1, "imagining a batch takes time.", "Use 600.")] = 600.0
-    """Seconds the learner waits for one batch before it ends the run with an error."""
+    """Seconds the learner waits for a batch without a sign of progress (an episode that was admitted, or
+    decisions that an actor reported) before it ends the run with a checkpoint and an error."""
     startup_timeout: Annotated[float, AtLeast(1, "loading models takes time.", "Use 600.")] = 600.0
     """Seconds that all processes have to load their models, meet, and take the first weights."""
     hang_timeout: Annotated[float, AtLeast(1, "an update takes time.", "Use 900.")] = 900.0
-    """Seconds that one round of an actor or one update may take. Then the stacks of all processes are written
-    and the process is ended: an actor is respawned, a learner is a failed rank for torchrun."""
+    """Seconds that one round of an actor, or an update without a sign of progress (a micro-batch that is
+    done), may take. Then the stacks of all processes are written and the process is ended: an actor is
+    respawned, a learner is a failed rank for torchrun."""
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)

@@ -27,7 +27,9 @@ from asyncrl.launch.environment import Environment, EnvironmentFiles, check_envi
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.launch.placement import Placement, only_learns, pick_device
 from asyncrl.launch.policies import as_module, build_learning_policy, build_reference, check_tasks
-from asyncrl.learner.learner import Learner, Log, LoopSettings
+from asyncrl.learner.learner import Learner
+from asyncrl.learner.loop import Log, LoopSettings
+from asyncrl.learner.pace import Told
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.reference import Reference
@@ -228,6 +230,7 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
         checkpoint_every=config.checkpoint_every,
         batch_timeout=config.batch_timeout,
         hang_timeout=config.hang_timeout,
+        batches_ahead=config.max_lag + 1,
         first_weights_deadline=first_weights_deadline(config),
         config_hash=config_hash(config),
     )
@@ -336,6 +339,7 @@ def build_learner(
     types: Mapping[str, torch.dtype],
     checkpoints: checkpoint.Checkpoints,
     stop_requested: Callable[[], bool],
+    tell_estimate: Told,
 ) -> Learner:
     """Build the learner and, when the run resumes, bring it to where the checkpoint stopped.
 
@@ -349,6 +353,7 @@ def build_learner(
         types: In which the actors hold the weights (`acting_types`).
         checkpoints: Shared by the ranks.
         stop_requested: Whether the run shall end.
+        tell_estimate: Hears how long a batch and an update take.
 
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
@@ -374,6 +379,7 @@ def build_learner(
         ),
         offload=learner_offload(config, update),
         stop_requested=stop_requested,
+        tell_estimate=tell_estimate,
     )
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)

@@ -42,9 +42,19 @@ class ChildProcesses:
         stop: StopFlag,
         tell: Callable[[str], None] = print,
         news: Callable[[], list[str]] = list,
+        report_failure: Callable[[str], None] | None = None,
     ) -> None:
-        """Begin without children; `tell` receives a line when one came back, and what else is new."""
+        """Begin without children.
+
+        Args:
+            stop: Whether a stop was asked for.
+            tell: Receives a line when a child came back, and what else is new.
+            news: What else is new, asked often.
+            report_failure: Receives, once, why a child died too often; the run's end follows from elsewhere.
+                None: `poll` raises that.
+        """
         self._stop, self._tell, self._news = stop, tell, news
+        self._report_failure = report_failure
         self._supervisors: list[Supervisor] = []
         self._states: dict[str, ChildState] = {}
         """Name of a child -> what it is doing."""
@@ -53,7 +63,7 @@ class ChildProcesses:
         """A child died too often."""
         self._pending: list[Callable[[], Supervisor]] = []
         self._spawn_error: Exception | None = None
-        self._ending = False
+        self._ending = self._reported = False
         # Around everything above; held while children are spawned and polled, not while anybody waits.
         self._changed = threading.Condition()
         self._over = threading.Event()
@@ -74,10 +84,14 @@ class ChildProcesses:
         """Tell who came back; returns whether the run shall stop. The learner's `stop_requested`.
 
         Raises:
-            RunError: One died too often.
+            RunError: One died too often, unless that is reported.
         """
         if self._failure is not None:
-            raise self._failure
+            if self._report_failure is None:
+                raise self._failure
+            if not self._reported:
+                self._reported = True
+                self._report_failure(str(self._failure))
         for child in list(self._supervisors):
             if child.respawns > self._respawns_told.get(child.name, 0):
                 self._respawns_told[child.name] = child.respawns
@@ -85,6 +99,11 @@ class ChildProcesses:
         for line in self._news():
             self._tell(line)
         return self._stop.set
+
+    @property
+    def failure(self) -> RunError | None:
+        """Why a child died too often; None when none did."""
+        return self._failure
 
     def wait_until_running(self, name: str) -> None:
         """Poll until the child `name` does not wait for its respawn; nobody waits for the others."""

@@ -1,16 +1,21 @@
-"""Writes what a run says at its start and end."""
+"""Writes what a run says besides its rows: at its start and end, and how long things take."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl import __version__, registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics_logger import duration
 from asyncrl.storage import checkpoint
 
+WORTH_TELLING = 30.0
+"""Seconds from which on it is said how long a batch or an update takes."""
 ENDS = 5
 """Updates at each end of the run whose success is averaged."""
 
@@ -46,12 +51,93 @@ def join_hint(config: TrainConfig, endpoint: str, *, waits: bool) -> str:
     return f"waits up to {config.batch_timeout:g} s (--batch-timeout) for actors to join: {command}"
 
 
-def final_summary(config: TrainConfig, run_dir: Path) -> str:
-    """What was reached, where the newest checkpoint is, and the command that comes next."""
+def notes(config: TrainConfig) -> list[str]:
+    """Lines about settings that do something else than one may think."""
+    lines = []
+    chosen = config.optimizer
+    if chosen.schedule != "constant" and 0 < chosen.decay_updates < config.updates:
+        final = chosen.final_lr_share * chosen.learning_rate
+        effect = "" if final else ", where updates change nothing"
+        lines.append(
+            f"the learning rate falls until update {chosen.decay_updates} of {config.updates} and stays at "
+            f"{final:g} from there{effect}; --optimizer.decay-updates {config.updates} lets it fall longer"
+        )
+    if config.replay.sampler == "prioritized":
+        lines.append(
+            "--replay.sampler prioritized changes what is maximised: where more groups are ready than an "
+            "update takes, a group counts in proportion to the spread of its returns (docs/staleness.md)"
+        )
+    return lines
+
+
+def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[str, float], None]:
+    """Return what says how long a batch or an update takes, in a line, when that is long.
+
+    Args:
+        config: Of the run.
+        tell: Prints a line.
+    """
+
+    def told(what: str, seconds: float) -> None:
+        flag, limit, sign = (
+            ("--batch-timeout", config.batch_timeout, "episode or reported decision")
+            if what == "batch"
+            else ("--hang-timeout", config.hang_timeout, "micro-batch")
+        )
+        if seconds > WORTH_TELLING:
+            tell(
+                f"{'a batch' if what == 'batch' else 'an update'} takes about {duration(seconds)}; {flag} "
+                f"({limit:g} s) counts from the last {sign}"
+            )
+
+    return told
+
+
+def after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
+    """Say what of a run that failed is saved, and how it goes on.
+
+    Args:
+        config: Settings of the run.
+        run_dir: Its folder.
+        version: Of the last finished update.
+    """
+    newest = checkpoint.latest(run_dir)
+    if newest is None:
+        return f"Nothing is saved: the run has no checkpoint. Its logs are in {run_dir / 'logs'}"
+    saved = int(newest.name.rpartition("_")[2])
+    what = f"Version {version} is saved"
+    if saved != version:
+        what = f"Version {version} is not saved, {saved} is"
+    return (
+        f"{what}: {short_path(newest)}\nlogs:                   {short_path(run_dir / 'logs')}\n"
+        f"{_how_to_continue(config, run_dir)}"
+    )
+
+
+@contextmanager
+def failure_noted(note: Callable[[], str]) -> Iterator[None]:
+    """Add a note to whatever the block raises: it is printed behind the error."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note())
+        raise
+
+
+def final_summary(config: TrainConfig, run_dir: Path, reason: str = "") -> str:
+    """What was reached, where the newest checkpoint is, and the command that comes next.
+
+    Args:
+        config: Settings of the run.
+        run_dir: Its folder.
+        reason: Why it ended well before its last update.
+    """
     rates = successes(run_dir / "metrics.jsonl")
     newest = checkpoint.latest(run_dir)
     run = shlex.quote(short_path(run_dir))
-    lines = [f"stopped after {len(rates)} of {config.updates} updates"] if len(rates) < config.updates else []
+    why = f": {reason}" if reason else ""
+    early = len(rates) < config.updates
+    lines = [f"stopped after {len(rates)} of {config.updates} updates{why}"] if early else []
     if rates:
         first, last = rates[:ENDS], rates[-ENDS:]
         lines.append(
@@ -63,10 +149,15 @@ def final_summary(config: TrainConfig, run_dir: Path) -> str:
     policy, _ = registry.split(config.policy)
     of_class = f"{policy}@{run} --simulator SIMULATOR" if policy else run
     lines.append(f"true success rate:      asyncrl evaluate {of_class} --episodes 256")
-    if len(rates) < config.updates:
-        own = "".join(f" {flag} {shlex.quote(text)}" for flag, text in registry.own_code(config))
-        lines.append(f"continue:               asyncrl train --run-dir {run} --resume{own}")
+    if early:
+        lines.append(_how_to_continue(config, run_dir))
     return "\n".join(lines)
+
+
+def _how_to_continue(config: TrainConfig, run_dir: Path) -> str:
+    own = "".join(f" {flag} {shlex.quote(text)}" for flag, text in registry.own_code(config))
+    run = shlex.quote(short_path(run_dir))
+    return f"continue:               asyncrl train --run-dir {run} --resume{own}"
 
 
 def successes(path: Path) -> list[float]:

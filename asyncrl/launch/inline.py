@@ -49,13 +49,26 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     with MetricsLogger(
         run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
     ) as log:
-        log.banner(console.banner(config, run_dir, "1 process (inline)", str(device)))
+        for line in (
+            console.banner(config, run_dir, "1 process (inline)", str(device)),
+            *console.notes(config),
+        ):
+            log.banner(line)
         try:
             with learner_ranks.learner_group(config, 1, device) as group:
-                learner_ranks.build_joined_learner(
-                    config, start, port, publisher, log, group, stop_requested=lambda: stop.set
-                ).run()
+                learner = learner_ranks.build_joined_learner(
+                    config,
+                    start,
+                    port,
+                    publisher,
+                    log,
+                    group,
+                    stop_requested=lambda: stop.set,
+                    tell=log.banner,
+                )
+                with console.failure_noted(lambda: console.after_failure(config, run_dir, learner.version)):
+                    learner.run()
         finally:
             port.close()
-        log.banner(console.final_summary(config, run_dir))
+        log.banner(console.final_summary(config, run_dir, learner.end_reason))
     return 0

@@ -21,12 +21,12 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import build, rendezvous
+from asyncrl.launch import build, console, rendezvous
 from asyncrl.launch.placement import Placement, pick_device
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedRanks, explain_lost_peer
 from asyncrl.learner.fsdp import make_float32_masters, shard
-from asyncrl.learner.learner import NullLog
+from asyncrl.learner.loop import NullLog
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.weight_export import acting_types
 from asyncrl.replay.interface import NullLearnerPort
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from asyncrl.launch.children import ChildProcesses
-    from asyncrl.learner.learner import Learner, Log
+    from asyncrl.learner.learner import Learner
+    from asyncrl.learner.loop import Log
     from asyncrl.replay.interface import LearnerPort
     from asyncrl.weights.interface import Publisher
 
@@ -109,8 +110,9 @@ def build_joined_learner(
     group: LearnerRanks,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Learner:
-    """Spread the policy over the group and build this rank's learner; collective.
+    """Spread the policy over the group and build this rank's learner; collective. `tell` gets a line or two.
 
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
@@ -131,6 +133,7 @@ def build_joined_learner(
         types=types,
         checkpoints=_checkpoints(config, start.run_dir, group),
         stop_requested=stop_requested,
+        tell_estimate=console.tell_estimate(config, tell),
     )
 
 

@@ -10,6 +10,7 @@ read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError, RunError, first_line
 from asyncrl.observability import waits
+from asyncrl.storage.atomic import write_text
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -32,6 +34,8 @@ DEADLINE = 600.0
 POLL_INTERVAL = 0.1
 """Seconds between two looks of a rank that waits for rank 0."""
 _KEY, _RUN_KEY = "run_facts", "run_dir"
+_FAILED = "failed-rank-"
+"""Begin of the name of a file among the run's sockets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,27 @@ def receive(
             "several hosts check that this address is open between them."
         ) from None
     return RunInfo(**json.loads(text))
+
+
+def report_failure(info: RunInfo, environ: Mapping[str, str] = os.environ, *, why: str) -> None:
+    """Tell rank 0, on the same host, why this rank cannot go on. Rank 0 saves and ends the run."""
+    with contextlib.suppress(FileNotFoundError):  # The run has ended by itself.
+        write_text(Path(info.sockets) / f"{_FAILED}{rank(environ)}", why)
+
+
+def take_failure(sockets: Path) -> str:
+    """Rank 0: read and forget why another rank cannot go on; empty while all can."""
+    for notice in sockets.glob(f"{_FAILED}[0-9]*"):
+        if notice.suffix != ".tmp":
+            why = notice.read_text(encoding="utf-8")
+            notice.unlink()
+            return f"Rank {notice.name.removeprefix(_FAILED)}: {why}"
+    return ""
+
+
+def failure_was_taken(info: RunInfo, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether rank 0 has read what this rank reported, and says it itself."""
+    return not (Path(info.sockets) / f"{_FAILED}{rank(environ)}").exists()
 
 
 def torchrun_pid(environ: Mapping[str, str] = os.environ) -> int | None:

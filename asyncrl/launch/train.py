@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints, rendezvous
 from asyncrl.launch.children import (
     REPLAY,
@@ -90,7 +90,7 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     process_status.publish_as(
         Path(info.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}"
     )
-    children = ChildProcesses(stop)
+    children = ChildProcesses(stop, report_failure=lambda why: rendezvous.report_failure(info, why=why))
     if placement.imagines(rank):
         children.spawn(partial(_actor, config, info, rank))
     try:
@@ -103,7 +103,9 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         children.end(SHUTDOWN_TIMEOUT_ACTOR if _learner_lives(info) else 0.0)
     finally:
         children.end(0.0)
-    return 0
+    if children.failure is not None and not rendezvous.failure_was_taken(info):
+        raise children.failure
+    return int(children.failure is not None)
 
 
 def _learner_lives(info: RunInfo) -> bool:
@@ -159,9 +161,10 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         log.banner(console.banner(config, run_dir, placement.summary, str(device)))
         if restart_count := rendezvous.restart_count():
             log.banner(f"torchrun started the ranks again ({restart_count}); on from version {start.version}")
-        log.banner(console.join_hint(config, endpoint, waits=not placement.actors))
+        hint = console.join_hint(config, endpoint, waits=not placement.actors)
+        log.banner("\n".join([hint, *console.notes(config)]))
         info = _run_info(start, endpoint, sockets, publisher)
-        children = ChildProcesses(stop, log.banner, news=partial(_news, config, placement, publisher))
+        children = ChildProcesses(stop, log.banner, partial(_news, config, placement, publisher, sockets))
         run_until_done = Watchdog(run_dir, log.banner)
         try:
             port = _start(config, placement, info, start.version, children)
@@ -174,13 +177,15 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
                     log,
                     group,
                     stop_requested=children.poll,
+                    tell=log.banner,
                 )
-                _train(learner, port, publisher, children, run_dir)
+                with console.failure_noted(lambda: console.after_failure(config, run_dir, learner.version)):
+                    _train(learner, port, publisher, children)
         finally:
             run_until_done.close()
             children.end(0.0)
             publisher.close()
-        log.banner(console.final_summary(config, run_dir))
+        log.banner(console.final_summary(config, run_dir, learner.end_reason))
     return 0
 
 
@@ -198,8 +203,16 @@ def _run_info(
     )
 
 
-def _news(config: TrainConfig, placement: Placement, publisher: BroadcastPublisher) -> list[str]:
-    """Lines about actors that joined or went, and what the learner waits for when none is left."""
+def _news(
+    config: TrainConfig, placement: Placement, publisher: BroadcastPublisher, sockets: Path
+) -> list[str]:
+    """Lines about actors that joined or went, and what the learner waits for when none is left.
+
+    Raises:
+        RunError: A child of another rank died too often.
+    """
+    if why := rendezvous.take_failure(sockets):
+        raise RunError(why)
     lines = publisher.pop_events()
     if lines and not (placement.actors or publisher.joined):
         lines.append(
@@ -229,14 +242,10 @@ def _train(
     port: WatchedReplay,
     publisher: Publisher,
     children: ChildProcesses,
-    run_dir: Path,
 ) -> None:
     """Run the learner; at the end, good or bad, everybody is told."""
     try:
         learner.run()
-    except AsyncRLError:
-        print(f"the run failed; the logs of its processes are in {run_dir / 'logs'}", file=sys.stderr)
-        raise
     finally:
         complain = partial(print, file=sys.stderr)
         log_errors(port.stop, complain)

@@ -1,6 +1,7 @@
 """The learner ranks of a run, joined by torch.distributed's default process group (which has learners only).
 
     rank 0         samples, then shares its batch out       waits for: the others to receive their parts
+                   says every few seconds that it waits     for a batch
     other ranks    wait for a part, or the end of the run   ended by: rank 0, or its end (the link breaks)
 
 Episodes travel as our own messages (`messaging.wire`) through gloo, as raw bytes with a header of lengths:
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.ranks import Groups
 from asyncrl.messaging.wire import decode, encode
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.records import Episode
 
 COLLECTIVE_DEADLINE: Final = 300.0
@@ -44,6 +45,7 @@ class _Announcement(IntEnum):
     END = 0
     PARTS = 1
     TOO_FEW = 2
+    WAITING = 3
 
 
 class DistributedRanks:
@@ -53,7 +55,7 @@ class DistributedRanks:
         """Make the link for episodes; collective, like every method.
 
         Args:
-            batch_timeout: Seconds that rank 0 may need for the next batch: how long the others wait.
+            batch_timeout: Seconds that rank 0 may say nothing (`still_waiting`) while the others wait.
             while_waiting: Called often while this rank waits in `scatter_groups`.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -76,6 +78,11 @@ class DistributedRanks:
         """See `LearnerRanks.scatter_groups`; group n goes to rank ``n % size``."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to share a batch"):
             return self._send_parts(groups) if self.rank == 0 else self._receive_part(while_waiting)
+
+    def still_waiting(self) -> None:
+        """See `LearnerRanks.still_waiting`."""
+        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to say that it waits"):
+            self._announce(_Announcement.WAITING, [])
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `LearnerRanks.gather_full`; one tensor at a time, in the order of their names."""
@@ -113,22 +120,11 @@ class DistributedRanks:
         dist.broadcast(header, 0, group=self._link)
 
     def _receive_part(self, while_waiting: Callable[[], object]) -> Groups | None:
-        header = torch.zeros(1 + self.size, dtype=torch.int64)
-        awaited = dist.broadcast(header, 0, group=self._link, async_op=True)
-        assert awaited is not None  # This rank is in the group.
-        until = time.monotonic() + self.batch_timeout
         with waits.waiting(waits.PART, self.batch_timeout):
-            while not awaited.is_completed() and time.monotonic() < until:
-                self.while_waiting()
-                while_waiting()
-                time.sleep(POLL_INTERVAL)
-        if not awaited.is_completed():
-            raise RunError(
-                f"Learner rank {self.rank} waited {self.batch_timeout:g} s for rank 0 to share a batch. It "
-                "hangs: see its output and the actors' logs."
-            )
-        awaited.wait()
-        announcement, count = _Announcement(int(header[0])), int(header[1 + self.rank])
+            announcement, count = self._next_announcement(while_waiting)
+            while announcement is _Announcement.WAITING:
+                process_status.progress()
+                announcement, count = self._next_announcement(while_waiting)
         if announcement is _Announcement.TOO_FEW:
             raise too_few(self.size)
         if announcement is _Announcement.END:
@@ -138,6 +134,24 @@ class DistributedRanks:
         frames = torch.zeros(sum(_frame_sizes(lengths.tolist())), dtype=torch.uint8)
         dist.recv(frames, 0, group=self._link)
         return unpack(lengths, frames)
+
+    def _next_announcement(self, while_waiting: Callable[[], object]) -> tuple[_Announcement, int]:
+        """Wait for rank 0 to say something; returns it, and the number of lengths of this rank's part."""
+        header = torch.zeros(1 + self.size, dtype=torch.int64)
+        awaited = dist.broadcast(header, 0, group=self._link, async_op=True)
+        assert awaited is not None  # This rank is in the group.
+        until = time.monotonic() + self.batch_timeout
+        while not awaited.is_completed() and time.monotonic() < until:
+            self.while_waiting()
+            while_waiting()
+            time.sleep(POLL_INTERVAL)
+        if not awaited.is_completed():
+            raise RunError(
+                f"Learner rank {self.rank} waited {self.batch_timeout:g} s for rank 0 to share a batch or to "
+                "say that it waits for one. It hangs: see its output and the actors' logs."
+            )
+        awaited.wait()
+        return _Announcement(int(header[0])), int(header[1 + self.rank])
 
 
 def too_few(ranks: int) -> ConfigError:

@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import Reference
+from asyncrl.observability import process_status
 from asyncrl.policies.interface import EvaluateResult, HasCritic, Policy, SamplingParams
 
 
@@ -74,13 +75,15 @@ class PolicyForward:
     def micro_batches(self, rows: int) -> Iterator[slice | None]:
         """Cut `rows` rows into slices of a pass; None for every pass that only other ranks need.
 
-        Learner ranks have different numbers of decisions but make the same number of passes.
+        Learner ranks have different numbers of decisions but make the same number of passes. Each pass is a
+        sign of progress: --hang-timeout counts from the last one.
         """
         own = -(-rows // self.micro_batch)
         needed = int(self.ranks.max(torch.tensor([float(own)]))[0])
         for number in range(needed):
             start = number * self.micro_batch
             yield slice(start, min(start + self.micro_batch, rows)) if number < own else None
+            process_status.progress()
 
     def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[Any, dict[str, Tensor], SamplingParams]:
         inputs = self.policy.preprocess(

@@ -2,9 +2,11 @@
 
 produces   version v     never waits: the publisher copies the weights and sends them on its own thread
 consumes   groups        waits for: `groups_per_update` complete, fresh groups in the replay
-                         ended by: the actors fill them, a stop request (seen in a second), --batch-timeout
+                         ended by: the actors fill them, a stop request (seen in a second), the replay (it
+                         filtered too many), --batch-timeout since the last sign of progress
 At the start it also waits for the actors to take the first version, so that a broken link fails at once.
-A version is published and saved only when its weights are finite.
+A version is published and saved only when its weights are finite. Whatever ends the run, the last finished
+update is saved, if all ranks can still do that together.
 
 Every learner rank runs this loop and makes the same calls in the same order: rank 0 samples, shares the batch
 out, publishes the weights that come together there, and decides when to end. The others' ports lead nowhere.
@@ -14,10 +16,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor, nn
 
@@ -25,55 +27,25 @@ from asyncrl.devices.memory import host_peak, peak_memory
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import batch_metrics, build_batch
+from asyncrl.learner.loop import Log, LoopSettings
+from asyncrl.learner.pace import BatchWait, Told, UpdatePace
 from asyncrl.learner.ranks import Groups, not_finite
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import activity
 from asyncrl.observability.signals import interrupts_deferred
-from asyncrl.replay.interface import LearnerPort
+from asyncrl.replay.interface import LearnerPort, NothingToLearn
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
 from asyncrl.weights.interface import Publisher, WeightSource
 
-
-class Log(Protocol):
-    """Where the metrics of an update go."""
-
-    def write(self, step: int, values: Mapping[Metric, float]) -> None:
-        """Record one row; `step` is the policy version."""
-        ...
-
-
-class NullLog:
-    """A `Log` that nobody reads."""
-
-    def write(self, step: int, values: Mapping[Metric, float]) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """Numbers of the learner's loop that belong to no section of the configuration."""
-
-    updates: int
-    """Policy version at which the run is over."""
-    checkpoint_every: int
-    """Updates between two checkpoints."""
-    batch_timeout: float
-    """Seconds to wait for one batch before the run ends with an error."""
-    first_weights_deadline: float
-    """Seconds the actors have to take the first version."""
-    hang_timeout: float = 900.0
-    """Seconds that one update may take."""
-    config_hash: str = ""
-    """Identifies the settings of the run in its checkpoints."""
-
-
 SAMPLE_SLICE: Final = 1.0
 """Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""
+TELL_EVERY: Final = 5.0
+"""Seconds between two words of rank 0 to the others that it still waits for a batch."""
 SHUTDOWN_TIMEOUT_CHECKPOINT: Final = 60.0
 """Seconds that a checkpoint has to be written when the run has failed."""
 
@@ -97,6 +69,7 @@ class Learner:
         acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
         offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
+        tell_estimate: Told = lambda what, seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join the parts.
@@ -104,7 +77,7 @@ class Learner:
         `throughput` measures the updates; `copy_policy` copies the policy to host memory, with all ranks, and
         returns what writes its files; `acting_tensors` gives what actors need, of which this rank may hold a
         part; `offload` moves what only updates need to host memory while this rank waits; `stop_requested` is
-        asked on rank 0.
+        asked on rank 0; `tell_estimate` hears once how long a batch takes, and once an update.
         """
         self.update = update
         self.replay = replay
@@ -119,7 +92,16 @@ class Learner:
         self.offload = offload
         self.throughput = throughput
         self.stop_requested = stop_requested
+        self.tell_estimate = tell_estimate
         self.clock = clock
+        self.pace = UpdatePace(tell_estimate, clock, update.device)
+        update.on_pass = self.pace.note
+        self.end_reason = ""
+        """Why the run ended well before its last update; empty when it did not, or was asked to."""
+        self._failure: Exception | None = None
+        """What failed on this rank where the others can still be told: raised once all have saved."""
+        self._told_ranks_at = clock()
+        self._batch_estimated = False
         self.version = 0
         self.groups_used = 0
         self._met_actors = False
@@ -143,11 +125,14 @@ class Learner:
         stepper.bad_updates, stepper.bad_in_a_row = progress.bad_updates, progress.bad_in_a_row
 
     def run(self) -> None:
-        """Update until `settings.updates`, a stop request or Ctrl-C; then save, and end the run for all.
+        """Update until `settings.updates`, a stop request, Ctrl-C or `end_reason`; save, end the run for all.
+
+        After a failure the last finished update is saved as well, but replay and actors are not told to stop.
 
         Raises:
-            RunError: No batch within `batch_timeout`, too many bad steps, or weights that are not finite.
-                Nobody is told to stop then.
+            RunError: No batch within `batch_timeout`, too many bad steps, weights that are not finite, or a
+                child that died too often.
+            ReplayError: No start state is left that can be imagined.
             WeightSyncError: The actors did not take the first version.
             CheckpointError: A checkpoint could not be written.
         """
@@ -155,9 +140,14 @@ class Learner:
             self._loop()
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
-        except BaseException:
-            self._finish_after_failure()
+        except BaseException as error:
+            self._save_alone()
+            if self._failure is not None:
+                raise self._failure from error  # It came first; the other ranks could not be told.
             raise
+        if self._failure is not None:
+            self._try_to_save()
+            raise self._failure
         self._save()
         self.replay.stop()
         self.checkpoints.finish()
@@ -173,7 +163,7 @@ class Learner:
             with activity(f"updating version {self.version}", self.settings.hang_timeout):
                 values = self._learn(part) | batch_metrics(batch or part, version=self.version - 1)
                 self._publish()
-            self.log.write(self.version, values | self._status())
+            self._write_row(values)
             if self.version % self.settings.checkpoint_every == 0:
                 self._save()
             if failure_reason := self.update.stepper.failure_reason:
@@ -181,9 +171,18 @@ class Learner:
                 raise RunError(f"{failure_reason} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
 
     def _next_part(self) -> tuple[Groups | None, Groups | None]:
-        """Wait for the batch (rank 0 only) and for this rank's part of it, which is None at the end."""
+        """Wait for the batch (rank 0 only) and for this rank's part of it, which is None at the end.
+
+        A failure of the wait ends the run in order: all ranks are told, save together, and rank 0 raises it.
+        """
+        batch = None
         try:
-            batch = self._next_batch()
+            try:
+                batch = None if self._failure else self._next_batch()
+            except Exception as error:  # Raised by `run`.
+                if not self._met_actors:
+                    raise  # Nothing happened yet that would have to be saved.
+                self._failure = error
             return batch, self.ranks.scatter_groups(batch, self.offload.offload_if_idle)
         finally:
             self.offload.restore()
@@ -200,35 +199,64 @@ class Learner:
                 return self._sample()
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
-            return None
+        except NothingToLearn as end:
+            self.end_reason = str(end)
+        return None
 
     def _sample(self) -> Groups | None:
         """Wait for a batch in slices; None when the run shall stop."""
-        began = self.clock()
+        wait = BatchWait(
+            self.settings.batch_timeout,
+            self.clock,
+            episodes=self.groups_per_update * self.update.recipe.algorithm.group_size,
+            decisions=self.update.max_decisions,
+            ahead=self.settings.batches_ahead,
+        )
         while not self.stop_requested():
-            left = self.settings.batch_timeout - (self.clock() - began)
+            self._tell_ranks()
             self.offload.offload_if_idle()
             try:
                 groups = self.replay.sample(
                     groups=self.groups_per_update,
                     version=self.version,
-                    timeout=min(SAMPLE_SLICE, self.offload.next_check_in, max(left, 0.0)),
+                    timeout=min(SAMPLE_SLICE, self.offload.next_check_in, wait.left),
                 )
             except SampleTimeout as error:
-                if self.clock() - began >= self.settings.batch_timeout:
-                    raise RunError(
-                        f"The learner waited {self.settings.batch_timeout:g} s (--batch-timeout) for "
-                        f"{self.groups_per_update} groups at version {self.version}. {error} "
-                        "Look into the actors' logs; raise --batch-timeout if they are only slow."
-                    ) from error
+                self._go_on_waiting(wait, error)
                 continue
-            self._waited = self.clock() - began
+            self._waited = wait.seconds
             return groups
         return None
+
+    def _go_on_waiting(self, wait: BatchWait, seen: SampleTimeout) -> None:
+        """Renew the deadline when the batch moved on, and say once how long it takes.
+
+        Raises:
+            RunError: It did not move on for too long.
+        """
+        if wait.note(seen):
+            process_status.progress()
+        if not self._batch_estimated and (seconds := wait.estimate(seen)) is not None:
+            self._batch_estimated = True
+            self.tell_estimate("batch", seconds)
+        if not wait.left:
+            raise RunError(
+                f"The learner waited {self.settings.batch_timeout:g} s (--batch-timeout) for "
+                f"{self.groups_per_update} groups at version {self.version} and nothing moved on: no episode "
+                f"was admitted and no actor reported decisions ({wait.seconds:.0f} s in all). {seen} "
+                "Look into the actors' logs; raise --batch-timeout if one decision takes longer."
+            ) from seen
+
+    def _tell_ranks(self) -> None:
+        """Rank 0: tell the others now and then that it still waits."""
+        if self.clock() - self._told_ranks_at >= TELL_EVERY:
+            self._told_ranks_at = self.clock()
+            self.ranks.still_waiting()
 
     def _learn(self, part: Groups) -> dict[Metric, float]:
         """Make one update: the version rises by one, and nothing can interrupt it halfway."""
         began = self.clock()
+        self.pace.begin()
         batch = build_batch(part, version=self.version)
         with interrupts_deferred():
             self._half_updated = True
@@ -264,6 +292,21 @@ class Learner:
         self.publisher.publish(self.acting_tensors(), self.version)  # With all ranks, where it is sharded.
         self.replay.report_version(self.version)
 
+    def _write_row(self, values: dict[Metric, float]) -> None:
+        """Write the update's row. What fails here fails on one rank, at a place where the others go on."""
+        with self._failure_kept():
+            values = values | self._status()
+        with self._failure_kept():
+            self.log.write(self.version, values)
+
+    @contextmanager
+    def _failure_kept(self) -> Iterator[None]:
+        """Keep what fails in the block: `run` raises it, after all ranks have saved."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+
     def _status(self) -> dict[Metric, float]:
         """Return the metrics of the row that ends now. It began when the last one ended: no time is lost."""
         now = self.clock()
@@ -291,7 +334,7 @@ class Learner:
 
     def _save(self) -> None:
         """Begin a checkpoint of this version, unless it exists or an update was cut in the middle."""
-        if self._half_updated:
+        if self._half_updated and self.update.stepper.stepped:
             _log.warning("no checkpoint: interrupted in the middle of an update; the one before it stays")
             return
         if self._saved_version == self.version:
@@ -308,6 +351,26 @@ class Learner:
             progress, write_policy=write, optimizer=optimizer, parameters=self._parameters()
         )
         self._saved_version = self.version
+
+    def _save_alone(self) -> None:
+        """Save the last finished update after a failure of which other ranks were not told."""
+        self._finish_after_failure()
+        if self.ranks.size == 1:
+            if self._met_actors:
+                self._try_to_save()
+        elif self._saved_version != self.version:
+            _log.warning(
+                "version %d is not saved: the learner ranks cannot write a checkpoint together any more",
+                self.version,
+            )
+
+    def _try_to_save(self) -> None:
+        """Save before a failure is raised, which what goes wrong here must not hide."""
+        try:
+            self._save()
+            self.checkpoints.finish()
+        except Exception as error:
+            _log.warning("version %d could not be saved: %s", self.version, error)
 
     def _finish_after_failure(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> None:
         """Let a checkpoint that is being written become complete: it is where the run can go on."""

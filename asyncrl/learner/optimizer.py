@@ -77,6 +77,8 @@ class ClippedOptimizer:
         self.device: torch.device = self.optimizer.param_groups[0]["params"][0].device
         self.policy_learns = True
         """False during the critic's warm-up."""
+        self.stepped = False
+        """Whether anything was changed since `set_version`."""
         self.bad_updates = 0
         """Steps skipped so far because their gradient was not finite."""
         self.bad_in_a_row = 0
@@ -88,6 +90,7 @@ class ClippedOptimizer:
         for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
             group["lr"] = full * share
         self.policy_learns = version >= self.critic_warmup
+        self.stepped = False
         self._norms = {}
 
     def clear_gradient(self) -> None:
@@ -108,6 +111,7 @@ class ClippedOptimizer:
                     parameter.grad = None
         norms = [self._clip(group) for group in self._learning_groups]
         if all(math.isfinite(norm) for norm in norms):
+            self.stepped = True
             self.optimizer.step()
             self.bad_in_a_row = 0
             for group, norm in zip(self._learning_groups, norms, strict=True):

@@ -65,6 +65,10 @@ class LearnerRanks(Protocol):
         """
         ...
 
+    def still_waiting(self) -> None:
+        """Rank 0: tell those that wait in `scatter_groups` that a batch is still to come."""
+        ...
+
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather sharded tensors of any shape and dtype.
 
@@ -93,6 +97,9 @@ class SingleRank:
     ) -> Groups | None:
         """Return the groups."""
         return groups
+
+    def still_waiting(self) -> None:
+        """Do nothing: nobody waits."""
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors. See `LearnerRanks.gather_full`."""

@@ -11,6 +11,7 @@ All learner ranks make the same calls in the same order; denominators are those 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
@@ -85,6 +86,9 @@ class Update:
         self.optimizer = self.stepper.optimizer
         self.device = self.stepper.device
         self.forward = PolicyForward(policy, self.ranks, self.device, micro_batch=algorithm.micro_batch)
+        self.on_pass: Callable[[int, int], object] = lambda number, passes: None
+        """Called after each micro-batch with a gradient: which one it is, from 1, and of about how many."""
+        self._passes = 0
         self.decisions = 0
         """Decisions of this rank with a gradient in the last update, each once per epoch."""
 
@@ -104,7 +108,7 @@ class Update:
         """
         if isinstance(self.policy, nn.Module):
             self.policy.eval()  # Dropout would make current and behaviour log-probs differ without any lag.
-        recipe, chosen, self.decisions = self.recipe, self.recipe.algorithm, 0
+        recipe, chosen, self.decisions, self._passes = self.recipe, self.recipe.algorithm, 0, 0
         recipe.check_batch(batch)
         self.stepper.set_version(version)
         prepared, metrics = prepare_batch(batch, recipe, self.forward)
@@ -130,6 +134,7 @@ class Update:
     ) -> list[MetricAccumulator]:
         """Evaluate a minibatch in micro-batches; leave its gradient in ``.grad``, return their metrics."""
         recipe, learns = self.recipe, self.stepper.policy_learns
+        steps, size = recipe.algorithm.epochs * recipe.algorithm.minibatches, recipe.algorithm.micro_batch
         metrics: list[MetricAccumulator] = []
         through = recipe.trains_critic and recipe.critic.through_policy and learns
         for rows in self.forward.micro_batches(minibatch.decisions):
@@ -141,6 +146,8 @@ class Update:
             loss, found = update_loss(recipe, now, micro, policy=learns)
             (loss * self.ranks.size).backward()  # Sharded gradients are averaged over the ranks.
             metrics.append(found)
+            self._passes += 1
+            self.on_pass(self._passes, max(self._passes, steps * -(-minibatch.decisions // size)))
             if rows is not None:
                 prepared.record_old_logprob(micro.rows, now.logprob)
         return metrics

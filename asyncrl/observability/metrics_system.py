@@ -196,6 +196,14 @@ ACTOR_MEMORY = define(
     "Levels off within the first episodes. Near the device's size: fewer --actor.slots, "
     "--actor.pipeline-stages 2, or policy and world on two devices (--placement).",
 )
+ACTOR_DECISIONS = define(
+    "actor/decisions",
+    Reduction.SUM,
+    "decisions",
+    "Decisions that the actors which are there have imagined since each of them began.",
+    "Grows by a batch's decisions for each update. While it grows the learner goes on waiting "
+    "(--batch-timeout), although no episode is complete yet.",
+)
 ACTOR_OFFLOADED = define(
     "actor/parked_bytes",
     Reduction.MAX,

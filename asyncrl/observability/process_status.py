@@ -47,7 +47,7 @@ class ThreadActivity:
     seconds: float
     """Since it began."""
     allowed: float
-    """Seconds it may take; 0: any."""
+    """Seconds it may take; 0: any. It grows with every sign of `progress`."""
 
     @property
     def overdue(self) -> bool:
@@ -92,6 +92,11 @@ class _StatusFile:
         content = _ROW.pack(since, allowed, thread, what.encode()[:88])
         self._memory[begin + 8 : begin + _ROW.size] = content[8:]
         self._memory[begin : begin + 8] = content[:8]
+
+    def allow(self, allowed: float) -> None:
+        """Change how many seconds after its beginning this thread's activity must be over."""
+        if (row := self._row()) < _ROWS:
+            struct.pack_into("<d", self._memory, _HEAD.size + row * _ROW.size + 8, allowed)
 
     def add(self, index: int, amount: float) -> None:
         """Add to the total number `index`."""
@@ -148,9 +153,16 @@ def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
 
 def set_activity(what: str, allowed: float = 0.0) -> None:
     """Publish what this thread does from now on, in a process that called `publish_as`."""
-    _now.activity = (what, allowed)
+    _now.activity, _now.began = (what, allowed), time.monotonic()
     if _own_file is not None:
         _own_file.write(what, allowed)
+
+
+def progress() -> None:
+    """Note that this thread's activity moved on: it may take as long again, counted from now."""
+    _, allowed = getattr(_now, "activity", ("", 0.0))
+    if allowed and _own_file is not None:
+        _own_file.allow(time.monotonic() - _now.began + allowed)
 
 
 @contextmanager

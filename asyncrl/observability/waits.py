@@ -18,7 +18,7 @@ _PREFIX: Final = "wait/"
 _RESPAWNS: Final = 31
 """Number of the total of respawns in `process_status`."""
 GRACE: Final = 60.0
-"""Seconds beyond its own deadline after which a wait counts as a hang."""
+"""Seconds beyond its own deadline, which progress renews, after which a wait counts as a hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +85,16 @@ BATCH = _define(
     "batch",
     "waiting for a batch",
     "learner",
-    "--batch-timeout",
-    "the actors; a stop request",
-    "the run ends with an error that says what the replay holds",
+    "--batch-timeout since the last sign of progress",
+    "the actors; a stop request; too many filtered groups",
+    "the run ends with a checkpoint and an error that says what the replay holds",
 )
 PART = _define(
     "part",
     "waiting for rank 0 to deal a batch",
     "learner ranks but 0",
-    "--batch-timeout + --startup-timeout",
-    "rank 0, or its end",
+    "--batch-timeout + --startup-timeout since rank 0 last said that it waits",
+    "rank 0, which says so every 5 s; its end",
     "the rank ends with an error",
 )
 REPLAY_STATUS = _define(

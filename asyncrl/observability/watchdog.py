@@ -56,8 +56,9 @@ class Watchdog:
         process_status.dump_stacks(self.run_dir)
         self._tell(
             f"{process.role} (process {process.pid}) hangs: {late.what!r} takes {late.seconds:.0f} s, "
-            f"allowed are {late.allowed:.0f} (--hang-timeout, or the wait's own deadline). It is ended; the "
-            f"stacks of all processes are in {self.run_dir / process_status.FOLDER}"
+            f"its deadline was at {late.allowed:.0f} s (--hang-timeout, or the wait's own, after the last "
+            "sign of progress). It is ended; the stacks of all processes are in "
+            f"{self.run_dir / process_status.FOLDER}"
         )
         self.hangs += 1
         time.sleep(STACKS_SECONDS)

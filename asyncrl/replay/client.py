@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from asyncrl.errors import ReplayError, SampleTimeout
@@ -20,7 +20,7 @@ from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
-from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
+from asyncrl.replay.interface import Filling, GroupFailure, GroupGrant, NothingToLearn, RunStopped
 from asyncrl.replay.outbox import Outbox
 
 __all__ = ["InProcessActorPort", "InProcessLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
@@ -238,12 +238,9 @@ class ZmqLearnerPort:
             self._ask(wanted)
             self._exchange(left if self._link.server_id else min(left, 0.05))
         if not wanted.complete:
-            contents = self._contents()
+            reply = self._ask_status(1.0)
             if not wanted.complete:
-                raise SampleTimeout(
-                    f"No batch of {groups} groups at version {version} within {timeout:g} s: "
-                    f"the replay at {self._link.endpoint} {contents}."
-                )
+                raise self._timeout(reply, f"No batch of {groups} groups at version {version}", timeout)
         self._request = None
         return wanted.batch()
 
@@ -282,6 +279,9 @@ class ZmqLearnerPort:
         for message in self._link.exchange(wait):
             if message.kind == "status_reply":
                 self._reply = message
+            elif message.kind == "nothing_to_learn" and self._request:
+                if message["request"] == self._request.request:
+                    raise NothingToLearn(message["reason"])
             elif message.kind == "batch" and self._request and message["request"] == self._request.request:
                 assert message.episode is not None
                 self._request.take(message, message.episode)
@@ -294,9 +294,12 @@ class ZmqLearnerPort:
         if self._link.send_now("sample", **about):
             wanted.asked_at, wanted.asked_server_id = now, server_id
 
-    def _contents(self) -> str:
-        reply = self._ask_status(1.0)
-        return "does not answer" if reply is None else f"holds {reply['contents']}"
+    def _timeout(self, reply: Message | None, what: str, timeout: float) -> SampleTimeout:
+        """Say what the replay holds, and how far the batch is, when it answered."""
+        contents = "does not answer" if reply is None else f"holds {reply['contents']}"
+        filling = {} if reply is None else {x.name: reply[x.name] for x in fields(Filling)}
+        said = f"{what} within {timeout:g} s: the replay at {self._link.endpoint} {contents}."
+        return SampleTimeout(said, **filling)
 
     def _ask_status(self, timeout: float) -> Message | None:
         deadline, asked_at = time.monotonic() + timeout, -float("inf")

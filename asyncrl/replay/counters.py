@@ -17,6 +17,36 @@ def has_no_signal(group: Sequence[Episode]) -> bool:
     return len({episode.total_reward for episode in group}) == 1
 
 
+class FilteredGroups:
+    """Groups that were filtered since the learner's last batch."""
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self._succeeded, self._failed = 0, 0
+
+    def add(self, successes: int, size: int) -> None:
+        """Count a group of `size` episodes, `successes` of which succeeded."""
+        self.groups += 1
+        self._succeeded += successes == size
+        self._failed += not successes
+
+    def restart(self) -> None:
+        """The learner got a batch, or begins."""
+        self.groups = self._succeeded = self._failed = 0
+
+    def reason(self) -> str:
+        """Say what all these groups have in common."""
+        which = f"of the last {self.groups} groups"
+        if self.groups == self._succeeded:
+            return f"every episode {which} succeeded"
+        if self.groups == self._failed:
+            return f"every episode {which} failed"
+        return (
+            f"within each {which} all episodes scored the same ({self._succeeded} groups succeeded, "
+            f"{self._failed} failed)"
+        )
+
+
 class SuccessWindow:
     """Share of successful episodes among the groups completed at one version of the learner."""
 

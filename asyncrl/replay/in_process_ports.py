@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from typing import Final
 
 from asyncrl.errors import ReplayError, SampleTimeout
@@ -17,7 +18,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
+from asyncrl.replay.interface import GroupFailure, GroupGrant, NothingToLearn, RunStopped
 from asyncrl.replay.replay import Replay
 
 IDLE: Final = 0.01
@@ -114,10 +115,13 @@ class InProcessLearnerPort:
                 return batch
             if not in_flight and self._replay.exhausted_reason:
                 raise ReplayError(self._replay.exhausted_reason)
+            if end := self._replay.nothing_to_learn:
+                raise NothingToLearn(end)
             if self._imagine is None or time.monotonic() >= deadline:
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "
-                    f"the replay holds {self._replay.contents()}."
+                    f"the replay holds {self._replay.contents()}.",
+                    **asdict(self._replay.filling),
                 )
             if not busy:
                 time.sleep(IDLE)

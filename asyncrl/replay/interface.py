@@ -46,6 +46,7 @@ REPORTED: Final = {
         m.ACTOR_OFFLOAD,
         m.ACTOR_MEMORY,
         m.ACTOR_OFFLOADED,
+        m.ACTOR_DECISIONS,
     )
 }
 """Readings that an actor reports of itself, by name."""
@@ -53,6 +54,22 @@ REPORTED: Final = {
 
 class RunStopped(AsyncRLError):
     """The learner ended the run. Not a failure: the actor leaves its loop."""
+
+
+class NothingToLearn(AsyncRLError):
+    """The filter took groups for so long that the run ends. Not a failure: the learner saves and leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filling:
+    """How far the next batch is."""
+
+    groups: int
+    """Complete groups that wait to be used."""
+    episodes: int
+    """Episodes of these groups, of incomplete ones, and of those that were filtered since the last batch."""
+    decisions: int
+    """Decisions that actors reported since this process of the replay began, also of unfinished episodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +181,8 @@ class LearnerPort(Protocol):
         """Wait for a batch: `groups` complete groups, no decision older than the lag bound at `version`.
 
         Raises:
-            SampleTimeout: No batch within `timeout` seconds; says what the replay holds.
+            SampleTimeout: No batch within `timeout` seconds; says what the replay holds, and its `Filling`.
+            NothingToLearn: Too many groups in a row were filtered.
             ReplayError: There will be none, since no start state is left that can be imagined.
         """
         ...

@@ -17,13 +17,13 @@ from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
-from asyncrl.observability.metrics_system import LIVE_SLOTS
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, Used
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import GroupFailure, GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.interface import Filling, GroupFailure, GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
 from asyncrl.replay.state import ReplayState
@@ -67,27 +67,38 @@ def open_replay(
         seed=seed,
         horizon=horizon,
     )
-    return Replay(store, limiter, warn)
+    return Replay(
+        store, limiter, warn, max_filtered=algorithm.max_filtered_batches * algorithm.groups_per_update
+    )
 
 
 class Replay:
     """Answers the actors and the learner of a run."""
 
-    def __init__(self, store: EpisodeStore, limiter: Limiter, warn: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        store: EpisodeStore,
+        limiter: Limiter,
+        warn: Callable[[str], None] = print,
+        *,
+        max_filtered: int = 160,
+    ) -> None:
         """Recover the state from the store's ledger and files.
 
         Args:
             store: The files.
             limiter: Knows no group yet.
             warn: Receives a line when the disk is full.
+            max_filtered: So many filtered groups without a batch end the run; see `nothing_to_learn`.
         """
-        self.store = store
+        self.store, self._max_filtered = store, max_filtered
         self.state = ReplayState(store.ledger, limiter)
         self.lifecycle = GroupLifecycle(store, self.state, warn)
         self.stopped = False
         """Whether the learner ended the run."""
         self._reports: dict[str, dict[Metric, float]] = {}
         """Actor -> what it last reported of itself."""
+        self._decisions = 0.0
         recover(self.lifecycle)
 
     def write_in_background(self) -> None:
@@ -178,6 +189,31 @@ class Replay:
         """Why no further group will ever be ready; empty while there is hope."""
         return "" if self.state.limiter.open else self.state.quarantine.exhausted
 
+    @property
+    def nothing_to_learn(self) -> str:
+        """Why the filter ends the run, which is no failure; empty while there is hope."""
+        limiter, filtered = self.state.limiter, self.state.filtered
+        ready, needed = len(limiter.ready), limiter.groups_per_update
+        if filtered.groups < self._max_filtered or ready >= needed:
+            return ""
+        found = f", and only {ready} of the {needed} groups of a batch differ" if ready else ""
+        return (
+            f"{filtered.reason()}{found}: there is nothing to learn at this filter "
+            "(--algorithm.filter-groups, --algorithm.max-filtered-batches)"
+        )
+
+    @property
+    def filling(self) -> Filling:
+        """How far the next batch is."""
+        limiter = self.state.limiter
+        whole = len(limiter.ready) + self.state.filtered.groups
+        held = sum(len(group.members) for group in limiter.open.values())
+        return Filling(
+            groups=len(limiter.ready),
+            episodes=whole * limiter.group_size + held,
+            decisions=int(self._decisions),
+        )
+
     def take_receipts(self) -> list[tuple[str, Receipt]]:
         """Return and forget the receipts that are due, each with its actor."""
         due, self.lifecycle.receipts = self.lifecycle.receipts, []
@@ -237,7 +273,9 @@ class Replay:
     def report(self, actor: str, metrics: Mapping[Metric, float]) -> None:
         """Note where an actor's time and memory go; a share is cut to [0, 1]."""
         self.state.limiter.note_heartbeat(actor)
-        if LIVE_SLOTS in metrics:
+        before = self._reports.get(actor, {}).get(s.ACTOR_DECISIONS, 0.0)
+        self._decisions += max(0.0, metrics.get(s.ACTOR_DECISIONS, before) - before)
+        if metrics.get(s.ACTOR_DECISIONS, before) > before:
             self.state.limiter.note_progress(actor)
         self._reports[actor] = {
             metric: min(1.0, max(0.0, value)) if metric.unit == "share" else value

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Final
 
 import zmq
@@ -224,6 +224,10 @@ class ReplayServer:
             why = self.replay.exhausted_reason[:4000]
             if why and self.sender.send(self.peers.learner, "refused", reason=why):
                 self._sample_request = None
+            elif end := self.replay.nothing_to_learn:
+                about = {"request": wanted["request"], "reason": end}
+                if self.sender.send(self.peers.learner, "nothing_to_learn", **about):
+                    self._sample_request = None
             return
         self._sample_request, self._batch_of = None, wanted["request"]
         for number, group in enumerate(groups):
@@ -274,7 +278,8 @@ class ReplayServer:
         found = self.replay.status()
         found |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.sender.errors)}
         named = {metric.name: value for metric, value in found.items()}
-        self.sender.send(peer, "status_reply", readings=named, contents=self.replay.contents()[:4000])
+        about = {"contents": self.replay.contents()[:4000], **asdict(self.replay.filling)}
+        self.sender.send(peer, "status_reply", readings=named, **about)
 
     def _stop(self, peer: bytes, message: Message) -> None:
         if peer != self.peers.learner:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.replay.counters import EpisodeCounters
+from asyncrl.replay.counters import EpisodeCounters, FilteredGroups
 from asyncrl.replay.events import (
     ActorStarted,
     Dropped,
@@ -52,6 +52,7 @@ class ReplayState:
         self._ledger, self.limiter = ledger, limiter
         self.counters, self.session = EpisodeCounters(), Session()
         self.quarantine = Quarantine(limiter.settings.quarantine_after)
+        self.filtered = FilteredGroups()
 
     def commit(self, event: Event) -> None:
         """Make an event durable, then change the state as it says.
@@ -74,6 +75,7 @@ class ReplayState:
             case LearnerStarted():
                 limiter.begin(event.version)
                 self.quarantine.begin(event.version)
+                self.filtered.restart()
                 session.learner, session.request, session.batch = event.session, "", []
             case ActorStarted():
                 session.actors[event.actor] = event.session
@@ -85,11 +87,13 @@ class ReplayState:
                     limiter.advance(event.version)
                 counters.add("stored", size * sum(not limiter.is_counted(n) for n in event.numbers))
                 limiter.use(event.numbers)
+                self.filtered.restart()
                 session.request, session.batch = event.request, event.numbers
             case Filtered():
                 if event.number not in limiter.ready:
                     counters.add("stored", size)
                 limiter.filter(event.number, event.newest_version, event.successes)
+                self.filtered.add(event.successes, size)
             case Ready():
                 limiter.undo_uses(event.number, tuple(event.uses))
                 if not event.uses:

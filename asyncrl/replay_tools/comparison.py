@@ -71,7 +71,7 @@ class Comparison:
     def same_end(self) -> bool:
         """Tell whether it would have ended at the same step for the same reason."""
         solved = np.flatnonzero(self.scores.reshape(-1) >= self.threshold)
-        return (int(solved[0]) if solved.size else -1) == self.episode.first_success_step
+        return (int(solved[0]) + 1 if solved.size else self.scores.size) == self.episode.steps
 
     @property
     def verdict(self) -> Verdict:
@@ -147,7 +147,7 @@ def _cells(found: Comparison) -> tuple[str, ...]:
 
 
 def _end(episode: Episode) -> str:
-    return f"success at step {episode.first_success_step + 1}" if episode.success else episode.end_reason
+    return f"success at step {episode.steps}" if episode.success else episode.end_reason
 
 
 def _largest(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:

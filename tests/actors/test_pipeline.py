@@ -316,6 +316,7 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
     found = telemetry.report_if_due()
     assert found is not None
     assert found.pop(m.ACTOR_MEMORY) > 1e6
+    assert found.pop(m.ACTOR_DECISIONS) == 0
     shares = {m.ACTORS_WAITING: 0.25, m.ACTOR_WORLD: 0.4, m.ACTOR_POLICY: 0.1, m.ACTOR_HOST: 0.1}
     assert found == pytest.approx(shares, rel=0.01), "on the CPU the models' time is not the host's"
     run.actor.port.report(found)
@@ -332,6 +333,7 @@ def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         run.actor.round(0.0)
     status = run.replay.status()
     assert status[m.ACTOR_MEMORY] > 1e6
+    assert status[m.ACTOR_DECISIONS] > 0
     assert 0 < status[m.ACTOR_HOST] <= 1
     assert m.ACTOR_OFFLOADED not in status
     run.replay.close()

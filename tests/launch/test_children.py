@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.launch.children import ChildProcesses, WatchedReplay
+from asyncrl.launch.rendezvous import RunInfo, failure_was_taken, report_failure, take_failure
 from asyncrl.launch.supervisor import ChildState
 from asyncrl.observability.signals import StopFlag
 
@@ -119,6 +121,30 @@ def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks
         time.sleep(0.001)
     with pytest.raises(RunError, match="died too often"):
         children.run_until_done(over=lambda: False)
+
+
+def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path):
+    class Dying(Child):
+        def poll(self) -> ChildState:
+            raise RunError("actor-1 died 6 times in a row")
+
+    info = RunInfo(run_dir="", replay_endpoint="", weights_endpoint="", sockets=str(tmp_path))
+    environ = {"RANK": "1"}
+    reported = partial(report_failure, info, environ)
+    children = ChildProcesses(StopFlag(), report_failure=lambda why: reported(why=why))
+    children.spawn(lambda: Dying("actor-1", ChildState.RUNNING))
+    said: list[str] = []
+
+    def over() -> bool:
+        said.append(take_failure(tmp_path))
+        return bool(said[-1])
+
+    children.run_until_done(over)
+    children.end(0.0)
+    assert said[-1] == "Rank 1: actor-1 died 6 times in a row"
+    assert take_failure(tmp_path) == ""
+    assert failure_was_taken(info, environ)
+    assert str(children.failure) == "actor-1 died 6 times in a row"
 
 
 def test_children_are_watched_until_all_finished_or_a_stop_is_asked_for(children_of):

@@ -19,7 +19,7 @@ from support.tiny_models import GROUP_SIZE, SIZE, start_state, write_models
 PER_UPDATE = 1
 HALF, WHOLE = 5, 10
 """Updates until the interruption, and in all."""
-TIMES = {s.WEIGHTS_SECONDS.name, s.PEAK_MEMORY.name, s.ACTOR_MEMORY.name, "time"}
+TIMES = {s.WEIGHTS_SECONDS.name, s.PEAK_MEMORY.name, s.ACTOR_MEMORY.name, s.ACTOR_DECISIONS.name, "time"}
 """Readings that differ between any two runs, besides everything under `time/` and `wait/`."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.devices.offload import IdleOffload, OffloadedTensors
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError, ReplayError, RunError
 from asyncrl.learner.distributed_ranks import DistributedRanks, pack, unpack
 from asyncrl.learner.fsdp import shard
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
@@ -20,6 +22,8 @@ from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.storage.checkpoint import latest
+from support.memory_learner import Run
 from support.ranks import run_ranks
 from support.table_policy import groups_of
 
@@ -191,6 +195,51 @@ def test_ranks_share_whole_groups_and_one_whose_peer_is_gone_says_what_it_waited
     assert sums[:2] == others[:2] == [3.0, 0.0]
     assert others[2] >= 3, "a rank that waits looks after its children"
     assert "learner rank 1 of 2 to share a batch" in others[3]
+
+
+def a_wait_longer_than_the_deadline() -> bool:
+    group = DistributedRanks(1.0)
+    if group.rank == 0:
+        for _ in range(6):
+            time.sleep(0.5)
+            group.still_waiting()
+    return group.scatter_groups(groups_of([[3, -1], [1, 1]]) if group.rank == 0 else None) is not None
+
+
+@pytest.mark.timeout(60)
+def test_ranks_wait_as_long_as_rank_0_says_that_it_waits() -> None:
+    assert run_ranks(a_wait_longer_than_the_deadline) == [True, True]
+
+
+def ends_and_saves(folder: str) -> tuple[str, list[str]]:
+    """A learner on two ranks whose replay fails at version 2, on rank 0."""
+    ranks = DistributedRanks(20.0)
+    run = Run(Path(folder), updates=9, every=1000, ranks=ranks)
+    if ranks.rank == 0:
+        write = run.log.write
+
+        def at_version_2(step: int, values: Any) -> None:
+            write(step, values)
+            if step == 2:
+                run.replay.fails = ReplayError("no start state is left")
+
+        run.log.write = at_version_2  # type: ignore[method-assign]
+    try:
+        run.learner.run()
+    except ReplayError as error:
+        return str(error), run.events
+    return "", run.events
+
+
+@pytest.mark.timeout(60)
+def test_when_rank_0_fails_in_its_wait_all_ranks_save_and_it_alone_raises(tmp_path: Path) -> None:
+    (said, _), (others, events) = run_ranks(ends_and_saves, str(tmp_path))
+    assert said == "no start state is left"
+    assert others == ""
+    assert "save 2" in events, "a save is made by all ranks together"
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "update_000002"
 
 
 def test_episodes_come_through_bit_for_bit() -> None:

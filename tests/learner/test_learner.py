@@ -12,12 +12,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.devices.memory import host_peak
-from asyncrl.errors import RunError, WeightSyncError
+from asyncrl.errors import ReplayError, RunError, WeightSyncError
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability import process_status, waits
+from asyncrl.replay.interface import NothingToLearn
 from asyncrl.storage import checkpoint
 from support.memory_learner import Run
+from support.table_policy import groups_of
 
 
 def saved(folder: Path) -> list[str]:
@@ -93,6 +96,82 @@ def test_waiting_too_long_ends_the_run_with_what_the_replay_holds(tmp_path: Path
     with pytest.raises(RunError, match=message):
         run.learner.run()
     assert run.replay.timeouts == [1.0, 1.0, 0.5]
+
+
+def test_a_batch_that_moves_on_is_waited_for_longer_than_the_timeout(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=1, batch_timeout=5.0, seconds_to_fill=40.0)
+    run.replay.filling = lambda seconds: {"groups": 0, "episodes": int(seconds // 4), "decisions": 0}
+    run.learner.run()
+    assert run.learner.version == 1
+
+
+def test_the_first_episode_may_take_longer_than_the_timeout_while_decisions_are_made(tmp_path: Path) -> None:
+    """6 decisions per episode, 4 episodes, one batch ahead: 24 decisions at most."""
+    run = Run(tmp_path, updates=1, batch_timeout=5.0, seconds_to_fill=80.0)
+    run.replay.filling = lambda seconds: {"groups": 0, "episodes": 0, "decisions": int(seconds // 4)}
+    run.learner.run()
+    assert run.learner.version == 1
+
+
+def test_episodes_that_never_arrive_do_not_keep_a_run_alive(tmp_path: Path) -> None:
+    run = Run(tmp_path, batch_timeout=5.0, seconds_to_fill=10_000.0)
+    run.replay.filling = lambda seconds: {
+        "groups": 0,
+        "episodes": int(seconds) % 3,
+        "decisions": int(seconds),
+    }
+    with pytest.raises(RunError, match=r"nothing moved on: no episode was admitted"):
+        run.learner.run()
+    # Two episodes at most, then as many decisions as a whole batch has, then the timeout.
+    assert run.clock.now - 100.0 == pytest.approx(2 + 24 + 5, abs=2)
+
+
+def test_a_wait_that_moves_on_renews_the_deadline_that_the_watchdog_sees(tmp_path: Path) -> None:
+    process_status.publish_as(tmp_path, "learner-0")
+    run = Run(tmp_path, updates=1, batch_timeout=5.0, seconds_to_fill=3.0)
+    allowed: list[float] = []
+
+    def filling(seconds: float) -> dict[str, int]:
+        (process,) = process_status.read(tmp_path)
+        allowed.extend(a.allowed for a in process.activities if a.what == "waiting for a batch")
+        return {"groups": 0, "episodes": int(seconds), "decisions": 0}
+
+    run.replay.filling = filling
+    run.learner.run()
+    assert allowed[0] == 5.0 + waits.GRACE
+    assert allowed == sorted(set(allowed)), "each second of it moved the deadline"
+
+
+def test_every_micro_batch_renews_the_deadline_of_an_update(tmp_path: Path) -> None:
+    process_status.publish_as(tmp_path, "learner-0")
+    run = Run(tmp_path, updates=1, micro_batch=1)
+    allowed: list[float] = []
+
+    def look() -> None:
+        (process,) = process_status.read(tmp_path)
+        allowed.extend(a.allowed for a in process.activities if a.what.startswith("updating"))
+
+    run.policy.on_evaluate = look
+    run.learner.run()
+    assert len(allowed) > 2
+    assert allowed == sorted(set(allowed))
+
+
+def test_how_long_a_batch_and_an_update_take_is_estimated_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=2, micro_batch=1, seconds_to_fill=41.0)
+    run.replay.filling = lambda seconds: {
+        "groups": int(seconds >= 20),
+        "episodes": int(seconds // 10),
+        "decisions": 0,
+    }
+    run.learner.run()
+    assert [what for what, _ in run.estimates] == ["batch", "update"]
+    (_, batch), (_, update) = run.estimates
+    assert batch == pytest.approx(40.0, abs=1.0), "two of four episodes after 20 s"
+    decisions = sum(
+        len(episode.policy_versions) for group in groups_of([[3, -1], [-1, 12]]) for episode in group
+    )
+    assert update == pytest.approx(decisions, abs=decisions / 4), "a second for each decision"
 
 
 def test_each_batch_has_the_whole_waiting_time(tmp_path: Path) -> None:
@@ -171,6 +250,81 @@ def test_a_resumed_run_ends_with_the_very_same_weights_as_one_that_never_stopped
     for name, tensor in through.policy.trainable_tensors().items():
         assert torch.equal(again.policy.trainable_tensors()[name], tensor)
     assert again.log.rows[6][m.LOSS] == through.log.rows[6][m.LOSS]
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def weights_after(run: Run, version: int) -> Tensor:
+    return run.publisher.published[version]
+
+
+@pytest.mark.parametrize("part", ["batch", "child", "start states", "bug", "status"])
+def test_whatever_ends_the_run_the_last_finished_update_is_saved(tmp_path: Path, part: str) -> None:
+    stop = [False]
+
+    def stop_requested() -> bool:
+        if stop[0] and part == "child":
+            raise RunError("actor-1 died 6 times in a row")
+        return False
+
+    run = Run(tmp_path, updates=9, every=1000, batch_timeout=3.0, stop=stop_requested)
+    errors = {
+        "batch": RunError,
+        "child": RunError,
+        "start states": ReplayError,
+        "bug": RuntimeError,
+        "status": ReplayError,
+    }
+
+    def at_version_3(step: int, values: object) -> None:
+        if step == 3:
+            stop[0] = True
+            run.replay.still = 1000.0 if part == "batch" else 0.0
+            if part in ("start states", "bug"):
+                run.replay.fails = errors[part]("no start state is left")
+        if step == 2 and part == "status":
+            run.replay.status_fails = ReplayError("the replay died too often")
+
+    run.log.write = at_version_3  # type: ignore[method-assign]
+    with pytest.raises(errors[part]):
+        run.learner.run()
+    assert saved(tmp_path) == ["update_000003"]
+    assert torch.equal(weights_in(tmp_path / "checkpoints" / "update_000003"), weights_after(run, 3))
+    assert "stop" not in run.events
+
+
+def test_an_update_that_fails_before_its_first_step_leaves_the_version_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=9, every=1000)
+
+    def run_out_of_memory() -> None:
+        if run.learner.version == 2:
+            raise torch.OutOfMemoryError("no memory for the first micro-batch")
+
+    run.policy.on_evaluate = run_out_of_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        run.learner.run()
+    assert saved(tmp_path) == ["update_000002"]
+    assert torch.equal(weights_in(tmp_path / "checkpoints" / "update_000002"), weights_after(run, 2))
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, updates=9, every=1000)
+    run.replay.fails = ReplayError("no start state is left")
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with pytest.raises(ReplayError, match="no start state is left"):
+        run.learner.run()
+    assert "version 0 could not be saved" in caplog.text
+
+
+def test_a_run_with_nothing_to_learn_ends_well_and_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path, updates=9, every=1000)
+    run.replay.fails = NothingToLearn("every episode of the last 20 groups succeeded")
+    run.learner.run()
+    assert run.learner.end_reason == "every episode of the last 20 groups succeeded"
+    assert run.events[-2:] == ["save 0", "stop"]
 
 
 # ---- what is not finite --------------------------------------------------------------------------

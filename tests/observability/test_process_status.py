@@ -136,6 +136,22 @@ def test_activities_nest_and_damaged_files_are_left_out(tmp_path: Path) -> None:
     assert process.activities == ()
 
 
+def test_progress_renews_the_deadline_but_not_the_beginning(tmp_path: Path) -> None:
+    process_status.publish_as(tmp_path, "learner-0")
+    with process_status.activity("updating", 0.3):
+        time.sleep(0.2)
+        process_status.progress()
+        time.sleep(0.2)
+        (process,) = process_status.read(tmp_path)
+        (updating,) = process.activities
+        assert updating.seconds >= 0.4
+        assert not updating.overdue
+        time.sleep(0.2)
+        (process,) = process_status.read(tmp_path)
+        assert process.activities[0].overdue
+    process_status.progress()  # Nothing is under way.
+
+
 def test_waits_are_counted_also_from_before_the_process_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from asyncrl.config.run import AlgorithmSettings, ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
 from asyncrl.records import Episode
 from asyncrl.replay.counters import has_no_signal
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
-from asyncrl.replay.interface import GroupGrant
+from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
@@ -37,6 +38,7 @@ def open_filter(
     max_bytes: int = 10**9,
     filtering: bool = True,
     horizon: int = 20,
+    max_filtered: int = 10**9,
 ) -> Replay:
     limiter = Limiter(
         ReplaySettings(max_lag=max_lag, group_timeout=1e6),
@@ -46,7 +48,8 @@ def open_filter(
         horizon=horizon,
         clock=Clock(),
     )
-    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
+    store = EpisodeStore(folder, group_size=2, max_bytes=max_bytes)
+    return Replay(store, limiter, max_filtered=max_filtered)
 
 
 def push(
@@ -153,6 +156,81 @@ def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_
     replay.set_version(1)
     assert replay.status()[m.FILTERED_GROUPS] == 1
     assert replay.status()[m.REPLAY_SUCCESS] == 1.0
+    replay.close()
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ((True, True), "every episode of the last 6 groups succeeded: there is nothing to learn"),
+        ((False, False), "every episode of the last 6 groups failed: there is nothing to learn"),
+    ],
+)
+def test_too_many_filtered_groups_in_a_row_end_the_run(
+    tmp_path: Path, outcomes: tuple[bool, bool], said: str
+) -> None:
+    replay = open_filter(tmp_path, per_update=2, max_filtered=6)
+    replay.begin("learner", 0)
+    for number in range(5):
+        granted(replay)
+        push(replay, number, outcomes)
+        assert replay.nothing_to_learn == ""
+    replay.close()
+    replay = open_filter(tmp_path, per_update=2, max_filtered=6)
+    replay.begin("learner", 0)  # The replay was restarted, the learner was not: the count goes on.
+    push(replay, min(replay.state.limiter.open), outcomes)
+    assert replay.nothing_to_learn.startswith(said)
+    replay.begin("resumed", 0)
+    assert replay.nothing_to_learn == "", "whoever resumes may have changed something"
+    replay.close()
+
+
+def test_a_batch_begins_the_count_of_filtered_groups_anew_and_one_that_is_full_is_used(
+    tmp_path: Path,
+) -> None:
+    replay = open_filter(tmp_path, per_update=2, max_filtered=2)
+    replay.begin("learner", 0)
+    numbers = granted(replay)
+    push(replay, numbers[0], (True, False))
+    push(replay, numbers[1], (True, True))
+    push(replay, numbers[2], (False, False))
+    assert replay.nothing_to_learn.startswith(
+        "within each of the last 2 groups all episodes scored the same (1 groups succeeded, 1 failed), and "
+        "only 1 of the 2 groups of a batch differ"
+    )
+    push(replay, numbers[3], (True, False))
+    assert replay.nothing_to_learn == ""
+    assert replay.sample(2, 0) is not None
+    assert replay.nothing_to_learn == ""
+    replay.close()
+
+
+def test_in_turns_a_run_with_nothing_to_learn_ends_instead_of_waiting(tmp_path: Path) -> None:
+    replay = open_filter(tmp_path, per_update=2, max_filtered=20)
+    port = InProcessLearnerPort(replay, imagine=lambda: dream.round())
+    dream = Dream(replay)
+    dream.imagine = lambda grant, member: make_episode(  # type: ignore[method-assign]
+        grant.number, member, versions=(0,), success=True, image=1
+    )
+    with pytest.raises(NothingToLearn, match="every episode of the last 20 groups succeeded"):
+        port.sample(groups=2, version=0, timeout=60.0)
+    port.close()
+
+
+def test_how_far_the_batch_is_counts_ready_filtered_and_incomplete_groups(tmp_path: Path) -> None:
+    replay = open_filter(tmp_path, per_update=4)
+    replay.begin("learner", 0)
+    numbers = granted(replay)
+    push(replay, numbers[0], (True, False))
+    push(replay, numbers[1], (True, True))
+    replay.admit(make_episode(numbers[2], 0, versions=(0,), image=1))
+    replay.report("actor-0", {s.ACTOR_DECISIONS: 10.0})
+    replay.report("actor-0", {s.ACTOR_DECISIONS: 12.0})
+    replay.report("actor-1", {s.ACTOR_DECISIONS: 3.0})
+    assert replay.filling == Filling(groups=1, episodes=5, decisions=15)
+    replay.hello("actor-1", "respawned")
+    replay.report("actor-1", {s.ACTOR_DECISIONS: 1.0})
+    assert replay.filling.decisions == 16
     replay.close()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.observability import metrics_replay as m
-from asyncrl.observability.metrics_system import ACTORS_WAITING, LIVE_SLOTS
+from asyncrl.observability.metrics_system import ACTOR_DECISIONS
 from asyncrl.records import Sampling
 from asyncrl.replay.groups import ReadyGroup, number_of
 from asyncrl.replay.interface import ReceiptStatus
@@ -159,9 +159,9 @@ def test_a_grant_outlives_its_deadline_while_its_actor_imagines_and_not_while_it
     replay = make_replay(tmp_path, make_limiter(clock=clock))
     replay.hello("actor-0", "first life")
     assert replay.grant("actor-0") is not None
-    for _ in range(3):
+    for decisions in (8.0, 16.0, 24.0):
         clock.now += 29.0
-        replay.report("actor-0", {LIVE_SLOTS: 1.0})
+        replay.report("actor-0", {ACTOR_DECISIONS: decisions})
         replay.maintain()
         assert len(replay.state.limiter.open) == 1
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_grant_outlives_its_deadline_while_its_actor_imagines_and_not_while_it
         replay.maintain()
     assert len(replay.state.limiter.open) == 1
     clock.now += 3.0
-    replay.report("actor-0", {ACTORS_WAITING: 0.0})
+    replay.report("actor-0", {ACTOR_DECISIONS: 24.0})
     replay.maintain()
     assert not replay.state.limiter.open
     replay.close()

@@ -59,7 +59,7 @@ class Run:
 def test_a_visitor_is_told_the_settings_in_parts(tmp_path: Path, endpoint: str) -> None:
     with Run(tmp_path, endpoint) as run:
         assert ask_settings(endpoint, "far", None, 10.0) == SETTINGS
-        assert "far" not in str(run.learner._contents()), "a visitor is nobody yet"
+        assert "far" not in str(run.learner._ask_status(10.0)), "a visitor is nobody yet"
         actor = ZmqActorPort(endpoint, "far")
         acquire(actor)
         with pytest.raises(ReplayError, match="has an actor called 'far'"):

@@ -1,5 +1,6 @@
 """The replay over real sockets: nothing is lost, nothing is used twice, and a stop reaches everybody."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.client import InProcessActorPort, InProcessLearnerPort, ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.interface import RunStopped
+from asyncrl.replay.interface import NothingToLearn, RunStopped
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support.episodes import assert_same, make_episode
 from support.replay import Clock
@@ -293,6 +294,35 @@ def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedS
     assert (to, message.kind) == (b"a", "refused")
     assert "do not report 'replay/episodes'" in message["reason"]
     assert service.replay.status()[m.EPISODES] == 0
+
+
+def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_learn(
+    tmp_path: Path, endpoint: str
+) -> None:
+    chosen = dataclasses.replace(CONFIG.algorithm, filter_groups=True, max_filtered_batches=2)
+    filtering = dataclasses.replace(CONFIG, algorithm=chosen)
+    with Served(tmp_path, endpoint, filtering):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        with pytest.raises(SampleTimeout) as caught:  # Introduces the learner.
+            learner.sample(groups=2, version=0, timeout=0.3)
+        assert caught.value.episodes == 0
+        first = acquire(actor)
+        actor.push(make_episode(first.number, 0, versions=(0,), success=True))
+        actor.report({s.ACTOR_DECISIONS: 7.0})
+        until(actor, 1)
+        with pytest.raises(SampleTimeout) as caught:
+            learner.sample(groups=2, version=0, timeout=0.5)
+        assert (caught.value.groups, caught.value.episodes, caught.value.decisions) == (0, 1, 7)
+        actor.push(make_episode(first.number, 1, versions=(0,), success=True))
+        for _ in range(3):
+            grant = acquire(actor)
+            for member in range(2):
+                actor.push(make_episode(grant.number, member, versions=(0,), success=True))
+        with pytest.raises(NothingToLearn, match="every episode of the last 4 groups succeeded"):
+            learner.sample(groups=2, version=0, timeout=15.0)
+        learner.stop()
+        learner.close()
+        actor.close(5.0)
 
 
 def test_an_endpoint_in_use_elsewhere_is_named() -> None:

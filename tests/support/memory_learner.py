@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
 from asyncrl.errors import SampleTimeout, WeightSyncError
 from asyncrl.launch.build import build_update
-from asyncrl.learner.learner import Learner, LoopSettings
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.learner import Learner
+from asyncrl.learner.loop import LoopSettings
+from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.throughput import Throughput
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
@@ -55,15 +57,24 @@ class MemoryReplay:
         self.timeouts: list[float] = []
         self.still = seconds_to_fill
         self.interrupt = False
+        self.fails: Exception | None = None
+        self.status_fails: Exception | None = None
+        self.filling: Callable[[float], dict[str, int]] = lambda seconds: {}
+        """How far the batch is after so many seconds of waiting."""
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
         self.timeouts.append(timeout)
         if self.interrupt:
             raise KeyboardInterrupt
+        if self.fails is not None:
+            raise self.fails
         if self.still > timeout:
             self.clock.now += timeout
             self.still -= timeout
-            raise SampleTimeout("The replay holds 1 complete group; 7 were dropped for their lag.")
+            raise SampleTimeout(
+                "The replay holds 1 complete group; 7 were dropped for their lag.",
+                **self.filling(self.seconds_to_fill - self.still),
+            )
         self.clock.now += self.still
         self.still = self.seconds_to_fill
         self.events.append(f"sample at {version}")
@@ -73,6 +84,8 @@ class MemoryReplay:
         self.events.append(f"report {version}")
 
     def status(self) -> dict[Metric, float]:
+        if self.status_fails is not None:
+            raise self.status_fails
         return {r.GROUPS_READY: 5.0}
 
     def stop(self) -> None:
@@ -128,6 +141,8 @@ class Run:
         batch_timeout: float = 60.0,
         seconds_to_fill: float = 0.0,
         stop: Callable[[], bool] = lambda: False,
+        micro_batch: int = 32,
+        ranks: LearnerRanks | None = None,
     ) -> None:
         self.events: list[str] = []
         self.clock = Clock()
@@ -135,18 +150,21 @@ class Run:
         self.replay = MemoryReplay(self.events, self.clock, seconds_to_fill=seconds_to_fill)
         self.publisher = MemoryPublisher(self.events)
         self.log = MemoryLog(self.events)
+        self.estimates: list[tuple[str, float]] = []
+        link: Any = dist.new_group(backend="gloo") if ranks is not None else None
         self.learner = Learner(
             build_update(
                 TrainConfig(
-                    algorithm=AlgorithmSettings(group_size=2, groups_per_update=2),
+                    algorithm=AlgorithmSettings(group_size=2, groups_per_update=2, micro_batch=micro_batch),
                     optimizer=OptimizerSettings(learning_rate=0.05),
                 ),
                 self.policy,
+                ranks=ranks,
             ),
             self.replay,
             self.publisher,
             self.log,
-            Checkpoints(folder, keep=10),
+            Checkpoints(folder, keep=10, link=link),
             LoopSettings(
                 updates=updates,
                 checkpoint_every=every,
@@ -154,10 +172,11 @@ class Run:
                 first_weights_deadline=30.0,
                 config_hash="abc",
             ),
-            throughput=Throughput(self.policy, SingleRank(), micro_batch=32),
+            throughput=Throughput(self.policy, ranks or SingleRank(), micro_batch=32),
             copy_policy=self.copy_policy,
             acting_tensors=self.policy.acting_tensors,
             stop_requested=stop,
+            tell_estimate=lambda what, seconds: self.estimates.append((what, seconds)),
             clock=self.clock,
         )
 

@@ -37,11 +37,11 @@ serve_replay(replay, sys.argv[2], ready=lambda: print("ready", flush=True))
 class Served:
     """A replay in a thread of this process."""
 
-    def __init__(self, folder: Path, endpoint: str) -> None:
+    def __init__(self, folder: Path, endpoint: str, config: TrainConfig = CONFIG) -> None:
         self.stop_event, ready = threading.Event(), threading.Event()
         self.thread = threading.Thread(
             target=serve_replay,
-            args=(open_run_replay(folder, CONFIG), endpoint),
+            args=(open_run_replay(folder, config), endpoint),
             kwargs={"stop_event": self.stop_event, "ready": ready.set},
         )
         self.thread.start()

@@ -1,0 +1,116 @@
+"""Follow how a batch and an update move on: when a wait is given up, and how long one will take.
+
+A batch moves on when an episode of it is admitted, or when the actors have made decisions for it. An update
+moves on with every micro-batch (`process_status.progress`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Literal
+
+import torch
+
+from asyncrl.errors import SampleTimeout
+
+ESTIMATED_FROM: Final = 2
+"""Micro-batches after which the time of an update is estimated: the first one warms up."""
+
+Told = Callable[[Literal["batch", "update"], float], object]
+"""Receives what will take how many seconds in all."""
+
+
+class BatchWait:
+    """One wait for a batch. It is given up `timeout` seconds after the last sign of progress."""
+
+    def __init__(
+        self, timeout: float, clock: Callable[[], float], *, episodes: int, decisions: int, ahead: int
+    ) -> None:
+        """Begin to wait.
+
+        Args:
+            timeout: Seconds.
+            clock: Seconds.
+            episodes: Of a batch.
+            decisions: Of an episode of full length.
+            ahead: Batches that may be under way together. So many decisions without a single episode are
+                progress; more are not: an actor whose episodes never arrive must not keep a run alive.
+        """
+        self._timeout, self._clock = timeout, clock
+        self._episodes_needed, self._length = episodes, decisions
+        self._allowed = self._left_over = episodes * decisions * ahead
+        self.began = self._moved_at = clock()
+        self._first: SampleTimeout | None = None
+        self._episodes, self._decisions, self._made = 0, 0, 0
+        """Most episodes seen, the decisions seen last, and those made during this wait."""
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is given up, unless the batch moves on; never negative."""
+        return max(0.0, self._moved_at + self._timeout - self._clock())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self.began
+
+    def note(self, seen: SampleTimeout) -> bool:
+        """Take in how far the batch is; returns whether it moved on since the last time.
+
+        Only the most episodes seen count: a group that is given up and imagined again is no progress twice.
+        """
+        first, self._first = self._first is None, self._first or seen
+        made = 0 if first else max(0, seen.decisions - self._decisions)  # A new replay counts from 0.
+        self._decisions = seen.decisions
+        self._made += made
+        moved = False
+        if seen.episodes > self._episodes:
+            self._episodes, self._left_over = seen.episodes, self._allowed
+            moved = True
+        elif made and self._left_over > 0:
+            moved = True
+        self._left_over -= made
+        if moved:
+            self._moved_at = self._clock()
+        return moved
+
+    def estimate(self, seen: SampleTimeout) -> float | None:
+        """Seconds that the whole wait takes, once a group has become ready in it; None before."""
+        if self._first is None or seen.groups <= self._first.groups:
+            return None
+        needed = max(1, self._episodes_needed - self._first.episodes)
+        share = max((seen.episodes - self._first.episodes) / needed, self._made / (needed * self._length))
+        return self.seconds / min(1.0, share) if share > 0 else None
+
+
+class UpdatePace:
+    """Estimates once in a run, from its second micro-batch with a gradient, how long an update takes."""
+
+    def __init__(self, told: Told, clock: Callable[[], float], device: torch.device) -> None:
+        """Begin.
+
+        Args:
+            told: Called once.
+            clock: Seconds.
+            device: What it was given has to be done before a time is taken; twice in a run.
+        """
+        self._told, self._clock, self._device = told, clock, device
+        self._began = self._first = 0.0
+        self._done = False
+
+    def begin(self) -> None:
+        """An update begins."""
+        self._began = self._clock()
+
+    def note(self, number: int, passes: int) -> None:
+        """Take in that micro-batch `number` (from 1) of about `passes` is done."""
+        if self._done or number > ESTIMATED_FROM:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = self._clock()
+        if number < ESTIMATED_FROM:
+            self._first = now
+        else:
+            self._done = True
+            self._told("update", now - self._began + (passes - number) * (now - self._first))

@@ -1,0 +1,188 @@
+"""How a run ends before its last update: what is saved, what is said, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, ReplaySettings, TrainConfig
+from asyncrl.launch import console
+from asyncrl.observability import process_status
+from asyncrl.storage import checkpoint
+from support import ROOT
+from support.tiny_models import write_models
+from support.whole_runs import TORCHRUN, TRAIN, environment, left_over, reach, rows
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+def actor_of(run: Path) -> int:
+    (actor,) = (one for one in process_status.read(run) if one.role.startswith("actor") and one.alive)
+    return actor.pid
+
+
+@pytest.mark.timeout(60)
+def test_a_filter_that_leaves_nothing_ends_the_run_well(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    more = ["--inline", "--updates", "5", "--run-dir", str(run), "--actor.success-threshold", "1.0"]
+    more += ["--algorithm.filter-groups", "--algorithm.max-filtered-batches", "3"]
+    assert cli.run("train", [*flags, *more]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"stopped after 0 of 5 updates: every episode of the last \d groups failed", said)
+    assert f"asyncrl train --run-dir {run} --resume" in said
+    assert checkpoint.latest(run) == run / "checkpoints" / "update_000000"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(
+    flags: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ends = ["--updates", "100000", "--checkpoint-every", "100000", "--actor.max-respawns", "0"]
+    process = subprocess.Popen(
+        [*TRAIN, *flags, *ends, "--run-dir", str(run)],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        reach(run, 2, process, 60)
+        os.kill(actor_of(run), signal.SIGKILL)
+        _, errors = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 1, errors
+    reached = len(rows(run))
+    assert checkpoint.latest(run) == run / "checkpoints" / f"update_{reached:06d}"
+    assert "died 1 time (allowed respawns: 0)" in errors
+    assert f"Version {reached} is saved" in errors
+    assert f"continue:               asyncrl train --run-dir {run} --resume\n" in errors
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("placement", ["learner=0,actor=1", "learner=0-1,actor=1"])
+def test_rank_0_saves_when_the_actor_of_another_rank_dies_too_often(
+    flags: list[str], tmp_path: Path, placement: str
+) -> None:
+    run = tmp_path / "run"
+    ends = ["--updates", "100000", "--checkpoint-every", "100000", "--actor.max-respawns", "0"]
+    ends += ["--placement", placement, "--algorithm.groups-per-update", "2", "--run-dir", str(run)]
+    process = subprocess.Popen(
+        [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "train.sh"), *flags, *ends],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        reach(run, 2, process, 90)
+        os.kill(actor_of(run), signal.SIGKILL)
+        _, errors = process.communicate(timeout=50)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    reached = len(rows(run))
+    assert checkpoint.latest(run) == run / "checkpoints" / f"update_{reached:06d}", errors
+    assert "Rank 1: actor-1 died 1 time" in errors
+    assert errors.count("Its first error") + errors.count("It left no traceback") == 1, "said once"
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.timeout(60)
+def test_an_inline_run_that_waits_in_vain_is_saved_with_its_exit_code(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr("asyncrl.replay.limiter.Limiter.admit", refused_from_group_2(monkeypatch))
+    more = ["--inline", "--updates", "9", "--checkpoint-every", "1000", "--batch-timeout", "1"]
+    more += ["--replay.max-lag", "0", "--run-dir", str(run)]
+    assert cli.run("train", [*flags, *more]) == 1
+    assert checkpoint.latest(run) == run / "checkpoints" / "update_000002"
+    assert "Version 2 is saved" in capsys.readouterr().err
+
+
+def refused_from_group_2(monkeypatch: pytest.MonkeyPatch):
+    """Admission that finds every episode of group 2 and later invalid."""
+    from asyncrl.records import Episode
+    from asyncrl.replay.interface import Receipt
+    from asyncrl.replay.limiter import Limiter
+
+    admit = Limiter.admit
+
+    def refusing(limiter: Limiter, episode: Episode) -> Receipt:
+        if int(episode.group_id) < 2:
+            return admit(limiter, episode)
+        return Receipt(episode_id=episode.episode_id, status="dropped_invalid", reason="not today")
+
+    return refusing
+
+
+# ---- learning rates ------------------------------------------------------------------------------
+
+
+def rates(run: Path) -> list[float]:
+    return [row["train/actor/lr"] for row in rows(run)]
+
+
+@pytest.mark.timeout(90)
+def test_a_resume_with_more_updates_does_not_raise_a_learning_rate_that_fell(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    falling = ["--optimizer.schedule", "linear", "--optimizer.learning-rate", "0.1"]
+    falling += ["--optimizer.final-lr-share", "0.5", "--inline"]
+    assert cli.run("train", [*flags, *falling, "--updates", "2", "--run-dir", str(run)]) == 0
+    capsys.readouterr()
+    again = ["--run-dir", str(run), "--resume", "--updates"]
+    assert cli.run("train", [*again, "4"]) == 0
+    said = capsys.readouterr().out
+    assert "the learning rate falls until update 2 of 4 and stays at 0.05 from there" in said
+    assert rates(run) == pytest.approx([0.1, 0.075, 0.05, 0.05])
+    assert json.loads((run / "config.json").read_text())["optimizer"]["decay_updates"] == 2
+    assert cli.run("train", [*again, "5"]) == 0
+    assert rates(run)[4:] == pytest.approx([0.05])
+    assert cli.run("train", [*again, "6", "--optimizer.decay-updates", "10"]) == 0
+    assert rates(run)[5:] == pytest.approx([0.1 - 0.05 * 5 / 10])
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def test_settings_that_do_something_else_than_one_may_think_are_named() -> None:
+    assert console.notes(TrainConfig()) == []
+    assert console.notes(TrainConfig(optimizer=OptimizerSettings(schedule="cosine", decay_updates=10))) == []
+    stays = OptimizerSettings(schedule="cosine", decay_updates=4)
+    (line,) = console.notes(TrainConfig(optimizer=stays))
+    assert "until update 4 of 10 and stays at 0 from there, where updates change nothing" in line
+    (line,) = console.notes(TrainConfig(replay=ReplaySettings(sampler="prioritized")))
+    assert "changes what is maximised" in line
+
+
+def test_only_what_takes_long_is_said_to_take_long() -> None:
+    said: list[str] = []
+    tell = console.tell_estimate(TrainConfig(algorithm=AlgorithmSettings()), said.append)
+    tell("batch", 29.0)
+    tell("batch", 1290.0)
+    tell("update", 75.0)
+    assert said == [
+        "a batch takes about 0:21:30; --batch-timeout (600 s) counts from the last episode or reported "
+        "decision",
+        "an update takes about 0:01:15; --hang-timeout (900 s) counts from the last micro-batch",
+    ]
