@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl import __version__, registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.observability import metrics_training as m
-from asyncrl.storage import checkpoint
+from asyncrl.storage import asset_paths, checkpoint
 
 ENDS = 5
 """Updates at each end of the run whose success is averaged."""
@@ -60,13 +60,28 @@ def final_summary(config: TrainConfig, run_dir: Path) -> str:
         )
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
-    policy, _ = registry.split(config.policy)
-    of_class = f"{policy}@{run} --simulator SIMULATOR" if policy else run
-    lines.append(f"true success rate:      asyncrl evaluate {of_class} --episodes 256")
+    lines.append(f"true success rate:      {_how_to_evaluate(config, run)}")
     if len(rates) < config.updates:
         own = "".join(f" {flag} {shlex.quote(text)}" for flag, text in registry.own_code(config))
         lines.append(f"continue:               asyncrl train --run-dir {run} --resume{own}")
     return "\n".join(lines)
+
+
+def _how_to_evaluate(config: TrainConfig, run: str) -> str:
+    """Say how the truth is measured: the built-in simulator plays the tasks of its own worlds only."""
+    policy, _ = registry.split(config.policy)
+    command = f"asyncrl evaluate {policy}@{run}" if policy else f"asyncrl evaluate {run}"
+    if asset_paths.is_shipped_world(config.world):
+        return f"{command} --episodes 256"
+    if registry.names_code(config.world):
+        return f"{command} --simulator SIMULATOR --episodes 256"
+    if (Path(config.world) / "world.json").is_file():
+        return f"{command} --episodes 256 (if {config.world} was fitted to tabletop; else add --simulator)"
+    known = "not measured here: no built-in simulator plays the tasks of this world"
+    if policy:
+        return f"{known}. With a simulator of your own: {command} --simulator SIMULATOR"
+    export = f"asyncrl convert {run} EXPORT --to openvla --original PUBLISHED"
+    return f"{known}. Evaluate it where the policy came from: {export}"
 
 
 def successes(path: Path) -> list[float]:

@@ -3,7 +3,7 @@
     *.safetensors              one file, or shards with `model.safetensors.index.json`; has no code in it. The
                                library checks the header. Numbers are read here, straight into tensors that
                                stay: its mapped files would count beside the weights copied from them
-    *.pth                      a state dict, through ``torch.load(weights_only=True)``, which runs no code
+    *.pth                      a state dict, read without running code (`safe_pth`)
 
 Whether a file fits is known before a number is read, and a 10 GB file needs no second 10 GB of memory.
 """
@@ -16,7 +16,6 @@ import logging
 import math
 import struct
 import threading
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,8 +29,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from asyncrl.errors import CheckpointError, first_line
+from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json
+from asyncrl.storage.safe_pth import load_pth
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -398,14 +398,7 @@ class _PthFile:
             into.copy_(self._tensors[stored])
 
     def _open(self) -> dict[str, Tensor]:
-        mapped = zipfile.is_zipfile(self.path)  # files of PyTorch before 1.6 cannot be mapped
-        try:
-            content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
-        except Exception as error:  # On broken files the unpickler raises whatever it stumbles upon.
-            raise CheckpointError(
-                f"{self.path} cannot be read as tensors ({type(error).__name__}: {first_line(error)}). Copy "
-                "it again; files with other objects are refused: reading them could run a stranger's code."
-            ) from error
+        content = load_pth(self.path)
         for wrapper in _WRAPPERS:
             if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
                 content = content[wrapper]

@@ -439,6 +439,23 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(copy: Path, missi
         check_environment(TrainConfig(world=str(copy)))
 
 
+@pytest.mark.parametrize("seen_by", ["its files", "its tensors", "its tensors beside Wan's autoencoder"])
+def test_opensoras_folder_is_recognised(copy: Path, seen_by: str) -> None:
+    """It has the transformer's file under Wan's name; nobody should fetch Wan's autoencoder for it."""
+    if seen_by == "its files":
+        (copy / VAE).unlink()
+        (copy / "vae").mkdir()
+        (copy / "dataset_statistics.json").write_text("{}")
+    else:
+        names = ("x_embedder.proj.weight", "spatial_blocks.0.attn.qkv.weight", "final_layer.linear.weight")
+        save_file({name: torch.zeros(3) for name in names}, copy / MODEL)
+    if seen_by == "its tensors":
+        (copy / VAE).unlink()
+    with pytest.raises(CheckpointError, match=r"OpenSora's.* no world of this version reads") as raised:
+        check_environment(TrainConfig(world=str(copy)))
+    assert "Download" not in str(raised.value)
+
+
 def broken_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
 
@@ -476,7 +493,7 @@ def larger_reward(folder: Path) -> None:
     ("breaks", "words"),
     [
         (broken_index, "is not an index of weights"),
-        (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth cannot be read"),
+        (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth holds more than tensors and numbers: pathlib\."),
         (no_tensors, r"Wan2\.2_VAE\.pth is not a state dict of tensors"),
         (other_latents, "has 16 latent channels; Wan 2.2 has 48"),
         (cut_transformer, r"model-00001\.safetensors is truncated"),

@@ -150,6 +150,8 @@ ACTION_MODEL: Final = "bc4824aef7c3f23d3378cec6e2b1316c"
 """Fingerprint of the action-conditioned transformer (829 tensors), which is the one that is read."""
 AUTOENCODER: Final = "e1de6c02cdac79f8b739f4d3698cd216"
 """Fingerprint of ``Wan2.2_VAE.pth`` (196 tensors)."""
+OPENSORA: Final = "x_embedder.proj.weight"
+"""A tensor that OpenSora's transformer has, which is published in a file of the same name, and Wan's has not."""
 
 
 def recognise_transformer(files: TensorFiles) -> TransformerConfig:
@@ -180,6 +182,8 @@ def _unsupported(shapes: dict[str, torch.Size]) -> str | None:
     """Say what speaks against a transformer with these tensors."""
     token, vector = (shapes.get(f"action_mlp{n}.0.weight") for n in (1, 2))
     scales = sorted(name for name in shapes if name.startswith("action_scale"))
+    if OPENSORA in shapes:
+        return "is OpenSora's (STDiT3), which no world of this version reads"
     if "patch_embedding.weight" not in shapes or "blocks.0.self_attn.q.weight" not in shapes:
         return "is no Wan transformer (it lacks patch_embedding.weight or blocks.0.self_attn.q.weight)"
     if token is None and vector is None:
