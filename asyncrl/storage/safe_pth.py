@@ -1,9 +1,10 @@
 """Read what `torch.save` wrote without running a stranger's code: tensors, plain containers, NumPy numbers.
 
-A file names functions, and reading it calls them. ``torch.load(weights_only=True)`` calls only those that make
-tensors and containers. Checkpoints often hold a number of NumPy's beside the weights, such as a validation
-loss. The two names that make one are answered with stand-ins of this file, which know numbers and nothing
-else: NumPy's own functions would take any type, and change one in place. They are known during this read only.
+A file names functions, and reading it calls them. ``torch.load(weights_only=True)`` calls only those that
+make tensors and containers. Checkpoints often hold a number of NumPy's beside the weights, such as a
+validation loss. The names that make one are answered with stand-ins of this file, which know numbers and
+nothing else: NumPy's own functions would take any type, and change one in place. PyTorch knows the stand-ins
+during this read only.
 """
 
 from __future__ import annotations

@@ -247,14 +247,14 @@ def test_patterns_mean_what_they_mean_in_peft() -> None:
 def test_an_adapter_inside_a_merged_checkpoint_is_not_merged_again(
     tmp_path: Path, through_link: bool
 ) -> None:
-    """The layout that OpenVLA-OFT's fine-tuning leaves: merged weights, and `lora_adapter/` as their record."""
+    """OpenVLA-OFT's fine-tuning leaves merged weights, and `lora_adapter/` as the record of it."""
     source = write_published(tmp_path / "SFT", published_tensors(), config=CONFIG)
     published_adapter(source / "lora_adapter", published_tensors())
     adapter = source / "lora_adapter"
     if through_link:
         (tmp_path / "link").symlink_to(adapter)
         adapter = tmp_path / "link"
-    with pytest.raises(CheckpointError, match=r"merged already.*would add it twice\. Leave --adapter out; or"):
+    with pytest.raises(CheckpointError, match=r"merged already.*add it twice\. Leave --adapter out; or"):
         convert(source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=adapter)
     assert not (tmp_path / "out").exists()
 

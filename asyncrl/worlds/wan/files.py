@@ -134,8 +134,8 @@ def open_world(folder: Path) -> WorldFiles:
 def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
     if _is_opensora(folder, transformer_files):
         raise CheckpointError(
-            f"{folder} is a folder of OpenSora's world (RLinf-OpenSora-LIBERO-*), and no world of this version "
-            "reads it. Use one of Wan's (RLinf-Wan-LIBERO-*), or a class of your own: "
+            f"{folder} is a folder of OpenSora's world (RLinf-OpenSora-LIBERO-*), and no world of this "
+            "version reads it. Use one of Wan's (RLinf-Wan-LIBERO-*), or a class of your own: "
             "package.module:Class@FOLDER."
         )
     if not (folder / WAN_VAE).is_file():

@@ -151,7 +151,7 @@ ACTION_MODEL: Final = "bc4824aef7c3f23d3378cec6e2b1316c"
 AUTOENCODER: Final = "e1de6c02cdac79f8b739f4d3698cd216"
 """Fingerprint of ``Wan2.2_VAE.pth`` (196 tensors)."""
 OPENSORA: Final = "x_embedder.proj.weight"
-"""A tensor that OpenSora's transformer has, which is published in a file of the same name, and Wan's has not."""
+"""A tensor of OpenSora's transformer, which is published in a file of the same name, and not of Wan's."""
 
 
 def recognise_transformer(files: TensorFiles) -> TransformerConfig:
