@@ -71,6 +71,7 @@ class Actor:
             hang_timeout: Seconds that one round may take.
             offload: Moves the models to host memory while there is nothing to imagine.
         """
+        assert settings.max_decisions  # 0 was replaced by what the world says.
         self.name = name
         self.imagination = imagination
         self.starts = starts

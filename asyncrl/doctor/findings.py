@@ -52,6 +52,7 @@ class Examination:
     """One examination."""
 
     config: TrainConfig
+    """Once the models were loaded, with what the world says where the user said nothing."""
     where: str = "the defaults"
     """Where the settings come from, for people."""
     sizes: Sizes | None = None

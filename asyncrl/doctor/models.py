@@ -13,7 +13,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
-from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
 from asyncrl.policies.openvla.parallel import count_parameters
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 
@@ -45,12 +45,13 @@ def check_shipped_files(examination: Examination) -> Finding | None:
 
 def check_models(examination: Examination) -> Finding:
     """Load the policy on the CPU, check the others, note the sizes; with --resume verify the checkpoint."""
-    config = examination.config
     try:
+        config, _ = with_world_defaults(examination.config)
         policy, environment = build.load_models(config, torch.device("cpu"))
         resumed = _verify_checkpoint(config)
     except AsyncRLError as error:
         return broken("models", one_line(error))
+    examination.config = config
     sizes = examination.sizes = measure(config, policy, environment)
     tasks = {state.task for state in environment.starts}
     pixels = environment.image_size

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from asyncrl import __version__, registry
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import asset_paths, checkpoint
 
@@ -15,14 +15,15 @@ ENDS = 5
 """Updates at each end of the run whose success is averaged."""
 
 
-def banner(config: TrainConfig, run_dir: Path, processes: str, device: str) -> str:
-    """One line: what runs where.
+def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:
+    """One line: what runs where; and one about the world.
 
     Args:
         config: Settings of the run.
         run_dir: Its folder.
         processes: For example '1 learner + 3 actors'.
         device: For example 'cpu'.
+        world: See `world_line`.
     """
     parts = (
         f"asyncrl {__version__}",
@@ -34,6 +35,34 @@ def banner(config: TrainConfig, run_dir: Path, processes: str, device: str) -> s
         f"lag <= {config.max_lag}",
         device,
     )
+    return "\n".join(filter(None, ["  ".join(parts), world]))
+
+
+def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
+    """One line: how long and with what the world imagines, and who says so; empty for a shipped world.
+
+    Args:
+        asked: Settings before the world's defaults were put in.
+        said: The world's defaults.
+    """
+    if asset_paths.is_shipped_world(asked.world):
+        return ""
+    context = "" if asked.imagination.context == "auto" else asked.imagination.context
+    entries = (
+        ("steps", asked.imagination.steps, said.steps),
+        ("context", context, said.context),
+        ("decisions", asked.actor.max_decisions, said.max_decisions),
+    )
+    by_world = [f"{name} {default}" for name, own, default in entries if not own and default]
+    by_user = [f"{name} {own}" for name, own, _ in entries if own]
+    parts = ["world"]
+    parts += [f"{', '.join(by_world)} ({said.source})"] if by_world else []
+    parts += [f"{', '.join(by_user)} (as set)"] if by_user else []
+    chosen = asked.algorithm
+    if said.temperature and chosen.kind == "grpo" and chosen.temperature != said.temperature:
+        parts.append(
+            f"--algorithm.temperature {chosen.temperature:g} (published recipe: {said.temperature:g})"
+        )
     return "  ".join(parts)
 
 

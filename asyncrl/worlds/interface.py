@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.run import ImaginationSettings
+from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.records import ActionSpec, ModelSummary, StartState
 
 State = TypeVar("State", bound="WorldState")
@@ -118,6 +118,20 @@ class World(Protocol[State]):
 
         Returns:
             Frames ``[B, C, H, W, 3]`` uint8, and the state after them.
+        """
+        ...
+
+
+@runtime_checkable
+class BringsDefaults(Protocol):
+    """A world that says how its episodes are imagined where the user does not."""
+
+    @classmethod
+    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
+        """Say what a folder brings; reads no weights.
+
+        Raises:
+            CheckpointError: There is no world in the folder.
         """
         ...
 

@@ -7,6 +7,7 @@ import json
 import logging
 import struct
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncrl.config.loading import parse
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import ImaginationSettings, TrainConfig
 from asyncrl.errors import AsyncRLError, CheckpointError
-from asyncrl.launch.environment import build_environment, check_environment
+from asyncrl.launch.console import world_line
+from asyncrl.launch.environment import build_environment, check_environment, with_world_defaults
 from asyncrl.rewards.files import open_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.model import ResNetReward, load_reward, save_reward
@@ -379,6 +381,60 @@ def test_loaded_weights_do_not_hang_on_the_file(published: Path, copy: Path) -> 
 
 
 # ---- one path for all ----------------------------------------------------------------------------
+
+
+PUBLISHED_RUN = {"imagination.context": "frames", "imagination.steps": 5, "actor.max_decisions": 32}
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed", "said"),
+    [
+        ([], {}, "world  steps 5, context frames, decisions 32 (published defaults)"),
+        (
+            ["--actor.max-decisions", "6", "--imagination.context", "latents"],
+            {"actor.max_decisions": 6, "imagination.context": "latents"},
+            "world  steps 5 (published defaults)  context latents, decisions 6 (as set)",
+        ),
+        (["--imagination.steps", "3"], {"imagination.steps": 3}, "(published defaults)  steps 3 (as set)"),
+        (["--imagination.decoder", "tiny"], {"imagination.context": "latents"}, "context latents, decisions"),
+    ],
+)
+def test_a_published_world_brings_rlinfs_values_where_no_flag_says_otherwise(
+    published: Path, flags: list[str], changed: dict[str, object], said: str
+) -> None:
+    asked = parse(["--world", str(published), *flags])
+    config, defaults = with_world_defaults(asked)
+    expected = PUBLISHED_RUN | changed
+    found = {name: attrgetter(name)(config) for name in ("imagination.context", "actor.max_decisions")}
+    assert found == {name: expected[name] for name in found}
+    assert (config.imagination.steps or defaults.steps) == expected["imagination.steps"]
+    line = world_line(asked, defaults)
+    assert said in line
+    assert "--algorithm.temperature 1 (published recipe: 1.6)" in line
+    for enough in (["--algorithm.temperature", "1.6"], ["--algorithm.kind", "ppo"]):
+        assert "temperature" not in world_line(parse(["--world", str(published), *flags, *enough]), defaults)
+
+
+def test_a_recipe_wins_over_what_the_world_says(published: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'world = "{published}"\n[actor]\nmax_decisions = 4\n[imagination]\ncontext = "latents"\n'
+    )
+    config, _ = with_world_defaults(parse([str(recipe)]))
+    assert (config.actor.max_decisions, config.imagination.context) == (4, "latents")
+
+
+def test_a_world_is_loaded_with_the_memory_that_its_folder_says(published: Path, tmp_path: Path) -> None:
+    assert load_world(published).memory == "frames"
+    assert load_world(published, settings=ImaginationSettings(context="latents")).memory == "latents"
+    save_world(tmp_path, small_world())
+    assert load_world(tmp_path).memory == "latents"
+    config, said = with_world_defaults(TrainConfig(world=str(tmp_path)))
+    assert (config.imagination.context, config.actor.max_decisions) == ("latents", 6)
+    assert said.steps == small_world().schedule_steps
+    shipped, said = with_world_defaults(TrainConfig())
+    assert (shipped.imagination.context, shipped.actor.max_decisions) == ("latents", 6)
+    assert world_line(TrainConfig(), said) == ""
 
 
 def test_one_path_gives_world_reward_and_start_states(published: Path) -> None:

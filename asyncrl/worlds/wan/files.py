@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
-from asyncrl.config.run import ImaginationSettings
+from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
 from asyncrl.storage.atomic import read_json
@@ -24,7 +24,7 @@ FORMAT: Final = "asyncrl-world-1"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
 AS_SAVED: Final = ImaginationSettings()
-"""Memory in latents, the full decoder, as many steps as the folder says."""
+"""Memory and steps as the folder says, the full decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,22 @@ class WorldFiles:
     def dtype(self) -> torch.dtype:
         """What the weights become unless told otherwise."""
         return torch.bfloat16 if self.published else torch.float32
+
+    def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
+        """Say how episodes are imagined where nothing was set.
+
+        A published folder brings what RLinf's configuration of that world sets. A distilled decoder goes on
+        from where it stopped, so with it the memory is in latents.
+        """
+        if not self.published:
+            return WorldDefaults(source="the world's folder", steps=self.schedule_steps)
+        return WorldDefaults(
+            source="published defaults",
+            context="latents" if settings.decoder == "tiny" else "frames",
+            steps=self.schedule_steps,
+            max_decisions=published_world.MAX_DECISIONS,
+            temperature=published_world.TEMPERATURE,
+        )
 
     def build(self) -> tuple[ActionWanTransformer, WanVae]:
         """Build the modules without memory for their weights (on the meta device)."""

@@ -146,6 +146,10 @@ HEAD_DIM: Final = 128
 """Channels of one head in every published Wan model."""
 IMAGE_SIZE: Final = 256
 SCHEDULE_STEPS: Final = 5
+MAX_DECISIONS: Final = 32
+"""256 steps, the length of episodes in RLinf's files for these worlds."""
+TEMPERATURE: Final = 1.6
+"""At which RLinf's GRPO samples the policy in these worlds."""
 ACTION_MODEL: Final = "bc4824aef7c3f23d3378cec6e2b1316c"
 """Fingerprint of the action-conditioned transformer (829 tensors), which is the one that is read."""
 AUTOENCODER: Final = "e1de6c02cdac79f8b739f4d3698cd216"

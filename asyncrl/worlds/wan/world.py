@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.run import ImaginationSettings
+from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
@@ -129,7 +129,7 @@ class WanWorld:
             schedule_steps: Network calls per decision.
             version: Which weights these are.
             device: Where they go.
-            memory: See `ImaginationSettings`.
+            memory: See `ImaginationSettings.context`.
             decoder: Draws frames instead of the autoencoder's own.
         """
         self.transformer = transformer
@@ -162,6 +162,12 @@ class WanWorld:
         """Read a folder of ours or a published one. See `interface.World.load`."""
         _refuse_settings(own)
         return _opened(open_world(folder), device, None, settings)
+
+    @classmethod
+    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
+        """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
+        _refuse_settings(own)
+        return open_world(folder).defaults(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
@@ -362,7 +368,7 @@ def _opened(
         schedule_steps=settings.steps or files.schedule_steps,
         version=files.version,
         device=device,
-        memory=settings.context,
+        memory=files.defaults(settings).context if settings.context == "auto" else settings.context,
         decoder=decoder,
     )
 
