@@ -227,6 +227,7 @@ class Actor:
             episode = finished_episode(
                 self.slots.episode(index),
                 threshold=settings.success_threshold,
+                success_frames=settings.success_frames,
                 max_decisions=settings.max_decisions,
                 group_size=self.group_size,
                 actor=self.name,

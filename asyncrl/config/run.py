@@ -111,6 +111,10 @@ class ReplaySettings(Bounded):
             )
 
 
+SuccessFrames = int | Literal["last"]
+"""See `ActorSettings.success_frames`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActorSettings(Bounded):
     """How an actor imagines."""
@@ -134,6 +138,10 @@ class ActorSettings(Bounded):
         0.7
     )
     """The reward model's probability from which a step counts as success."""
+    success_frames: SuccessFrames = 1
+    """Which frames at --actor.success-threshold or above make a success. A number k: the first k in a row; 1:
+    the first of all. last: the last frame of a decision, so that what was gone again at its end does not
+    count. docs/worlds.md says what each rule gets wrong."""
     threads: Annotated[int, AtLeast(0, "it counts threads.", "Use 0 to let asyncrl choose.")] = 0
     """CPU threads of an actor process. 0: two where every actor has two cores, else one."""
     max_respawns: int = 5
@@ -141,6 +149,10 @@ class ActorSettings(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.success_frames != "last":
+            AtLeast(1, "it counts scoring frames in a row.", "Use 1, or the word last.").check(
+                "actor.success-frames", self.success_frames
+            )
         AtLeast(self.pipeline_stages, "each of --actor.pipeline-stages needs one.", "Use 16.").check(
             "actor.slots", self.slots
         )
