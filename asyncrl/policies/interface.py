@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -298,6 +298,24 @@ class FixedShapeActing(Protocol):
         Args:
             rows: Largest batch from now on; smaller ones cost as much.
             tasks: All instructions that will come.
+        """
+        ...
+
+
+@runtime_checkable
+class CountsActivations(Protocol):
+    """A policy that knows what its passes need beside the weights: for `asyncrl doctor`."""
+
+    def activation_bytes(
+        self, rows: int, passes: Literal["acting", "checkpointed", "kept"], itemsize: int
+    ) -> int:
+        """Estimate the memory of passes over `rows` decisions.
+
+        Args:
+            rows: Decisions in one pass.
+            passes: acting: forward. checkpointed, kept: forward and backward, with gradient checkpointing or
+                not.
+            itemsize: Bytes of a number.
         """
         ...
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
-from asyncrl.records import ActionSpec, ModelSummary, StartState
+from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState
 
 State = TypeVar("State", bound="WorldState")
 
@@ -133,6 +133,16 @@ class BringsDefaults(Protocol):
         Raises:
             CheckpointError: There is no world in the folder.
         """
+        ...
+
+
+@runtime_checkable
+class CountsSlots(Protocol):
+    """A world that knows what a slot takes: for `asyncrl doctor`."""
+
+    @classmethod
+    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
+        """Estimate the memory of one slot; reads no weights."""
         ...
 
 

@@ -14,6 +14,7 @@ from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
 from asyncrl.actors.success_rule import deciding_step
 from asyncrl.config.run import SuccessFrames
+from asyncrl.devices.memory import host_peak
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
 from asyncrl.records import Episode, episode_arrays, problem_with
@@ -323,6 +324,19 @@ def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path:
         assert problem_with(episode) is None
         assert episode.policy_versions.tolist() == [0]
         assert (episode.world_version, episode.video.shape) == (5, (8, 64, 64, 3))
+    replay.close()
+
+
+def test_the_log_says_once_what_the_first_decision_took(
+    imagination: Imagination, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP, decisions=2)
+    with caplog.at_level("INFO", logger="asyncrl.actors.actor"):
+        assert actor.round(wait=0.0)
+        assert actor.round(wait=0.0)
+    (line,) = [record.message for record in caplog.records if "peak memory" in record.message]
+    said = float(line.removeprefix("peak memory after the first decision: ").split()[0])
+    assert 0 < said <= host_peak() / 2**30 + 0.01
     replay.close()
 
 

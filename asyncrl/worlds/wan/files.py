@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from torch import nn
 
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError
+from asyncrl.records import SlotBytes
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
 from asyncrl.storage.atomic import read_json
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 from asyncrl.worlds.wan import published_world
+from asyncrl.worlds.wan.memory import slot_bytes
 from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
@@ -64,6 +67,16 @@ class WorldFiles:
             max_decisions=published_world.MAX_DECISIONS,
             temperature=published_world.TEMPERATURE,
         )
+
+    def context(self, settings: ImaginationSettings) -> Literal["frames", "latents"]:
+        """Say what the next decision begins with."""
+        return self.defaults(settings).context if settings.context == "auto" else settings.context
+
+    def slot_bytes(self, settings: ImaginationSettings) -> SlotBytes:
+        """Estimate the device memory of a slot beside the weights."""
+        _, vae = self.build()
+        nn.Module.to(vae, self.dtype)  # diffusers' own `to` warns
+        return slot_bytes(vae, self.image_size, self.context(settings))
 
     def build(self) -> tuple[ActionWanTransformer, WanVae]:
         """Build the modules without memory for their weights (on the meta device)."""

@@ -30,7 +30,7 @@ from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, ActionSpec, ModelSummary, StartState
+from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, ActionSpec, ModelSummary, SlotBytes, StartState
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.wan.files import AS_SAVED, FORMAT, TRANSFORMER, VAE, WorldFiles, open_world
@@ -168,6 +168,12 @@ class WanWorld:
         """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
         _refuse_settings(own)
         return open_world(folder).defaults(settings)
+
+    @classmethod
+    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
+        """Estimate what a slot takes. See `interface.CountsSlots`."""
+        _refuse_settings(own)
+        return open_world(folder).slot_bytes(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
@@ -368,7 +374,7 @@ def _opened(
         schedule_steps=settings.steps or files.schedule_steps,
         version=files.version,
         device=device,
-        memory=files.defaults(settings).context if settings.context == "auto" else settings.context,
+        memory=files.context(settings),
         decoder=decoder,
     )
 
