@@ -92,10 +92,11 @@ def measure(config: TrainConfig, policy: Any, environment: EnvironmentFiles, slo
     itemsize = 4 if wide else 2
     blocks = [sum(p.numel() for p in block.parameters()) * itemsize for block in policy.blocks()]
     acting = learning = 0
-    if isinstance(policy, CountsActivations):
+    counts: object = policy
+    if isinstance(counts, CountsActivations):
         passes = "checkpointed" if config.learner.gradient_checkpointing else "kept"
-        acting = policy.activation_bytes(1, "acting", policy.dtype.itemsize)
-        learning = policy.activation_bytes(1, passes, itemsize)
+        acting = counts.activation_bytes(1, "acting", policy.dtype.itemsize)
+        learning = counts.activation_bytes(1, passes, itemsize)
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=count_parameters(policy),
