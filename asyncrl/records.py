@@ -60,6 +60,16 @@ class ModelSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlotBytes:
+    """Device memory that one slot of a world takes beside the weights, estimated. 0: not known."""
+
+    kept: int = 0
+    """As long as the slot has an episode."""
+    scratch: int = 0
+    """While its frames are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartState:
     """Where an imagined episode begins."""
 

@@ -33,7 +33,7 @@ import torch
 import tyro
 from pace import commit
 
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.launch.build import build_update
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_learning_policy
@@ -177,7 +177,7 @@ def time_updates(
 
 def measure(algorithm: Literal["grpo", "ppo"], settings: Settings) -> tuple[int, list[Timing]]:
     """Decisions of the batch, and the seconds of each update."""
-    config = replace(TrainConfig(), updates=settings.updates + 1)
+    config = replace(TrainConfig(), updates=settings.updates + 1, actor=ActorSettings(max_decisions=6))
     config = replace(config, algorithm=replace(config.algorithm, kind=algorithm))
     torch.manual_seed(settings.seed)
     device = pick_device(settings.device)

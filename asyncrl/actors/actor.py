@@ -24,6 +24,7 @@ from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import Slots, finished_episode
 from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.run import ActorSettings
+from asyncrl.devices.memory import peak_memory
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
@@ -74,6 +75,7 @@ class Actor:
             hang_timeout: Seconds that one round may take.
             offload: Moves the models to host memory while there is nothing to imagine.
         """
+        assert settings.max_decisions  # 0 was replaced by what the world says.
         self.name = name
         self.imagination = imagination
         self.starts = starts
@@ -92,6 +94,7 @@ class Actor:
         self.version = -1
         self._logged: set[str] = set()
         """Start states whose failure is in the log."""
+        self._memory_said = False
         self.telemetry = ActorTelemetry(imagination, offload)
 
     def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
@@ -164,6 +167,7 @@ class Actor:
         self.telemetry.add_device_wait(waited)
         self._idle_stages.append(stage)
         self._give_up(failed)
+        self._log_memory()
         set_activity("handing over episodes", self.hang_timeout)
         self._hand_over(stage)
 
@@ -233,6 +237,13 @@ class Actor:
         )
         self.port.fail(group_failure)
 
+    def _log_memory(self) -> None:
+        """Say once, after the first decision, what the models really took: what doctor only estimates."""
+        if not self._memory_said:
+            self._memory_said = True
+            peak = peak_memory(self.imagination.devices) / 2**30
+            _log.info("peak memory after the first decision: %.2f GiB (actor/peak_memory)", peak)
+
     def _log_failure(self, grant: GroupGrant, start: StartState, failure: RowFailure) -> None:
         if start.name not in self._logged:
             self._logged.add(start.name)
@@ -251,6 +262,7 @@ class Actor:
             episode = finished_episode(
                 self.slots.episode(index),
                 threshold=settings.success_threshold,
+                success_frames=settings.success_frames,
                 max_decisions=settings.max_decisions,
                 group_size=self.group_size,
                 actor=self.name,

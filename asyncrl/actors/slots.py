@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.run import SuccessFrames
 from asyncrl.records import EPISODE_ARRAYS, Episode, StartState
 from asyncrl.replay.interface import GroupGrant
+from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.seeds import episode_seed, noise_seed
 
 
@@ -128,6 +130,7 @@ def finished_episode(
     episode: EpisodeInProgress,
     *,
     threshold: float,
+    success_frames: SuccessFrames,
     max_decisions: int,
     group_size: int,
     actor: str,
@@ -137,16 +140,17 @@ def finished_episode(
 ) -> Episode | None:
     """Make the `Episode` record if the episode is over, else None.
 
-    It is over when a frame of the last decision scores at least `threshold`, or after `max_decisions`.
+    It is over when its scores make a success (`deciding_step`), or after `max_decisions`.
     """
     rows, pending = episode.decisions, episode.pending
-    solved_C = rows[-1]["success_scores"] >= threshold
-    if not solved_C.any() and len(rows) < max_decisions:
+    scores_NC = np.stack([row["success_scores"] for row in rows])
+    solved = deciding_step(scores_NC, threshold, success_frames)
+    if solved is None and len(rows) < max_decisions:
         return None
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "video"}
-    rewards = np.zeros(arrays["success_scores"].shape, np.float32)
-    if solved_C.any():
-        rewards[-1, int(solved_C.argmax())] = 1.0
+    rewards = np.zeros(scores_NC.shape, np.float32)
+    if solved is not None:
+        rewards[solved] = 1.0
     sample = {name: arrays.pop(name) for name in list(arrays) if name not in EPISODE_ARRAYS}
     arrays.setdefault("values", np.full(len(rows), np.nan, np.float32))
     return Episode(
@@ -161,7 +165,7 @@ def finished_episode(
         seed=episode.seed,
         temperature=temperature,
         top_k=top_k,
-        end_reason="success" if solved_C.any() else "truncated",
+        end_reason="truncated" if solved is None else "success",
         sample=sample,
         rewards=rewards,
         final_frame=episode.frame.copy(),  # Not a view, which would keep alive what was drawn for all slots.

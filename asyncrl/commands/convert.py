@@ -57,7 +57,8 @@ class ConvertConfig:
     critic: bool = True
     """Read the value head (value_head.mlp.*) if the published folder has one."""
     adapter: str = ""
-    """peft adapter folder to merge into the weights on the way; its layers are named as in SOURCE."""
+    """peft adapter folder to merge into the weights on the way; its layers are named as in SOURCE. Not one
+    that lies inside SOURCE: there it is the record of what was merged."""
     original: str = ""
     """Published folder that SOURCE was once converted from, or that conversion: with --to openvla it gives
     back the tensors that the policy does not use, and the files that only other stacks read."""

@@ -32,7 +32,7 @@ from asyncrl.replay_tools.selection import ReplayCommand
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.config.run import TrainConfig
+    from asyncrl.config.run import ActorSettings, TrainConfig
     from asyncrl.launch.environment import Environment
 
 FRAMES_PER_SECOND = 10
@@ -84,7 +84,7 @@ class Imagine(ReplayCommand):
         print(_about_world(config, environment, episodes[0]))
         logprobs = _logprobs(run, config, episodes, device)
         print(f"rows of a pass: {why}\n")
-        found = _compare(environment, start, episodes, logprobs, rows, config.actor.success_threshold)
+        found = _compare(environment, start, episodes, logprobs, rows, config.actor)
         print(comparison_table(found))
         verdicts = [one.verdict for one in found]
         counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
@@ -179,7 +179,7 @@ def _compare(
     episodes: Sequence[Episode],
     logprobs: Sequence[np.ndarray],
     rows: int,
-    threshold: float,
+    settings: ActorSettings,
 ) -> list[Comparison]:
     from asyncrl.evaluation.stored_groups import imagine_again
 
@@ -190,7 +190,8 @@ def _compare(
             video=np.concatenate(imagined.frames),
             scores=np.stack(imagined.scores),
             logprobs=of_policy,
-            threshold=threshold,
+            threshold=settings.success_threshold,
+            success_frames=settings.success_frames,
         )
         for episode, imagined, of_policy in zip(episodes, again, logprobs, strict=True)
     ]

@@ -139,8 +139,12 @@ def _typed(value: Any, current: Any, where: str, choices: tuple[Any, ...]) -> An
         return tuple(value)
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    words = [word for choice in choices for word in typing.get_args(choice)]
+    if words and (value in words or type(value) in choices):  # A union of a type and words.
+        return value
     if type(value) is not type(current):
-        raise ConfigError(f"{where} is {value!r}, expected {type(current).__name__} like {current!r}.")
+        more = f", or {', '.join(map(repr, words))}" if words else ""
+        raise ConfigError(f"{where} is {value!r}, expected {type(current).__name__} like {current!r}{more}.")
     if choices and not isinstance(current, tuple) and value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"Perhaps you meant {near[0]!r}." if near else f"Choose one of: {', '.join(choices)}."

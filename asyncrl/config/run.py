@@ -23,15 +23,32 @@ from asyncrl.registry import check_name
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorldDefaults:
+    """What a world says about a run where its user said nothing."""
+
+    source: str
+    """What the run's banner calls them."""
+    context: Literal["frames", "latents"] = "latents"
+    """For --imagination.context auto."""
+    steps: int = 0
+    """For --imagination.steps 0; 0: the world does not count network calls."""
+    max_decisions: int = 6
+    """For --actor.max-decisions 0."""
+    temperature: float = 0.0
+    """At which those who published the world sampled the policy, for the banner only: how far a policy must
+    be flattened depends on the policy and the algorithm. 0: nothing is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImaginationSettings(Bounded):
     """What the world model computes, and how fast. docs/approximations.md says what each choice costs."""
 
     SECTION: ClassVar[str] = "imagination."
 
-    context: Literal["frames", "latents"] = "latents"
+    context: Literal["auto", "frames", "latents"] = "auto"
     """What the next decision begins with. frames: the last four frames as uint8 pixels, encoded again, and
     the decoder starts anew behind the first frame, as published. latents: the last latent, and the decoder
-    goes on from where it stopped."""
+    goes on from where it stopped. auto: what the world says; frames in a published folder, else latents."""
     decoder: Literal["full", "tiny"] = "full"
     """Which decoder draws the frames. tiny: one distilled from the full one by `asyncrl fit decoder`."""
     steps: Annotated[int, AtLeast(0, "it counts network calls.", "Use 0 for the folder's.")] = 0
@@ -100,6 +117,10 @@ class ReplaySettings(Bounded):
             )
 
 
+SuccessFrames = int | Literal["last"]
+"""See `ActorSettings.success_frames`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActorSettings(Bounded):
     """How an actor imagines."""
@@ -114,12 +135,19 @@ class ActorSettings(Bounded):
     offload: bool = False
     """Keep policy, world and reward model in pinned host memory while there is nothing to imagine. Without
     effect under --inline."""
-    max_decisions: Annotated[int, AtLeast(1, "an episode has a decision.", "Use 6.")] = 6
-    """An episode is cut after this many decisions (of 8 steps each)."""
+    max_decisions: Annotated[
+        int, AtLeast(0, "an episode has a decision.", "Use 6, or 0 for what the world says.")
+    ] = 0
+    """An episode is cut after this many decisions (of 8 steps each). 0: what the world says; 32 in a
+    published folder, else 6."""
     success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
         0.7
     )
     """The reward model's probability from which a step counts as success."""
+    success_frames: SuccessFrames = 1
+    """Which frames at --actor.success-threshold or above make a success. A number k: the first k in a row; 1:
+    the first of all. last: the last frame of a decision, so that what was gone again at its end does not
+    count. docs/worlds.md says what each rule gets wrong."""
     threads: Annotated[int, AtLeast(0, "it counts threads.", "Use 0 to let asyncrl choose.")] = 0
     """CPU threads of an actor process. 0: two where every actor has two cores, else one."""
     max_respawns: int = 5
@@ -127,6 +155,10 @@ class ActorSettings(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.success_frames != "last":
+            AtLeast(1, "it counts scoring frames in a row.", "Use 1, or the word last.").check(
+                "actor.success-frames", self.success_frames
+            )
         AtLeast(self.pipeline_stages, "each of --actor.pipeline-stages needs one.", "Use 16.").check(
             "actor.slots", self.slots
         )

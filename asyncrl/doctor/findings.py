@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.records import ActionSpec
+from asyncrl.records import ActionSpec, SlotBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,14 @@ class Sizes:
     """One picture."""
     action_spec: ActionSpec
     """Of the policy; no bytes."""
+    block: int = 0
+    """Largest block of the policy, as passes gather it."""
+    acting: int = 0
+    """Activations of the policy per decision made; 0: not known."""
+    learning: int = 0
+    """Activations of the policy per decision of a micro-batch; 0: not known."""
+    slot: SlotBytes = field(default_factory=SlotBytes)
+    """What a slot of the world takes."""
 
     @property
     def training(self) -> int:
@@ -52,6 +60,7 @@ class Examination:
     """One examination."""
 
     config: TrainConfig
+    """Once the models were loaded, with what the world says where the user said nothing."""
     where: str = "the defaults"
     """Where the settings come from, for people."""
     sizes: Sizes | None = None

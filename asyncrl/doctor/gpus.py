@@ -106,32 +106,49 @@ def check_device_memory(examination: Examination) -> Finding | None:
     seen = "; ".join(
         f"{name}: {needed[name] / GIB:.2f} of {free[name] / GIB:.1f} GiB that are free" for name in needed
     )
-    seen = f"weights and training state take {seen}"
+    sizes = examination.sizes
+    unknown = "" if sizes.acting and sizes.slot.kept else "; the activations of a class of yours come on top"
+    seen = f"models, training state and activations, estimated: {seen}{unknown}"
     tight = [name for name in needed if needed[name] > free[name]]
     if tight:
         return warning(
             "device memory",
-            f"{seen}: too much for {', '.join(tight)}, and activations come on top.",
-            "Use --lora.rank, --learner.precision bf16, more learner ranks, or other devices for the actors.",
+            f"{seen}: too much for {', '.join(tight)}.",
+            "For a learner use --lora.rank, --learner.precision bf16, --learner.gradient-checkpointing, a "
+            "smaller --algorithm.micro-batch or more learner ranks; for an actor fewer --actor.slots, "
+            "--actor.pipeline-stages 2, or policy and world on two devices.",
         )
-    return ok("device memory", f"{seen} (activations come on top)")
+    return ok("device memory", seen)
 
 
 def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: int) -> int:
-    """Estimate the bytes of weights and training state on a rank's device; activations are not counted."""
-    needed, roles = 0, placement.roles(rank)
-    if "learner" in roles:
-        spread = sizes.float32_masters - sizes.unsharded + sizes.training
-        needed += sizes.unsharded + spread // len(placement.learners)
-        if config.algorithm.kl_coef and not config.lora.rank:
-            needed += sizes.policy  # The frozen reference.
-        if rank == 0:
-            needed += 2 * sizes.version  # One version is sent while the next one is packed.
+    """Estimate the bytes on a rank's device: weights, training state, versions on their way, activations."""
+    from asyncrl.actors.pipeline import split_slots
+
+    roles = placement.roles(rank)
+    needed = (
+        learner_needs(config, sizes, len(placement.learners), first=rank == 0) if "learner" in roles else 0
+    )
+    rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
     if "actor" in roles or "policy" in roles:
-        needed += sizes.policy + sizes.version  # A version arrives beside the policy.
+        # One complete version is kept while the next one arrives.
+        needed += sizes.policy + 2 * sizes.version + rows * sizes.acting
     if "actor" in roles or "world" in roles:
-        needed += sizes.environment
+        needed += sizes.environment + config.actor.slots * sizes.slot.kept + rows * sizes.slot.scratch
     return needed
+
+
+def learner_needs(config: TrainConfig, sizes: Sizes, learners: int, *, first: bool) -> int:
+    """Estimate the bytes of one of several learner ranks; the first one sends the versions."""
+    spread = sizes.float32_masters - sizes.unsharded + sizes.training
+    needed = sizes.unsharded + spread // learners
+    if learners > 1 and not sizes.unsharded:
+        needed += 2 * sizes.block  # A block is gathered while the one before it computes.
+    if config.algorithm.kl_coef and not config.lora.rank:
+        needed += sizes.policy  # The frozen reference.
+    if first:
+        needed += 2 * sizes.version  # One version is sent while the next one is packed.
+    return needed + config.algorithm.micro_batch * sizes.learning
 
 
 def free_on(name: str) -> int:

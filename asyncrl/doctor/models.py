@@ -13,9 +13,13 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
-from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
+from asyncrl.launch.named_models import named_world
+from asyncrl.policies.interface import CountsActivations
 from asyncrl.policies.openvla.parallel import count_parameters
+from asyncrl.records import SlotBytes
 from asyncrl.storage import asset_paths, checkpoint, run_folder
+from asyncrl.worlds.interface import CountsSlots
 
 MIB: Final = 2**20
 SHIPPED: Final = "tabletop"
@@ -45,13 +49,14 @@ def check_shipped_files(examination: Examination) -> Finding | None:
 
 def check_models(examination: Examination) -> Finding:
     """Load the policy on the CPU, check the others, note the sizes; with --resume verify the checkpoint."""
-    config = examination.config
     try:
+        config, _ = with_world_defaults(examination.config)
         policy, environment = build.load_models(config, torch.device("cpu"))
         resumed = _verify_checkpoint(config)
     except AsyncRLError as error:
         return broken("models", one_line(error))
-    sizes = examination.sizes = measure(config, policy, environment)
+    examination.config = config
+    sizes = examination.sizes = measure(config, policy, environment, slot_of(config))
     tasks = {state.task for state in environment.starts}
     pixels = environment.image_size
     return ok(
@@ -63,18 +68,35 @@ def check_models(examination: Examination) -> Finding:
     )
 
 
-def measure(config: TrainConfig, policy: Any, environment: EnvironmentFiles) -> Sizes:
+def slot_of(config: TrainConfig) -> SlotBytes:
+    """Ask the world what a slot takes; nothing is known of a world that does not say it."""
+    world = named_world(config.world, config.world_settings)
+    if not isinstance(world.kind, CountsSlots):
+        return SlotBytes()
+    return world.kind.slot_bytes(world.folder, config.imagination, **world.settings)
+
+
+def measure(config: TrainConfig, policy: Any, environment: EnvironmentFiles, slot: SlotBytes) -> Sizes:
     """Add up the bytes of the models of a run.
 
     Args:
         config: Of the run.
         policy: As `policies.build_learning_policy` returns it.
         environment: World and reward model.
+        slot: Of the world.
     """
     parameters = list(policy.parameters())
     wide = config.learner.precision == "fp32"
     frozen = [p for p in parameters if not p.requires_grad]
     ready = wide or all(p.dtype == torch.bfloat16 for p in frozen)  # as `sharding.shard` decides
+    itemsize = 4 if wide else 2
+    blocks = [sum(p.numel() for p in block.parameters()) * itemsize for block in policy.blocks()]
+    acting = learning = 0
+    counts: object = policy
+    if isinstance(counts, CountsActivations):
+        passes = "checkpointed" if config.learner.gradient_checkpointing else "kept"
+        acting = counts.activation_bytes(1, "acting", policy.dtype.itemsize)
+        learning = counts.activation_bytes(1, passes, itemsize)
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=count_parameters(policy),
@@ -85,6 +107,10 @@ def measure(config: TrainConfig, policy: Any, environment: EnvironmentFiles) -> 
         environment=environment.nbytes,
         frame=3 * environment.image_size**2,
         action_spec=policy.action_spec,
+        block=max(blocks, default=0),
+        acting=acting,
+        learning=learning,
+        slot=slot,
     )
 
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl import __version__, registry
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import duration
-from asyncrl.storage import checkpoint
+from asyncrl.storage import asset_paths, checkpoint
 
 WORTH_TELLING = 30.0
 """Seconds from which on it is said how long a batch or an update takes."""
@@ -20,14 +20,15 @@ ENDS = 5
 """Updates at each end of the run whose success is averaged."""
 
 
-def banner(config: TrainConfig, run_dir: Path, processes: str, device: str) -> str:
-    """One line: what runs where.
+def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:
+    """One line: what runs where; and one about the world.
 
     Args:
         config: Settings of the run.
         run_dir: Its folder.
         processes: For example '1 learner + 3 actors'.
         device: For example 'cpu'.
+        world: See `world_line`.
     """
     parts = (
         f"asyncrl {__version__}",
@@ -39,6 +40,34 @@ def banner(config: TrainConfig, run_dir: Path, processes: str, device: str) -> s
         f"lag <= {config.max_lag}",
         device,
     )
+    return "\n".join(filter(None, ["  ".join(parts), world]))
+
+
+def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
+    """One line: how long and with what the world imagines, and who says so; empty for a shipped world.
+
+    Args:
+        asked: Settings before the world's defaults were put in.
+        said: The world's defaults.
+    """
+    if asset_paths.is_shipped_world(asked.world):
+        return ""
+    context = "" if asked.imagination.context == "auto" else asked.imagination.context
+    entries = (
+        ("steps", asked.imagination.steps, said.steps),
+        ("context", context, said.context),
+        ("decisions", asked.actor.max_decisions, said.max_decisions),
+    )
+    by_world = [f"{name} {default}" for name, own, default in entries if not own and default]
+    by_user = [f"{name} {own}" for name, own, _ in entries if own]
+    parts = ["world"]
+    parts += [f"{', '.join(by_world)} ({said.source})"] if by_world else []
+    parts += [f"{', '.join(by_user)} (as set)"] if by_user else []
+    chosen = asked.algorithm
+    if said.temperature and chosen.kind == "grpo" and chosen.temperature != said.temperature:
+        parts.append(
+            f"--algorithm.temperature {chosen.temperature:g} (published recipe: {said.temperature:g})"
+        )
     return "  ".join(parts)
 
 
@@ -146,9 +175,7 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "") -> str:
         )
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
-    policy, _ = registry.split(config.policy)
-    of_class = f"{policy}@{run} --simulator SIMULATOR" if policy else run
-    lines.append(f"true success rate:      asyncrl evaluate {of_class} --episodes 256")
+    lines.append(f"true success rate:      {_how_to_evaluate(config, run)}")
     if early:
         lines.append(_how_to_continue(config, run_dir))
     return "\n".join(lines)
@@ -158,6 +185,23 @@ def _how_to_continue(config: TrainConfig, run_dir: Path) -> str:
     own = "".join(f" {flag} {shlex.quote(text)}" for flag, text in registry.own_code(config))
     run = shlex.quote(short_path(run_dir))
     return f"continue:               asyncrl train --run-dir {run} --resume{own}"
+
+
+def _how_to_evaluate(config: TrainConfig, run: str) -> str:
+    """Say how the truth is measured: the built-in simulator plays the tasks of its own worlds only."""
+    policy, _ = registry.split(config.policy)
+    command = f"asyncrl evaluate {policy}@{run}" if policy else f"asyncrl evaluate {run}"
+    if asset_paths.is_shipped_world(config.world):
+        return f"{command} --episodes 256"
+    if registry.names_code(config.world):
+        return f"{command} --simulator SIMULATOR --episodes 256"
+    if (Path(config.world) / "world.json").is_file():
+        return f"{command} --episodes 256 (if {config.world} was fitted to tabletop; else add --simulator)"
+    known = "not measured here: no built-in simulator plays the tasks of this world"
+    if policy:
+        return f"{known}. With a simulator of your own: {command} --simulator SIMULATOR"
+    export = f"asyncrl convert {run} EXPORT --to openvla --original PUBLISHED"
+    return f"{known}. Evaluate it where the policy came from: {export}"
 
 
 def successes(path: Path) -> list[float]:

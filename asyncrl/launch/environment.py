@@ -6,13 +6,13 @@ Actors load them. The learner only checks them: names and shapes come from the h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch.conformance import try_environment
 from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, named_world
@@ -21,7 +21,7 @@ from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
-from asyncrl.worlds.interface import World
+from asyncrl.worlds.interface import BringsDefaults, World
 from asyncrl.worlds.start_states import load_start_states
 
 
@@ -104,6 +104,27 @@ def build_environment(config: TrainConfig, device: torch.device) -> Environment:
     if names_code(config.world) or names_code(config.reward):
         try_environment(environment.world, environment.reward, starts)
     return environment
+
+
+def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults]:
+    """Put what the world says in place of what the user left open.
+
+    Returns:
+        Settings with a length of episodes and, where the world says it, a context; and what the world says.
+
+    Raises:
+        CheckpointError: There is no world under that name.
+        ConfigError: There is no such class.
+    """
+    world = named_world(config.world, config.world_settings)
+    said, imagination, actor = WorldDefaults(source="defaults"), config.imagination, config.actor
+    if isinstance(world.kind, BringsDefaults):
+        said = world.kind.defaults(world.folder, imagination, **world.settings)
+        if imagination.context == "auto":
+            imagination = replace(imagination, context=said.context)
+    if not actor.max_decisions:
+        actor = replace(actor, max_decisions=said.max_decisions)
+    return replace(config, imagination=imagination, actor=actor), said
 
 
 def _named(config: TrainConfig) -> tuple[NamedModel, NamedModel]:

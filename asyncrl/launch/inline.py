@@ -10,7 +10,7 @@ import torch
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, learner_ranks, rendezvous
-from asyncrl.launch.environment import build_environment
+from asyncrl.launch.environment import build_environment, with_world_defaults
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_policy
 from asyncrl.launch.roles import open_run_replay
@@ -32,6 +32,8 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
+    asked = config
+    config, said = with_world_defaults(asked)
     policy, _ = build.load_models(config, device)
     environment = build_environment(config, device)
     imagination = build.build_imagination(config, build_policy(config, device), environment)
@@ -49,8 +51,9 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     with MetricsLogger(
         run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
     ) as log:
+        world = console.world_line(asked, said)
         for line in (
-            console.banner(config, run_dir, "1 process (inline)", str(device)),
+            console.banner(config, run_dir, "1 process (inline)", str(device), world),
             *console.notes(config),
         ):
             log.banner(line)

@@ -133,6 +133,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     import torch
 
     from asyncrl.launch import build, console, learner_ranks
+    from asyncrl.launch.environment import with_world_defaults
     from asyncrl.observability.metrics_logger import MetricsLogger
     from asyncrl.weights.publisher import build_publisher
 
@@ -142,6 +143,8 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     device = pick_device(config.device, rendezvous.local_rank())
     learner_ranks.check(config, placement)
     transport = build.transport_of(config, placement)
+    asked = config
+    config, said = with_world_defaults(asked)
     start = build.prepare(config, device, rendezvous.run_of_earlier_attempt())
     run_dir = start.run_dir
     rendezvous.remember_run(run_dir)
@@ -158,7 +161,8 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             deadline=config.weights.timeout,
             pulls=endpoints.pull_settings(config, sockets),
         )
-        log.banner(console.banner(config, run_dir, placement.summary, str(device)))
+        world = console.world_line(asked, said)
+        log.banner(console.banner(config, run_dir, placement.summary, str(device), world))
         if restart_count := rendezvous.restart_count():
             log.banner(f"torchrun started the ranks again ({restart_count}); on from version {start.version}")
         hint = console.join_hint(config, endpoint, waits=not placement.actors)

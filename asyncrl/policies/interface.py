@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -314,6 +314,24 @@ class FixesPrompts(Protocol):
 
     def fix_prompts(self, tasks: Sequence[str]) -> None:
         """From now on give every batch the shape that one of all `tasks` has."""
+        ...
+
+
+@runtime_checkable
+class CountsActivations(Protocol):
+    """A policy that knows what its passes need beside the weights: for `asyncrl doctor`."""
+
+    def activation_bytes(
+        self, rows: int, passes: Literal["acting", "checkpointed", "kept"], itemsize: int
+    ) -> int:
+        """Estimate the memory of passes over `rows` decisions.
+
+        Args:
+            rows: Decisions in one pass.
+            passes: acting: forward. checkpointed, kept: forward and backward, with gradient checkpointing or
+                not.
+            itemsize: Bytes of a number.
+        """
         ...
 
 

@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from asyncrl.config.run import SuccessFrames
 from asyncrl.records import Episode
 from asyncrl.replay_tools.drawing import PAPER, captioned, enlarged
 from asyncrl.replay_tools.sheet import WIDTH, lay_out
 from asyncrl.replay_tools.text import NOTHING, table
+from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.storage.movies import GREEN, RED
 
 CLOSE_FRAMES: Final = 2
@@ -46,7 +48,9 @@ class Comparison:
     """``[N, C, A]`` of the stored samples by the policy of the version that sampled them, in nats; NaN where
     that is not there."""
     threshold: float
-    """Score from which a step counts as success."""
+    """Score from which a frame scores."""
+    success_frames: SuccessFrames
+    """See `ActorSettings.success_frames`."""
 
     @property
     def frame_gap(self) -> int:
@@ -70,8 +74,9 @@ class Comparison:
     @property
     def same_end(self) -> bool:
         """Tell whether it would have ended at the same step for the same reason."""
-        solved = np.flatnonzero(self.scores.reshape(-1) >= self.threshold)
-        return (int(solved[0]) + 1 if solved.size else self.scores.size) == self.episode.steps
+        solved = deciding_step(self.scores, self.threshold, self.success_frames)
+        steps = self.scores.size if solved is None else solved[0] * self.scores.shape[1] + solved[1] + 1
+        return (solved is not None, steps) == (self.episode.success, self.episode.steps)
 
     @property
     def verdict(self) -> Verdict:

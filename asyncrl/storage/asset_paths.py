@@ -61,6 +61,11 @@ def world_folder(name: str) -> Path:
     )
 
 
+def is_shipped_world(name: str) -> bool:
+    """Whether --world names a world that comes with asyncrl."""
+    return (ASSETS / name / "world" / "world.json").is_file()
+
+
 def wan_transformer_files(folder: Path) -> list[Path]:
     """The published transformer in `folder`: what its index names, one file, or all shards; else nothing."""
     index = folder / _INDEX

@@ -3,7 +3,7 @@
     *.safetensors              one file, or shards with `model.safetensors.index.json`; has no code in it. The
                                library checks the header. Numbers are read here, straight into tensors that
                                stay: its mapped files would count beside the weights copied from them
-    *.pth                      a state dict, through ``torch.load(weights_only=True)``, which runs no code
+    *.pth                      a state dict, read without running code (`safe_pth`)
 
 `tensor_reader` gives the tensors of several such files as one collection.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import struct
 import threading
-import zipfile
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from asyncrl.errors import CheckpointError, first_line
+from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json
+from asyncrl.storage.safe_pth import load_pth
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -151,14 +151,7 @@ class PthFile:
             into.copy_(self._tensors[stored])
 
     def _open(self) -> dict[str, Tensor]:
-        mapped = zipfile.is_zipfile(self.path)  # files of PyTorch before 1.6 cannot be mapped
-        try:
-            content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
-        except Exception as error:  # On broken files the unpickler raises whatever it stumbles upon.
-            raise CheckpointError(
-                f"{self.path} cannot be read as tensors ({type(error).__name__}: {first_line(error)}). Copy "
-                "it again; files with other objects are refused: reading them could run a stranger's code."
-            ) from error
+        content = load_pth(self.path)
         for wrapper in _WRAPPERS:
             if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
                 content = content[wrapper]

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.run import ImaginationSettings
-from asyncrl.records import ActionSpec, ModelSummary, StartState
+from asyncrl.config.run import ImaginationSettings, WorldDefaults
+from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState
 
 State = TypeVar("State", bound="WorldState")
 
@@ -120,6 +120,30 @@ class World(Protocol[State]):
         Returns:
             Frames ``[B, C, H, W, 3]`` uint8, and the state after them.
         """
+        ...
+
+
+@runtime_checkable
+class BringsDefaults(Protocol):
+    """A world that says how its episodes are imagined where the user does not."""
+
+    @classmethod
+    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
+        """Say what a folder brings; reads no weights.
+
+        Raises:
+            CheckpointError: There is no world in the folder.
+        """
+        ...
+
+
+@runtime_checkable
+class CountsSlots(Protocol):
+    """A world that knows what a slot takes: for `asyncrl doctor`."""
+
+    @classmethod
+    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
+        """Estimate the memory of one slot; reads no weights."""
         ...
 
 

@@ -12,10 +12,14 @@ import torch
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
+from asyncrl.config.run import SuccessFrames
+from asyncrl.devices.memory import host_peak
 from asyncrl.errors import SampleTimeout
+from asyncrl.learner.batches import valid_steps
 from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.in_process_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
+from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.weights.interface import ChannelClosed
 from support.tiny_actor import GROUP, TASKS, actor_with, start
@@ -138,10 +142,13 @@ def episode_with(scores: list[list[float]], *, keep_video: bool = False) -> Epis
     return episode
 
 
-def finish(episode: EpisodeInProgress, max_decisions: int = 3) -> Episode | None:
+def finish(
+    episode: EpisodeInProgress, max_decisions: int = 3, success_frames: SuccessFrames = 1
+) -> Episode | None:
     return finished_episode(
         episode,
         threshold=0.9,
+        success_frames=success_frames,
         max_decisions=max_decisions,
         group_size=GROUP,
         actor="actor-0",
@@ -169,6 +176,66 @@ def test_the_first_step_that_reaches_the_threshold_is_rewarded_and_no_other() ->
     assert ended.rewards.tolist() == [[0] * 8, [0, 0, 1, 0, 0, 0, 0, 0]]
     assert (ended.end_reason, ended.steps) == ("success", 11)
     assert problem_with(ended) is None
+
+
+BLINK = [0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.95, 0.95]
+"""One frame scores alone; the last two of the decision do."""
+
+
+@pytest.mark.parametrize(
+    ("scores", "rule", "rewarded"),
+    [
+        ([LOW, HIGH], 1, (1, 2)),
+        ([LOW, HIGH], 2, None),  # It scores twice, and not in a row.
+        ([LOW, HIGH], "last", None),
+        ([BLINK], 1, (0, 1)),
+        ([BLINK], 2, (0, 7)),
+        ([BLINK], "last", (0, 7)),
+        ([BLINK], 3, None),
+        ([BLINK, [0.9, *LOW[1:]]], 3, (1, 0)),  # A row of frames goes on in the next decision.
+        ([LOW, BLINK], 2, (1, 7)),
+    ],
+)
+def test_the_rule_says_which_step_is_the_success(
+    scores: list[list[float]], rule: SuccessFrames, rewarded: tuple[int, int] | None
+) -> None:
+    ended = finish(episode_with(scores), success_frames=rule)
+    if rewarded is None:
+        assert ended is None
+        ended = finish(episode_with(scores), max_decisions=len(scores), success_frames=rule)
+        assert ended is not None
+        assert (ended.end_reason, ended.rewards.sum(), ended.first_success_step) == ("truncated", 0, -1)
+        return
+    assert ended is not None
+    assert (ended.end_reason, ended.rewards.sum(), ended.rewards[rewarded]) == ("success", 1, 1)
+    step = 8 * rewarded[0] + rewarded[1]
+    assert ended.first_success_step == step
+    assert valid_steps(ended.rewards).sum() == step + 1  # What learning counts ends there.
+    assert problem_with(ended) is None
+
+
+def by_looking(scores: np.ndarray, threshold: float, rule: SuccessFrames) -> tuple[int, int] | None:
+    """Slow and obvious: go through the steps one by one."""
+    in_a_row = 0
+    for decision, row in enumerate(scores):
+        for step, score in enumerate(row):
+            in_a_row = in_a_row + 1 if score >= threshold else 0
+            decides = score >= threshold and step == len(row) - 1 if rule == "last" else in_a_row == rule
+            if decides:
+                return decision, step
+    return None
+
+
+@pytest.mark.parametrize("rule", [1, 2, 3, 5, 9, "last"])
+def test_the_deciding_step_is_found_as_by_looking_at_every_step(rule: SuccessFrames) -> None:
+    random = np.random.default_rng(0)
+    seen = set()
+    for share in np.linspace(0.05, 0.95, 60):
+        scores = (random.random((4, 8)) < share).astype(np.float32)
+        found = deciding_step(scores, 0.7, rule)
+        assert found == by_looking(scores, 0.7, rule)
+        seen.add(found is None)
+    assert seen == {False, True}
 
 
 def test_an_episode_carries_all_it_was_made_of() -> None:
@@ -257,6 +324,19 @@ def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path:
         assert problem_with(episode) is None
         assert episode.policy_versions.tolist() == [0]
         assert (episode.world_version, episode.video.shape) == (5, (8, 64, 64, 3))
+    replay.close()
+
+
+def test_the_log_says_once_what_the_first_decision_took(
+    imagination: Imagination, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP, decisions=2)
+    with caplog.at_level("INFO", logger="asyncrl.actors.actor"):
+        assert actor.round(wait=0.0)
+        assert actor.round(wait=0.0)
+    (line,) = [record.message for record in caplog.records if "peak memory" in record.message]
+    said = float(line.removeprefix("peak memory after the first decision: ").split()[0])
+    assert 0 < said <= host_peak() / 2**30 + 0.01
     replay.close()
 
 

@@ -151,6 +151,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (LearnerSettings, {"threads": 0}, "--learner.threads is 0"),
         (ReplaySettings, {"max_lag": -1}, "--replay.max-lag is -1"),
         (ActorSettings, {"success_threshold": 0.0}, "--actor.success-threshold is 0.0"),
+        (ActorSettings, {"success_frames": 0}, "--actor.success-frames is 0.*Use 1, or the word last"),
         (WeightSettings, {"timeout": 0.0}, "--weights.timeout is 0.0"),
         (TrainConfig, {"updates": 0}, "--updates is 0"),
     ],
@@ -158,6 +159,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_setting_that_cannot_work_is_refused_by_its_flag(settings: Any, wrong: Any, flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         settings(**wrong)
+
+
+def test_a_setting_may_be_a_number_or_a_word(tmp_path: Path) -> None:
+    assert TrainConfig().actor.success_frames == 1
+    for text, expected in (("3", 3), ("last", "last")):
+        assert parse(["--actor.success-frames", text]).actor.success_frames == expected
+        value = text if text.isdigit() else f'"{text}"'
+        (tmp_path / "a.toml").write_text(f"[actor]\nsuccess_frames = {value}\n")
+        config = load_file(tmp_path / "a.toml")
+        assert config.actor.success_frames == expected
+        (tmp_path / "config.json").write_text(to_json(config))
+        assert load_file(tmp_path / "config.json") == config
+    for wrong in ('"first"', "true", "1.5"):
+        (tmp_path / "a.toml").write_text(f"[actor]\nsuccess_frames = {wrong}\n")
+        with pytest.raises(ConfigError, match=r"success_frames is .*, expected int like 1, or 'last'"):
+            load_file(tmp_path / "a.toml")
 
 
 def test_a_bad_flag_exits_with_two_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +241,7 @@ def test_the_wan_recipes_have_rlinfs_values(suite: str) -> None:
         5,
     )
     assert (config.actor.success_threshold, config.keyframes, config.seed) == (0.9, True, 1234)
+    assert config.actor.success_frames == "last"
 
 
 def test_the_wan_ppo_recipe_has_rlinfs_values() -> None:

@@ -205,8 +205,8 @@ def test_memory_is_counted_for_each_role() -> None:
     config, two = TrainConfig(), "learner=0-1,actor=1-2"
     placement = gpus.placement_of(TrainConfig(placement=two))
     needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
-    # Weights, gradient and moments are shared by two learners; rank 0 packs two versions.
-    assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2, 1 + 8 + 2]
+    # Weights, gradient and moments are shared by two learners; rank 0 packs two versions, an actor has two.
+    assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2 * 2, 1 + 8 + 2 * 2]
     frozen = replace(SIZES, unsharded=2 * GIB)  # Both learners have these.
     assert gpus.rank_needs(config, frozen, placement, 0) // GIB == 2 + (2 + 12) // 2 + 2 * 2
 
@@ -215,7 +215,7 @@ def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
     config, apart = TrainConfig(), "learner=0,policy=1,world=2"
     placement = gpus.placement_of(TrainConfig(placement=apart))
     needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
-    assert needs == [4 + 12 + 2 * 2, 1 + 2, 8]
+    assert needs == [4 + 12 + 2 * 2, 1 + 2 * 2, 8]
     finding = gpus.check_placement(Examination(config=TrainConfig(device="cpu", placement=apart)))
     assert finding.seen == (
         "rank 0 (learner) on cpu, rank 1 (policy) on cpu, rank 2 (world) on cpu; weights by gloo"
@@ -236,7 +236,7 @@ def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatc
     finding = gpus.check_device_memory(examination)
     assert finding is not None
     assert finding.verdict is Verdict.WARNING
-    assert f"{(2**60 + 23 * GIB) / GIB:.2f} of" in finding.seen
+    assert f"{(2**60 + 25 * GIB) / GIB:.2f} of" in finding.seen
 
 
 def test_a_placement_is_judged_as_training_would() -> None:

@@ -241,3 +241,30 @@ def test_patterns_mean_what_they_mean_in_peft() -> None:
         "x.layers.1.mlp.up",
     ]
     assert [pattern_value(pattern, layer, 9.0) for layer in layers] == [1, 1, 9, 2, 9, 9, 3]
+
+
+@pytest.mark.parametrize("through_link", [False, True], ids=["plain", "link"])
+def test_an_adapter_inside_a_merged_checkpoint_is_not_merged_again(
+    tmp_path: Path, through_link: bool
+) -> None:
+    """OpenVLA-OFT's fine-tuning leaves merged weights, and `lora_adapter/` as the record of it."""
+    source = write_published(tmp_path / "SFT", published_tensors(), config=CONFIG)
+    published_adapter(source / "lora_adapter", published_tensors())
+    adapter = source / "lora_adapter"
+    if through_link:
+        (tmp_path / "link").symlink_to(adapter)
+        adapter = tmp_path / "link"
+    with pytest.raises(CheckpointError, match=r"merged already.*add it twice\. Leave --adapter out; or"):
+        convert(source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_adapter_of_a_runs_checkpoint_is_not_merged_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, checkpoint = adapted(), tmp_path / "RUN/checkpoints/update_000001"
+    save_policy(trained, checkpoint)
+    save_adapter(trained, checkpoint / "adapter")
+    said = run_cli(tmp_path / "RUN", tmp_path / "out", "--adapter", str(checkpoint / "adapter"))
+    assert said == 2
+    assert "Leave --adapter out" in capsys.readouterr().err

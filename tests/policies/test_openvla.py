@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -601,3 +603,20 @@ def test_short_prompts_are_padded_behind_bos() -> None:
 
 def test_the_words_leave_room_for_the_action_bins() -> None:
     assert build_word_tokenizer().get_vocab_size() <= OpenVLAOFTConfig.tiny().first_action_id
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_switched_off(tmp_path: Path) -> None:
+    """As they are saved by a stack that had just tokenised a batch."""
+    plain, saved = build_word_tokenizer(), build_word_tokenizer()
+    saved.enable_truncation(6)
+    saved.enable_padding(pad_id=448, pad_token="<PAD>", length=64)
+    for name, tokenizer in (("plain", plain), ("saved", saved)):
+        (tmp_path / name).write_text(tokenizer.to_str())
+    assert json.loads((tmp_path / "saved").read_text())["truncation"]["max_length"] == 6
+    read = [PromptTokenizer.from_file(tmp_path / name, pad_id=448) for name in ("plain", "saved")]
+    expected, found = (tokenizer.ids("put the red cube on the plate") for tokenizer in read)
+    assert found == expected
+    assert len(found) > 6
+    read[1].save(tmp_path / "again")
+    content = json.loads((tmp_path / "again").read_text())
+    assert (content["truncation"], content["padding"]) == (None, None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.learner.batches import Batch
 from support.table_policy import TableActorCritic, TablePolicy
 
@@ -296,6 +296,7 @@ def recipe(**changes: Any) -> TrainConfig:
         part, _, field = name.partition("__")
         parts[part][field] = value
     return TrainConfig(
+        actor=ActorSettings(max_decisions=6),
         algorithm=AlgorithmSettings(**parts["algorithm"]),
         optimizer=OptimizerSettings(**parts["optimizer"]),
         critic=CriticSettings(**parts["critic"]),

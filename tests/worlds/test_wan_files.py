@@ -7,6 +7,7 @@ import json
 import logging
 import struct
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncrl.config.loading import parse
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import ImaginationSettings, TrainConfig
 from asyncrl.errors import AsyncRLError, CheckpointError
-from asyncrl.launch.environment import build_environment, check_environment
+from asyncrl.launch.console import world_line
+from asyncrl.launch.environment import build_environment, check_environment, with_world_defaults
 from asyncrl.rewards.files import open_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.model import ResNetReward, load_reward, save_reward
@@ -381,6 +383,60 @@ def test_loaded_weights_do_not_hang_on_the_file(published: Path, copy: Path) -> 
 # ---- one path for all ----------------------------------------------------------------------------
 
 
+PUBLISHED_RUN = {"imagination.context": "frames", "imagination.steps": 5, "actor.max_decisions": 32}
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed", "said"),
+    [
+        ([], {}, "world  steps 5, context frames, decisions 32 (published defaults)"),
+        (
+            ["--actor.max-decisions", "6", "--imagination.context", "latents"],
+            {"actor.max_decisions": 6, "imagination.context": "latents"},
+            "world  steps 5 (published defaults)  context latents, decisions 6 (as set)",
+        ),
+        (["--imagination.steps", "3"], {"imagination.steps": 3}, "(published defaults)  steps 3 (as set)"),
+        (["--imagination.decoder", "tiny"], {"imagination.context": "latents"}, "context latents, decisions"),
+    ],
+)
+def test_a_published_world_brings_rlinfs_values_where_no_flag_says_otherwise(
+    published: Path, flags: list[str], changed: dict[str, object], said: str
+) -> None:
+    asked = parse(["--world", str(published), *flags])
+    config, defaults = with_world_defaults(asked)
+    expected = PUBLISHED_RUN | changed
+    found = {name: attrgetter(name)(config) for name in ("imagination.context", "actor.max_decisions")}
+    assert found == {name: expected[name] for name in found}
+    assert (config.imagination.steps or defaults.steps) == expected["imagination.steps"]
+    line = world_line(asked, defaults)
+    assert said in line
+    assert "--algorithm.temperature 1 (published recipe: 1.6)" in line
+    for enough in (["--algorithm.temperature", "1.6"], ["--algorithm.kind", "ppo"]):
+        assert "temperature" not in world_line(parse(["--world", str(published), *flags, *enough]), defaults)
+
+
+def test_a_recipe_wins_over_what_the_world_says(published: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'world = "{published}"\n[actor]\nmax_decisions = 4\n[imagination]\ncontext = "latents"\n'
+    )
+    config, _ = with_world_defaults(parse([str(recipe)]))
+    assert (config.actor.max_decisions, config.imagination.context) == (4, "latents")
+
+
+def test_a_world_is_loaded_with_the_memory_that_its_folder_says(published: Path, tmp_path: Path) -> None:
+    assert load_world(published).memory == "frames"
+    assert load_world(published, settings=ImaginationSettings(context="latents")).memory == "latents"
+    save_world(tmp_path, small_world())
+    assert load_world(tmp_path).memory == "latents"
+    config, said = with_world_defaults(TrainConfig(world=str(tmp_path)))
+    assert (config.imagination.context, config.actor.max_decisions) == ("latents", 6)
+    assert said.steps == small_world().schedule_steps
+    shipped, said = with_world_defaults(TrainConfig())
+    assert (shipped.imagination.context, shipped.actor.max_decisions) == ("latents", 6)
+    assert world_line(TrainConfig(), said) == ""
+
+
 def test_one_path_gives_world_reward_and_start_states(published: Path) -> None:
     found = check_environment(parse(["--world", str(published)]))
     assert (found.folder, found.image_size) == (published, 256)
@@ -439,6 +495,23 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(copy: Path, missi
         check_environment(TrainConfig(world=str(copy)))
 
 
+@pytest.mark.parametrize("seen_by", ["its files", "its tensors", "its tensors beside Wan's autoencoder"])
+def test_opensoras_folder_is_recognised(copy: Path, seen_by: str) -> None:
+    """It has the transformer's file under Wan's name; nobody should fetch Wan's autoencoder for it."""
+    if seen_by == "its files":
+        (copy / VAE).unlink()
+        (copy / "vae").mkdir()
+        (copy / "dataset_statistics.json").write_text("{}")
+    else:
+        names = ("x_embedder.proj.weight", "spatial_blocks.0.attn.qkv.weight", "final_layer.linear.weight")
+        save_file({name: torch.zeros(3) for name in names}, copy / MODEL)
+    if seen_by == "its tensors":
+        (copy / VAE).unlink()
+    with pytest.raises(CheckpointError, match=r"OpenSora's.* no world of this version reads") as raised:
+        check_environment(TrainConfig(world=str(copy)))
+    assert "Download" not in str(raised.value)
+
+
 def broken_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
 
@@ -476,7 +549,7 @@ def larger_reward(folder: Path) -> None:
     ("breaks", "words"),
     [
         (broken_index, "is not an index of weights"),
-        (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth cannot be read"),
+        (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth holds more than tensors and numbers: pathlib\."),
         (no_tensors, r"Wan2\.2_VAE\.pth is not a state dict of tensors"),
         (other_latents, "has 16 latent channels; Wan 2.2 has 48"),
         (cut_transformer, r"model-00001\.safetensors is truncated"),

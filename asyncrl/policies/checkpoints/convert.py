@@ -114,7 +114,7 @@ def convert(
         folder: Created when missing; a policy in it is replaced.
         to: Layout to write.
         choices: For a published source.
-        adapter: peft folder with the layer names of the source, merged on the way.
+        adapter: peft folder with the layer names of the source, merged on the way. Not one inside `source`.
         original: Folder that the source was once converted from (or our conversion of it): gives back what
             the policy does not use.
         dtype: Of all numbers written, and what the policy computes in; None: those of the source.
@@ -125,6 +125,8 @@ def convert(
     """
     if folder.resolve() == source.resolve():
         raise CheckpointError(f"{folder} is the source itself. Choose another folder to write to.")
+    if adapter is not None:
+        _refuse_inside(source, adapter)
     opened = open_source(source, choices)
     merged = merge_adapter(opened.files, adapter) if adapter else 0
     specs, config = _retyped(opened, dtype)
@@ -156,6 +158,17 @@ def convert(
         merged=merged,
         nbytes=sum(spec.nbytes for spec in written.values()),
     )
+
+
+def _refuse_inside(source: Path, adapter: Path) -> None:
+    """Refuse to merge an adapter a second time: beside merged weights its folder records what was merged."""
+    if adapter.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(
+            f"--adapter {adapter} lies inside {source}, whose weights have it merged already: such a folder "
+            "(lora_adapter of OpenVLA-OFT's fine-tuning, adapter of a checkpoint) is the record of what was "
+            "merged, and merging it again would add it twice. Leave --adapter out; or give the base that it "
+            "was trained on as SOURCE and an adapter that was downloaded by itself."
+        )
 
 
 def convert_adapter(source: Path, folder: Path, policy_folder: Path) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from asyncrl.policies.checkpoints.convert import open_source
 from asyncrl.policies.checkpoints.folder import Dtype, fill_policy, read_config, read_policy, save_policy
 from asyncrl.policies.checkpoints.published_policy import CRITIC, MODEL_TYPE
 from asyncrl.policies.lora import Targets, merged_tensors, target_layers
+from asyncrl.policies.openvla import memory
 from asyncrl.policies.openvla.autoregressive import OpenVLA
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
@@ -84,6 +85,12 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
         """List the linear layers that get adapters. See `interface.LoraTargets`."""
         chosen: Targets = "language" if targets == "language" else "all"
         return list(target_layers(self, chosen))
+
+    def activation_bytes(
+        self, rows: int, passes: Literal["acting", "checkpointed", "kept"], itemsize: int
+    ) -> int:
+        """Estimate the memory of passes. See `interface.CountsActivations`."""
+        return memory.activation_bytes(self.config, rows, passes, itemsize)
 
     def check_trainable(self) -> None:
         """Refuse several pictures, proprioception and other decisions than a world's."""

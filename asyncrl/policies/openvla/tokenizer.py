@@ -129,7 +129,10 @@ class PromptTokenizer:
 
     @classmethod
     def from_file(cls, path: Path, *, pad_id: int) -> PromptTokenizer:
-        """Read a `tokenizer.json`.
+        """Read a `tokenizer.json`. Its own `truncation` and `padding` are switched off.
+
+        Some are saved with the settings of the last call before. Truncation would cut the end of a prompt,
+        which announces the action; padding is done by `batch`, on the left and behind `<s>`.
 
         Raises:
             CheckpointError: the file is missing or is not a tokenizer.
@@ -145,6 +148,8 @@ class PromptTokenizer:
             raise CheckpointError(
                 f"{path} is not a tokenizer ({error}). Copy it again from the checkpoint."
             ) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         return cls(tokenizer, pad_id=pad_id)
 
     def fix_shape(self, tasks: Iterable[str]) -> None:

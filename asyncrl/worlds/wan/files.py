@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from torch import nn
 
-from asyncrl.config.run import ImaginationSettings
+from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError
+from asyncrl.records import SlotBytes
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
 from asyncrl.storage.atomic import read_json
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 from asyncrl.worlds.wan import published_world
+from asyncrl.worlds.wan.memory import slot_bytes
 from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
@@ -24,7 +27,7 @@ FORMAT: Final = "asyncrl-world-1"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
 AS_SAVED: Final = ImaginationSettings()
-"""Memory in latents, the full decoder, as many steps as the folder says."""
+"""Memory and steps as the folder says, the full decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,32 @@ class WorldFiles:
     def dtype(self) -> torch.dtype:
         """What the weights become unless told otherwise."""
         return torch.bfloat16 if self.published else torch.float32
+
+    def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
+        """Say how episodes are imagined where nothing was set.
+
+        A published folder brings what RLinf's configuration of that world sets. A distilled decoder goes on
+        from where it stopped, so with it the memory is in latents.
+        """
+        if not self.published:
+            return WorldDefaults(source="the world's folder", steps=self.schedule_steps)
+        return WorldDefaults(
+            source="published defaults",
+            context="latents" if settings.decoder == "tiny" else "frames",
+            steps=self.schedule_steps,
+            max_decisions=published_world.MAX_DECISIONS,
+            temperature=published_world.TEMPERATURE,
+        )
+
+    def context(self, settings: ImaginationSettings) -> Literal["frames", "latents"]:
+        """Say what the next decision begins with."""
+        return self.defaults(settings).context if settings.context == "auto" else settings.context
+
+    def slot_bytes(self, settings: ImaginationSettings) -> SlotBytes:
+        """Estimate the device memory of a slot beside the weights."""
+        _, vae = self.build()
+        nn.Module.to(vae, self.dtype)  # diffusers' own `to` warns
+        return slot_bytes(vae, self.image_size, self.context(settings))
 
     def build(self) -> tuple[ActionWanTransformer, WanVae]:
         """Build the modules without memory for their weights (on the meta device)."""
@@ -132,6 +161,12 @@ def open_world(folder: Path) -> WorldFiles:
 
 
 def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
+    if _is_opensora(folder, transformer_files):
+        raise CheckpointError(
+            f"{folder} is a folder of OpenSora's world (RLinf-OpenSora-LIBERO-*), and no world of this "
+            "version reads it. Use one of Wan's (RLinf-Wan-LIBERO-*), or a class of your own: "
+            "package.module:Class@FOLDER."
+        )
     if not (folder / WAN_VAE).is_file():
         raise CheckpointError(
             f"{folder} holds a transformer ({transformer_files[0].name}) and no autoencoder: "
@@ -149,3 +184,11 @@ def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
         version=0,
         published=True,
     )
+
+
+def _is_opensora(folder: Path, transformer_files: list[Path]) -> bool:
+    """Tell OpenSora's folder, whose transformer has the same file name, by what lies in it."""
+    if (folder / WAN_VAE).is_file():
+        return False
+    beside = (folder / "vae").is_dir() and (folder / "dataset_statistics.json").is_file()
+    return beside or published_world.OPENSORA in TensorFiles(transformer_files).names()

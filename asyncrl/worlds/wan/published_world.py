@@ -146,10 +146,16 @@ HEAD_DIM: Final = 128
 """Channels of one head in every published Wan model."""
 IMAGE_SIZE: Final = 256
 SCHEDULE_STEPS: Final = 5
+MAX_DECISIONS: Final = 32
+"""256 steps, the length of episodes in RLinf's files for these worlds."""
+TEMPERATURE: Final = 1.6
+"""At which RLinf's GRPO samples the policy in these worlds."""
 ACTION_MODEL: Final = "bc4824aef7c3f23d3378cec6e2b1316c"
 """Fingerprint of the action-conditioned transformer (829 tensors), which is the one that is read."""
 AUTOENCODER: Final = "e1de6c02cdac79f8b739f4d3698cd216"
 """Fingerprint of ``Wan2.2_VAE.pth`` (196 tensors)."""
+OPENSORA: Final = "x_embedder.proj.weight"
+"""A tensor of OpenSora's transformer, which is published in a file of the same name, and not of Wan's."""
 
 
 def recognise_transformer(files: TensorFiles) -> TransformerConfig:
@@ -180,6 +186,8 @@ def _unsupported(shapes: dict[str, torch.Size]) -> str | None:
     """Say what speaks against a transformer with these tensors."""
     token, vector = (shapes.get(f"action_mlp{n}.0.weight") for n in (1, 2))
     scales = sorted(name for name in shapes if name.startswith("action_scale"))
+    if OPENSORA in shapes:
+        return "is OpenSora's (STDiT3), which no world of this version reads"
     if "patch_embedding.weight" not in shapes or "blocks.0.self_attn.q.weight" not in shapes:
         return "is no Wan transformer (it lacks patch_embedding.weight or blocks.0.self_attn.q.weight)"
     if token is None and vector is None:

@@ -26,11 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.run import ImaginationSettings
+from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, ActionSpec, ModelSummary, StartState
+from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, ActionSpec, ModelSummary, SlotBytes, StartState
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.wan.files import AS_SAVED, FORMAT, TRANSFORMER, VAE, WorldFiles, open_world
@@ -71,7 +71,7 @@ class WanWorld:
             schedule_steps: Network calls per decision.
             version: Which weights these are.
             device: Where they go.
-            memory: See `ImaginationSettings`.
+            memory: See `ImaginationSettings.context`.
             decoder: Draws frames instead of the autoencoder's own.
         """
         self.transformer = transformer
@@ -104,6 +104,18 @@ class WanWorld:
         """Read a folder of ours or a published one. See `interface.World.load`."""
         _refuse_settings(own)
         return _opened(open_world(folder), device, None, settings)
+
+    @classmethod
+    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
+        """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
+        _refuse_settings(own)
+        return open_world(folder).defaults(settings)
+
+    @classmethod
+    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
+        """Estimate what a slot takes. See `interface.CountsSlots`."""
+        _refuse_settings(own)
+        return open_world(folder).slot_bytes(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
@@ -304,7 +316,7 @@ def _opened(
         schedule_steps=settings.steps or files.schedule_steps,
         version=files.version,
         device=device,
-        memory=settings.context,
+        memory=files.context(settings),
         decoder=decoder,
     )
 

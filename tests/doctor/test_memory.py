@@ -1,0 +1,113 @@
+"""The doctor's estimate of device memory against what docs/performance.md measured at the published sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.config.algorithm import LoraSettings
+from asyncrl.config.loading import load_file
+from asyncrl.config.run import TrainConfig
+from asyncrl.doctor.findings import Sizes
+from asyncrl.doctor.gpus import placement_of, rank_needs
+from asyncrl.doctor.models import measure
+from asyncrl.launch import build
+from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.launch.placement import parse_placement
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.records import ActionSpec
+from asyncrl.worlds.wan.memory import slot_bytes
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from support import ROOT
+
+GIB = 2**30
+TOLERANCE = 0.1
+REWARD = 45_000_000
+
+
+def sizes_of(config: TrainConfig) -> Sizes:
+    """Sizes of a run with the published models, without their weights."""
+    with torch.device("meta"):
+        policy = new_policy(OpenVLAOFTConfig.full())
+        transformer, vae = ActionWanTransformer(TransformerConfig.full()), WanVae(VaeConfig.full())
+        if config.lora.rank:
+            build.add_adapters(config, policy)
+    policy = policy.to(torch.bfloat16)
+    world = 2 * sum(p.numel() for module in (transformer, vae) for p in module.parameters())
+    files = EnvironmentFiles(
+        folder=Path(), starts=[], image_size=256, nbytes=world + REWARD, action_spec=ActionSpec()
+    )
+    assert config.imagination.context == "frames"
+    torch.nn.Module.to(vae, torch.bfloat16)  # diffusers' own `to` warns
+    return measure(config, policy, files, slot_bytes(vae, 256, "frames"))
+
+
+@pytest.fixture(scope="module")
+def recipe() -> TrainConfig:
+    """The settings of docs/performance.md's whole runs: the recipe with adapters and 16 slots."""
+    config = load_file(ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml")
+    actor = replace(config.actor, slots=16, max_decisions=2)
+    return replace(config, actor=actor, lora=LoraSettings(rank=32))
+
+
+@pytest.fixture(scope="module")
+def adapters(recipe: TrainConfig) -> Sizes:
+    return sizes_of(recipe)
+
+
+@pytest.mark.parametrize(
+    ("placement", "rank", "measured"),
+    [
+        ("learner=0,actor=1", 0, 23.6),
+        ("learner=0,actor=1", 1, 50.0),
+        ("learner=0-1,actor=2-3", 0, 22.4),
+        ("learner=0-1,actor=2-3", 3, 50.0),
+    ],
+)
+def test_runs_with_adapters_need_what_is_estimated(
+    recipe: TrainConfig, adapters: Sizes, placement: str, rank: int, measured: float
+) -> None:
+    found = rank_needs(recipe, adapters, placement_of(replace(recipe, placement=placement)), rank) / GIB
+    assert found == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_learners_that_train_all_weights_need_what_is_estimated(recipe: TrainConfig) -> None:
+    config = replace(recipe, lora=LoraSettings())
+    placement = parse_placement("learner=0-3,actor=0-1", 4, 0)
+    # 63.0 GiB were measured where rank 0 learns; what its actor takes is another process's.
+    alone = replace(placement, actors=(1,))
+    assert rank_needs(config, sizes_of(config), alone, 0) / GIB == pytest.approx(63.0, rel=TOLERANCE)
+
+
+def test_more_slots_and_larger_micro_batches_need_more(recipe: TrainConfig, adapters: Sizes) -> None:
+    def needs(config: TrainConfig) -> list[float]:
+        placement = placement_of(replace(config, placement="learner=0,actor=1"))
+        return [rank_needs(config, adapters, placement, rank) / GIB for rank in (0, 1)]
+
+    learner, actor = needs(recipe)
+    wider = needs(replace(recipe, actor=replace(recipe.actor, slots=32)))
+    assert (wider[0], wider[1] > actor + 20) == (learner, True)
+    halves = needs(replace(recipe, actor=replace(recipe.actor, pipeline_stages=2)))
+    assert actor - 10 < halves[1] < actor - 5  # The states of all slots stay; half of the frames are drawn.
+    smaller = needs(replace(recipe, algorithm=replace(recipe.algorithm, micro_batch=16)))
+    assert smaller[0] < learner - 2
+    assert smaller[1] == actor
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("wan_*.toml")), ids=lambda path: path.stem)
+def test_the_recipes_fit_eight_devices_of_80_gb_as_their_headers_say(file: Path) -> None:
+    config = load_file(file)
+    placement, sizes = parse_placement(config.placement, 8, 0), sizes_of(config)
+    learner, actor = (
+        max(rank_needs(config, sizes, placement, rank) for rank in ranks) / GIB
+        for ranks in (placement.learners, placement.actors)
+    )
+    assert max(learner, actor) < 0.9 * 80e9 / GIB  # What fragments, contexts and libraries need stays free.
+    header = " ".join(file.read_text().replace("#", " ").split())
+    assert f"a learner about {learner:.0f} GiB" in header
+    assert f"an actor about {actor:.0f} GiB" in header
