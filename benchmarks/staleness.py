@@ -29,10 +29,24 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
-METHODS = {
-    "grpo": ["none", "naive", "tis", "decoupled"],
-    "ppo": ["none", "naive", "tis", "decoupled", "vtrace"],
+NO_BOUND = ("--correction.trust-region", "0")
+CORRECTIONS = {
+    "none": ("--correction.kind", "none", *NO_BOUND),
+    "naive": ("--correction.kind", "naive", *NO_BOUND),
+    "tis": ("--correction.kind", "tis", *NO_BOUND),
+    "decoupled": ("--correction.kind", "decoupled", *NO_BOUND),
+    "gipo": ("--correction.kind", "gipo", *NO_BOUND),
+    "vtrace": ("--correction.kind", "vtrace", *NO_BOUND),
+    "region": ("--correction.kind", "none", "--correction.trust-region", "0.2"),
+    "tis+region": ("--correction.kind", "tis", "--correction.trust-region", "0.2"),
+    "tis+region.1": ("--correction.kind", "tis", "--correction.trust-region", "0.1"),
+    "tis+region.05": ("--correction.kind", "tis", "--correction.trust-region", "0.05"),
+    "tis+reject": ("--correction.kind", "tis", *NO_BOUND, "--correction.reject", "episode"),
+    "tis+region+reject": ("--correction.kind", "tis", "--correction.reject", "episode"),
 }
+"""Name in the tables -> flags. What ends in `+region` has the trust region against the policy that sampled."""
+DIFFERENT_AT_LAG_0 = ("none", "vtrace")
+"""At lag 0 all others weigh everything with 1, so they share the run of `none`."""
 DIVERGED = 0.0
 """True success of a run that stopped because its gradients were not finite."""
 
@@ -45,11 +59,13 @@ class Cell:
     correction: str
     lag: int
     seed: int
+    rate: float
+    """Factor on the learning rate."""
 
     @property
     def name(self) -> str:
         """Names its files."""
-        return f"{self.algorithm}-{self.correction}-lag{self.lag}-seed{self.seed}"
+        return f"{self.algorithm}-{self.correction}-lag{self.lag}-rate{self.rate:g}-seed{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +75,12 @@ class RunGrid:
     out: Annotated[Path, tyro.conf.Positional]
     lags: tuple[int, ...] = (0, 2, 4, 8, 16)
     seeds: tuple[int, ...] = (0, 1, 2)
+    rates: tuple[float, ...] = (1.0,)
+    """Factors on --learning-rate."""
+    learning_rate: float = 4e-5
     algorithms: tuple[str, ...] = ("grpo", "ppo")
     corrections: tuple[str, ...] = ("none", "naive", "tis", "decoupled", "vtrace")
+    """Of `CORRECTIONS`."""
     jobs: int = 8
     """Runs side by side."""
     episodes: int = 256
@@ -105,13 +125,15 @@ class Results:
 
 def cells(grid: RunGrid) -> list[Cell]:
     """The grid, longest runs first."""
-    found = []
-    for algorithm in grid.algorithms:
-        for correction in METHODS[algorithm]:
-            for lag in grid.lags:
-                redundant = lag == 0 and correction in ("naive", "tis", "decoupled")
-                if correction in grid.corrections and not redundant:
-                    found += [Cell(algorithm, correction, lag, seed) for seed in grid.seeds]
+    found = [
+        Cell(algorithm, correction, lag, seed, rate)
+        for algorithm in grid.algorithms
+        for correction in grid.corrections
+        for lag in grid.lags
+        for seed in grid.seeds
+        for rate in grid.rates
+        if (lag > 0 or correction in DIFFERENT_AT_LAG_0) and (algorithm == "ppo" or correction != "vtrace")
+    ]
     return sorted(found, key=lambda cell: (-cell.lag, cell.seed))
 
 
@@ -166,11 +188,11 @@ def flags_of(grid: RunGrid, cell: Cell) -> list[str]:
         "replay.max-lag": cell.lag,
         "replay.keep-video-every": 0,
         "algorithm.kind": cell.algorithm,
-        "correction.kind": cell.correction,
+        "optimizer.learning-rate": cell.rate * grid.learning_rate,
     }
     own = [text for name, value in chosen.items() for text in (f"--{name}", str(value))]
     more = grid.ppo_flags if cell.algorithm == "ppo" else ""
-    return ["--inline", *own, *shlex.split(grid.flags), *shlex.split(more)]
+    return ["--inline", *own, *CORRECTIONS[cell.correction], *shlex.split(grid.flags), *shlex.split(more)]
 
 
 def save(grid: RunGrid, cell: Cell, folder: Path, overall: dict[str, Any], began: float) -> str:
@@ -207,16 +229,17 @@ def lines_of(out: Path) -> list[str]:
     return [path.read_text() for path in sorted(out.glob("*.json"))]
 
 
-def gather(out: Path) -> dict[tuple[str, str, int], Results]:
-    """All results by algorithm, correction and lag; lag 0 of `none` stands for all that weigh."""
-    found: dict[tuple[str, str, int], Results] = defaultdict(Results)
-    for line in lines_of(out):
-        row = json.loads(line)
-        names = [row["correction"]]
+def gather(out: Path) -> dict[tuple[str, float, str, int], Results]:
+    """All results by algorithm, rate, correction and lag; lag 0 of `none` stands for all that weigh."""
+    found: dict[tuple[str, float, str, int], Results] = defaultdict(Results)
+    rows = [json.loads(line) for line in lines_of(out)]
+    for row in rows:
+        kind = row["algorithm"], row.get("rate", 1.0)
+        names = {row["correction"]}
         if row["lag"] == 0 and row["correction"] == "none":
-            names = [name for name in METHODS[row["algorithm"]] if name != "vtrace"]
+            names |= {x["correction"] for x in rows if x["algorithm"] == kind[0]} - {"vtrace"}
         for name in names:
-            cell = found[row["algorithm"], name, row["lag"]]
+            cell = found[*kind, name, row["lag"]]
             for key in ("success", "imagined", "ess", "kl"):
                 getattr(cell, key).append(row[key])
             cell.episodes = row["episodes"]
@@ -226,21 +249,22 @@ def gather(out: Path) -> dict[tuple[str, str, int], Results]:
 def table(out: Path) -> str:
     """True success with its interval, and effective sample size: two Markdown tables."""
     found = gather(out)
-    lags = sorted({lag for _, _, lag in found})
-    head = "| algorithm | correction | " + " | ".join(f"lag {lag}" for lag in lags) + " |"
-    rule = "|---" * (2 + len(lags)) + "|"
+    lags = sorted({lag for *_, lag in found})
+    head = "| algorithm | learning rate | correction | " + " | ".join(f"lag {lag}" for lag in lags) + " |"
+    rule = "|---" * (3 + len(lags)) + "|"
+    kinds = sorted({(algorithm, rate) for algorithm, rate, *_ in found})
     parts = []
     for title, text in (
         ("True success in percent, mean and 95 % interval over the seeds", success_text),
         ("Effective sample size, mean over the second half of the runs", ess_text),
     ):
         lines = [f"{title}:", "", head, rule]
-        for algorithm, corrections in METHODS.items():
-            for correction in corrections:
-                row = [found.get((algorithm, correction, lag)) for lag in lags]
+        for algorithm, rate in kinds:
+            for correction in CORRECTIONS:
+                row = [found.get((algorithm, rate, correction, lag)) for lag in lags]
                 if any(row):
                     texts = " | ".join(text(cell) if cell else "" for cell in row)
-                    lines.append(f"| {algorithm} | {correction} | {texts} |")
+                    lines.append(f"| {algorithm} | {rate:g} | {correction} | {texts} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -266,11 +290,13 @@ def plot(out: Path, image: Path, before: float) -> None:
     pyplot = import_module("matplotlib.pyplot")
 
     found = gather(out)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for axis, (algorithm, corrections) in zip(axes, METHODS.items(), strict=True):
-        for index, correction in enumerate(corrections):
-            lags = sorted(lag for a, c, lag in found if (a, c) == (algorithm, correction))
-            runs = [found[algorithm, correction, lag].success for lag in lags]
+    kinds = sorted({(algorithm, rate) for algorithm, rate, *_ in found})
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(5.5 * len(kinds), 4.2), sharey=True, squeeze=False)
+    for axis, (algorithm, rate) in zip(axes[0], kinds, strict=True):
+        names = [name for name in CORRECTIONS if any(key[:3] == (algorithm, rate, name) for key in found)]
+        for index, correction in enumerate(names):
+            lags = sorted(key[3] for key in found if key[:3] == (algorithm, rate, correction))
+            runs = [found[algorithm, rate, correction, lag].success for lag in lags]
             means = [100 * sum(run) / len(run) for run in runs]
             low = [mean - 100 * min(run) for mean, run in zip(means, runs, strict=True)]
             high = [100 * max(run) - mean for mean, run in zip(means, runs, strict=True)]
@@ -278,12 +304,12 @@ def plot(out: Path, image: Path, before: float) -> None:
             axis.errorbar(places, means, yerr=[low, high], marker="o", capsize=3, label=correction)
         if before:
             axis.axhline(before, color="grey", linestyle=":", label="before training")
-        axis.set_title(algorithm.upper())
+        axis.set_title(f"{algorithm.upper()}, {rate:g} times the learning rate")
         axis.set_xlabel("forced lag (policy versions)")
-        axis.set_xticks(sorted({lag for _, _, lag in found}))
+        axis.set_xticks(sorted({lag for *_, lag in found}))
         axis.grid(alpha=0.3)
         axis.legend(title="correction", fontsize=8)
-    axes[0].set_ylabel("true success after training (%)\nmean and range of the seeds")
+    axes[0][0].set_ylabel("true success after training (%)\nmean and range of the seeds")
     figure.tight_layout()
     figure.savefig(image, dpi=110)
 

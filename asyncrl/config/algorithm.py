@@ -61,8 +61,9 @@ class AlgorithmSettings(Bounded):
     """The probability ratio is kept above 1 - clip_low."""
     clip_high: Annotated[float, AtLeast(0, "a ratio of 1 is never clipped.", "Use 0.28.")] = 0.28
     """The probability ratio is kept below 1 + clip_high."""
-    dual_clip: float = 0.0
-    """ppo, gspo: with a negative advantage the loss is at most dual_clip times it; 0 = no such limit."""
+    dual_clip: float = 3.0
+    """ppo, gspo: with a negative advantage the loss is at most dual_clip times it; 0 = no such limit, and one
+    unit of an old sample can outweigh all others."""
     entropy_coef: Annotated[float, AtLeast(0, "it rewards entropy.", "Use 0.")] = 0.0
     """Reward for entropy, per token."""
     kl_coef: Annotated[float, AtLeast(0, "it is a penalty.", "Use 0.")] = 0.0
@@ -114,13 +115,29 @@ class CorrectionSettings(Bounded):
 
     kind: str = "tis"
     """none: samples count as fresh. naive: the clipped ratio is taken against the policy that sampled.
-    tis: truncated importance weights. mis: weights outside the limits become 0 (IcePop). decoupled: weights
-    as they are, 0 above the cap. vtrace: corrected advantages and value targets; needs ppo. Or a class of
+    tis: truncated importance weights. mis: weights outside the limits become 0 (with a lower limit: IcePop).
+    decoupled: weights as they are, 0 above the cap. gipo: weights that a bell curve damps the more, the
+    further the ratio is from 1. vtrace: corrected advantages and value targets; needs ppo. Or a class of
     yours: package.module:Class."""
     settings: tuple[str, ...] = ()
     """key=value texts for your own correction; a value is read as TOML, else it is text."""
     level: Literal["auto", "token", "action", "decision", "episode"] = "auto"
     """What has one importance weight. auto: as --algorithm.level."""
+    trust_region: Annotated[float, Within(0, 1, "it is a difference of probabilities.", "Use 0.2.")] = 0.2
+    """A unit is left out once its probability differs by more than this from that with which it was sampled,
+    in the direction in which its advantage pushes (DPPO-TV); of several tokens it is the geometric mean.
+    Only for policies that draw tokens. 0 = no such bound."""
+    reject: Literal["none", "token", "action", "decision", "episode"] = "none"
+    """tis, mis, decoupled, gipo: what is left out when the geometric mean of its ratios is not within
+    reject_low and reject_high; a level of its own, so that weights per token go with whole episodes."""
+    reject_low: Annotated[
+        float, Within(0, 1, "fresh samples have ratio 1 and must pass.", "Use 0.5.", open_above=True)
+    ] = 0.5
+    """With --correction.reject: smallest geometric mean that is kept."""
+    reject_high: Annotated[float, AtLeast(1.0, "fresh samples have ratio 1.", "Use 2.")] = 2.0
+    """With --correction.reject: largest geometric mean that is kept."""
+    sigma: Annotated[float, Positive("it is a width.", "Use 0.5.")] = 0.5
+    """gipo: width of the bell curve over the log-ratio."""
     geometric: bool = False
     """The weight of an action, decision or episode is the geometric mean of its tokens' ratios."""
     min_weight: Annotated[
@@ -132,9 +149,9 @@ class CorrectionSettings(Bounded):
     veto: Annotated[
         float, Within(0, 1, "fresh samples have weight 1 and must pass.", "Use 0.", open_above=True)
     ] = 0.0
-    """tis, mis, decoupled: drop an episode when the ratio of one of its tokens is below this; 0 = never."""
+    """tis, mis, decoupled, gipo: drop an episode when the ratio of one of its tokens is below this; 0 = never."""
     proximal: Literal["recomputed", "log_linear"] = "recomputed"
-    """tis, mis, decoupled: the policy the clipped ratio is taken against: the learner's before the update,
+    """tis, mis, decoupled, gipo: the policy the clipped ratio is taken against: the learner's before the update,
     or its interpolation between the policy that sampled and the current one (A-3PO), which saves a pass."""
     rho_cap: float = 1.0
     """vtrace: upper limit of the importance weight of a temporal difference (rho bar)."""
@@ -266,11 +283,6 @@ def check_recipe(
         raise ConfigError(
             f"--algorithm.objective is gspo, but --algorithm.level is {algorithm.level}: its ratio "
             "belongs to a whole decision. Use --algorithm.level decision."
-        )
-    if algorithm.objective == "cispo" and algorithm.dual_clip:
-        raise ConfigError(
-            f"--algorithm.dual-clip is {algorithm.dual_clip}, but cispo has no clipped loss to limit. "
-            "Use 0, or --algorithm.objective ppo."
         )
     level = algorithm.level if correction.level == "auto" else correction.level
     if LEVELS.index(level) < LEVELS.index(algorithm.level):

@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.metrics import Metric
+from asyncrl.observability.metrics import LAG_RANGES, Metric
 from asyncrl.records import Episode, Uint8, decision_layout
 
 
@@ -148,7 +148,10 @@ def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[
         r.SIGNAL_GROUPS: float(np.mean([scores.max() > scores.min() for scores in returns])),
         r.LAG_MEAN: float(lag.mean()),
         r.LAG_MAX: float(lag.max()),
-        **{metric: float(((lag >= low) & (lag <= high)).mean()) for metric, low, high in r.LAG_HISTOGRAM},
+        **{
+            metric: float(lags.holds(lag).mean())
+            for metric, lags in zip(r.LAG_HISTOGRAM, LAG_RANGES, strict=True)
+        },
     }
 
 

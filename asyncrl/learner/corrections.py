@@ -10,9 +10,11 @@ current    the policy that is being optimised
     tis         the learner's, or log-linear      clip(proximal / behaviour, low, cap)
     mis         the learner's, or log-linear      proximal / behaviour inside [low, cap], 0 outside
     decoupled   the learner's, or log-linear      proximal / behaviour up to cap, 0 above
+    gipo        the learner's, or log-linear      r exp(-(log r / sigma)^2 / 2) with r = proximal / behaviour
     vtrace      the learner's                     1: `advantages.vtrace` corrects advantages and targets
 
-All weights are detached, and masked or vetoed samples stay in the denominator of the loss: they count as
+Whatever the kind: `beyond_trust_region` leaves out what has moved far from the behaviour policy already, and
+--correction.reject what is far from it as a whole. All weights are detached, and masked or vetoed samples stay in the denominator of the loss: they count as
 "learn nothing from it", not as "never happened". Log-probs are in nats.
 
 Dimension letters used in this file:
@@ -29,9 +31,10 @@ from asyncrl.config.algorithm import CorrectionLevel, CorrectionSettings, Level
 from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.advantages import vtrace
 from asyncrl.learner.interface import Estimates
-from asyncrl.learner.levels import reduce_to_level, sum_per_episode, valid_units
+from asyncrl.learner.levels import reduce_to_level, sum_per_episode, summed, valid_units
 from asyncrl.learner.losses import MAX_LOG_RATIO, log_ratio
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics import LAG_RANGES
 
 
 class NoCorrection:
@@ -67,7 +70,7 @@ class TruncatedImportanceSampling:
         needs = {"behaviour"}
         if settings.proximal == "recomputed":
             needs.add("old_policy")
-        if settings.level == "episode" or settings.veto > 0:
+        if settings.level == "episode" or settings.reject == "episode" or settings.veto > 0:
             needs.add("whole_episodes")
         self.needs: frozenset[str] = frozenset(needs)
 
@@ -86,7 +89,15 @@ class TruncatedImportanceSampling:
         if self.settings.veto:
             dropped = vetoed(log_ratios, mask, episode, self.settings.veto)
             weights = torch.where(dropped[:, None, None], 0.0, weights)
+        if self.settings.reject != "none":
+            weights = torch.where(self._rejected(log_ratios, mask, episode), 0.0, weights)
         return weights
+
+    def _rejected(self, log_ratios: Tensor, mask: Tensor, episode: Tensor) -> Tensor:
+        """What --correction.reject leaves out: bool, broadcasts to ``[D, C, A]``."""
+        assert self.settings.reject != "none"
+        means = reduce_to_level(log_ratios, mask, self.settings.reject, episode, mean=True).exp()
+        return (means < self.settings.reject_low) | (means > self.settings.reject_high)
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
         """Return `old_logprob`, or by --correction.proximal `log_linear_proximal`.
@@ -112,6 +123,14 @@ class Decoupled(MaskedImportanceSampling):
     def __init__(self, settings: CorrectionSettings) -> None:
         super().__init__(settings)
         self.low = 0.0
+
+
+class GaussianImportanceSampling(TruncatedImportanceSampling):
+    """Multiplies the loss by importance weights that fade out away from 1."""
+
+    def limit(self, log_ratios: Tensor) -> Tensor:
+        """See `TruncatedImportanceSampling.limit`."""
+        return gaussian_weights(log_ratios, sigma=self.settings.sigma)
 
 
 class VTrace:
@@ -212,6 +231,58 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
     return torch.where((ratios >= low) & (ratios <= cap), ratios, 0.0)
 
 
+def gaussian_weights(log_ratios: Tensor, *, sigma: float) -> Tensor:
+    """Compute ``r exp(-(log r / sigma)^2 / 2)``: at most ``exp(sigma^2 / 2)``, 0 far away on both sides (GIPO).
+
+    Source: GIPO in AcceRL, which multiplies it with the advantage; there ``r = current / behaviour``.
+
+    Args:
+        log_ratios: ``log r``, any shape and float dtype, nats.
+        sigma: Width, in nats.
+
+    Returns:
+        Of the same shape and dtype, detached.
+
+    Example:
+        >>> gaussian_weights(torch.tensor([0.0, 0.5, -2.0]), sigma=0.5)
+        tensor([1.0000e+00, 1.0000e+00, 4.5400e-05])
+    """
+    log_ratios = log_ratios.detach()
+    return (log_ratios - (log_ratios / sigma).square() / 2).exp()
+
+
+def beyond_trust_region(
+    logprob: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor, level: Level, bound: float
+) -> Tensor:
+    """Find the units that moved too far from the policy that sampled, to where the advantage pushes on.
+
+    ``pi - mu > bound`` where A > 0 and ``mu - pi > bound`` where A < 0, with ``pi`` and ``mu`` the probability
+    of the unit: of several tokens the geometric mean. What is moved back is never left out. It bounds the
+    total variation, and so also what a ratio cannot: one of 2 is much at probability 0.4, and nothing at
+    0.001. Source: DPPO with the total-variation mask, as in prime-rl.
+
+    Args:
+        logprob: ``[D, C, A]`` float32 of the current policy, nats.
+        behaviour: ``[D, C, A]`` float32.
+        mask: ``[D, C, A]`` bool.
+        advantages: float32, broadcasts to the units.
+        level: What a unit is.
+        bound: Of the difference of probabilities, in [0, 1].
+
+    Returns:
+        ``[D, U, V]`` bool.
+
+    Example:
+        >>> now, then, one = torch.tensor([[[0.9]]]).log(), torch.tensor([[[0.3]]]).log(), torch.ones(1, 1, 1)
+        >>> for advantage in (one, -one):
+        ...     print(beyond_trust_region(now, then, one.bool(), advantage, "token", 0.2).item())
+        True
+        False
+    """
+    now, then = (summed(x.detach(), mask, level, mean=True).exp() for x in (logprob, behaviour))
+    return torch.sign(advantages.detach()) * (now - then) > bound
+
+
 def vetoed(log_ratios_DCA: Tensor, mask_DCA: Tensor, episode: Tensor, threshold: float) -> Tensor:
     """Find the decisions of an episode with a valid number whose ratio is below `threshold`.
 
@@ -260,33 +331,51 @@ def staleness_metrics(
     settings: CorrectionSettings,
     level: Level,
     old_logprob: Tensor,
+    proximal: Tensor,
     behaviour: Tensor,
     mask: Tensor,
     weights: Tensor | None,
     episode: Tensor,
+    lag: Tensor,
+    taught: Tensor,
 ) -> MetricAccumulator:
     """Compare the policy before the update with the one that sampled; once per decision and update.
+
+    All readings are of the decisions that are taught something: in some recipes the others are not evaluated.
 
     Args:
         settings: Level, mean and veto of the ratios that are compared.
         level: The objective's.
         old_logprob: ``[D, C, A]`` float32 before the update; 0 where the mask is False, as `behaviour`.
+        proximal: ``[D, C, A]`` float32, what the weights compare with `behaviour`; the same.
         behaviour: ``[D, C, A]`` float32.
         mask: ``[D, C, A]`` bool.
         weights: float32, broadcasts to the units ``[D, U, V]``; None: the correction has none.
         episode: ``[D]`` int64.
+        lag: ``[D]`` int64.
+        taught: ``[D]`` bool, decisions whose advantage is not 0.
     """
-    found = MetricAccumulator()
+    found, own = MetricAccumulator(), correction_level(settings, level)
+    valid = mask & taught[:, None, None]
+    units = valid_units(valid, "decision" if own == "episode" else own)
+
+    def ratios_of(logprob: Tensor) -> Tensor:
+        ratios = torch.where(mask, log_ratio(logprob, behaviour), 0.0)
+        found_at = reduce_to_level(ratios, mask, own, episode, mean=settings.geometric)
+        return found_at.clamp(max=MAX_LOG_RATIO).exp()
+
     ratios = torch.where(mask, log_ratio(old_logprob, behaviour), 0.0)
-    found.mean(m.MISMATCH_KL, k3(ratios), mask)
-    own = correction_level(settings, level)
-    units = valid_units(mask, "decision" if own == "episode" else own)
-    raw = reduce_to_level(ratios, mask, own, episode, mean=settings.geometric)
-    raw = raw.clamp(max=MAX_LOG_RATIO).exp()
+    raw = ratios_of(old_logprob)
+    found.mean(m.MISMATCH_KL, k3(ratios), valid)
     found.moments("ratio", raw, units)
     found.largest(m.IMPORTANCE_MAX, raw, units)
+    for at_lag, kl, mean_ratio in zip(LAG_RANGES, m.MISMATCH_KL_AT_LAG, m.RATIO_AT_LAG, strict=True):
+        here = at_lag.holds(lag)[:, None, None]
+        found.mean(kl, k3(ratios), valid & here)
+        found.mean(mean_ratio, raw, units & here)
     if weights is not None:
-        found.mean(m.IMPORTANCE_CAPPED, (weights != raw).float(), units)
+        capped = (weights != ratios_of(proximal)).float()
+        found.mean(m.IMPORTANCE_CAPPED, capped, units)
         found.mean(m.IMPORTANCE_MEAN, weights, units)
         found.moments("weight", weights, units)
     if settings.veto:

@@ -74,8 +74,20 @@ class MicroBatch:
         return replace(self, **here)
 
 
-def split_minibatches(episodes: int, minibatches: int, seed: tuple[int, ...]) -> list[Tensor]:
+def split_minibatches(
+    episodes: int, minibatches: int, seed: tuple[int, ...], *, before: int = 0
+) -> list[Tensor]:
     """Share episodes out to minibatches whose sizes differ by at most one; one alone keeps their order.
+
+    The ranks go on dealing where the one before stopped, so that this holds for all of them together: none
+    is empty while there are as many episodes as minibatches. An empty one would still move the weights, by
+    the optimizer's momentum.
+
+    Args:
+        episodes: Of this rank.
+        minibatches: How many.
+        seed: Of their order.
+        before: Episodes of the ranks before this one.
 
     Returns:
         ``[E]`` int64 indices of episodes per minibatch. The same seed gives the same ones: nothing to save.
@@ -83,7 +95,14 @@ def split_minibatches(episodes: int, minibatches: int, seed: tuple[int, ...]) ->
     if minibatches == 1:
         return [torch.arange(episodes)]
     order = torch.from_numpy(np.random.default_rng(seed).permutation(episodes))
-    return [order[start::minibatches] for start in range(minibatches)]
+    return [order[(number - before) % minibatches :: minibatches] for number in range(minibatches)]
+
+
+def episodes_before(episodes: int, ranks: LearnerRanks) -> int:
+    """Count the episodes of the ranks before this one; collective."""
+    counts = torch.zeros(ranks.size, dtype=torch.int64)
+    counts[ranks.rank] = episodes
+    return int(ranks.sum(counts)[: ranks.rank].sum())
 
 
 def build_minibatch(

@@ -14,19 +14,25 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.accumulator import MetricAccumulator
-from asyncrl.learner.corrections import staleness_metrics
+from asyncrl.learner.corrections import beyond_trust_region, staleness_metrics, truncated_weights
 from asyncrl.learner.levels import valid_units
 from asyncrl.learner.losses import kl_penalty, log_ratio, value_loss
 from asyncrl.learner.minibatches import MicroBatch
 from asyncrl.learner.recipe import Recipe
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics import LAG_RANGES
 from asyncrl.policies.interface import EvaluateResult
 
 LossAndMetrics = tuple[Tensor, MetricAccumulator]
 
 
 def update_loss(
-    recipe: Recipe, now: EvaluateResult, micro: MicroBatch, *, policy: bool = True
+    recipe: Recipe,
+    now: EvaluateResult,
+    micro: MicroBatch,
+    *,
+    policy: bool = True,
+    trust_region: float = 0.0,
 ) -> LossAndMetrics:
     """Return the loss ``[]`` with gradient, and its metrics.
 
@@ -35,15 +41,16 @@ def update_loss(
         now: What the current weights say.
         micro: The decisions, on the policy's device.
         policy: False while only the critic learns.
+        trust_region: Bound of `beyond_trust_region`; 0: none.
     """
-    # A token that top-k removed from one of the policies cannot be drawn any more: it teaches nothing.
+    # A token that top-k would not draw any more has a number all the same: `action_distribution` keeps it.
     old_logprob = now.logprob.detach() if micro.old_logprob is None else micro.old_logprob
-    mask = micro.mask & ~torch.isneginf(now.logprob) & ~torch.isneginf(old_logprob)
+    mask = micro.mask
     logprob, old_logprob = (torch.where(mask, x, 0.0) for x in (now.logprob, old_logprob))
     terms: list[LossAndMetrics] = []
     if policy:
-        terms.append(_policy_loss(recipe, logprob, old_logprob, mask, micro))
-        terms.append(_regularisers(recipe, now, logprob, mask, micro))
+        terms.append(_policy_loss(recipe, logprob, old_logprob, mask, micro, trust_region))
+        terms.append(_regularisers(recipe, now, logprob, micro))
     if micro.targets is not None:
         terms.append(_value_loss(recipe, now, micro))
     loss = torch.stack([term for term, _ in terms]).sum()
@@ -55,7 +62,12 @@ def update_loss(
 
 
 def _policy_loss(
-    recipe: Recipe, logprob: Tensor, old_logprob: Tensor, mask: Tensor, micro: MicroBatch
+    recipe: Recipe,
+    logprob: Tensor,
+    old_logprob: Tensor,
+    mask: Tensor,
+    micro: MicroBatch,
+    trust_region: float,
 ) -> LossAndMetrics:
     """The objective's loss, weighed and counted; also how stale decisions are that are seen first here."""
     metrics, level = MetricAccumulator(), recipe.algorithm.level
@@ -65,28 +77,41 @@ def _policy_loss(
     if weights is None:
         ratios = torch.where(mask, log_ratio(proximal, behaviour), 0.0)
         weights = recipe.weights(ratios, mask, micro.episode)
+    settings, taught = recipe.correction_settings, (micro.advantages != 0).flatten(1).any(dim=1)
     if micro.old_logprob is None:
-        settings = recipe.correction_settings
-        stale = staleness_metrics(settings, level, old_logprob, behaviour, mask, weights, micro.episode)
-        metrics.fold(stale)
+        policies = (old_logprob, proximal, behaviour)
+        metrics.fold(
+            staleness_metrics(settings, level, *policies, mask, weights, micro.episode, micro.lag, taught)
+        )
     terms = recipe.unit_loss(logprob, proximal, mask, micro.advantages)
     units = valid_units(mask, level)
     weighed = micro.counts * terms.loss if weights is None else micro.counts * weights * terms.loss
-    loss = torch.where(units, weighed, 0.0).sum()
+    beyond = torch.zeros_like(units)
+    if trust_region:
+        beyond = beyond_trust_region(logprob, behaviour, mask, micro.advantages, level, trust_region)
+    loss = torch.where(units & ~beyond, weighed, 0.0).sum()
     metrics.total(m.POLICY_LOSS, loss)
-    metrics.mean(m.CLIP_FRACTION, terms.clipped.float(), units)
-    metrics.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), units)
-    metrics.mean(m.CLIPPED_RATIO, terms.clipped_ratio, units)
-    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask)
+    read = units & taught[:, None, None]
+    metrics.mean(m.CLIP_FRACTION, terms.clipped.float(), read)
+    metrics.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), read)
+    metrics.mean(m.CLIPPED_RATIO, terms.clipped_ratio, read)
+    metrics.mean(m.OUTSIDE_TRUST_REGION, beyond.float(), read)
+    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & taught[:, None, None])
+    without_gradient = (beyond | terms.clipped | terms.dual_clipped).float()
+    for lags, metric in zip(LAG_RANGES, m.CLIPPED_AT_LAG, strict=True):
+        metrics.mean(metric, without_gradient, read & lags.holds(micro.lag)[:, None, None])
     return loss, metrics
 
 
-def _regularisers(
-    recipe: Recipe, now: EvaluateResult, logprob: Tensor, mask: Tensor, micro: MicroBatch
-) -> LossAndMetrics:
-    """Entropy bonus and KL penalty."""
-    metrics, chosen = MetricAccumulator(), recipe.algorithm
-    metrics.mean(m.ENTROPY_LOSS, now.entropy, micro.mask)
+def _regularisers(recipe: Recipe, now: EvaluateResult, logprob: Tensor, micro: MicroBatch) -> LossAndMetrics:
+    """Entropy bonus and KL penalty.
+
+    The penalty is an expectation over the current policy's tokens, so those of an older one are weighed, with
+    a weight per token of at most --correction.max-weight; with --correction.kind none they count as fresh.
+    """
+    metrics, chosen, mask = MetricAccumulator(), recipe.algorithm, micro.mask
+    taught = (micro.advantages != 0).flatten(1).any(dim=1)
+    metrics.mean(m.ENTROPY_LOSS, now.entropy, mask & taught[:, None, None])
     loss = torch.zeros((), device=logprob.device)
     if chosen.entropy_coef:
         loss = loss - chosen.entropy_coef * torch.where(mask, micro.token_counts * now.entropy, 0.0).sum()
@@ -94,8 +119,12 @@ def _regularisers(
         reachable = mask & torch.isfinite(micro.reference)
         reference = torch.where(reachable, micro.reference, logprob.detach())
         penalty = torch.where(reachable, kl_penalty(logprob, reference, chosen.kl_estimator), 0.0)
-        metrics.mean(m.KL_REFERENCE, penalty, reachable)
-        loss = loss + chosen.kl_coef * (micro.token_counts * penalty).sum()
+        weights = torch.ones_like(penalty)
+        if "behaviour" in recipe.needs:
+            behind = torch.where(mask, log_ratio(logprob, micro.behaviour), 0.0)
+            weights = truncated_weights(behind, cap=recipe.correction_settings.max_weight)
+        metrics.mean(m.KL_REFERENCE, weights * penalty, reachable & taught[:, None, None])
+        loss = loss + chosen.kl_coef * (micro.token_counts * weights * penalty).sum()
     return loss, metrics
 
 

@@ -80,8 +80,10 @@ class ClippedOptimizer:
         self.stepped = False
         """Whether anything was changed since `set_version`."""
         self.bad_updates = 0
-        """Steps skipped so far because their gradient was not finite."""
+        """Updates so far with steps that were skipped because their gradient was not finite."""
         self.bad_in_a_row = 0
+        """The last of them, one behind the other."""
+        self._bad_now = False
         self._norms: dict[Metric, float] = {}
 
     def set_version(self, version: int) -> None:
@@ -90,7 +92,7 @@ class ClippedOptimizer:
         for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
             group["lr"] = full * share
         self.policy_learns = version >= self.critic_warmup
-        self.stepped = False
+        self.stepped = self._bad_now = False
         self._norms = {}
 
     def clear_gradient(self) -> None:
@@ -113,14 +115,16 @@ class ClippedOptimizer:
         if all(math.isfinite(norm) for norm in norms):
             self.stepped = True
             self.optimizer.step()
-            self.bad_in_a_row = 0
+            self.bad_in_a_row = self.bad_in_a_row if self._bad_now else 0
             for group, norm in zip(self._learning_groups, norms, strict=True):
                 metric = m.CRITIC_GRAD_NORM if _is_critic(group) else m.GRAD_NORM
                 self._norms[metric] = max(norm, self._norms.get(metric, 0.0))
             return
-        self.bad_updates += 1
-        self.bad_in_a_row += 1
-        _log.warning("step skipped: the gradient is not finite (%d in a row)", self.bad_in_a_row)
+        if not self._bad_now:  # What is wrong with a batch reaches all of its minibatches: that is one fault.
+            self._bad_now = True
+            self.bad_updates += 1
+            self.bad_in_a_row += 1
+        _log.warning("step skipped: the gradient is not finite (%d updates in a row)", self.bad_in_a_row)
 
     @property
     def failure_reason(self) -> str:
@@ -128,15 +132,15 @@ class ClippedOptimizer:
         if self.bad_in_a_row < self.settings.max_bad_updates:
             return ""
         return (
-            f"The gradient was not finite in {self.bad_in_a_row} steps in a row "
-            "(--optimizer.max-bad-updates): the run cannot recover by itself. They were skipped. Continue "
+            f"The gradient was not finite in {self.bad_in_a_row} updates in a row "
+            "(--optimizer.max-bad-updates): the run cannot recover by itself. Their steps were skipped. Continue "
             "with --resume and a lower --optimizer.learning-rate (it is "
             f"{self.settings.learning_rate}) or --optimizer.max-grad-norm (it is "
             f"{self.settings.max_grad_norm})."
         )
 
     def metrics(self) -> dict[Metric, float]:
-        """Return gradient norms of the update, learning rates, steps skipped so far."""
+        """Return gradient norms of the update, learning rates, updates with skipped steps so far."""
         rates = {
             m.CRITIC_LEARNING_RATE if _is_critic(group) else m.LEARNING_RATE: float(group["lr"])
             for group in self.optimizer.param_groups

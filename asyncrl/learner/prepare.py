@@ -85,7 +85,8 @@ def prepare_batch(
     values = values.cpu() if recipe.trains_critic and values is not None else None
     old = OldPolicy(old_logprob.cpu(), values, final_values)
     estimates = recipe.estimate(batch, old, forward.ranks)
-    weights, metrics = _weights(batch, old_logprob, recipe)
+    taught = (estimates.advantages != 0).flatten(1).any(dim=1)
+    weights, metrics = _weights(batch, old_logprob, recipe, taught)
     prepared = PreparedBatch(
         estimates=estimates,
         old_logprob=old_logprob,
@@ -97,14 +98,17 @@ def prepare_batch(
     return prepared, metrics
 
 
-def _weights(batch: Batch, old_logprob: Tensor, recipe: Recipe) -> tuple[Tensor | None, MetricAccumulator]:
-    """Importance weights of the whole batch, and how stale it is."""
+def _weights(
+    batch: Batch, old_logprob: Tensor, recipe: Recipe, taught: Tensor
+) -> tuple[Tensor | None, MetricAccumulator]:
+    """Importance weights of the whole batch, and how stale what is taught something is."""
     device = old_logprob.device
     behaviour, episode = batch.logprob_behaviour.to(device), batch.episode.to(device)
-    mask = batch.mask.to(device) & ~torch.isneginf(old_logprob)
+    mask, lag, taught = (x.to(device) for x in (batch.mask, batch.lag, taught))
     old_logprob, behaviour = (torch.where(mask, x, 0.0) for x in (old_logprob, behaviour))
-    proximal = recipe.proximal(old_logprob, old_logprob, behaviour, batch.lag.to(device))
+    proximal = recipe.proximal(old_logprob, old_logprob, behaviour, lag)
     weights = recipe.weights(torch.where(mask, log_ratio(proximal, behaviour), 0.0), mask, episode)
     settings, level = recipe.correction_settings, recipe.algorithm.level
-    metrics = staleness_metrics(settings, level, old_logprob, behaviour, mask, weights, episode)
+    policies = (old_logprob, proximal, behaviour)
+    metrics = staleness_metrics(settings, level, *policies, mask, weights, episode, lag, taught)
     return weights, metrics

@@ -25,7 +25,7 @@ from asyncrl.config.algorithm import (
 from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.forward import PolicyForward
-from asyncrl.learner.minibatches import MicroBatch, build_minibatch, split_minibatches
+from asyncrl.learner.minibatches import MicroBatch, build_minibatch, episodes_before, split_minibatches
 from asyncrl.learner.objective import update_loss
 from asyncrl.learner.optimizer import ClippedOptimizer
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
@@ -112,9 +112,11 @@ class Update:
         recipe.check_batch(batch)
         self.stepper.set_version(version)
         prepared, metrics = prepare_batch(batch, recipe, self.forward)
+        before = episodes_before(len(batch.returns), self.ranks)
         for epoch in range(chosen.epochs):
             seed = (self.seed, version, epoch)
-            for episodes in split_minibatches(len(batch.returns), chosen.minibatches, seed):
+            shares = split_minibatches(len(batch.returns), chosen.minibatches, seed, before=before)
+            for episodes in shares:
                 minibatch = build_minibatch(
                     batch, prepared, episodes, recipe, self.ranks, max_decisions=self.max_decisions
                 )
@@ -136,6 +138,8 @@ class Update:
         recipe, learns = self.recipe, self.stepper.policy_learns
         steps, size = recipe.algorithm.epochs * recipe.algorithm.minibatches, recipe.algorithm.micro_batch
         metrics: list[MetricAccumulator] = []
+        # A difference of densities would say nothing.
+        bound = recipe.correction_settings.trust_region if "tokens" in batch.sample else 0.0
         through = recipe.trains_critic and recipe.critic.through_policy and learns
         for rows in self.forward.micro_batches(minibatch.decisions):
             micro = minibatch.part(rows, self.device)
@@ -143,7 +147,7 @@ class Update:
             if self.reference is not None:
                 reference = self.forward.reference(self.reference, batch, micro.rows)
                 micro = replace(micro, reference=reference)
-            loss, found = update_loss(recipe, now, micro, policy=learns)
+            loss, found = update_loss(recipe, now, micro, policy=learns, trust_region=bound)
             (loss * self.ranks.size).backward()  # Sharded gradients are averaged over the ranks.
             metrics.append(found)
             self._passes += 1

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Final
 
 
 class Reduction(Enum):
@@ -38,6 +39,30 @@ class Metric:
     name that RLinf uses too it says how its number differs.
     """
 
+
+@dataclass(frozen=True)
+class LagRange:
+    """Lags whose decisions are counted together."""
+
+    name: str
+    """In names of metrics."""
+    text: str
+    low: int
+    high: int
+
+    def holds(self, lag: Any) -> Any:
+        """Say of an array or tensor of lags, of any shape, which are within: bool, of the same shape."""
+        return (lag >= self.low) & (lag <= self.high)
+
+
+LAG_RANGES: Final = (
+    LagRange("0", "0", 0, 0),
+    LagRange("1", "1", 1, 1),
+    LagRange("2", "2", 2, 2),
+    LagRange("3_4", "3 or 4", 3, 4),
+    LagRange("5_8", "5 to 8", 5, 8),
+    LagRange("9_up", "9 or more", 9, 1 << 40),
+)
 
 Readings = Mapping[Metric, float]
 

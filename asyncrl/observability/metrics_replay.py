@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.observability.metrics import Reduction, define
+from asyncrl.observability.metrics import LAG_RANGES, Reduction, define
 
 LAG_MEAN = define(
     "replay/lag_mean",
@@ -20,28 +20,17 @@ LAG_MAX = define(
     "At most --replay.max-lag, always: the replay guarantees it.",
 )
 LAG_HISTOGRAM = [
-    (
-        define(
-            f"replay/lag_{name}",
-            Reduction.MEAN,
-            "share",
-            f"Decisions of the batch with a lag of {text}.",
-            "The bars add up to 1, and none is beyond --replay.max-lag. Most of it on the right: finished "
-            "groups wait for a slow learner, so a lower --replay.max-lag costs little.",
-        ),
-        low,
-        high,
+    define(
+        f"replay/lag_{lags.name}",
+        Reduction.MEAN,
+        "share",
+        f"Decisions of the batch with a lag of {lags.text}.",
+        "The bars add up to 1, and none is beyond --replay.max-lag. Most of it on the right: finished "
+        "groups wait for a slow learner, so a lower --replay.max-lag costs little.",
     )
-    for name, text, low, high in (
-        ("0", "0", 0, 0),
-        ("1", "1", 1, 1),
-        ("2", "2", 2, 2),
-        ("3_4", "3 or 4", 3, 4),
-        ("5_8", "5 to 8", 5, 8),
-        ("9_up", "9 or more", 9, 1 << 40),
-    )
+    for lags in LAG_RANGES
 ]
-"""Metric, lowest and highest lag of each bar."""
+"""One bar for each of `LAG_RANGES`."""
 GROUPS_READY = define(
     "replay/groups_ready",
     Reduction.LAST,

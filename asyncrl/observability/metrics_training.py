@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.observability.metrics import Reduction, define
+from asyncrl.observability.metrics import LAG_RANGES, Reduction, define
 
 SUCCESS_ONCE = define(
     "env/success_once",
@@ -161,6 +161,41 @@ IMPORTANCE_MAX = define(
     "Close to 1 at lag 0. Large values are what --correction.max-weight is for; on decision and episode "
     "level they multiply over tokens, so try --correction.geometric there.",
 )
+OUTSIDE_TRUST_REGION = define(
+    "train/actor/outside_trust_region",
+    Reduction.MEAN,
+    "share",
+    "Valid units left out because the policy moved too far from the one that sampled them.",
+    "A few percent at most, and 0 at lag 0 with one step per batch. More: lower --replay.max-lag or "
+    "--optimizer.learning-rate, or widen --correction.trust-region.",
+)
+MISMATCH_KL_AT_LAG, RATIO_AT_LAG, CLIPPED_AT_LAG = (
+    [
+        define(f"train/actor/{name}_lag_{lags.name}", Reduction.MEAN, unit, f"{what} {lags.text}.", advice)
+        for lags in LAG_RANGES
+    ]
+    for name, unit, what, advice in (
+        (
+            "mismatch_kl",
+            "nat",
+            "As `train/actor/mismatch_kl`, of decisions with a lag of",
+            "Rises with the lag; how fast tells how far back samples are still of use.",
+        ),
+        (
+            "importance_ratio",
+            "1",
+            "Mean ratio of a unit's probability to that with which it was sampled, with a lag of",
+            "Near 1: its expectation is 1. Far away: a few samples decide.",
+        ),
+        (
+            "clipped",
+            "share",
+            "Units that the clip or the trust region left without gradient, with a lag of",
+            "Rises with the lag. Where most is clipped, these samples teach little: lower --replay.max-lag.",
+        ),
+    )
+)
+"""One metric for each of `LAG_RANGES`."""
 IMPORTANCE_CAPPED = define(
     "train/actor/importance_capped",
     Reduction.MEAN,
