@@ -204,13 +204,13 @@ def test_the_rule_says_which_step_is_the_success(
         assert ended is None
         ended = finish(episode_with(scores), max_decisions=len(scores), success_frames=rule)
         assert ended is not None
-        assert (ended.end_reason, ended.rewards.sum(), ended.first_success_step) == ("truncated", 0, -1)
+        assert (ended.end_reason, ended.rewards.sum(), ended.steps) == ("truncated", 0, ended.rewards.size)
         return
     assert ended is not None
     assert (ended.end_reason, ended.rewards.sum(), ended.rewards[rewarded]) == ("success", 1, 1)
     step = 8 * rewarded[0] + rewarded[1]
-    assert ended.first_success_step == step
-    assert valid_steps(ended.rewards).sum() == step + 1  # What learning counts ends there.
+    assert ended.steps == step + 1
+    assert valid_steps(ended).sum() == step + 1  # What learning counts ends there.
     assert problem_with(ended) is None
 
 

@@ -191,7 +191,6 @@ def test_a_bad_flag_exits_with_two_and_says_why(capsys: pytest.CaptureFixture[st
         ({"correction.kind": "vtrace"}, "vtrace.*--algorithm.kind ppo"),
         ({"algorithm.minibatches": 200}, "--algorithm.minibatches is 200.*128 episodes"),
         ({"algorithm.objective": "gspo"}, "gspo.*--algorithm.level decision"),
-        ({"algorithm.objective": "cispo", "algorithm.dual_clip": 3.0}, "--algorithm.dual-clip is 3.0.*cispo"),
         (
             {"algorithm.level": "decision", "correction.level": "token"},
             "--correction.level is token.*coarser",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig
 from asyncrl.doctor import network, storage
 from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict
 from asyncrl.messaging.curve_keys import create_keys
@@ -95,14 +95,14 @@ def test_the_speed_of_the_disk_is_measured_and_judged(tmp_path: Path, monkeypatc
 
 
 def test_the_time_of_an_update_counts_bytes_and_syncs() -> None:
-    config = TrainConfig(replay=ReplaySettings(keep_video_every=0))
+    config = TrainConfig(replay=ReplaySettings(keep_video_every=0), actor=ActorSettings(max_decisions=6))
     frame = 3 * 64 * 64
     groups, members, decisions = 16, 8, 6
     numbers = decisions * 8 * (7 * (4 + 4 + 4) + 4 + 4)
     group = members * ((decisions + 1) * frame + numbers)
     expected = groups * (group / 1e6 + 4 * 0.01)
     assert storage.seconds_per_update(config, SIZES, 1e6, 0.01) == pytest.approx(expected)
-    with_video = TrainConfig(replay=ReplaySettings(keep_video_every=16))
+    with_video = TrainConfig(replay=ReplaySettings(keep_video_every=16), actor=ActorSettings(max_decisions=6))
     more = groups * members * decisions * 8 / 16 * frame / 1e6
     assert storage.seconds_per_update(with_video, SIZES, 1e6, 0.01) == pytest.approx(expected + more)
 

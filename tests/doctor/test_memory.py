@@ -14,9 +14,9 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import placement_of, rank_needs
 from asyncrl.doctor.models import measure
-from asyncrl.launch import build
 from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.placement import parse_placement
+from asyncrl.launch.policies import add_adapters
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.records import ActionSpec
@@ -36,7 +36,7 @@ def sizes_of(config: TrainConfig) -> Sizes:
         policy = new_policy(OpenVLAOFTConfig.full())
         transformer, vae = ActionWanTransformer(TransformerConfig.full()), WanVae(VaeConfig.full())
         if config.lora.rank:
-            build.add_adapters(config, policy)
+            add_adapters(config, policy)
     policy = policy.to(torch.bfloat16)
     world = 2 * sum(p.numel() for module in (transformer, vae) for p in module.parameters())
     files = EnvironmentFiles(

@@ -56,15 +56,16 @@ def test_metrics_of_a_batch_by_hand() -> None:
     assert values[r.SIGNAL_GROUPS] == 0.5
     assert values[r.LAG_MEAN] == pytest.approx(6 / 5)
     assert values[r.LAG_MAX] == 3
-    shares = {metric.name.removeprefix("replay/lag_"): values[metric] for metric, _, _ in r.LAG_HISTOGRAM}
+    shares = {metric.name.removeprefix("replay/lag_"): values[metric] for metric in r.LAG_HISTOGRAM}
     assert shares == {"0": 0.4, "1": 0.2, "2": 0.2, "3_4": 0.2, "5_8": 0.0, "9_up": 0.0}
 
 
-def test_a_reward_after_the_first_one_does_not_count() -> None:
-    twice = episode(rows=(0, 1), success_at=3)
-    twice.rewards[1, 2] = 1.0
-    batch = build_batch([[twice, episode(member=1, rows=(2,))]], version=0)
-    assert batch.rewards.sum() == 1
+def test_a_reward_on_the_way_counts_and_does_not_end_the_episode() -> None:
+    shaped = episode(rows=(0, 1), success_at=11)
+    shaped.rewards[0, 2] = 0.5
+    batch = build_batch([[shaped, episode(member=1, rows=(2,))]], version=0)
+    assert batch.rewards.sum() == batch.returns[0] == 1.5
+    assert batch.lengths.tolist() == [12, 8]
 
 
 @given(order=st.permutations(range(3)), members=st.permutations(range(2)))

@@ -339,7 +339,7 @@ def test_after_too_many_bad_gradients_the_last_good_weights_are_in_a_checkpoint(
     # From version 2 on there is no number in the gradient.
     run.policy.logits.register_hook(lambda grad: grad * (float("nan") if run.learner.version >= 2 else 1))
     newest = tmp_path / "checkpoints" / "update_000005"
-    with pytest.raises(RunError, match=rf"3 steps in a row.*--resume.*The newest checkpoint is {newest}\."):
+    with pytest.raises(RunError, match=rf"3 updates in a row.*--resume.*The newest checkpoint is {newest}\."):
         run.learner.run()
     assert saved(tmp_path) == ["update_000005"]
     assert run.log.rows[5][m.BAD_UPDATES] == 3

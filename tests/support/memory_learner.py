@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, TrainConfig
+from asyncrl.config.run import ActorSettings, AlgorithmSettings, OptimizerSettings, TrainConfig
 from asyncrl.errors import SampleTimeout, WeightSyncError
 from asyncrl.launch.build import build_update
 from asyncrl.learner.learner import Learner
@@ -155,6 +155,7 @@ class Run:
         self.learner = Learner(
             build_update(
                 TrainConfig(
+                    actor=ActorSettings(max_decisions=6),
                     algorithm=AlgorithmSettings(group_size=2, groups_per_update=2, micro_batch=micro_batch),
                     optimizer=OptimizerSettings(learning_rate=0.05),
                 ),

@@ -47,6 +47,9 @@ class Table:
         return logp[rows].gather(-1, batch.sample["tokens"][..., None])[..., 0], entropy[rows]
 
 
+WEIGHING = ("tis", "mis", "decoupled", "gipo")
+
+
 def units_of(level: str) -> list[list[tuple[int, int]]]:
     if level == "token":
         return [[decision_index] for decision_index in PLACES]
@@ -157,7 +160,7 @@ def slow_vtrace(
 def weights_of(config: TrainConfig, batch: Batch, gaps: list, d: int, unit: list[tuple[int, int]]) -> float:
     """Importance weight of one unit; `gaps` holds log proximal - log behaviour."""
     chosen = config.correction
-    if chosen.kind not in ("tis", "mis", "decoupled"):
+    if chosen.kind not in WEIGHING:
         return 1.0
     own = decisions_of(batch, int(batch.episode[d]))
 
@@ -166,20 +169,28 @@ def weights_of(config: TrainConfig, batch: Batch, gaps: list, d: int, unit: list
 
     level = config.algorithm.level if chosen.level == "auto" else chosen.level
     first = unit[0]
-    members = {
+    all_members = {
         "token": [(d, first)],
         "action": [
             (d, decision_index) for decision_index in valid(batch, d, [(first[0], a) for a in range(7)])
         ],
         "decision": [(d, decision_index) for decision_index in valid(batch, d, PLACES)],
         "episode": [(of, decision_index) for of in own for decision_index in valid(batch, of, PLACES)],
-    }[level]
+    }
+    members = all_members[level]
     total = sum(ratio(*member) for member in members)
+    if chosen.reject != "none":
+        judged = all_members[chosen.reject]
+        mean = math.exp(sum(ratio(*member) for member in judged) / len(judged))
+        if not chosen.reject_low <= mean <= chosen.reject_high:
+            return 0.0
     raw = math.exp(total / len(members) if chosen.geometric else total)
     if chosen.veto and any(
         math.exp(ratio(of, p)) < chosen.veto for of in own for p in valid(batch, of, PLACES)
     ):
         return 0.0
+    if chosen.kind == "gipo":
+        return raw * math.exp(-((math.log(raw) / chosen.sigma) ** 2) / 2)
     if chosen.kind == "tis":
         return min(max(raw, chosen.min_weight), chosen.max_weight)
     low = chosen.min_weight if chosen.kind == "mis" else 0.0
@@ -240,7 +251,7 @@ def slow_loss(
     behaviour, proximal = batch.logprob_behaviour.double(), start
     if correction.kind == "naive":
         proximal = behaviour
-    elif correction.kind in ("tis", "mis", "decoupled") and correction.proximal == "log_linear":
+    elif correction.kind in WEIGHING and correction.proximal == "log_linear":
         alpha = (batch.lag / (batch.lag + 1)).double()[:, None, None]
         proximal = behaviour + alpha * (now.detach() - behaviour)
     if chosen.kind == "ppo":
@@ -256,6 +267,10 @@ def slow_loss(
         advantage = teaching[d, c if chosen.kind == "grpo" or wide else 0]
         at = tuple(zip(*tokens, strict=True))
         term = unit_loss(config, now[d][at], proximal[d][at], advantage)
+        moved = float(now[d][at].detach().mean().exp() - behaviour[d][at].mean().exp())
+        beyond = advantage * moved > 0 and abs(moved) > correction.trust_region
+        if correction.trust_region and beyond:
+            continue
         loss = loss + count * weights_of(config, batch, gaps, d, tokens) * term
     for d, tokens, count in counted(config, batch, "token", episodes):
         decision_index = tokens[0]
@@ -263,7 +278,10 @@ def slow_loss(
         if reference is not None:
             gap = now[d][decision_index] - anchor[d][decision_index]
             penalty = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[chosen.kl_estimator]
-            loss = loss + chosen.kl_coef * count * penalty
+            behind = float(now[d][decision_index].detach() - behaviour[d][decision_index])
+            fresh = correction.kind == "none" and chosen.kind == "grpo"
+            weight = 1.0 if fresh else min(math.exp(behind), correction.max_weight)
+            loss = loss + chosen.kl_coef * count * weight * penalty
     mine = {
         decision_index: t
         for decision_index, t in targets.items()

@@ -40,12 +40,14 @@ class TablePolicy(nn.Module):
     def evaluate(self, inputs: Any, sample: Mapping[str, Tensor], sampling: Any, **through: Any) -> Any:
         self.evaluated.append(len(inputs))
         logits = self.scale * self.logits[inputs] / sampling.temperature
-        if sampling.top_k:
+        tokens = sample["tokens"].long()[..., None]
+        if sampling.top_k:  # What was drawn stays possible.
             edge = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < edge, -torch.inf)
+            drawn = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, tokens, True)
+            logits = logits.masked_fill((logits < edge) & ~drawn, -torch.inf)
         logp = logits.log_softmax(-1)
         entropy = -torch.where(torch.isneginf(logp), 0.0, logp.exp() * logp).sum(-1)
-        chosen = logp.gather(-1, sample["tokens"].long()[..., None])[..., 0]
+        chosen = logp.gather(-1, tokens)[..., 0]
         return Evaluation(chosen, entropy)
 
     def act(self, inputs: Any, sampling: Any, seeds: Any) -> Any:
