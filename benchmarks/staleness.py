@@ -44,7 +44,7 @@ CORRECTIONS = {
     "tis+reject": ("--correction.kind", "tis", *NO_BOUND, "--correction.reject", "episode"),
     "tis+region+reject": ("--correction.kind", "tis", "--correction.reject", "episode"),
 }
-"""Name in the tables -> flags. What ends in `+region` has the trust region against the policy that sampled."""
+"""Name in the tables -> flags. What ends in `+region` has the trust region."""
 DIFFERENT_AT_LAG_0 = ("none", "vtrace")
 """At lag 0 all others weigh everything with 1, so they share the run of `none`."""
 DIVERGED = 0.0

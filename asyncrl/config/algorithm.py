@@ -149,10 +149,11 @@ class CorrectionSettings(Bounded):
     veto: Annotated[
         float, Within(0, 1, "fresh samples have weight 1 and must pass.", "Use 0.", open_above=True)
     ] = 0.0
-    """tis, mis, decoupled, gipo: drop an episode when the ratio of one of its tokens is below this; 0 = never."""
+    """tis, mis, decoupled, gipo: drop an episode with a token whose ratio is below this; 0 = never."""
     proximal: Literal["recomputed", "log_linear"] = "recomputed"
-    """tis, mis, decoupled, gipo: the policy the clipped ratio is taken against: the learner's before the update,
-    or its interpolation between the policy that sampled and the current one (A-3PO), which saves a pass."""
+    """tis, mis, decoupled, gipo: the policy the clipped ratio is taken against: the learner's before the
+    update, or its interpolation between the policy that sampled and the current one (A-3PO), which saves a
+    pass."""
     rho_cap: float = 1.0
     """vtrace: upper limit of the importance weight of a temporal difference (rho bar)."""
     trace_cap: Annotated[float, AtLeast(0, "it is a weight.", "Use 1.")] = 1.0
@@ -290,15 +291,22 @@ def check_recipe(
             f"--correction.level is {level}, but --algorithm.level is {algorithm.level}: one ratio cannot "
             "have several weights. Use --correction.level auto or a coarser one."
         )
+    if correction.reject != "none" and LEVELS.index(correction.reject) < LEVELS.index(algorithm.level):
+        raise ConfigError(
+            f"--correction.reject is {correction.reject}, but --algorithm.level is {algorithm.level}: a part "
+            f"of what has one ratio cannot be left out. Use --correction.reject {algorithm.level} or a "
+            "coarser one."
+        )
     if algorithm.kind == "ppo" and critic.level == "action" and algorithm.level == "decision":
         raise ConfigError(
             "--critic.level is action, but --algorithm.level is decision: the ratio of a whole decision "
             "cannot have an advantage per step. Use --critic.level decision, or --algorithm.level action."
         )
-    if correction.proximal == "log_linear" and (level == "episode" or correction.veto):
+    whole = level == "episode" or correction.reject == "episode" or correction.veto
+    if correction.proximal == "log_linear" and whole:
         raise ConfigError(
-            "--correction.proximal is log_linear, but weights or vetoes of whole episodes need the log-probs "
-            "of all their tokens before the loss. Use --correction.proximal recomputed."
+            "--correction.proximal is log_linear, but weights, vetoes and rejections of whole episodes need "
+            "the log-probs of all their tokens before the loss. Use --correction.proximal recomputed."
         )
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl import __version__, registry
+from asyncrl.config.idle_settings import idle_settings
 from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import duration
@@ -82,7 +83,7 @@ def join_hint(config: TrainConfig, endpoint: str, *, waits: bool) -> str:
 
 def notes(config: TrainConfig) -> list[str]:
     """Lines about settings that do something else than one may think."""
-    lines = []
+    lines = idle_settings(config.algorithm, config.correction, config.critic)
     chosen = config.optimizer
     if chosen.schedule != "constant" and 0 < chosen.decay_updates < config.updates:
         final = chosen.final_lr_share * chosen.learning_rate

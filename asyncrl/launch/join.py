@@ -118,7 +118,7 @@ def _join(
     from asyncrl.launch.named_models import refuse_foreign_code
     from asyncrl.launch.placement import pick_device, threads_of_actor
     from asyncrl.launch.policies import build_policy, check_tasks
-    from asyncrl.replay.client import ZmqActorPort
+    from asyncrl.replay.client import WINDOW, ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
     from asyncrl.weights.pull_client import build_pulled_receiver
 
@@ -140,7 +140,8 @@ def _join(
     try:
         version = receiver.wait_for_first(config.startup_timeout)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
-        port = ZmqActorPort(settings.endpoint, name, security=keys)
+        window = WINDOW + config.actor.slots
+        port = ZmqActorPort(settings.endpoint, name, window=window, security=keys)
         imagination = build.build_imagination(config, policy, environment)
         actor = build.build_actor(
             config,

@@ -31,7 +31,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.launch.policies import build_policy
-    from asyncrl.replay.client import ZmqActorPort
+    from asyncrl.replay.client import WINDOW, ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
 
     config, info = _read(config_json, info_json)
@@ -60,6 +60,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         port = ZmqActorPort(
             info.replay_endpoint,
             name,
+            window=WINDOW + config.actor.slots,
             security=endpoints.client_keys(config, name),
         )
         actor = build.build_actor(

@@ -105,7 +105,8 @@ def group_relative_advantages(
     Siblings share a start state, so they are a baseline that needs no critic. Sources: mean and group's
     standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no division, Dr. GRPO, arXiv 2503.20783;
     leave-one-out, ``(R - mean) G / (G - 1)``, RLOO, arXiv 2402.14740; the deviation of all returns of the
-    batch, TRL's ``scale_rewards="batch"`` (REINFORCE++ divides by that of the advantages). Standard deviations are the unbiased ones (divided by n - 1), as in ``torch.std``.
+    batch, TRL's ``scale_rewards="batch"`` (REINFORCE++ divides by that of the advantages). Standard
+    deviations are the unbiased ones (divided by n - 1), as in ``torch.std``.
 
     Args:
         returns: ``[B]`` float32, sum of rewards of each episode. Siblings are adjacent.

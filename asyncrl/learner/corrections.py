@@ -14,8 +14,9 @@ current    the policy that is being optimised
     vtrace      the learner's                     1: `advantages.vtrace` corrects advantages and targets
 
 Whatever the kind: `beyond_trust_region` leaves out what has moved far from the behaviour policy already, and
---correction.reject what is far from it as a whole. All weights are detached, and masked or vetoed samples stay in the denominator of the loss: they count as
-"learn nothing from it", not as "never happened". Log-probs are in nats.
+--correction.reject what is far from it as a whole. All weights are detached, and what is left out stays in
+the denominator of the loss: it counts as "learn nothing from it", not as "never happened". Log-probs are in
+nats.
 
 Dimension letters used in this file:
     D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision (`levels`)
@@ -232,7 +233,7 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
 
 
 def gaussian_weights(log_ratios: Tensor, *, sigma: float) -> Tensor:
-    """Compute ``r exp(-(log r / sigma)^2 / 2)``: at most ``exp(sigma^2 / 2)``, 0 far away on both sides (GIPO).
+    """Compute ``r exp(-(log r / sigma)^2 / 2)``: at most ``exp(sigma^2 / 2)``, 0 far away (GIPO).
 
     Source: GIPO in AcceRL, which multiplies it with the advantage; there ``r = current / behaviour``.
 
@@ -256,10 +257,10 @@ def beyond_trust_region(
 ) -> Tensor:
     """Find the units that moved too far from the policy that sampled, to where the advantage pushes on.
 
-    ``pi - mu > bound`` where A > 0 and ``mu - pi > bound`` where A < 0, with ``pi`` and ``mu`` the probability
-    of the unit: of several tokens the geometric mean. What is moved back is never left out. It bounds the
-    total variation, and so also what a ratio cannot: one of 2 is much at probability 0.4, and nothing at
-    0.001. Source: DPPO with the total-variation mask, as in prime-rl.
+    ``pi - mu > bound`` where A > 0 and ``mu - pi > bound`` where A < 0, with ``pi`` and ``mu`` the
+    probability of the unit: of several tokens the geometric mean. What is moved back is never left out. It
+    bounds the total variation, and so also what a ratio cannot: one of 2 is much at probability 0.4, and
+    nothing at 0.001. Source: DPPO with the total-variation mask, as in prime-rl.
 
     Args:
         logprob: ``[D, C, A]`` float32 of the current policy, nats.

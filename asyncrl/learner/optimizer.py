@@ -133,8 +133,8 @@ class ClippedOptimizer:
             return ""
         return (
             f"The gradient was not finite in {self.bad_in_a_row} updates in a row "
-            "(--optimizer.max-bad-updates): the run cannot recover by itself. Their steps were skipped. Continue "
-            "with --resume and a lower --optimizer.learning-rate (it is "
+            "(--optimizer.max-bad-updates): the run cannot recover by itself. Their steps were skipped. "
+            "Continue with --resume and a lower --optimizer.learning-rate (it is "
             f"{self.settings.learning_rate}) or --optimizer.max-grad-norm (it is "
             f"{self.settings.max_grad_norm})."
         )

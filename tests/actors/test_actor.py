@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.actors import telemetry
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
@@ -16,6 +17,7 @@ from asyncrl.config.run import SuccessFrames
 from asyncrl.devices.memory import host_peak
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
+from asyncrl.observability import metrics_system as s
 from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.in_process_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
@@ -423,3 +425,14 @@ def test_a_run_that_is_over_ends_the_actor(imagination: Imagination, tmp_path: P
     actor.run()
     assert (actor.version, replay.state.limiter.next_number) == (0, 0)
     replay.close()
+
+
+def test_an_actor_reports_how_full_its_slots_are_and_how_many_steps_are_of_use(
+    imagination: Imagination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "FIRST_REPORT", 0.0)
+    actor, _, _ = actor_with(imagination, tmp_path, slots=4, decisions=2)
+    assert actor.round(wait=0.0)
+    assert (report := actor.telemetry.report_if_due()) is not None
+    assert report[s.LIVE_SLOTS] == GROUP / 4, "there is credit for one group only"
+    assert report[s.USEFUL_STEPS] == 1.0

@@ -13,7 +13,15 @@ from torch import Tensor
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import build_batch
-from asyncrl.learner.corrections import k3, log_linear_proximal, masked_weights, truncated_weights, vetoed
+from asyncrl.learner.corrections import (
+    beyond_trust_region,
+    gaussian_weights,
+    k3,
+    log_linear_proximal,
+    masked_weights,
+    truncated_weights,
+    vetoed,
+)
 from asyncrl.learner.interface import Correction
 from asyncrl.learner.levels import reduce_to_level
 from asyncrl.learner.losses import log_ratio
@@ -180,3 +188,47 @@ def test_only_episodes_and_vetoes_need_whole_episodes() -> None:
     assert whole_episodes(kind="tis", level="episode")
     assert whole_episodes(kind="mis", veto=1e-4)
     assert whole_episodes(kind="vtrace")
+
+
+# --- trust region -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "advantage", "beyond"),
+    [
+        (0.8, 0.04, 1.0, True),  # pi / mu = 20: a good token is pushed on no further,
+        (0.8, 0.04, -1.0, False),  # and a bad one may be corrected.
+        (0.04, 0.8, -1.0, True),
+        (0.04, 0.8, 1.0, False),
+        (0.002, 0.0001, 1.0, False),  # The ratio is 20, but next to nothing has moved.
+        (0.5, 0.31, 1.0, False),
+        (0.5, 0.29, 1.0, True),
+        (0.8, 0.04, 0.0, False),
+    ],
+)
+def test_the_trust_region_leaves_out_what_is_pushed_on_and_never_what_is_pushed_back(
+    now: float, then: float, advantage: float, beyond: bool
+) -> None:
+    logprob, behaviour = (torch.full((1, 1, 1), x).log() for x in (now, then))
+    found = beyond_trust_region(
+        logprob, behaviour, torch.ones(1, 1, 1).bool(), torch.full((1, 1, 1), advantage), "token", 0.2
+    )
+    assert found.item() is beyond
+
+
+def test_of_several_tokens_the_trust_region_looks_at_the_geometric_mean() -> None:
+    now = torch.tensor([[[0.9, 0.4]]]).log()
+    then = torch.tensor([[[0.3, 0.3]]]).log()
+    one = torch.ones(1, 1, 1)
+    mean_now, mean_then = math.sqrt(0.9 * 0.4), 0.3
+    for bound in (mean_now - mean_then - 0.01, mean_now - mean_then + 0.01):
+        found = beyond_trust_region(now, then, torch.ones_like(now).bool(), one, "action", bound)
+        assert found.item() is (bound < mean_now - mean_then)
+
+
+def test_weights_of_gipo_fade_out_on_both_sides() -> None:
+    logs = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    weights = gaussian_weights(logs, sigma=0.5)
+    torch.testing.assert_close(weights, torch.exp(logs) * torch.exp(-0.5 * (logs / 0.5) ** 2))
+    assert weights.max() <= math.exp(0.125) + 1e-9
+    assert weights[0] < 1e-12 > weights[-1]

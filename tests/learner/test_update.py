@@ -17,10 +17,13 @@ from torch import Tensor
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.build import build_update
+from asyncrl.learner.advantages import group_relative_advantages
 from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.losses import ClippedObjective
 from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics import LAG_RANGES
 from support.slow_update import Table, recipe, slow_loss
 from support.table_policy import TableActorCritic, TablePolicy, episode, groups_of
 
@@ -487,3 +490,77 @@ def test_several_epochs_evaluate_no_decision_more_often_and_measure_staleness_on
     assert policy.evaluated == [11, 11, 11, 11]  # three epochs, and how far the policy moved
     for metric in (m.MISMATCH_KL, m.ESS, m.IMPORTANCE_MAX):
         assert values[metric] == first[metric]
+
+
+# --- what the readings are of -------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"algorithm__entropy_coef": 1e-9}, {"correction__veto": 1e-9}])
+def test_readings_are_of_the_same_decisions_whether_or_not_all_are_evaluated(more: dict[str, Any]) -> None:
+    plain = build_update(recipe(), TablePolicy(rows=8))(stale_batch())
+    other = build_update(recipe(**more), TablePolicy(rows=8))(stale_batch())
+    for metric in (m.ESS, m.MISMATCH_KL, m.ENTROPY_LOSS, m.IMPORTANCE_MEAN, m.IMPORTANCE_CAPPED):
+        assert other[metric] == pytest.approx(plain[metric], rel=1e-5), metric.name
+
+
+def test_readings_by_lag_add_up_to_those_of_all() -> None:
+    batch = stale_batch()
+    batch = dataclasses.replace(batch, lag=torch.arange(len(batch.tasks)) % 4)
+    values = build_update(recipe(correction__trust_region=0.001), TablePolicy(rows=8))(batch)
+    taught = group_relative_advantages(batch.returns, batch.group_size)[batch.episode] != 0
+    tokens = (batch.mask & taught[:, None, None]).flatten(1).sum(1).double()
+    at = [tokens[(batch.lag >= x.low) & (batch.lag <= x.high)].sum() for x in LAG_RANGES]
+    for metrics, whole in (
+        (m.MISMATCH_KL_AT_LAG, m.MISMATCH_KL),
+        (m.CLIPPED_AT_LAG, m.OUTSIDE_TRUST_REGION),
+    ):
+        parts = [values.get(metric, 0.0) * float(n) for metric, n in zip(metrics, at, strict=True)]
+        assert sum(parts) / float(sum(at)) == pytest.approx(values[whole], rel=1e-5)
+    assert values[m.OUTSIDE_TRUST_REGION] > 0
+    assert m.RATIO_AT_LAG[-1] not in values, "there is no such lag"
+
+
+def test_with_a_log_linear_anchor_only_what_a_limit_changed_counts_as_capped() -> None:
+    batch = stale_batch()
+    wide = recipe(correction__proximal="log_linear", correction__max_weight=1e6)
+    assert build_update(wide, TablePolicy(rows=8))(batch)[m.IMPORTANCE_CAPPED] == 0.0
+    tight = recipe(correction__proximal="log_linear", correction__max_weight=1.0)
+    assert 0.2 < build_update(tight, TablePolicy(rows=8))(batch)[m.IMPORTANCE_CAPPED] < 0.8
+
+
+def test_a_negative_advantage_is_bounded_by_default_at_every_level() -> None:
+    """Of two decisions one is 0.2 nats per token more likely by now: a ratio of e^11 for 56 tokens."""
+    settings = recipe(algorithm__level="decision", correction__kind="naive").algorithm
+    objective = ClippedObjective(settings)
+    logprob = torch.full((2, 8, 7), -1.0, requires_grad=True)
+    old = logprob.detach() - torch.tensor([0.2, 0.0])[:, None, None]
+    mask = torch.ones(2, 8, 7).bool()
+    objective.loss(logprob, old, mask, -torch.ones(2, 1, 1)).loss.sum().backward()
+    assert logprob.grad is not None
+    by_decision = logprob.grad.abs().amax(dim=(1, 2))
+    assert by_decision[0] <= 3 * by_decision[1], "dual clip: the ratio counts 3 times at most"
+    assert by_decision[1] == 1
+
+
+def test_a_batch_that_is_not_finite_counts_once_whatever_the_minibatches() -> None:
+    policy = Broken(rows=8)
+    chosen = recipe(correction__kind="none", algorithm__minibatches=3, optimizer__max_bad_updates=2)
+    update = build_update(chosen, policy)
+    assert update(stale_batch())[m.BAD_UPDATES] == 1
+    assert not update.stepper.failure_reason
+    update(stale_batch())
+    assert "2 updates in a row" in update.stepper.failure_reason
+
+
+@pytest.mark.parametrize("episodes", [(3, 2, 4), (0, 5, 1), (1, 1, 1), (4, 4, 1)])
+@pytest.mark.parametrize("minibatches", [2, 3])
+def test_minibatches_of_all_ranks_together_differ_by_one_episode_at_most(
+    episodes: tuple[int, ...], minibatches: int
+) -> None:
+    sizes = [0] * minibatches
+    for rank, own in enumerate(episodes):
+        shares = split_minibatches(own, minibatches, (0, rank), before=sum(episodes[:rank]))
+        assert sorted(int(x) for share in shares for x in share) == list(range(own))
+        sizes = [size + len(share) for size, share in zip(sizes, shares, strict=True)]
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= 1, "an empty one would move the weights by momentum alone"

@@ -2,18 +2,26 @@
 
 import dataclasses
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import zmq
 
+from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
-from asyncrl.replay.client import InProcessActorPort, InProcessLearnerPort, ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.client import (
+    WINDOW,
+    InProcessActorPort,
+    InProcessLearnerPort,
+    ZmqActorPort,
+    ZmqLearnerPort,
+)
 from asyncrl.replay.interface import NothingToLearn, RunStopped
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support.episodes import assert_same, make_episode
@@ -368,3 +376,45 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
         actor.acquire_groups(1, 0.0)
     actor.close(0.0)
     learner.close()
+
+
+def test_one_message_asks_for_many_groups_and_none_waits_for_another_round(
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
+) -> None:
+    service, socket, _ = scripted
+    socket.say(b"a", "acquire", turn=0, groups=3)
+    socket.say(b"b", "acquire", turn=0, groups=3)
+    credit = service.replay.state.limiter.credit
+    service.serve_once(0)
+    granted = socket.grants(b"a") + socket.grants(b"b")
+    assert sorted(granted) == list(range(credit)), "all there was credit for, in turns"
+    service.replay.set_version(5)
+    service.serve_once(0)
+    assert len(socket.grants(b"a")) == len(socket.grants(b"b")) == 3, "the rest when there is credit again"
+
+
+def test_more_groups_are_in_flight_than_the_window_of_an_outbox_holds(tmp_path: Path, endpoint: str) -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        algorithm=dataclasses.replace(CONFIG.algorithm, groups_per_update=50),
+        replay=ReplaySettings(max_lag=0),
+    )
+    with Served(tmp_path / "replay", endpoint, config):
+        learner = ZmqLearnerPort(endpoint)
+        learner.status()  # It has introduced itself.
+        actor = ZmqActorPort(endpoint, "actor-0", window=WINDOW + 64)
+        grants = actor.acquire_groups(50, 5.0)
+        deadline = time.monotonic() + 10
+        while learner.status()[m.GROUPS_IN_FLIGHT] < 50:
+            assert time.monotonic() < deadline, "one message asks for all of them"
+        grants += actor.acquire_groups(50 - len(grants), 5.0)
+        assert [grant.number for grant in grants] == list(range(50))
+        for grant in grants:  # One member each: all groups stay open, none is acknowledged.
+            actor.push(make_episode(grant.number, 0, versions=(0,)))
+        assert actor.unacknowledged == 50
+        for grant in grants:
+            actor.push(make_episode(grant.number, 1, versions=(0,)))
+        actor.close(30.0)
+        assert len(learner.sample(groups=50, version=0, timeout=30.0)) == 50
+        learner.stop()
+        learner.close()
