@@ -41,6 +41,9 @@ CORRECTIONS = {
     "tis+region": ("--correction.kind", "tis", "--correction.trust-region", "0.2"),
     "tis+region.1": ("--correction.kind", "tis", "--correction.trust-region", "0.1"),
     "tis+region.05": ("--correction.kind", "tis", "--correction.trust-region", "0.05"),
+    "tis+region.03": ("--correction.kind", "tis", "--correction.trust-region", "0.03"),
+    "tis+region.02": ("--correction.kind", "tis", "--correction.trust-region", "0.02"),
+    "tis+region.01": ("--correction.kind", "tis", "--correction.trust-region", "0.01"),
     "tis+reject": ("--correction.kind", "tis", *NO_BOUND, "--correction.reject", "episode"),
     "tis+region+reject": ("--correction.kind", "tis", "--correction.reject", "episode"),
 }
