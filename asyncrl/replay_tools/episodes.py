@@ -7,6 +7,7 @@ out without a word, a damaged one is reported on stderr.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,9 @@ class GroupOutcomes:
     """Group that was given up -> why."""
     again: set[int] = field(default_factory=set)
     """Groups that wait to be used again, because a resume lost the update that had used them."""
+    drops: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """Why, task and episodes that had arrived -> how often a group was given up, also when it was granted
+    again. The task is empty where no episode had arrived, and in ledgers of earlier versions."""
 
     def of(self, number: int) -> Outcome:
         """Say what became of a group; `unused`: it waits, or the ledger does not know it."""
@@ -68,6 +72,7 @@ class GroupOutcomes:
             case Dropped():
                 self._forget(event.number)
                 self.dropped[event.number] = event.status
+                self.drops[event.status, event.task, event.episodes] += 1
 
     def _forget(self, number: int) -> None:
         for groups in (self.used, self.filtered, self.dropped):

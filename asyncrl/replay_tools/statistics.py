@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from asyncrl.errors import ConfigError
 from asyncrl.replay_tools.drawing import BLUE, FAINT, INK, PAPER, fitted, font, require_png
-from asyncrl.replay_tools.episodes import StoredEpisode
+from asyncrl.replay_tools.episodes import StoredEpisode, read_outcomes, warn
 from asyncrl.replay_tools.selection import EpisodeSelection
 from asyncrl.replay_tools.text import bar, table
 
@@ -92,6 +92,7 @@ class Stats(EpisodeSelection):
     def run(self) -> int:
         """Print the bars, and draw them if asked to."""
         summary = sum_up(self.rows())
+        summary.drops = read_outcomes(self.folder, warn).drops
         if not summary.episodes.total:
             raise ConfigError(
                 f"{self.path} holds no episode that fits. Widen the flags, or wait for the run."
@@ -138,6 +139,8 @@ class Summary:
     """Until success or truncation, of all episodes."""
     groups: dict[int, str] = field(default_factory=dict)
     """Group -> what became of it."""
+    drops: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """See `GroupOutcomes.drops`; of the whole run, whatever was selected."""
 
     def add(self, row: StoredEpisode) -> None:
         """Count one episode."""
@@ -165,6 +168,10 @@ class Summary:
             "by_version": {str(v): counts(self.by_version[v]) for v in sorted(self.by_version)},
             "decisions_by_lag": {str(lag): self.lags[lag] for lag in sorted(self.lags)},
             "episodes_by_decisions": {str(n): self.lengths[n] for n in sorted(self.lengths)},
+            "groups_given_up": [
+                {"why": why, "task": task, "episodes_arrived": arrived, "times": times}
+                for (why, task, arrived), times in sorted(self.drops.items())
+            ],
         }
 
 
@@ -194,6 +201,7 @@ def panels(summary: Summary) -> list[Panel]:
         Panel(title="success by policy version", bars=_shares(summary.by_version), full=1.0),
         Panel(title="decisions by lag when used (updates)", bars=_counts(summary.lags)),
         Panel(title="episodes by length (decisions)", bars=_counts(summary.lengths)),
+        Panel(title="groups given up: why, episodes that had arrived, task", bars=_drops(summary.drops)),
     ]
     return [panel for panel in all_panels if panel.bars]
 
@@ -212,6 +220,17 @@ def _shares(counts: dict[Any, SuccessCount]) -> list[Bar]:
     return [
         Bar(name=str(key), value=counts[key].share, text=f"{counts[key].share:.1%} of {counts[key].total}")
         for key in keys
+    ]
+
+
+def _drops(drops: Counter[tuple[str, str, int]]) -> list[Bar]:
+    return [
+        Bar(
+            name=f"{why.removeprefix('dropped_')}, {arrived}, {task or 'not known'}",
+            value=times,
+            text=str(times),
+        )
+        for (why, task, arrived), times in sorted(drops.items())
     ]
 
 

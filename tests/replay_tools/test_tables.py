@@ -159,6 +159,9 @@ def test_stats_count_success_lag_and_lengths(run_dir: Path, capsys: pytest.Captu
     }
     assert said["decisions_by_lag"] == {"1": 2, "2": 2}
     assert said["episodes_by_decisions"] == {"2": 8}
+    assert said["groups_given_up"] == [
+        {"why": "dropped_lag", "task": "put the blue cube away", "episodes_arrived": 2, "times": 1}
+    ]
 
 
 def test_stats_print_bars_and_draw_the_same(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,9 @@ def make_run(run: Path) -> Path:
         store.store_group(number, [episode_of(number, member) for member in range(2)])
     store.ledger.append(used=[0], request="", version=2)
     store.ledger.append(filtered=1, newest_version=2, successes=0)
-    store.ledger.append(dropped=3, status="dropped_lag", episodes=2, stored=True)
+    store.ledger.append(
+        dropped=3, status="dropped_lag", episodes=2, stored=True, task="put the blue cube away"
+    )
     store.close()
     return run
 
