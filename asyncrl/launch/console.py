@@ -177,6 +177,7 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "") -> str:
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
     lines.append(f"true success rate:      {_how_to_evaluate(config, run)}")
+    lines.append("                        and with --temperature 0: that of its most likely actions")
     if early:
         lines.append(_how_to_continue(config, run_dir))
     return "\n".join(lines)

@@ -70,6 +70,7 @@ COLUMNS = (
         width=22,
         text=_cell("{:.0%} / {:.0%}", s.LEARNER_WAITING, s.ACTORS_WAITING),
     ),
+    Column(title="live/useful", width=11, text=_cell("{:.0%} / {:.0%}", s.LIVE_SLOTS, s.USEFUL_STEPS)),
 )
 """The columns between 'update' and 'eta'."""
 

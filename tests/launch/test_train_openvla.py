@@ -29,7 +29,8 @@ def test_a_folder_in_the_published_layout_is_trained_as_it_is(tmp_path: Path) ->
     published = str(tmp_path / "published")
     assert cli.run("convert", [str(tmp_path / "policy"), published, "--to", "openvla"]) == 0
     assert json.loads((tmp_path / "published" / "config.json").read_text())["model_type"] == "openvla"
-    settings = ["--policy-settings", "gripper=none", "--algorithm.entropy-coef", "0.01"]
+    # A critic gives every decision an advantage, also where no episode succeeds.
+    settings = ["--policy-settings", "gripper=none", "--algorithm.kind", "ppo"]
     assert cli.run("train", [*flags, "--policy", published, *settings]) == 0
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert abs(row[m.MISMATCH_KL.name]) < 1e-6
