@@ -66,8 +66,8 @@ COLUMNS = (
     Column(title="grad", width=7, text=_grad),
     Column(title="groups/min", width=10, text=_cell("{:.1f}", s.GROUPS_PER_MINUTE)),
     Column(
-        title="waiting learner/actors",
-        width=22,
+        title="waiting l/a",  # Learner, actors.
+        width=11,
         text=_cell("{:.0%} / {:.0%}", s.LEARNER_WAITING, s.ACTORS_WAITING),
     ),
     Column(title="live/useful", width=11, text=_cell("{:.0%} / {:.0%}", s.LIVE_SLOTS, s.USEFUL_STEPS)),

@@ -25,9 +25,15 @@ VALUES = {
     s.USEFUL_STEPS: 1.0,
 }
 
-HEADER = "update  success  lag avg/max       kl    clip     grad  groups/min  waiting learner/actors  live/useful       eta"
-ROW_41 = "    41    62.5%      1.2 / 2   0.0031    4.1%     0.84        11.3                 3% / 0%   97% / 100%   1:52:10"
-ROW_NONE = "     7        -            -        -       -        -           -                       -            -         -"
+HEADER = (
+    "update  success  lag avg/max       kl    clip     grad  groups/min  waiting l/a  live/useful       eta"
+)
+ROW_41 = (
+    "    41    62.5%      1.2 / 2   0.0031    4.1%     0.84        11.3      3% / 0%   97% / 100%   1:52:10"
+)
+ROW_NONE = (
+    "     7        -            -        -       -        -           -            -            -         -"
+)
 
 
 class Terminal(io.StringIO):
@@ -75,7 +81,7 @@ def test_large_and_broken_numbers_keep_the_columns():
     wild = VALUES | {m.GRAD_NORM: 123456.0, m.APPROX_KL: math.nan, m.SUCCESS_ONCE: 1.0, m.CLIP_FRACTION: 1.0}
     wild |= {s.LEARNER_WAITING: 1.0, s.ACTORS_WAITING: 1.0}
     assert render(123456, wild, 359999) == (
-        "123456   100.0%      1.2 / 2      nan  100.0%  1.2e+05        11.3             100% / 100%"
+        "123456   100.0%      1.2 / 2      nan  100.0%  1.2e+05        11.3  100% / 100%"
         "   97% / 100%  99:59:59"
     )
 
