@@ -37,17 +37,15 @@ CORRECTIONS = {
     "decoupled": ("--correction.kind", "decoupled", *NO_BOUND),
     "gipo": ("--correction.kind", "gipo", *NO_BOUND),
     "vtrace": ("--correction.kind", "vtrace", *NO_BOUND),
-    "region": ("--correction.kind", "none", "--correction.trust-region", "0.2"),
-    "tis+region": ("--correction.kind", "tis", "--correction.trust-region", "0.2"),
+    "tis+region.2": ("--correction.kind", "tis", "--correction.trust-region", "0.2"),
     "tis+region.1": ("--correction.kind", "tis", "--correction.trust-region", "0.1"),
     "tis+region.05": ("--correction.kind", "tis", "--correction.trust-region", "0.05"),
     "tis+region.03": ("--correction.kind", "tis", "--correction.trust-region", "0.03"),
     "tis+region.02": ("--correction.kind", "tis", "--correction.trust-region", "0.02"),
     "tis+region.01": ("--correction.kind", "tis", "--correction.trust-region", "0.01"),
     "tis+reject": ("--correction.kind", "tis", *NO_BOUND, "--correction.reject", "episode"),
-    "tis+region+reject": ("--correction.kind", "tis", "--correction.reject", "episode"),
 }
-"""Name in the tables -> flags. What ends in `+region` has the trust region."""
+"""Name in the tables -> flags. What has `+region` ends with the bound of its trust region."""
 DIFFERENT_AT_LAG_0 = ("none", "vtrace")
 """At lag 0 all others weigh everything with 1, so they share the run of `none`."""
 DIVERGED = 0.0
