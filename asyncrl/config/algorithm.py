@@ -123,7 +123,7 @@ class CorrectionSettings(Bounded):
     """key=value texts for your own correction; a value is read as TOML, else it is text."""
     level: Literal["auto", "token", "action", "decision", "episode"] = "auto"
     """What has one importance weight. auto: as --algorithm.level."""
-    trust_region: Annotated[float, Within(0, 1, "it is a difference of probabilities.", "Use 0.2.")] = 0.2
+    trust_region: Annotated[float, Within(0, 1, "it is a difference of probabilities.", "Use 0.02.")] = 0.02
     """A unit is left out once its probability differs by more than this from that with which it was sampled,
     in the direction in which its advantage pushes (DPPO-TV); of several tokens it is the geometric mean.
     Only for policies that draw tokens. 0 = no such bound."""
