@@ -7,7 +7,7 @@ together is refused by `check_recipe`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from asyncrl.config.bounds import AtLeast, Bounded, Positive, Within
 from asyncrl.errors import ConfigError
@@ -16,6 +16,11 @@ from asyncrl.registry import check_name, names_code
 Level = Literal["token", "action", "decision"]
 """What has one probability ratio: a token, an action (the tokens of a step), a decision (all its actions)."""
 CorrectionLevel = Literal["token", "action", "decision", "episode"]
+TrustRegion = float | Literal["auto"]
+"""See `CorrectionSettings.trust_region`."""
+TRUST_REGIONS: Final = (0.2, 0.02)
+"""What `auto` stands for: with a lag of at most `SMALL_LAG`, and beyond."""
+SMALL_LAG: Final = 2
 LEVELS = ("token", "action", "decision", "episode")
 """From fine to coarse."""
 
@@ -123,10 +128,11 @@ class CorrectionSettings(Bounded):
     """key=value texts for your own correction; a value is read as TOML, else it is text."""
     level: Literal["auto", "token", "action", "decision", "episode"] = "auto"
     """What has one importance weight. auto: as --algorithm.level."""
-    trust_region: Annotated[float, Within(0, 1, "it is a difference of probabilities.", "Use 0.02.")] = 0.02
+    trust_region: TrustRegion = "auto"
     """A unit is left out once its probability differs by more than this from that with which it was sampled,
     in the direction in which its advantage pushes (DPPO-TV); of several tokens it is the geometric mean.
-    Only for policies that draw tokens. 0 = no such bound."""
+    Only for policies that draw tokens. 0 = no such bound. auto: 0.2 where samples are at most 2 versions old
+    (--replay.max-lag), else 0.02; docs/staleness.md has what both were measured at."""
     reject: Literal["none", "token", "action", "decision", "episode"] = "none"
     """tis, mis, decoupled, gipo: what is left out when the geometric mean of its ratios is not within
     reject_low and reject_high; a level of its own, so that weights per token go with whole episodes."""
@@ -161,6 +167,10 @@ class CorrectionSettings(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.trust_region != "auto":
+            Within(0, 1, "it is a difference of probabilities.", "Use 0.2, or the word auto.").check(
+                "correction.trust-region", self.trust_region
+            )
         AtLeast(self.trace_cap, "rho bar >= c bar.", "Use 1.").check("correction.rho-cap", self.rho_cap)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from asyncrl.config.algorithm import (
+    SMALL_LAG,
+    TRUST_REGIONS,
     AlgorithmSettings,
     CorrectionSettings,
     CriticSettings,
@@ -272,3 +274,9 @@ class TrainConfig(Bounded):
     def max_lag(self) -> int:
         """The lag bound that holds in this run, in policy versions."""
         return 0 if self.synchronous else self.replay.max_lag
+
+    @property
+    def trust_region(self) -> float:
+        """The bound of `CorrectionSettings.trust_region` that holds in this run."""
+        chosen = self.correction.trust_region
+        return TRUST_REGIONS[self.max_lag > SMALL_LAG] if chosen == "auto" else chosen

@@ -322,6 +322,7 @@ def build_update(
         config.optimizer,
         updates=config.updates,
         max_decisions=config.actor.max_decisions,
+        trust_region=config.trust_region,
         seed=config.seed,
         ranks=ranks,
         reference=reference,

@@ -50,6 +50,7 @@ class Update:
         *,
         updates: int,
         max_decisions: int,
+        trust_region: float = 0.0,
         seed: int = 0,
         ranks: LearnerRanks | None = None,
         reference: Reference | None = None,
@@ -64,6 +65,7 @@ class Update:
             optimizer: AdamW and its learning rate.
             updates: Of the whole run, for learning rates that fall.
             max_decisions: Decisions of an episode of full length.
+            trust_region: Bound of `corrections.beyond_trust_region`; 0: none.
             seed: Of how episodes are shared out to minibatches.
             ranks: The learner ranks; None: this one alone.
             reference: Policy that the KL penalty is about; needed when its coefficient is not 0.
@@ -72,7 +74,7 @@ class Update:
             ConfigError: What the settings name is not there, or needs a critic that the policy does not have.
         """
         self.policy, self.seed, self.ranks = policy, seed, ranks or SingleRank()
-        self.max_decisions = max_decisions
+        self.max_decisions, self.trust_region = max_decisions, trust_region
         self.recipe = build_recipe(algorithm, correction, critic)
         self.reference = reference if algorithm.kl_coef else None
         assert self.reference is not None or not algorithm.kl_coef, "a KL penalty needs a reference"
@@ -139,7 +141,7 @@ class Update:
         steps, size = recipe.algorithm.epochs * recipe.algorithm.minibatches, recipe.algorithm.micro_batch
         metrics: list[MetricAccumulator] = []
         # A difference of densities would say nothing.
-        bound = recipe.correction_settings.trust_region if "tokens" in batch.sample else 0.0
+        bound = self.trust_region if "tokens" in batch.sample else 0.0
         through = recipe.trains_critic and recipe.critic.through_policy and learns
         for rows in self.forward.micro_batches(minibatch.decisions):
             micro = minibatch.part(rows, self.device)

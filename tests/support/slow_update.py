@@ -268,8 +268,8 @@ def slow_loss(
         at = tuple(zip(*tokens, strict=True))
         term = unit_loss(config, now[d][at], proximal[d][at], advantage)
         moved = float(now[d][at].detach().mean().exp() - behaviour[d][at].mean().exp())
-        beyond = advantage * moved > 0 and abs(moved) > correction.trust_region
-        if correction.trust_region and beyond:
+        beyond = advantage * moved > 0 and abs(moved) > config.trust_region
+        if config.trust_region and beyond:
             continue
         loss = loss + count * weights_of(config, batch, gaps, d, tokens) * term
     for d, tokens, count in counted(config, batch, "token", episodes):
