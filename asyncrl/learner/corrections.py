@@ -360,23 +360,23 @@ def staleness_metrics(
     valid = mask & taught[:, None, None]
     units = valid_units(valid, "decision" if own == "episode" else own)
 
-    def ratios_of(logprob: Tensor) -> Tensor:
-        ratios = torch.where(mask, log_ratio(logprob, behaviour), 0.0)
+    def at_level(ratios: Tensor) -> Tensor:
         found_at = reduce_to_level(ratios, mask, own, episode, mean=settings.geometric)
         return found_at.clamp(max=MAX_LOG_RATIO).exp()
 
-    ratios = torch.where(mask, log_ratio(old_logprob, behaviour), 0.0)
-    raw = ratios_of(old_logprob)
-    found.mean(m.MISMATCH_KL, k3(ratios), valid)
+    ratios, weighed = (
+        torch.where(mask, log_ratio(logprob, behaviour), 0.0) for logprob in (old_logprob, proximal)
+    )
+    raw, mismatch = at_level(ratios), k3(ratios)
+    found.mean(m.MISMATCH_KL, mismatch, valid)
     found.moments("ratio", raw, units)
     found.largest(m.IMPORTANCE_MAX, raw, units)
     for at_lag, kl, mean_ratio in zip(LAG_RANGES, m.MISMATCH_KL_AT_LAG, m.RATIO_AT_LAG, strict=True):
         here = at_lag.holds(lag)[:, None, None]
-        found.mean(kl, k3(ratios), valid & here)
+        found.mean(kl, mismatch, valid & here)
         found.mean(mean_ratio, raw, units & here)
     if weights is not None:
-        capped = (weights != ratios_of(proximal)).float()
-        found.mean(m.IMPORTANCE_CAPPED, capped, units)
+        found.mean(m.IMPORTANCE_CAPPED, (weights != at_level(weighed)).float(), units)
         found.mean(m.IMPORTANCE_MEAN, weights, units)
         found.moments("weight", weights, units)
     if settings.veto:
