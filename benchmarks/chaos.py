@@ -1,15 +1,17 @@
 """Whole runs whose processes are killed all the time: what recovers how fast, what is lost, doubled or stale.
 
     python benchmarks/chaos.py --runs 4 --kills 60 --at-once 4
+    python benchmarks/chaos.py --runs 1 --kills 6 --at-once 1 --roles actor-1 actor-2 --flags="CONFIG --policy P ..."
 
-Each run is a real one under torchrun with random tiny models on the CPU: a learner, two actors and the
-replay. `tests/support/chaos_run.py` says how they are hit and what is checked. The table has one row per role
+Each run is a real one under torchrun: a learner, two actors and the replay, with random tiny models on the
+CPU, or with what `--flags` name. `tests/support/chaos_run.py` says how they are hit and what is checked. The table has one row per role
 and activity that was interrupted.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -23,7 +25,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.chaos_run import Chaos, Hit, Plan, Report  # noqa: E402
+from support.chaos_run import WEIGHTS, Chaos, Hit, Plan, Report  # noqa: E402
 from support.tiny_models import write_models  # noqa: E402
 
 ACTIVITIES = {
@@ -62,6 +64,10 @@ class Settings:
     parallel: int = 1
     """Runs at the same time; each wants four cores."""
     seed: int = 0
+    roles: tuple[str, ...] = tuple(WEIGHTS)
+    """What may be hit."""
+    flags: str = ""
+    """Flags of `asyncrl train`, in place of tiny models on the CPU."""
     deadline: float = 1500.0
 
 
@@ -83,9 +89,11 @@ def run(settings: Settings, number: int) -> Report:
             updates=settings.updates,
             at_once=settings.at_once,
             seed=settings.seed + number,
+            roles=settings.roles,
             deadline=settings.deadline,
         )
-        report = Chaos(plan, folder, write_models(folder / "models"), environment(folder)).finish()
+        flags = shlex.split(settings.flags) or write_models(folder / "models")
+        report = Chaos(plan, folder, flags, environment(folder)).finish()
         print(summary(number, report), flush=True)
         return report
 

@@ -50,6 +50,8 @@ class Plan:
     at_once: int = 3
     """Processes that are hit in one moment."""
     seed: int = 0
+    roles: tuple[str, ...] = tuple(WEIGHTS)
+    """What may be hit."""
     deadline: float = 600.0
 
 
@@ -92,7 +94,7 @@ class Chaos:
     """A run that is being hit."""
 
     def __init__(self, plan: Plan, folder: Path, flags: Sequence[str], environment: dict[str, str]) -> None:
-        """Start it in `folder`; `flags` name its models."""
+        """Start it in `folder`; `flags` name its models and win over what is set here."""
         self.plan, self.folder, self.run = plan, folder, folder / "run"
         self.random, self.report = random.Random(plan.seed), Report()
         self._began, self._version = time.monotonic(), 0
@@ -110,7 +112,12 @@ class Chaos:
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(
                 [*TORCHRUN, str(ENTRY), *flags]
-                + [text for name, value in settings.items() for text in (f"--{name}", str(value))],
+                + [
+                    text
+                    for name, value in settings.items()
+                    for text in (f"--{name}", str(value))
+                    if f"--{name}" not in flags
+                ],
                 env=environment | {"CHAOS_NOTES": str(folder / "notes.jsonl")},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -140,8 +147,9 @@ class Chaos:
 
     def _strike(self) -> None:
         """Hit some living processes at once, then wait until all roles work again."""
-        roles = list(WEIGHTS)
-        chosen = set(self.random.choices(roles, list(WEIGHTS.values()), k=self.plan.at_once))
+        roles = list(self.plan.roles)
+        weights = [WEIGHTS[role] for role in roles]
+        chosen = set(self.random.choices(roles, weights, k=self.plan.at_once))
         moment, plain = self.random.choice(MOMENTS), self.random.choice(SIGNALS)
         until = time.monotonic() + 1.0
         while moment and not any(moment in d.what for p in self._living() for d in p.activities):
