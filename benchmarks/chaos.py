@@ -1,11 +1,11 @@
 """Whole runs whose processes are killed all the time: what recovers how fast, what is lost, doubled or stale.
 
     python benchmarks/chaos.py --runs 4 --kills 60 --at-once 4
-    python benchmarks/chaos.py --runs 1 --kills 6 --at-once 1 --roles actor-1 actor-2 --flags="CONFIG --policy P ..."
+    python benchmarks/chaos.py --runs 1 --kills 6 --roles actor-1 actor-2 --flags="CONFIG --policy P ..."
 
 Each run is a real one under torchrun: a learner, two actors and the replay, with random tiny models on the
-CPU, or with what `--flags` name. `tests/support/chaos_run.py` says how they are hit and what is checked. The table has one row per role
-and activity that was interrupted.
+CPU, or with what `--flags` name. `tests/support/chaos_run.py` says how they are hit and what is checked. The
+table has one row per role and activity that was interrupted.
 """
 
 from __future__ import annotations
