@@ -34,7 +34,7 @@ from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status
 from asyncrl.observability.signals import StopFlag, die_with_parent
 from asyncrl.observability.watchdog import Watchdog
-from asyncrl.storage import run_lock
+from asyncrl.storage import run_folder, run_lock
 
 if TYPE_CHECKING:
     from asyncrl.launch.build import LearnerStart
@@ -141,6 +141,8 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     from asyncrl.weights.publisher import build_publisher
 
     endpoints.check(config, placement)
+    if (again := rendezvous.run_of_earlier_attempt()) is None:
+        run_folder.check_free(config)
     endpoints.check_free(config)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
@@ -149,7 +151,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     transport = build.transport_of(config, placement)
     asked = config
     config, said = with_world_defaults(asked)
-    start = build.prepare(config, device, rendezvous.run_of_earlier_attempt())
+    start = build.prepare(config, device, again)
     run_dir = start.run_dir
     rendezvous.remember_run(run_dir)
     process_status.publish_as(run_dir, "learner-0")
@@ -194,6 +196,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             run_until_done.close()
             children.end(0.0)
             publisher.close()
+            start.lock.release()
         log.banner(console.final_summary(config, run_dir, learner.end_reason))
     return 0
 

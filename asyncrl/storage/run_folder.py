@@ -77,6 +77,17 @@ def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
     return ClaimedRun(path=folder.resolve(), identity=identity, lock=lock)
 
 
+def check_free(config: TrainConfig) -> None:
+    """Check early, before models are loaded, that the run to resume is not alive; `claim` is what counts.
+
+    Raises:
+        FolderInUse: It is.
+        ConfigError: As for `locate`.
+    """
+    if config.resume and (owner := run_lock.owner(folder := locate(config))) is not None:
+        raise run_lock.in_use(folder, owner)
+
+
 def _make(template: str) -> Path:
     """Make the folder of a new run; of two that ask for one name at the same time one gets the next."""
     while True:

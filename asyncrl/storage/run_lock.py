@@ -115,7 +115,7 @@ def acquire(run_dir: Path) -> RunLock:
         with waits.waiting(waits.OWNER, LEAVE_DEADLINE):
             supported = _wait_for(handle, run_dir)
         if supported is None and (found := owner(run_dir)) is not None:
-            raise FolderInUse(_refusal(run_dir, found))
+            raise in_use(run_dir, found)
         _write(handle)
         if supported:
             _share(handle, run_dir)
@@ -133,7 +133,7 @@ def _wait_for(handle: int, run_dir: Path) -> bool | None:
         # Nobody wrote itself in: one who begins at this moment, or only asks who has it.
         over = waited > _MOMENT if found is None else _alive(found) or waited > LEAVE_DEADLINE
         if over:
-            raise FolderInUse(_refusal(run_dir, found))
+            raise in_use(run_dir, found)
         time.sleep(_POLL)
     return supported
 
@@ -148,7 +148,7 @@ def _share(handle: int, run_dir: Path) -> None:
         time.sleep(_POLL)
     found = _read(run_dir)
     if found is None or found.pid != os.getpid():
-        raise FolderInUse(_refusal(run_dir, found))
+        raise in_use(run_dir, found)
 
 
 def join(run_dir: Path) -> RunLock:
@@ -162,7 +162,7 @@ def join(run_dir: Path) -> RunLock:
     while _take(handle, fcntl.LOCK_SH) is False:
         if time.monotonic() > until:
             os.close(handle)
-            raise FolderInUse(_refusal(run_dir, _read(run_dir)))
+            raise in_use(run_dir, _read(run_dir))
         time.sleep(_POLL)
     return RunLock(run_dir, handle, owns=False)
 
@@ -273,9 +273,10 @@ def _seconds(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 2**32 else 0.0
 
 
-def _refusal(run_dir: Path, found: Owner | None) -> str:
+def in_use(run_dir: Path, found: Owner | None) -> FolderInUse:
+    """Build the error that names who has a folder."""
     who = str(found) if found else "another process"
-    return (
+    return FolderInUse(
         f"{run_dir} is in use by {who}. Wait for its end or stop it (Ctrl-C or SIGTERM saves), "
         "or choose another run folder. Nothing was changed."
     )
