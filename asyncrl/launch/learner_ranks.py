@@ -97,8 +97,13 @@ def learner_group(
         ):
             patience = config.batch_timeout + build.first_weights_deadline(config)
             yield DistributedRanks(patience, while_waiting=while_waiting)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if device.type == "cuda":
+            # The others may wait for this rank on their devices. To destroy the group is to wait for them; only
+            # once it is aborted does this process end and say why.
+            dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+        raise
+    dist.destroy_process_group()
 
 
 def build_joined_learner(
