@@ -99,8 +99,8 @@ def learner_group(
             yield DistributedRanks(patience, while_waiting=while_waiting)
     except BaseException:
         if device.type == "cuda":
-            # The others may wait for this rank on their devices. To destroy the group is to wait for them; only
-            # once it is aborted does this process end and say why.
+            # What this rank's device has begun waits for the others, and to destroy the group is to wait for it.
+            # Only once it is aborted does this process end and say why.
             dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
         raise
     dist.destroy_process_group()

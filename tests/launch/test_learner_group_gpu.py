@@ -1,4 +1,4 @@
-"""A learner rank that fails ends, although the others wait for it on their devices."""
+"""A learner rank that fails ends, although its device waits for others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDS_WITHIN = 20.0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_a_rank_that_fails_does_not_wait_for_those_that_wait_for_it(tmp_path: str) -> None:
+def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: str) -> None:
     context = multiprocessing.get_context("spawn")
     failed: Queue[float] = context.Queue()
     ranks = [context.Process(target=_learn, args=(rank, f"{tmp_path}/store", failed)) for rank in (0, 1)]
@@ -31,7 +31,7 @@ def test_a_rank_that_fails_does_not_wait_for_those_that_wait_for_it(tmp_path: st
         at = failed.get(timeout=100)
         ranks[0].join(ENDS_WITHIN)
         assert ranks[0].exitcode == 3, f"rank 0 still runs {time.time() - at:.0f} s after its failure"
-        assert ranks[1].is_alive(), "rank 1 was to wait for rank 0 all this time"
+        assert ranks[1].is_alive(), "rank 1 was to take no part all this time"
     finally:
         for rank in ranks:
             rank.kill()
@@ -39,7 +39,7 @@ def test_a_rank_that_fails_does_not_wait_for_those_that_wait_for_it(tmp_path: st
 
 
 def _learn(rank: int, store: str, failed: Queue[float]) -> None:
-    """Rank 1 waits on its device for a sum; rank 0 fails with a part of it already begun."""
+    """Rank 0 fails while its device waits for rank 1."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     rendezvous.learners_store = lambda *_: dist.FileStore(store, 2)  # type: ignore[assignment]
     device = torch.device("cuda", rank)
@@ -49,10 +49,8 @@ def _learn(rank: int, store: str, failed: Queue[float]) -> None:
             dist.all_reduce(values)
             torch.cuda.synchronize()
             if rank == 1:
-                dist.all_reduce(values)
-                torch.cuda.synchronize()
-            time.sleep(3.0)
-            dist.all_gather_into_tensor(torch.empty(1 << 21, device=device), values)  # Not what rank 1 does.
+                time.sleep(100.0)
+            dist.all_reduce(values)  # Rank 1 does not take part, so this one stays under way.
             failed.put(time.time())
             raise RunError("out of memory")
     except RunError:
