@@ -99,7 +99,7 @@ def learner_group(
             yield DistributedRanks(patience, while_waiting=while_waiting)
     except BaseException:
         if device.type == "cuda":
-            # What this rank's device has begun waits for the others, and to destroy the group is to wait for it.
+            # What this device has begun waits for the others, and to destroy the group is to wait for it.
             # Only once it is aborted does this process end and say why.
             dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
         raise
