@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 from multiprocessing.queues import Queue
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ ENDS_WITHIN = 20.0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: str) -> None:
+def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     failed: Queue[float] = context.Queue()
     ranks = [context.Process(target=_learn, args=(rank, f"{tmp_path}/store", failed)) for rank in (0, 1)]
