@@ -59,7 +59,7 @@ class Settings:
     out: str = ""
     """Folder for the runs; default: a temporary one."""
     limit: float = 300.0
-    """Seconds that one run may take."""
+    """Seconds that one run may take after its first update, and as many that it has to come to that."""
     json: str = ""
     """Also write the numbers here."""
 
@@ -96,15 +96,20 @@ def train(settings: Settings, mode: str, out: Path) -> Outcome:
     ]
     print(f"{mode}: {shlex.join(command)}", flush=True)
     began = time.monotonic()
+    until = began + settings.limit
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if settings.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = settings.gpus
     with (out / f"{run_dir.name}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        while process.poll() is None and time.monotonic() - began < settings.limit:
+        begun = False
+        while process.poll() is None and time.monotonic() < until:
             time.sleep(0.5)
-            if len(read_rows(run_dir)) >= settings.updates:
+            made = len(read_rows(run_dir))
+            if made >= settings.updates:
                 break
+            if made and not begun:  # Loaded and compiled.
+                begun, until = True, time.monotonic() + settings.limit
         if len(read_rows(run_dir)) <= settings.skip + 1:
             subprocess.run(
                 [sys.executable, "-m", "asyncrl", "status", str(run_dir), "--stacks"],

@@ -98,8 +98,13 @@ def learner_group(
         ):
             patience = config.batch_timeout + build.first_weights_deadline(config)
             yield DistributedRanks(patience, while_waiting=while_waiting)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if device.type == "cuda":
+            # What this device has begun waits for the others, and to destroy the group is to wait for it.
+            # Only once it is aborted does this process end and say why.
+            dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+        raise
+    dist.destroy_process_group()
 
 
 def build_joined_learner(

@@ -56,6 +56,9 @@ def test_a_run_on_gpus_trains_saves_and_goes_on(
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert rows[-1][m.GRAD_NORM.name] >= 0
-    assert rows[0][m.MISMATCH_KL.name] < 0.01, "actor and learner compute the same, up to bfloat16"
+    # GRPO with random models may find no advantage, and what is taught nothing is not read.
+    found = [row[m.MISMATCH_KL.name] for row in rows if m.MISMATCH_KL.name in row]
+    assert found or "ppo" not in more
+    assert all(kl < 0.01 for kl in found), "actor and learner compute the same, up to bfloat16"
     assert checkpoint.latest(run) == run / "checkpoints" / "update_000005"
     assert left_over(tmp_path) == []
