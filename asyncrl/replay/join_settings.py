@@ -100,7 +100,5 @@ def _secret_beside(endpoint: str) -> str:
         return ""
     try:
         return read_small(Path(endpoint.removeprefix("ipc://")).with_name(IDENTITY))
-    except (OSError, ValueError) as error:
-        raise ReplayError(
-            f"no run's secret lies beside {endpoint} ({error}). Is the run under way?"
-        ) from None
+    except (OSError, ValueError):  # Then nobody answers there, or the replay says that this is not its run.
+        return ""

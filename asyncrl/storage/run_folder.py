@@ -13,6 +13,8 @@ runs/2025-01-31_12-00-00/
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +96,11 @@ def _make(template: str) -> Path:
         folder = _fresh(template)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(exist_ok=folder.is_dir() and TIME not in template)
-        except FileExistsError:
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        try:
+            folder.mkdir(exist_ok=TIME not in template)
+        except FileExistsError:  # Somebody was quicker.
             continue
         except OSError as error:
             raise _unwritable(folder, error) from None
@@ -103,6 +108,8 @@ def _make(template: str) -> Path:
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    if isinstance(error, FileExistsError):  # What `mkdir` says of a file among the upper folders.
+        error = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     return ConfigError(f"--run-dir {folder} cannot be written ({error.strerror}). Choose another folder.")
 
 

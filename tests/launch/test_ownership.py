@@ -9,16 +9,23 @@ import time
 from pathlib import Path
 
 import pytest
-from test_join import ACTOR
 
 from asyncrl.replay.store import PATTERN
 from support.tiny_models import write_models
-from support.whole_runs import PATIENCE, TRAIN, Program, environment, free_port, left_over, reach, rows
+from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, environment, free_port, left_over, reach, rows
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*write_models(tmp_path_factory.mktemp("models")), "--device", "cpu", "--checkpoint-every", "1"]
+    return [
+        *write_models(tmp_path_factory.mktemp("models")),
+        "--device",
+        "cpu",
+        "--checkpoint-every",
+        "1",
+        "--keep-checkpoints",
+        "100000",
+    ]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -59,7 +66,10 @@ def test_a_run_that_is_alive_is_left_alone(flags: list[str], tmp_path: Path) -> 
         assert f"--replay.listen is {endpoint}, but it cannot be opened (Address already in use)" in said
         assert not (runs / "b").exists()
 
-        shutil.copytree(run, runs / "copy", ignore=shutil.ignore_patterns("*.tmp"))
+        shutil.copytree(run, runs / "copy", ignore=shutil.ignore_patterns("*.tmp", "checkpoints"))
+        shutil.copytree(
+            run / "checkpoints" / "update_000001", runs / "copy" / "checkpoints" / "update_000001"
+        )
         code, said = train(
             tmp_path, "--resume", "--run-dir", str(runs / "copy"), "--replay.listen", "", "--updates", "1"
         )

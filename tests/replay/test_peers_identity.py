@@ -102,7 +102,7 @@ def test_an_actor_of_an_earlier_start_is_told_so(tmp_path: Path, endpoint: str) 
 def test_the_settings_are_for_who_can_read_the_private_folder(tmp_path: Path, endpoint: str) -> None:
     beside = Path(endpoint.removeprefix("ipc://")).with_name(IDENTITY)
     with served(tmp_path, endpoint):
-        with pytest.raises(ReplayError, match="no run's secret lies beside"):
+        with pytest.raises(ReplayError, match="visitor 'far' belongs to another run"):
             ask_settings(endpoint, "far", None, 5.0)
         beside.write_text(THEIRS.secret)
         with pytest.raises(ReplayError, match="visitor 'far' belongs to another run"):
