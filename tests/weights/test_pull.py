@@ -25,11 +25,11 @@ from asyncrl.weights.interface import ChannelClosed, as_weight_source
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.pull_client import PulledReceiver, build_pulled_receiver
 from asyncrl.weights.pull_server import PullSettings
+from support.replay_server import NOBODY
 from support.sockets import connect_dealer
 from support.weights import PATIENCE, policy, raw, swap_until
 
 LOOPBACK = "tcp://127.0.0.1:0"
-from support.replay_server import NOBODY
 
 
 @contextmanager
