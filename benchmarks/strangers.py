@@ -6,10 +6,10 @@ Three runs with random tiny models on the CPU, one after the other: one as `asyn
 --replay.listen, one with --replay.keys too. Where the system allows it all of it happens in a network
 namespace of its own. While a run trains,
 
-    a stranger     finds every TCP port that the run's processes listen on; to each it sends text, bytes, the
-                   begin of a greeting, one message without an end, and opens 300 connections that say nothing;
+    a stranger     finds every TCP port that processes of the run listen on; to each it sends text, bytes, the
+                   begin of a greeting and one message without an end, and opens 300 silent connections;
                    it speaks as the learner and as an actor, without a key and with one that nobody admits
-    a second run   asks for the same folder (--resume), for the same address, with the same keys, and begins in
+    a second run   asks for the same folder (--resume), the same address and the same keys, and begins in
                    a copy of the folder
     another user   (where this process may become one) reads and connects to whatever it finds
 
@@ -304,9 +304,9 @@ def main() -> None:
         base = Path(name)
         base.chmod(0o755)
         models = write_models(base / "models")
-        create_keys(base / "keys", ["learner", "actor-0"])
+        create_keys(base / "key-files", ["learner", "actor-0"])
         listen = ["--replay.listen", "tcp://127.0.0.1:5555"]
-        kinds = {"default": [], "listen": listen, "keys": [*listen, "--replay.keys", str(base / "keys")]}
+        kinds = {"default": [], "listen": listen, "keys": [*listen, "--replay.keys", str(base / "key-files")]}
         for kind, more in kinds.items():
             (base / kind).mkdir()
             outcomes.append(trouble(kind, base / kind, models, more, settings))
