@@ -11,6 +11,7 @@
     │   └── SampleTimeout    no complete, fresh groups arrived before the deadline
     ├── WeightSyncError      new weights did not arrive in time
     └── RunError             a run cannot go on (an actor died too often, too many bad updates)
+        └── AttemptEnded     the run was started again; this process belongs to an earlier start of it
 
 A message says what was set or seen, why it cannot work, and what to do.
 """
@@ -63,6 +64,15 @@ class WeightSyncError(AsyncRLError):
 
 class RunError(AsyncRLError):
     """The run as a whole cannot go on."""
+
+
+class AttemptEnded(RunError):
+    """The run was started again: what this process holds of the earlier start counts no more."""
+
+    def __init__(self, who: str, attempt: int) -> None:
+        """Say who told, and which start of the run there is now."""
+        super().__init__(f"{who} belongs to start {attempt} of the run, this process to an earlier one.")
+        self.attempt = attempt
 
 
 def first_line(error: object, longest: int = 200) -> str:

@@ -3,6 +3,8 @@
     python benchmarks/chaos.py --runs 4 --kills 60 --at-once 4
     python benchmarks/chaos.py --runs 1 --kills 6 --roles actor-1 actor-2 --flags="CONFIG --policy P ..."
 
+    python benchmarks/chaos.py --runs 2 --kills 100 --takeover --roles actor-1 actor-2 replay
+
 Each run is a real one under torchrun: a learner, two actors and the replay, with random tiny models on the
 CPU, or with what `--flags` name. `tests/support/chaos_run.py` says how they are hit and what is checked. The
 table has one row per role and activity that was interrupted.
@@ -13,10 +15,14 @@ from __future__ import annotations
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.chaos_run import WEIGHTS, Chaos, Hit, Plan, Report  # noqa: E402
 from support.tiny_models import write_models  # noqa: E402
+from support.whole_runs import free_port  # noqa: E402
 
 ACTIVITIES = {
     "loading": "starting up",
@@ -66,6 +73,9 @@ class Settings:
     seed: int = 0
     roles: tuple[str, ...] = tuple(WEIGHTS)
     """What may be hit."""
+    takeover: bool = False
+    """All the time a second run tries to get the folder (`--resume`) and the address of the first. Leave out
+    learner and ranks then: a run whose learner is dead may be taken over."""
     flags: str = ""
     """Flags of `asyncrl train`, in place of tiny models on the CPU."""
     deadline: float = 1500.0
@@ -93,9 +103,41 @@ def run(settings: Settings, number: int) -> Report:
             deadline=settings.deadline,
         )
         flags = shlex.split(settings.flags) or write_models(folder / "models")
-        report = Chaos(plan, folder, flags, environment(folder)).finish()
+        if settings.takeover:
+            flags += ["--replay.listen", f"tcp://127.0.0.1:{free_port()}"]
+        variables = environment(folder)
+        with taking_over(folder, flags, variables) if settings.takeover else nullcontext([]) as codes:
+            report = Chaos(plan, folder, flags, variables).finish()
+        if settings.takeover:
+            print(f"run {number}: {len(codes)} second runs, {codes.count(2)} refused", flush=True)
+            assert codes.count(2) == len(codes), codes
         print(summary(number, report), flush=True)
         return report
+
+
+@contextmanager
+def taking_over(folder: Path, flags: list[str], variables: dict[str, str]) -> Iterator[list[int]]:
+    """Begin second runs in the folder and at the address of the first, while the block lasts; exit codes."""
+    over, codes = threading.Event(), list[int]()
+    train = [sys.executable, "-m", "asyncrl", "train"]
+    attempts = (["--resume", "--run-dir", str(folder / "run")], [*flags, "--run-dir", str(folder / "other")])
+
+    def begin() -> None:
+        while not (folder / "run" / "metrics.jsonl").exists() and not over.wait(0.2):
+            pass
+        while not over.is_set():
+            for attempt in attempts:
+                done = subprocess.run([*train, *attempt], env=variables, capture_output=True, timeout=120)
+                if not over.is_set():
+                    codes.append(done.returncode)
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    try:
+        yield codes
+    finally:
+        over.set()
+        thread.join()
 
 
 def summary(number: int, report: Report) -> str:

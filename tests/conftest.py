@@ -27,7 +27,7 @@ from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConf
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
 from support.replay import Clock, make_limiter, make_replay
-from support.replay_server import ScriptedSocket
+from support.replay_server import NOBODY, ScriptedSocket
 from support.tiny_actor import TASKS
 
 
@@ -67,9 +67,9 @@ def scripted(tmp_path: Path) -> Iterator[tuple[ReplayServer, ScriptedSocket, Clo
     clock, socket = Clock(), ScriptedSocket()
     replay = make_replay(tmp_path, make_limiter(per_update=1, max_lag=0, clock=clock))
     service = ReplayServer(replay, socket)  # type: ignore[arg-type]
-    socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0)
+    socket.say(b"L", "hello", role="learner", name="learner", session="s", version=0, **NOBODY)
     for name in ("a", "b"):
-        socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0)
+        socket.say(name.encode(), "hello", role="actor", name=name, session=f"s{name}", version=0, **NOBODY)
     service.serve_once(0)
     yield service, socket, clock
     replay.close()

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
     {"errors", "seeds"},
     {"records", "registry", "storage.atomic"},
+    {"storage.private_files"},
+    {"storage.run_identity"},
     {"observability"},
     {"config", "devices", "messaging"},
     {"storage", "weights", "simulators"},

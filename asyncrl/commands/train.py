@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
+from asyncrl.launch import rendezvous
 from asyncrl.launch.placement import parse_placement, ranks_named
 from asyncrl.storage import run_folder
 
@@ -36,7 +37,10 @@ def read_settings(
         ConfigError: A setting cannot work, or there is nothing to resume. Help and mistyped flags exit.
     """
     config = parse(arguments, prog, description)
-    return _with_settings_of_run(config, arguments) if config.resume else _with_decay(config, config)
+    if not config.resume:
+        return _with_decay(config, config)
+    # Rank 0 alone decides which run goes on; by now it may have made it one that is in use.
+    return config if rendezvous.rank() else _with_settings_of_run(config, arguments)
 
 
 def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainConfig:

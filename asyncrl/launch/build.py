@@ -47,6 +47,8 @@ from asyncrl.records import StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, LearnerPort
 from asyncrl.storage import checkpoint, run_folder
+from asyncrl.storage.run_identity import RunIdentity
+from asyncrl.storage.run_lock import RunLock
 from asyncrl.weights.interface import Publisher, Receiver
 from asyncrl.worlds.interface import CompilesWorld
 from asyncrl.worlds.start_states import StartStateStream
@@ -119,6 +121,10 @@ class LearnerStart:
 
     policy: Policy
     run_dir: Path
+    identity: RunIdentity
+    """Of this start of the run."""
+    lock: RunLock
+    """Keeps everybody else out of the run's folder."""
     version: int
     """0, or that of the checkpoint."""
     checkpoint: Path | None
@@ -285,18 +291,25 @@ def start_run(config: TrainConfig, policy: Policy, again: Path | None = None) ->
     Raises:
         ConfigError: There is a run in the folder, or none to resume.
     """
-    if again is not None:
-        config = replace(config, run_dir=str(again), resume=run_folder.has_checkpoint(again))
-    if not config.resume:
-        return LearnerStart(
-            policy=policy, run_dir=again or run_folder.create(config), version=0, checkpoint=None
-        )
-    run_dir = run_folder.create(config)
-    folder = checkpoint.latest(run_dir)
-    assert folder is not None  # The run folder was found by its checkpoints.
-    checkpoint.verify(folder)
-    version = int(folder.name.rpartition("_")[2])
-    return LearnerStart(policy=policy, run_dir=run_dir, version=version, checkpoint=folder)
+    if again is not None and run_folder.has_checkpoint(again):
+        config, again = replace(config, run_dir=str(again), resume=True), None
+    elif again is not None:
+        config = replace(config, resume=False)
+    run = run_folder.claim(config, again)
+    folder, version = None, 0
+    if config.resume:
+        folder = checkpoint.latest(run.path)
+        assert folder is not None  # The run folder was found by its checkpoints.
+        checkpoint.verify(folder)
+        version = int(folder.name.rpartition("_")[2])
+    return LearnerStart(
+        policy=policy,
+        run_dir=run.path,
+        identity=run.identity,
+        lock=run.lock,
+        version=version,
+        checkpoint=folder,
+    )
 
 
 def build_update(

@@ -72,10 +72,18 @@ def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
     return "  ".join(parts)
 
 
-def join_hint(config: TrainConfig, endpoint: str, *, waits: bool) -> str:
-    """One line: how an actor joins, and (`waits`) that nothing happens before one does."""
-    keys = " --keys DIR" if config.replay.keys else ""
-    command = f"asyncrl actor --join {endpoint}{keys}"
+def join_hint(config: TrainConfig, endpoint: str, keys: str, *, waits: bool) -> str:
+    """One line: how an actor joins, and (`waits`) that nothing happens before one does.
+
+    Args:
+        config: Of the run.
+        endpoint: Of the replay.
+        keys: Folder of the keys it is used with; empty: none.
+        waits: Whether no actor is there.
+    """
+    # Keys of the user's own are copied to wherever the actor runs.
+    where = "DIR" if config.replay.keys else keys
+    command = f"asyncrl actor --join {endpoint}" + (f" --keys {where}" if where else "")
     if not waits:
         return f"more actors can join: {command}"
     return f"waits up to {config.batch_timeout:g} s (--batch-timeout) for actors to join: {command}"

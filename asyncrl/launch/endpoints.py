@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +11,34 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch import rendezvous
 from asyncrl.launch.placement import Placement
-from asyncrl.messaging.curve_keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys
-from asyncrl.messaging.sockets import PREFIX, check_endpoint, ipc_endpoint, private_folder
+from asyncrl.messaging.curve_keys import (
+    ClientKeys,
+    ServerKeys,
+    create_keys,
+    load_client_keys,
+    load_server_keys,
+)
+from asyncrl.messaging.sockets import (
+    IDENTITY,
+    PREFIX,
+    check_endpoint,
+    ipc_endpoint,
+    private_folder,
+    why_taken,
+)
+from asyncrl.storage.atomic import write_text
+from asyncrl.storage.private_files import read_small, write_private
+from asyncrl.storage.run_identity import RunIdentity
+from asyncrl.storage.run_lock import LEAVE_DEADLINE
 
 SOCKETS = "sockets"
 """File of the run folder that names the private folder of its sockets."""
+KEYS = "keys"
+"""Folder of the run's own keys, where it listens on the network without --replay.keys."""
+JOINED = "joined"
+"""Name of the key in it for actors that join."""
 
 if TYPE_CHECKING:
     from asyncrl.weights.pull_server import PullSettings
@@ -31,9 +53,9 @@ def check(config: TrainConfig, placement: Placement) -> None:
     server = check_listen(config)
     if server is None:
         return
-    names = ["learner", *(f"actor-{rank}" for rank in placement.actors)]
+    names = _names(placement)
     for name in names:
-        keys = client_keys(config, name)
+        keys = client_keys(config.replay.keys, name)
         assert keys is not None
         if keys.public not in server.allowed:
             raise ConfigError(
@@ -54,7 +76,7 @@ def check_listen(config: TrainConfig) -> ServerKeys | None:
     Raises:
         ConfigError: The address is not safe, or the replay's own keys cannot be used.
     """
-    server = server_keys(config)
+    server = server_keys(config.replay.keys)
     if config.replay.listen:
         check_endpoint(config.replay.listen, server)
     if config.weights.listen:
@@ -62,45 +84,101 @@ def check_listen(config: TrainConfig) -> ServerKeys | None:
     return server
 
 
-def server_keys(config: TrainConfig) -> ServerKeys | None:
-    """The replay's keys and whom it admits; None without --replay.keys."""
-    return load_server_keys(_folder(config)) if config.replay.keys else None
+def check_free(config: TrainConfig) -> None:
+    """Check, before a file or process of the run exists, that nobody has the addresses it shall listen on.
+
+    Raises:
+        ConfigError: Somebody has one of them.
+    """
+    for flag, endpoint in (
+        ("--replay.listen", config.replay.listen),
+        ("--weights.listen", config.weights.listen),
+    ):
+        if endpoint and (why := _stays_taken(endpoint)):
+            raise ConfigError(
+                f"{flag} is {endpoint}, but {why}: perhaps another run. Choose another address, or end what "
+                "has it. Nothing was started."
+            )
 
 
-def client_keys(config: TrainConfig, name: str) -> ClientKeys | None:
-    """The keys of one process of the run, 'learner' or 'actor-N'; None without --replay.keys."""
-    return load_client_keys(_folder(config), name) if config.replay.keys else None
+def _stays_taken(endpoint: str) -> str:
+    """Say why an address cannot be had; ranks that torchrun started again wait for the end of the former."""
+    until = time.monotonic() + (LEAVE_DEADLINE if rendezvous.restart_count() else 0.0)
+    while (why := why_taken(endpoint)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return why
+
+
+def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement) -> str:
+    """Return the folder of the keys that the replay is used with; empty where it needs none.
+
+    An address of the network needs keys, also the loopback device's, which all users of the host can reach.
+    Without --replay.keys the run makes its own, for its own processes and for actors that join.
+
+    Raises:
+        ConfigError: They cannot be written.
+    """
+    if config.replay.keys or not any(
+        x.startswith("tcp") for x in (config.replay.listen, config.weights.listen)
+    ):
+        return config.replay.keys
+    folder = run_dir / KEYS
+    create_keys(folder, [*_names(placement), JOINED])
+    return str(folder)
+
+
+def _names(placement: Placement) -> list[str]:
+    return ["learner", *(f"actor-{rank}" for rank in placement.actors)]
+
+
+def server_keys(folder: str) -> ServerKeys | None:
+    """The replay's keys and whom it admits; None without a folder of keys."""
+    return load_server_keys(Path(folder).expanduser()) if folder else None
+
+
+def client_keys(folder: str, name: str) -> ClientKeys | None:
+    """The keys of one process of the run, 'learner' or 'actor-N'; None without a folder of keys."""
+    return load_client_keys(Path(folder).expanduser(), name) if folder else None
 
 
 @contextmanager
-def opened(config: TrainConfig, run_dir: Path) -> Iterator[tuple[Path, str]]:
+def opened(config: TrainConfig, run_dir: Path, identity: RunIdentity) -> Iterator[tuple[Path, str]]:
     """Make the private folder that marks a living run, remove it at the end; yields it and the endpoint.
 
-    The run's folder names it, so that the next process of the run can remove what a killed one left.
+    The run's folder names it, so that the next process of the run can remove what a killed one left. The
+    secret inside is for actors of this host that join, and shows that the folder belongs to this run.
     """
-    _remove_left_over(run_dir / SOCKETS)
+    note = run_dir / SOCKETS
+    _remove_left_over(note, identity)
     folder = private_folder()
-    (run_dir / SOCKETS).write_text(str(folder))
+    write_private(folder / IDENTITY, identity.secret)
+    write_text(note, str(folder))
     try:
         yield folder, config.replay.listen or ipc_endpoint(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        (run_dir / SOCKETS).unlink()
+        note.unlink(missing_ok=True)
 
 
-def _remove_left_over(note: Path) -> None:
-    if note.exists():
-        folder = Path(note.read_text())
-        if folder.name.startswith(PREFIX) and folder.is_dir() and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder)
+def _remove_left_over(note: Path, identity: RunIdentity) -> None:
+    """Remove the private folder of an attempt that was killed: one that knows this run's secret, no other."""
+    try:
+        folder = Path(read_small(note))
+        whose = read_small(folder / IDENTITY)
+    except (OSError, ValueError):  # None was left, or it is no folder of sockets.
+        return
+    if folder.is_absolute() and folder.name.startswith(PREFIX) and identity.knows(whose):
+        shutil.rmtree(folder)
 
 
-def pull_settings(config: TrainConfig, folder: Path) -> PullSettings:
+def pull_settings(config: TrainConfig, folder: Path, keys: str, identity: RunIdentity) -> PullSettings:
     """Where actors that join fetch the weights: beside the replay, unless --weights.listen says otherwise.
 
     Args:
         config: Of the run.
         folder: The private folder of its sockets.
+        keys: Folder of the keys; empty: none.
+        identity: Of the run.
     """
     from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
 
@@ -108,10 +186,7 @@ def pull_settings(config: TrainConfig, folder: Path) -> PullSettings:
     beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "weights")
     return PullSettings(
         listen=config.weights.listen or beside,
-        security=server_keys(config),
+        security=server_keys(keys),
         silence=config.replay.heartbeat_timeout,
+        identity=identity,
     )
-
-
-def _folder(config: TrainConfig) -> Path:
-    return Path(config.replay.keys).expanduser()

@@ -18,6 +18,7 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.observability.signals import StopFlag
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.storage import run_folder
 from asyncrl.weights.transports.in_process import build_in_process
 
 
@@ -29,6 +30,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     """
     if (ranks := rendezvous.world_size()) > 1:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
+    run_folder.check_free(config)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
@@ -73,5 +75,6 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
                     learner.run()
         finally:
             port.close()
+            start.lock.release()
         log.banner(console.final_summary(config, run_dir, learner.end_reason))
     return 0

@@ -5,6 +5,9 @@
 3  fetch the first weights                                                 deadline --weights.timeout
 4  imagine, like any actor                     ended by: the run, SIGTERM or Ctrl-C, a learner that is gone
 5  hand over what is finished, give the open groups back
+
+A run that is started again (torchrun's restarts, --resume at the same address) may go on from an earlier
+version than an actor holds. What the actor imagined counts no more: it gives that up and joins from 1 on.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AttemptEnded, ConfigError
 from asyncrl.launch.children import log_errors
 from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
 from asyncrl.observability.signals import StopFlag, interrupts_raised
@@ -70,21 +73,49 @@ def run(settings: JoinOptions) -> int:
         CheckpointError: The run's files are not on this host.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        with interrupts_raised():
-            name, keys = _pick_name(settings.name), pick_key(settings)
-            actor, port, receiver = _join(settings, name, keys)
-    except KeyboardInterrupt:
-        return 0  # Nobody has given it anything yet.
+    name, keys = _pick_name(settings.name), pick_key(settings)
+    while True:
+        try:
+            with interrupts_raised():
+                joined = _join(settings, name, keys)
+            over = _imagine(joined)
+        except KeyboardInterrupt:
+            return 0  # Nobody has given it anything yet.
+        except AttemptEnded as ended:
+            print(f"{name}: {ended} What the replay does not have is given up; it joins again", flush=True)
+            joined = None  # Its models make room for those that are loaded next.
+            continue
+        print(f"{name}: {'the run is over' if over else 'left the run'}", flush=True)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Joined:
+    """An actor that is a part of a run."""
+
+    actor: Actor
+    port: ZmqActorPort
+    receiver: PulledReceiver
+
+
+def _imagine(joined: _Joined) -> bool:
+    """Imagine until the run is over or this process shall leave it; returns whether it is over.
+
+    Raises:
+        AttemptEnded: The run was started again.
+    """
+    port, receiver = joined.port, joined.receiver
+    leave = partial(port.leave, SHUTDOWN_TIMEOUT_EPISODES)
     with StopFlag().listening() as stop:
         try:
-            actor.run(should_leave=lambda: stop.set or receiver.ended)
-            over = port.stopped or receiver.ended
+            joined.actor.run(should_leave=lambda: stop.set or receiver.ended)
+            return port.stopped or receiver.ended
+        except AttemptEnded:
+            leave = port.abandon
+            raise
         finally:
-            log_errors(partial(port.leave, SHUTDOWN_TIMEOUT_EPISODES), print)
+            log_errors(leave, print)
             receiver.close()
-    print(f"{name}: {'the run is over' if over else 'left the run'}", flush=True)
-    return 0
 
 
 def pick_key(settings: JoinOptions) -> ClientKeys | None:
@@ -107,9 +138,7 @@ def pick_key(settings: JoinOptions) -> ClientKeys | None:
     return load_client_keys(folder, found[0])
 
 
-def _join(
-    settings: JoinOptions, name: str, keys: ClientKeys | None
-) -> tuple[Actor, ZmqActorPort, PulledReceiver]:
+def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     """Do all until the first weights are there."""
     import torch
 
@@ -135,13 +164,13 @@ def _join(
     environment = build_environment(config, device)
     check_tasks(policy, environment.starts)
     receiver = build_pulled_receiver(
-        told.weights, name, policy.acting_tensors(), keys, config.weights.timeout
+        told.weights, name, policy.acting_tensors(), keys, config.weights.timeout, told.identity
     )
     try:
         version = receiver.wait_for_first(config.startup_timeout)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         window = WINDOW + config.actor.slots
-        port = ZmqActorPort(settings.endpoint, name, window=window, security=keys)
+        port = ZmqActorPort(settings.endpoint, name, window=window, security=keys, identity=told.identity)
         imagination = build.build_imagination(config, policy, environment)
         actor = build.build_actor(
             config,
@@ -155,7 +184,7 @@ def _join(
     except BaseException:
         receiver.close()
         raise
-    return actor, port, receiver
+    return _Joined(actor=actor, port=port, receiver=receiver)
 
 
 def _pick_name(name: str) -> str:

@@ -30,6 +30,7 @@ from asyncrl.learner.loop import NullLog
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.weight_export import acting_types
 from asyncrl.replay.interface import NullLearnerPort
+from asyncrl.storage import run_identity, run_lock
 from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
 from asyncrl.weights.interface import NullPublisher
 
@@ -169,8 +170,14 @@ def run_follower_rank(info: rendezvous.RunInfo, placement: Placement, children: 
     checkpoint = Path(info.checkpoint) if info.checkpoint else None
     policy = build_learning_policy(config, device)
     version = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
+    run_dir = Path(info.run_dir)
     start = build.LearnerStart(
-        policy=policy, run_dir=Path(info.run_dir), version=version, checkpoint=checkpoint
+        policy=policy,
+        run_dir=run_dir,
+        identity=run_identity.read(run_dir),
+        lock=run_lock.join(run_dir),
+        version=version,
+        checkpoint=checkpoint,
     )
     with learner_group(config, len(placement.learners), device, while_waiting=children.poll) as group:
         build_joined_learner(config, start, NullLearnerPort(), NullPublisher(), NullLog(), group).run()

@@ -54,6 +54,11 @@ class RunInfo:
     """Folder from which the learners go on; empty: a new run."""
     pull_endpoint: str = ""
     """Address where actors that join fetch weights."""
+    keys: str = ""
+    """Folder of the keys that the replay is used with; empty: none."""
+    attempt: int = 0
+    """Number of this start of the run. Its secret is read from the folder: this travels through torchrun's
+    store, which others can read."""
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -6,11 +6,11 @@ replay     the HDF5 store and its socket; no torch
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.loading import overlay
@@ -18,6 +18,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, world_size
 from asyncrl.observability import process_status, waits
 from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.storage import run_identity, run_lock
 
 SHUTDOWN_TIMEOUT_EPISODES = 5.0
 """Seconds an actor has to hand over its last episodes."""
@@ -35,7 +36,9 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.weights.receiver import build_receiver
 
     config, info = _read(config_json, info_json)
-    process_status.publish_as(Path(info.run_dir), name)
+    run_dir = Path(info.run_dir)
+    lock, identity = run_lock.join(run_dir), run_identity.read(run_dir)
+    process_status.publish_as(run_dir, name)
     process_status.set_activity("loading models", config.startup_timeout)
     placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
@@ -61,7 +64,8 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             info.replay_endpoint,
             name,
             window=WINDOW + config.actor.slots,
-            security=endpoints.client_keys(config, name),
+            security=endpoints.client_keys(info.keys, name),
+            identity=replace(identity, attempt=info.attempt),
         )
         actor = build.build_actor(
             config,
@@ -77,6 +81,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             port.close(SHUTDOWN_TIMEOUT_EPISODES)
     finally:
         receiver.close()
+        lock.release()
 
 
 def replay_main(config_json: str, info_json: str) -> None:
@@ -86,22 +91,26 @@ def replay_main(config_json: str, info_json: str) -> None:
     from asyncrl.replay.server import serve_replay
 
     config, info = _read(config_json, info_json)
-    process_status.publish_as(Path(info.run_dir), "replay")
+    run_dir = Path(info.run_dir)
+    lock, identity = run_lock.join(run_dir), replace(run_identity.read(run_dir), attempt=info.attempt)
+    process_status.publish_as(run_dir, "replay")
     process_status.set_activity("opening the files", config.startup_timeout)
-    replay = open_run_replay(Path(info.run_dir) / "replay", config)
+    replay = open_run_replay(run_dir / "replay", config)
     serve_replay(
         replay,
         info.replay_endpoint,
-        security=endpoints.server_keys(config),
-        settings=JoinSettings(config=config_json, weights=info.pull_endpoint),
+        security=endpoints.server_keys(info.keys),
+        settings=JoinSettings(config=config_json, weights=info.pull_endpoint, identity=identity),
+        identity=identity,
     )
+    lock.release()
 
 
 def open_run_replay(folder: Path, config: TrainConfig, warn: Callable[[str], None] = print) -> Replay:
     """Open a run's replay folder with the settings of the run; see `open_replay`."""
     return open_replay(
         folder,
-        dataclasses.replace(config.replay, max_lag=config.max_lag),
+        replace(config.replay, max_lag=config.max_lag),
         config.algorithm,
         seed=config.seed,
         # The oldest checkpoint that is kept, while the next one is being written.

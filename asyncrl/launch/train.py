@@ -34,6 +34,7 @@ from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status
 from asyncrl.observability.signals import StopFlag, die_with_parent
 from asyncrl.observability.watchdog import Watchdog
+from asyncrl.storage import run_folder, run_lock
 
 if TYPE_CHECKING:
     from asyncrl.launch.build import LearnerStart
@@ -61,10 +62,9 @@ def run(config: TrainConfig) -> int:
             from asyncrl.launch.inline import run_inline
 
             return run_inline(config, stop)
-        placement = _placement(config)
         if rendezvous.rank() == 0:
-            return _learn(config, placement, stop)
-        return _follow(config, placement, stop)
+            return _learn(config, _placement(config), stop)
+        return _follow(config, stop)
 
 
 def _placement(config: TrainConfig) -> Placement:
@@ -80,13 +80,15 @@ def _placement(config: TrainConfig) -> Placement:
     return placement
 
 
-def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
+def _follow(config: TrainConfig, stop: StopFlag) -> int:
     """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
     rank = rendezvous.rank()
     info = rendezvous.receive(config.startup_timeout, stop_requested=lambda: stop.set)
     if info is None:
         return 0
     config = load_file(Path(info.run_dir) / "config.json")
+    placement = _placement(config)
+    lock = run_lock.join(Path(info.run_dir))
     process_status.publish_as(
         Path(info.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}"
     )
@@ -103,6 +105,7 @@ def _follow(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         children.end(SHUTDOWN_TIMEOUT_ACTOR if _learner_lives(info) else 0.0)
     finally:
         children.end(0.0)
+        lock.release()
     if children.failure is not None and not rendezvous.failure_was_taken(info):
         raise children.failure
     return int(children.failure is not None)
@@ -138,6 +141,9 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     from asyncrl.weights.publisher import build_publisher
 
     endpoints.check(config, placement)
+    if (again := rendezvous.run_of_earlier_attempt()) is None:
+        run_folder.check_free(config)
+    endpoints.check_free(config)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
@@ -145,7 +151,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     transport = build.transport_of(config, placement)
     asked = config
     config, said = with_world_defaults(asked)
-    start = build.prepare(config, device, rendezvous.run_of_earlier_attempt())
+    start = build.prepare(config, device, again)
     run_dir = start.run_dir
     rendezvous.remember_run(run_dir)
     process_status.publish_as(run_dir, "learner-0")
@@ -153,25 +159,26 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         MetricsLogger(
             run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
         ) as log,
-        endpoints.opened(config, run_dir) as (sockets, endpoint),
+        endpoints.opened(config, run_dir, start.identity) as (sockets, endpoint),
     ):
+        keys = endpoints.keys_of_run(config, run_dir, placement)
         publisher = build_publisher(
             transport,
             device=device,
             deadline=config.weights.timeout,
-            pulls=endpoints.pull_settings(config, sockets),
+            pulls=endpoints.pull_settings(config, sockets, keys, start.identity),
         )
         world = console.world_line(asked, said)
         log.banner(console.banner(config, run_dir, placement.summary, str(device), world))
         if restart_count := rendezvous.restart_count():
             log.banner(f"torchrun started the ranks again ({restart_count}); on from version {start.version}")
-        hint = console.join_hint(config, endpoint, waits=not placement.actors)
+        hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
         log.banner("\n".join([hint, *console.notes(config)]))
-        info = _run_info(start, endpoint, sockets, publisher)
+        info = _run_info(start, endpoint, sockets, keys, publisher)
         children = ChildProcesses(stop, log.banner, partial(_news, config, placement, publisher, sockets))
         run_until_done = Watchdog(run_dir, log.banner)
         try:
-            port = _start(config, placement, info, start.version, children)
+            port = _start(config, placement, info, start, children)
             with learner_ranks.learner_group(config, len(placement.learners), device) as group:
                 learner = learner_ranks.build_joined_learner(
                     config,
@@ -189,12 +196,13 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             run_until_done.close()
             children.end(0.0)
             publisher.close()
+            start.lock.release()
         log.banner(console.final_summary(config, run_dir, learner.end_reason))
     return 0
 
 
 def _run_info(
-    start: LearnerStart, replay_endpoint: str, sockets: Path, publisher: BroadcastPublisher
+    start: LearnerStart, replay_endpoint: str, sockets: Path, keys: str, publisher: BroadcastPublisher
 ) -> RunInfo:
     """What the other processes have to know."""
     return RunInfo(
@@ -204,6 +212,8 @@ def _run_info(
         sockets=str(sockets),
         checkpoint=str(start.checkpoint or ""),
         pull_endpoint=publisher.pull_endpoint,
+        keys=keys,
+        attempt=start.identity.attempt,
     )
 
 
@@ -226,7 +236,7 @@ def _news(
 
 
 def _start(
-    config: TrainConfig, placement: Placement, info: RunInfo, version: int, children: ChildProcesses
+    config: TrainConfig, placement: Placement, info: RunInfo, start: LearnerStart, children: ChildProcesses
 ) -> WatchedReplay:
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     from asyncrl.replay.client import ZmqLearnerPort
@@ -236,8 +246,12 @@ def _start(
     if placement.imagines(rank):
         children.spawn(partial(_actor, config, info, rank))
     rendezvous.share(info, config.startup_timeout)
-    security = endpoints.client_keys(config, "learner")
-    port = ZmqLearnerPort(info.replay_endpoint, version=version, security=security)
+    port = ZmqLearnerPort(
+        info.replay_endpoint,
+        version=start.version,
+        security=endpoints.client_keys(info.keys, "learner"),
+        identity=start.identity,
+    )
     return WatchedReplay(port, children)
 
 

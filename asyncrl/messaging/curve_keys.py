@@ -26,6 +26,8 @@ from zmq.utils import z85
 
 from asyncrl.errors import ConfigError
 
+LEARNER: Final = "learner"
+"""Name of the learner's key."""
 ALLOWED: Final = "clients"
 """Folder of the public keys that are admitted."""
 _SERVER: Final = "server"
@@ -43,6 +45,8 @@ class ServerKeys:
     """Public keys of the clients when they were read; nobody else is admitted."""
     folder: Path
     """Holds the allow-list, which may change: see `authentication.AllowList`."""
+    learner: bytes = b""
+    """Public key of the one client that may speak as the learner, and as nothing else; empty: nobody may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,14 @@ def load_server_keys(folder: Path) -> ServerKeys:
             f"{folder / ALLOWED} holds no public keys, so nobody would be admitted. "
             f"Make some: asyncrl keys {folder} --clients learner actor-0"
         )
-    return ServerKeys(public=public, secret=secret, allowed=allowed, folder=folder / ALLOWED)
+    of_learner = folder / ALLOWED / f"{LEARNER}.public"
+    return ServerKeys(
+        public=public,
+        secret=secret,
+        allowed=allowed,
+        folder=folder / ALLOWED,
+        learner=read_key(of_learner) if of_learner.exists() else b"",
+    )
 
 
 def load_client_keys(folder: Path, name: str) -> ClientKeys:

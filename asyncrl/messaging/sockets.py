@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -23,6 +24,8 @@ MAX_IPC_PATH: Final = 107
 """Longest path of a unix socket, in bytes."""
 PREFIX: Final = "asyncrl-"
 """How the names of private folders begin."""
+IDENTITY: Final = "identity"
+"""File of a private folder with the run's secret, for actors of this host that join."""
 LINGER_MS: Final = 1000
 BULK_HWM: Final = 4
 """Messages queued in a direction that carries episodes. ZeroMQ counts messages, not bytes."""
@@ -120,11 +123,38 @@ def _check_tcp(endpoint: str, rest: str, security: Security | None, any_port: bo
         raise ConfigError(f"endpoint {endpoint!r} has no port between 1 and 65535.")
 
 
+def why_taken(endpoint: str) -> str:
+    """Say why nobody can listen on an endpoint now; empty when one can. It is free again afterwards.
+
+    ZeroMQ itself would take an ipc endpoint away from the process that has it.
+    """
+    kind, _, rest = endpoint.partition("://")
+    if kind == "ipc":
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(rest)
+            except (FileNotFoundError, ConnectionRefusedError):  # Nobody listens, at most a file is left.
+                return ""
+            except OSError as error:
+                return f"it cannot be used ({error.strerror or error})"
+        return "a process listens there already"
+    host, _, port = rest.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As ZeroMQ does: a closed one is free.
+        try:
+            probe.bind((host, int(port)))
+            probe.listen()
+        except OSError as error:
+            return f"it cannot be opened ({error.strerror})"
+    return ""
+
+
 def _limited(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    return socket
+    made = context.socket(kind)
+    made.setsockopt(zmq.LINGER, LINGER_MS)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    return made
 
 
 def bind_router(
@@ -141,18 +171,20 @@ def bind_router(
         ConfigError: The endpoint is not allowed, or someone else has it.
     """
     check_endpoint(endpoint, security, any_port=True)
-    socket = _limited(context, zmq.ROUTER)
-    secure(socket, security)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket.setsockopt(zmq.RCVHWM, BULK_HWM)
-    socket.setsockopt(zmq.SNDHWM, CONTROL_HWM)
+    if endpoint.startswith("ipc") and (why := why_taken(endpoint)):
+        raise ConfigError(f"endpoint {endpoint!r} cannot be opened: {why}. Choose another one.")
+    router = _limited(context, zmq.ROUTER)
+    secure(router, security)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    router.setsockopt(zmq.RCVHWM, BULK_HWM)
+    router.setsockopt(zmq.SNDHWM, CONTROL_HWM)
     try:
-        socket.bind(endpoint)
+        router.bind(endpoint)
     except zmq.ZMQError as error:
-        socket.close(0)
+        router.close(0)
         raise ConfigError(f"endpoint {endpoint!r} cannot be opened: {error}. Choose another one.") from None
-    return socket
+    return router
 
 
 def open_dealer(
@@ -170,11 +202,11 @@ def open_dealer(
         security: This client's keys and the replay's public key.
     """
     check_endpoint(endpoint, security)
-    socket = _limited(context, zmq.DEALER)
-    secure(socket, security)
-    socket.setsockopt(zmq.ROUTING_ID, identity)
-    socket.setsockopt(zmq.SNDHWM, BULK_HWM)
-    socket.setsockopt(zmq.RCVHWM, CONTROL_HWM)
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    return socket
+    dealer = _limited(context, zmq.DEALER)
+    secure(dealer, security)
+    dealer.setsockopt(zmq.ROUTING_ID, identity)
+    dealer.setsockopt(zmq.SNDHWM, BULK_HWM)
+    dealer.setsockopt(zmq.RCVHWM, CONTROL_HWM)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    return dealer

@@ -7,6 +7,7 @@ The header is that of `wire`, the kinds are others:
                         bytes      a piece of one buffer of a version; answered by `chunk`, or `gone`
                         leave
     learner ──► actor   closed     no version will follow
+                        ended      the run was started again, and the actor belongs to an earlier start
 
 A `layout` and a `chunk` have a second frame with raw bytes; the header has its checksum. `decode` raises
 `WireError` only.
@@ -28,7 +29,7 @@ MAX_PAYLOAD: Final = 16 * 2**20
 """Most bytes of a second frame: a chunk, or the manifest of some hundred thousand tensors."""
 
 KINDS: Final[dict[str, dict[str, type]]] = {
-    "newest": {"name": str, "held": int},
+    "newest": {"name": str, "held": int, "secret": str, "attempt": int},
     "manifest": {},
     "bytes": {"version": int, "buffer": int, "offset": int, "length": int},
     "leave": {},
@@ -38,9 +39,11 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "chunk": {"version": int, "buffer": int, "offset": int, "crc": int},
     "gone": {"version": int},
     "closed": {},
+    "ended": {"attempt": int},
     "refused": {"reason": str},
 }
-"""Every kind of message with its fields. `checksum` is of all buffers, `manifest` and `crc` are CRC-32."""
+"""Every kind of message with its fields. `secret` and `attempt` are those of `RunIdentity`; `checksum` is of
+all buffers, `manifest` and `crc` are CRC-32."""
 WITH_PAYLOAD: Final = frozenset({"layout", "chunk"})
 """Kinds with a second frame."""
 

@@ -46,12 +46,20 @@ MAX_HEADER_BYTES: Final = 64 * 1024
 MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS) + MAX_SAMPLE_ARRAYS
 
 KINDS: Final[dict[str, dict[str, type]]] = {
-    "hello": {"role": str, "name": str, "session": str, "version": int, "package": str},
+    "hello": {
+        "role": str,
+        "name": str,
+        "session": str,
+        "version": int,
+        "secret": str,
+        "attempt": int,
+        "package": str,
+    },
     "welcome": {"boot": str, "known": bool, "package": str},
     "ping": {},
     "bye": {},
     "settings": {"name": str, "part": int},
-    "settings_part": {"part": int, "parts": int, "text": str, "weights": str},
+    "settings_part": {"part": int, "parts": int, "text": str, "weights": str, "secret": str, "attempt": int},
     "acquire": {"turn": int, "groups": int},
     "grant": {"turn": int, "number": int, "min_version": int, "keep_video": bool},
     "episode": {},
@@ -76,8 +84,10 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "stop": {},
     "stopped": {},
     "refused": {"reason": str, "package": str},
+    "ended": {"attempt": int},
 }
-"""Every kind of message with its fields. `package` is the sender's version of asyncrl.
+"""Every kind of message with its fields. `package` is the sender's version of asyncrl, `secret` and `attempt`
+are those of `RunIdentity`. `ended` tells a peer of an earlier start of the run which one there is now.
 A report of a group that `failed` is answered, like an episode, by a receipt with its id.
 A `dict` maps names of metrics to finite numbers."""
 WITH_EPISODE: Final = frozenset({"episode", "batch"})

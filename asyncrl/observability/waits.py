@@ -73,6 +73,14 @@ MEETING = _define(
     "rank 0, once it has loaded the models",
     "the rank ends with an error that names rank 0's address",
 )
+OWNER = _define(
+    "owner",
+    "waiting for the processes of an earlier owner of the run folder",
+    "learner",
+    "20 s",
+    "their end: they end with the learner that died",
+    "the run is refused: the folder is in use",
+)
 FIRST_ACTOR = _define(
     "first_actor",
     "waiting for an actor to take the first weights",

@@ -22,6 +22,7 @@ from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import Filling, GroupFailure, GroupGrant, NothingToLearn, RunStopped
 from asyncrl.replay.outbox import Outbox
+from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
 __all__ = ["InProcessActorPort", "InProcessLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
 
@@ -42,6 +43,7 @@ class ZmqActorPort:
         window: int = WINDOW,
         warn: Callable[[str], None] = print,
         security: ClientKeys | None = None,
+        identity: RunIdentity = NO_RUN,
     ) -> None:
         """Connect.
 
@@ -51,8 +53,9 @@ class ZmqActorPort:
             window: Groups with unacknowledged episodes from which on no further group is acquired.
             warn: Receives one line for each episode that the replay dropped.
             security: This actor's keys, when the replay has some.
+            identity: Of the run that it belongs to.
         """
-        self._link = Connection(endpoint, "actor", actor_name, 0, security)
+        self._link = Connection(endpoint, "actor", actor_name, 0, security, identity)
         self._outbox = Outbox(self._link, warn)
         self._window = window
         self._next_grant = 0
@@ -157,6 +160,12 @@ class ZmqActorPort:
         finally:
             self._link.close()
 
+    def abandon(self) -> None:
+        """Give up what the replay does not have: nobody in the run waits for it any more."""
+        if self.unacknowledged:
+            self._outbox.warn(f"{self.unacknowledged} episodes are given up")
+        self._link.close()
+
     def _exchange(self, wait: float) -> None:
         self._outbox.send_due()
         for message in self._link.exchange(wait):
@@ -212,15 +221,23 @@ class _SampleRequest:
 class ZmqLearnerPort:
     """`LearnerPort` of the learner process."""
 
-    def __init__(self, endpoint: str, *, version: int = 0, security: ClientKeys | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        version: int = 0,
+        security: ClientKeys | None = None,
+        identity: RunIdentity = NO_RUN,
+    ) -> None:
         """Connect.
 
         Args:
             endpoint: Of the replay.
             version: Policy version the run begins or resumes at.
             security: The learner's keys, when the replay has some.
+            identity: Of the run.
         """
-        self._link = Connection(endpoint, "learner", "learner", version, security)
+        self._link = Connection(endpoint, "learner", "learner", version, security, identity)
         self._requests = 0
         self._request: _SampleRequest | None = None
         self._reply: Message | None = None

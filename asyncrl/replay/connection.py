@@ -16,12 +16,13 @@ from typing import Any, Final
 import zmq
 
 from asyncrl import __version__
-from asyncrl.errors import ReplayError
+from asyncrl.errors import AttemptEnded, ReplayError
 from asyncrl.messaging.authentication import Handshakes
 from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
+from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
 PING_EVERY: Final = 1.0
 """Seconds; also how often an unanswered question is repeated."""
@@ -31,10 +32,17 @@ class Connection:
     """One DEALER socket that keeps itself introduced."""
 
     def __init__(
-        self, endpoint: str, role: str, name: str, version: int, security: ClientKeys | None = None
+        self,
+        endpoint: str,
+        role: str,
+        name: str,
+        version: int,
+        security: ClientKeys | None = None,
+        identity: RunIdentity = NO_RUN,
     ) -> None:
         """Connect; the replay need not be there yet."""
         self.endpoint, self.role, self.name, self.version = endpoint, role, name, version
+        self._identity = identity
         self.session = os.urandom(8).hex()
         self.server_id = ""
         """Which process of the replay knows this port; empty: none."""
@@ -60,6 +68,7 @@ class Connection:
 
         Raises:
             ReplayError: The replay refused a message or this process, or is of another package version.
+            AttemptEnded: It belongs to a newer start of the run.
             WireError: It speaks another schema version, or garbage.
         """
         with self._lock:
@@ -85,6 +94,8 @@ class Connection:
                 self.stopped = True
             elif message.kind == "refused":
                 raise ReplayError(f"the replay refused a message: {message['reason']}")
+            elif message.kind == "ended":
+                raise AttemptEnded(f"the replay at {self.endpoint}", message["attempt"])
             else:
                 found.append(message)
 
@@ -129,7 +140,15 @@ class Connection:
         self._context.destroy(linger=LINGER_MS)
 
     def _introduce(self) -> None:
-        self.send_now("hello", role=self.role, name=self.name, session=self.session, version=self.version)
+        self.send_now(
+            "hello",
+            role=self.role,
+            name=self.name,
+            session=self.session,
+            version=self.version,
+            secret=self._identity.secret,
+            attempt=self._identity.attempt,
+        )
 
     def _welcome(self, message: Message) -> None:
         if message["package"] != __version__:

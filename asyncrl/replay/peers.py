@@ -17,9 +17,12 @@ from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.replay.join_settings import ROLE, JoinSettings
 from asyncrl.replay.replay import Replay
+from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
 NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
+_VISITORS: Final = 256
+"""Processes that may be asking for the settings at the same time."""
 _LOG = logging.getLogger(__name__)
 _LOGGED: Final = 100
 """Refused messages that are written to the log; all are counted."""
@@ -63,22 +66,80 @@ class PeerSender:
 class Peers:
     """The learner and the actors that are there."""
 
-    def __init__(self, replay: Replay, sender: PeerSender, settings: JoinSettings | None) -> None:
-        """Begin without peers; those of an earlier process introduce themselves again."""
+    def __init__(
+        self,
+        replay: Replay,
+        sender: PeerSender,
+        settings: JoinSettings | None,
+        identity: RunIdentity = NO_RUN,
+        learner_key: bytes = b"",
+    ) -> None:
+        """Begin without peers; those of an earlier process introduce themselves again.
+
+        Args:
+            replay: Of the run.
+            sender: The way back to the peers.
+            settings: What actors that join are told; None: nobody can join.
+            identity: Of the run; who belongs to another one is refused.
+            learner_key: Public key of the learner, where peers have keys.
+        """
         self.replay, self.sender, self.settings = replay, sender, settings
+        self.identity, self._learner_key = identity, learner_key.decode()
         self.server_id = os.urandom(8).hex()
         """Names this process of the replay."""
         self.actors: dict[bytes, str] = {}
         """Routing id -> name of each actor that is there."""
         self.learner = b""
         """The learner's routing id; empty until it is there."""
+        self._visitors: dict[bytes, None] = {}
+        """Who may ask for the settings, the newest last."""
         self._replaced: set[str] = set()
         """Sessions of actors whose name a newer one took."""
         self._told: dict[bytes, int] = {}
         """Actor -> quarantined start states that it knows of: the first of the list."""
 
+    def knows(self, peer: bytes) -> bool:
+        """Whether a peer has introduced itself as a part of this run."""
+        return peer in self.actors or peer == self.learner
+
+    def check(self, message: Message, key: str) -> None:
+        """Refuse who does not belong to this run, or has another role's key, by name.
+
+        Args:
+            message: A `hello`.
+            key: Public key of the peer, as its handshake proved it; empty where there are no keys.
+
+        Raises:
+            WireError: Says why.
+        """
+        check_hello(message)
+        who = f"{message['role'][:40]} {message['name'][:40]!r}"
+        if key and (key == self._learner_key) != (message["role"] == "learner"):
+            raise WireError(f"{who} has the key of another role: the key 'learner' is the learner's alone.")
+        if message["role"] == ROLE and key:
+            return  # Its key admits it; the run's secret is what it comes for.
+        if not self.identity.knows(message["secret"]):
+            raise WireError(
+                f"{who} belongs to another run than this replay, or to none. Perhaps two runs have the same "
+                "--replay.listen: give each its own."
+            )
+        if message["role"] != ROLE and message["attempt"] > self.identity.attempt:
+            raise WireError(f"{who} belongs to a newer start of the run than this replay.")
+
     def hello(self, peer: bytes, message: Message) -> None:
-        """Note a peer and welcome it."""
+        """Note a peer, which `check` let in, and welcome it."""
+        if message["role"] == ROLE:
+            self._visitors.pop(peer, None)
+            self._visitors[peer] = None
+            while len(self._visitors) > _VISITORS:
+                del self._visitors[next(iter(self._visitors))]
+        elif message["attempt"] < self.identity.attempt:
+            _LOG.warning(
+                "%s %r belongs to start %d of the run, this is start %d",
+                *(message["role"], message["name"][:40], message["attempt"], self.identity.attempt),
+            )
+            self.sender.send(peer, "ended", attempt=self.identity.attempt)
+            return
         if message["role"] == "learner":
             self.learner = peer
             self._told.clear()  # A resume may have forgotten some of them.
@@ -103,6 +164,9 @@ class Peers:
 
     def tell_settings(self, peer: bytes, message: Message) -> None:
         """Give one that wants to join a part of the run's settings."""
+        if peer not in self._visitors:
+            self.introduce(peer)
+            return
         name = message["name"]
         part = self.settings.part(message["part"]) if self.settings else None
         if name in self.actors.values() and self.replay.state.limiter.since_heartbeat(name) < NAME_RESERVED:

@@ -30,8 +30,9 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.join_settings import JoinSettings
-from asyncrl.replay.peers import Peers, PeerSender, check_hello
+from asyncrl.replay.peers import Peers, PeerSender
 from asyncrl.replay.replay import Replay
+from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""
@@ -53,6 +54,7 @@ def serve_replay(
     *,
     security: ServerKeys | None = None,
     settings: JoinSettings | None = None,
+    identity: RunIdentity = NO_RUN,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
 ) -> None:
@@ -63,6 +65,7 @@ def serve_replay(
         endpoint: To bind; see `sockets.check_endpoint`.
         security: The replay's keys and whom it admits; None for an endpoint that only this user can reach.
         settings: What actors that join are told; None: nobody can join.
+        identity: Of the run; who belongs to another one is refused.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
 
@@ -77,7 +80,9 @@ def serve_replay(
             if ready is not None:
                 ready()
             replay.write_in_background()
-            ReplayServer(replay, socket, settings).run(stop_event or threading.Event())
+            learner_key = security.learner if security else b""
+            server = ReplayServer(replay, socket, settings, identity, learner_key)
+            server.run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         replay.close()
@@ -91,10 +96,13 @@ class ReplayServer:
         replay: Replay,
         socket: zmq.Socket[bytes],
         settings: JoinSettings | None = None,
+        identity: RunIdentity = NO_RUN,
+        learner_key: bytes = b"",
     ) -> None:
-        """Begin without peers; those of an earlier process introduce themselves again."""
+        """Begin without peers; those of an earlier process introduce themselves again. See `Peers`."""
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
-        self.peers = Peers(replay, self.sender, settings)
+        self.peers = Peers(replay, self.sender, settings, identity, learner_key)
+        self._keyed = bool(learner_key)
         self._served_at = time.monotonic()
         self._acquires: dict[bytes, deque[int]] = {}
         """Actor -> its requests for a group that have no answer."""
@@ -145,15 +153,17 @@ class ReplayServer:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._handle(peer.bytes, [frame.buffer for frame in frames])
+            # What the handshake proved; every frame of a connection has it.
+            key = str(peer.get("User-Id")) if self._keyed else ""
+            self._handle(peer.bytes, [frame.buffer for frame in frames], key)
 
-    def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
+    def _handle(self, peer: bytes, frames: list[Buffer], key: str = "") -> None:
         try:
             message = decode(frames, views=True)
             if message.kind not in self._handlers:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
-                check_hello(message)
+                self.peers.check(message, key)
             elif message.kind == "acquire" and not 1 <= message["groups"] <= MAX_REQUESTS:
                 raise WireError(f"{message['groups']} groups are asked for, expected 1 to {MAX_REQUESTS}.")
             elif message.kind == "failed" and message["cause"] not in CAUSES:
@@ -167,9 +177,10 @@ class ReplayServer:
             self.replay.state.limiter.note_heartbeat(self.peers.actors[peer])
         if message.kind in WITH_EPISODE:
             self._bytes += sum(map(len, frames))
-        if self.replay.stopped and message.kind not in ("bye", "status", "stop"):
+        known = message.kind in ("hello", "settings") or self.peers.knows(peer)
+        if known and self.replay.stopped and message.kind not in ("bye", "status", "stop"):
             self.sender.send(peer, "stopped")
-        elif message.kind in ("hello", "settings") or peer in self.peers.actors or peer == self.peers.learner:
+        elif known:
             self._handlers[message.kind](peer, message)
         elif message.kind != "bye":
             self.peers.introduce(peer)

@@ -20,6 +20,7 @@ from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
+from asyncrl.storage import run_lock
 from asyncrl.storage.atomic import flush, replacing
 
 IMAGES: Final = ("frames", "final_frame", "video")
@@ -210,13 +211,13 @@ def resume_version(folder: Path) -> int | None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the replay's lock, so that no run begins meanwhile.
+    """Hold the locks of run and replay, so that no run begins meanwhile.
 
     Raises:
-        ReplayError: A run holds it, or the folder is read-only.
+        ReplayError: A run holds one, or the folder is read-only.
     """
     try:
-        with (folder / "lock").open("a") as file:
+        with run_lock.owned(folder.parent, f"changing {folder}"), (folder / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     except BlockingIOError:

@@ -5,43 +5,112 @@ runs/2025-01-31_12-00-00/
   metrics.jsonl     one row per update          logs/          output of every process
   tensorboard/      the same as curves          checkpoints/   resumable states
   replay/           episodes (HDF5)             videos/        imagined and evaluated episodes
+  lock              who runs it (`run_lock`)    identity.json  its secret (`run_identity`)
+
+`claim` first takes the lock: what is alive is never touched.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.storage import run_identity, run_lock
 from asyncrl.storage.atomic import write_text
+from asyncrl.storage.run_identity import RunIdentity
+from asyncrl.storage.run_lock import RunLock
 
 TIME = "{time}"
 SUB_FOLDERS = ("logs", "checkpoints", "replay", "videos")
 
 
-def create(config: TrainConfig) -> Path:
-    """Make (or with `--resume` find) the run's folder and write its config.json.
+@dataclass(frozen=True, kw_only=True)
+class ClaimedRun:
+    """A run folder that belongs to this process."""
 
-    Returns:
-        Absolute path.
+    path: Path
+    """Absolute."""
+    identity: RunIdentity
+    """Of this start of the run."""
+    lock: RunLock
+    """Held until it is released or this process ends."""
+
+
+def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
+    """Make (or with `--resume` find) the run's folder, become its owner and write its config.json.
+
+    Args:
+        config: Of the run.
+        again: Folder of a run that torchrun starts again, which went wrong before its first checkpoint.
 
     Raises:
-        ConfigError: the folder exists without `--resume`, nothing can be resumed, or it cannot be written.
+        FolderInUse: A process of the run lives. Nothing was changed.
+        ConfigError: The folder exists without `--resume`, nothing can be resumed, or it cannot be written.
     """
-    folder = locate(config)
+    if again is not None:
+        folder = again
+    elif config.resume:
+        folder = locate(config)
+    else:
+        folder = _make(config.run_dir)
     try:
+        lock = run_lock.acquire(folder)
+        if (
+            again is None
+            and not config.resume
+            and any(path.name != run_lock.NAME for path in folder.iterdir())
+        ):
+            raise _not_empty(folder)  # Another run began in it at the same time.
+        identity = run_identity.next_attempt(folder)
         for name in SUB_FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
-        # A run repeated from its config.json starts afresh, so `resume` is no setting of the run.
-        write_text(folder / "config.json", to_json(dataclasses.replace(config, resume=False)))
+        if again is None:
+            # A run repeated from its config.json starts afresh, so `resume` is no setting of the run.
+            write_text(folder / "config.json", to_json(dataclasses.replace(config, resume=False)))
     except OSError as error:
-        raise ConfigError(
-            f"--run-dir {folder} cannot be written ({error.strerror}). Choose another folder."
-        ) from None
-    return folder.resolve()
+        raise _unwritable(folder, error) from None
+    return ClaimedRun(path=folder.resolve(), identity=identity, lock=lock)
+
+
+def check_free(config: TrainConfig) -> None:
+    """Check early, before models are loaded, that the run to resume is not alive; `claim` is what counts.
+
+    Raises:
+        FolderInUse: It is.
+        ConfigError: As for `locate`.
+    """
+    if config.resume and (owner := run_lock.owner(folder := locate(config))) is not None:
+        raise run_lock.in_use(folder, owner)
+
+
+def _make(template: str) -> Path:
+    """Make the folder of a new run; of two that ask for one name at the same time one gets the next."""
+    while True:
+        folder = _fresh(template)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        try:
+            folder.mkdir(exist_ok=TIME not in template)
+        except FileExistsError:  # Somebody was quicker.
+            continue
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        return folder
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    if isinstance(error, FileExistsError):  # What `mkdir` says of a file among the upper folders.
+        error = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return ConfigError(f"--run-dir {folder} cannot be written ({error.strerror}). Choose another folder.")
 
 
 def locate(config: TrainConfig) -> Path:
@@ -54,18 +123,22 @@ def locate(config: TrainConfig) -> Path:
 
 
 def newest(run_root: Path) -> Path:
-    """Find the run that was started last, by the age of its config.json.
+    """Find the run that was started last, by the age of its config.json, among those that nobody runs.
 
     Raises:
         ConfigError: there is none in `run_root`.
     """
-    runs = sorted(run_root.glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
-    if not runs:
-        raise ConfigError(
-            f"--resume was given, but there is no run in {run_root}. Leave it out, or name a run "
-            "with --run-dir."
-        )
-    return runs[-1].parent
+    runs = sorted(run_root.glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    alive: list[str] = []
+    for config in runs:
+        owner = run_lock.owner(config.parent)
+        if owner is None:
+            return config.parent
+        alive.append(f" {config.parent} is in use by {owner}.")
+    raise ConfigError(
+        f"--resume was given, but there is no run to resume in {run_root}.{''.join(alive[:3])} Leave it out, "
+        "or name a run with --run-dir."
+    )
 
 
 def has_checkpoint(run_dir: Path) -> bool:
@@ -83,11 +156,15 @@ def _fresh(template: str) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--run-dir {folder} is a file. Choose another folder.")
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(
-            f"--run-dir {folder} already exists and is not empty, and a new run would mix with it. "
-            "To continue it add --resume, or choose another folder."
-        )
+        raise _not_empty(folder)
     return folder
+
+
+def _not_empty(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"--run-dir {folder} already exists and is not empty, and a new run would mix with it. "
+        "To continue it add --resume, or choose another folder."
+    )
 
 
 def _to_resume(config: TrainConfig) -> Path:

@@ -24,11 +24,12 @@ import torch
 import zmq
 from torch import Tensor
 
-from asyncrl.errors import WeightSyncError, WireError
+from asyncrl.errors import AttemptEnded, WeightSyncError, WireError
 from asyncrl.messaging.authentication import Handshakes
 from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
+from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 from asyncrl.weights import packing
 from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
 
@@ -59,12 +60,14 @@ class PulledReceiver(BufferedReceiver):
         manifest: packing.Manifest,
         security: ClientKeys | None,
         deadline: float,
+        identity: RunIdentity,
     ) -> None:
+        self._identity = identity
         super().__init__(name, endpoint, manifest, torch.device("cpu"), deadline)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            identity = f"weights-{os.urandom(8).hex()}".encode()
-            self._socket = open_dealer(self._context, endpoint, identity, security)
+            routing_id = f"weights-{os.urandom(8).hex()}".encode()
+            self._socket = open_dealer(self._context, endpoint, routing_id, security)
             tcp = endpoint.startswith("tcp")
             self._handshakes = Handshakes(self._socket, endpoint, "server of weights") if tcp else None
             self._socket.connect(endpoint)
@@ -99,7 +102,14 @@ class PulledReceiver(BufferedReceiver):
 
     def _fetch_newest(self) -> None:
         """Wait for a version newer than the one held and fetch it."""
-        offer = self._ask({"offer", "unchanged"}, "newest", name=self._name, held=self._version)
+        offer = self._ask(
+            {"offer", "unchanged"},
+            "newest",
+            name=self._name,
+            held=self._version,
+            secret=self._identity.secret,
+            attempt=self._identity.attempt,
+        )
         if offer.kind == "unchanged" or offer["version"] <= self._version:
             return
         if offer["manifest"] != zlib.crc32(self._manifest.to_json().encode()):
@@ -178,6 +188,7 @@ class PulledReceiver(BufferedReceiver):
         Raises:
             _Closing: There is nothing more to wait for.
             WeightSyncError: The learner is gone, refuses, or sends damaged messages.
+            AttemptEnded: It belongs to a newer start of the run.
             ReplayError: It does not admit this process.
         """
         if self._closing.is_set():
@@ -203,6 +214,8 @@ class PulledReceiver(BufferedReceiver):
             return None
         if message.kind == "closed":
             raise _Closing
+        if message.kind == "ended":
+            raise AttemptEnded(f"the learner at {self._endpoint}", message["attempt"])
         if message.kind == "refused":
             raise WeightSyncError(f"The learner at {self._endpoint} refused a message: {message['reason']}")
         return message
@@ -223,6 +236,7 @@ def build_pulled_receiver(
     manifest_tensors: Mapping[str, Tensor],
     security: ClientKeys | None = None,
     deadline: float = 60.0,
+    identity: RunIdentity = NO_RUN,
 ) -> PulledReceiver:
     """Begin to fetch versions from a run that this actor joins.
 
@@ -233,8 +247,10 @@ def build_pulled_receiver(
             dtype are read.
         security: This actor's keys, when the run has some.
         deadline: Seconds without an answer after which the learner counts as gone.
+        identity: Of the run that it belongs to.
 
     Raises:
         ConfigError: The endpoint cannot be used safely.
     """
-    return PulledReceiver(endpoint, name, packing.build_manifest(manifest_tensors), security, deadline)
+    manifest = packing.build_manifest(manifest_tensors)
+    return PulledReceiver(endpoint, name, manifest, security, deadline, identity)

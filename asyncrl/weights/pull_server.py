@@ -32,6 +32,7 @@ from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
+from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 from asyncrl.weights import packing
 from asyncrl.weights.double_buffer import DoubleBuffer
 
@@ -131,6 +132,8 @@ class PullSettings:
     """The server's keys and whom it admits; None for an endpoint that only this user reaches."""
     silence: float
     """Seconds without a request after which an actor counts as gone."""
+    identity: RunIdentity = NO_RUN
+    """Of the run; who belongs to another one is refused."""
 
 
 class PullServer:
@@ -147,7 +150,7 @@ class PullServer:
         Raises:
             ConfigError: The endpoint is not allowed, or someone else has it.
         """
-        self._buffers, self._silence = buffers, settings.silence
+        self._buffers, self._silence, self._identity = buffers, settings.silence, settings.identity
         self._copies = HostVersions(buffers, device)
         self._lock = threading.Lock()
         self._pullers: dict[bytes, _Puller] = {}
@@ -254,9 +257,7 @@ class PullServer:
             if message.kind not in self._handlers:
                 raise WireError(f"the learner does not take {message.kind!r}.")
         except WireError as error:
-            self._errors += 1
-            if self._errors <= _LOGGED:
-                _log.warning("refused a message about weights: %s", error)
+            self._note_error(str(error))
             self._send(peer, "refused", reason=str(error)[:1000])
             return
         if puller := self._pullers.get(peer):
@@ -266,11 +267,23 @@ class PullServer:
         else:
             self._handlers[message.kind](peer, message)
 
+    def _note_error(self, why: str) -> None:
+        self._errors += 1
+        if self._errors <= _LOGGED:
+            _log.warning("refused a message about weights: %s", why)
+
     def _newest(self, peer: bytes, message: WeightMessage) -> None:
         """Note who asks and what it holds; the answer comes when there is something newer."""
         now, name = time.monotonic(), message["name"]
         if not name.isprintable() or not 0 < len(name) <= MOST_LETTERS:
             self._send(peer, "refused", reason=f"a name has 1 to {MOST_LETTERS} letters that can be printed.")
+            return
+        if not self._identity.knows(message["secret"]):
+            self._note_error(f"{name!r} belongs to another run than this learner, or to none.")
+            self._send(peer, "refused", reason="this is the learner of another run.")
+            return
+        if message["attempt"] < self._identity.attempt:
+            self._send(peer, "ended", attempt=self._identity.attempt)
             return
         with self._lock:
             puller = self._pullers.get(peer)
@@ -296,7 +309,7 @@ class PullServer:
                 self._send(peer, "unchanged")
 
     def _manifest(self, peer: bytes, message: WeightMessage) -> None:
-        manifest = self._buffers.manifest
+        manifest = self._buffers.manifest if peer in self._pullers else None
         if manifest is None:
             self._send(peer, "gone", version=-1)
         else:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import AttemptEnded, WeightSyncError
 from asyncrl.weights import packing
 from asyncrl.weights.interface import ChannelClosed, Named
 
@@ -109,6 +109,8 @@ class BufferedReceiver:
                 self._changed.wait(wait)
 
     def _require_alive(self) -> None:
+        if isinstance(self._failure, AttemptEnded):
+            raise self._failure
         if self._failure is not None:
             raise WeightSyncError(str(self._failure)) from self._failure
         lost = self._lost_since

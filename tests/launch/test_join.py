@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,10 +16,19 @@ from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.curve_keys import create_keys
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
+from asyncrl.storage.run_identity import NO_RUN
 from support.tiny_models import write_models
-from support.whole_runs import PATIENCE, TRAIN, Program, environment, exit_code, free_port, left_over, rows
-
-ACTOR = [sys.executable, "-m", "asyncrl", "actor"]
+from support.whole_runs import (
+    ACTOR,
+    PATIENCE,
+    TRAIN,
+    Program,
+    environment,
+    exit_code,
+    free_port,
+    left_over,
+    rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +204,12 @@ def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: P
     from asyncrl.config.run import ReplaySettings, TrainConfig, WeightSettings
 
     listen = ReplaySettings(listen="tcp://127.0.0.1:5555")
-    assert endpoints.pull_settings(TrainConfig(replay=listen), tmp_path).listen == "tcp://127.0.0.1:0"
+    assert (
+        endpoints.pull_settings(TrainConfig(replay=listen), tmp_path, "", NO_RUN).listen
+        == "tcp://127.0.0.1:0"
+    )
     own = WeightSettings(listen="tcp://127.0.0.1:5556")
     config = TrainConfig(replay=listen, weights=own)
-    assert endpoints.pull_settings(config, tmp_path).listen == "tcp://127.0.0.1:5556"
+    assert endpoints.pull_settings(config, tmp_path, "", NO_RUN).listen == "tcp://127.0.0.1:5556"
     tmp_path.chmod(0o700)
-    assert endpoints.pull_settings(TrainConfig(), tmp_path).listen == f"ipc://{tmp_path}/weights"
+    assert endpoints.pull_settings(TrainConfig(), tmp_path, "", NO_RUN).listen == f"ipc://{tmp_path}/weights"

@@ -16,7 +16,7 @@ from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import SCHEMA_VERSION
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from support.replay_server import Served
+from support.replay_server import NOBODY, Served
 
 
 def of_another_schema(kind: str, **fields: object) -> list[bytes]:
@@ -81,7 +81,7 @@ def test_another_schema_version_is_named_on_both_sides(
     with Served(tmp_path, endpoint):
         actor = ZmqActorPort(endpoint, "actor-0")
         actor._link.send_frames(
-            list(of_another_schema("hello", role="actor", name="actor-0", session="s", version=0))
+            list(of_another_schema("hello", role="actor", name="actor-0", session="s", version=0, **NOBODY))
         )
         with pytest.raises(ReplayError) as seen:  # What the replay says, in words this side understands.
             actor._link.exchange(5.0)

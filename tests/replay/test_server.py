@@ -28,6 +28,7 @@ from support.episodes import assert_same, make_episode
 from support.replay import Clock
 from support.replay_server import (
     CONFIG,
+    NOBODY,
     ScriptedSocket,
     Served,
     acquire,
@@ -213,7 +214,7 @@ def test_invalid_messages_are_answered_counted_and_survived(tmp_path: Path, endp
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with Served(tmp_path, endpoint):
         stranger = connect_dealer(context, endpoint, b"stranger")
-        hello = encode("hello", role="king", name="x", session="y", version=0)
+        hello = encode("hello", role="king", name="x", session="y", version=0, **NOBODY)
         for frames in ([b"garbage!!"], [b""] * 40, [bytes(hello[0])[:-1] + b"x"], hello):
             stranger.send_multipart(frames)
             assert stranger.poll(5000)

@@ -34,6 +34,10 @@ serve_replay(replay, sys.argv[2], ready=lambda: print("ready", flush=True))
 """
 
 
+NOBODY = {"secret": "", "attempt": 0}
+"""What a peer says of its run where there is none."""
+
+
 class Served:
     """A replay in a thread of this process."""
 

@@ -17,6 +17,7 @@ from support import ROOT
 from support.chaos_run import marked
 
 TRAIN = [sys.executable, "-m", "asyncrl", "train"]
+ACTOR = [sys.executable, "-m", "asyncrl", "actor"]
 PATIENCE = 200.0
 """Seconds a program of a test has to say or do something."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

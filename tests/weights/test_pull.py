@@ -25,6 +25,7 @@ from asyncrl.weights.interface import ChannelClosed, as_weight_source
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.pull_client import PulledReceiver, build_pulled_receiver
 from asyncrl.weights.pull_server import PullSettings
+from support.replay_server import NOBODY
 from support.sockets import connect_dealer
 from support.weights import PATIENCE, policy, raw, swap_until
 
@@ -367,8 +368,8 @@ def test_senseless_requests_are_refused_and_survived(channel: tuple[BroadcastPub
     assert ask([b"garbage!!"]) == "refused"
     assert ask(encode("unchanged")) == "refused"
     assert ask(encode("bytes", **piece)) == "gone", "it never asked what is newest"
-    assert ask(encode("newest", name="\x1b[2J", held=-1)) == "refused"
-    assert ask(encode("newest", name="far", held=-1)) == "offer"
+    assert ask(encode("newest", name="\x1b[2J", held=-1, **NOBODY)) == "refused"
+    assert ask(encode("newest", name="far", held=-1, **NOBODY)) == "offer"
     assert ask(encode("bytes", **piece)) == "chunk"
     for change in ({"buffer": 9}, {"buffer": -1}, {"offset": 10**9}, {"offset": -1}, {"length": 0}):
         assert ask(encode("bytes", None, **(piece | change))) == "refused"
