@@ -105,7 +105,7 @@ def pull_settings(config: TrainConfig, folder: Path) -> PullSettings:
     from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
 
     replay = config.replay.listen
-    beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "weights")
+    beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "pull")
     return PullSettings(
         listen=config.weights.listen or beside,
         security=server_keys(config),

@@ -157,6 +157,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
     ):
         publisher = build_publisher(
             transport,
+            sockets / "weights",
             device=device,
             deadline=config.weights.timeout,
             pulls=endpoints.pull_settings(config, sockets),

@@ -55,6 +55,14 @@ WEIGHTS_PULLED_BYTES = define(
     "Bytes of weights that joined actors fetched.",
     "Grows by `weights/bytes` for each version and joined actor.",
 )
+WRONG_ENTRIES = define(
+    "weights/wrong_entries",
+    Reduction.LAST,
+    "entries",
+    "Wrong entries of the weights' private folder that learner and actors skipped, since each of them began.",
+    "0. Otherwise something else writes into that folder; each is named in the log of the process that read "
+    "it.",
+)
 GROUPS_PER_MINUTE = define(
     "time/groups_per_minute",
     Reduction.MEAN,

@@ -201,4 +201,4 @@ def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: P
     config = TrainConfig(replay=listen, weights=own)
     assert endpoints.pull_settings(config, tmp_path).listen == "tcp://127.0.0.1:5556"
     tmp_path.chmod(0o700)
-    assert endpoints.pull_settings(TrainConfig(), tmp_path).listen == f"ipc://{tmp_path}/weights"
+    assert endpoints.pull_settings(TrainConfig(), tmp_path).listen == f"ipc://{tmp_path}/pull"
