@@ -24,7 +24,9 @@ class Count:
 
 RESPAWNS: Final = Count(total=31, metric=metrics_system.RESPAWNS)
 WRONG_ENTRIES: Final = Count(total=30, metric=metrics_system.WRONG_ENTRIES)
-COUNTS: Final = (RESPAWNS, WRONG_ENTRIES)
+LOST_ROWS: Final = Count(total=29, metric=metrics_system.LOST_ROWS)
+LOST_CURVES: Final = Count(total=28, metric=metrics_system.LOST_CURVES)
+COUNTS: Final = (RESPAWNS, WRONG_ENTRIES, LOST_ROWS, LOST_CURVES)
 
 
 def note(count: Count, amount: float = 1.0) -> None:

@@ -234,6 +234,21 @@ LEARNER_OFFLOADED = define(
     "Device memory that rank 0 gave back while it waited for this batch; with --learner.offload.",
     "About weights, gradient and both moments. 0: the batch was there at once.",
 )
+LOST_ROWS = define(
+    "log/lost_rows",
+    Reduction.LAST,
+    "updates",
+    "Updates whose row of metrics.jsonl was lost, since the learner began.",
+    "0. Otherwise the disk took nothing for so long that the memory for rows was full; the console said when "
+    "it began. Free space on the run's disk.",
+)
+LOST_CURVES = define(
+    "log/lost_curves",
+    Reduction.LAST,
+    "updates",
+    "Updates whose numbers are missing in TensorBoard, since the learner began.",
+    "0. Otherwise as `log/lost_rows`; what is in metrics.jsonl is complete unless that counts too.",
+)
 WIRE_BYTES = define(
     "wire/bytes",
     Reduction.LAST,

@@ -215,6 +215,14 @@ RESPAWN = _define(
     "the back-off of a child that died",
     "it is respawned, up to --actor.max-respawns times in a row",
 )
+ROW = _define(
+    "row",
+    "waiting for metrics.jsonl to be written",
+    "learner",
+    "1, and not at all while rows are late",
+    "the disk",
+    "the learner goes on; rows wait in memory, and are counted when they are lost",
+)
 DISK = _define(
     "disk",
     "waiting for disk space",
