@@ -183,7 +183,7 @@ def main() -> None:
         run_dir = Path(folder)
         process_status.publish_as(run_dir, "learner-0")
         publisher = build_publisher(
-            settings.transport, device=settings.devices[0], deadline=settings.deadline
+            settings.transport, run_dir / "weights", device=settings.devices[0], deadline=settings.deadline
         )
         learner, fleet = Learner(settings, publisher), Fleet(settings, publisher.endpoint)
         learner.publish()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import socket
 import statistics
 import sys
@@ -42,6 +43,7 @@ from weights_parties import (
     shapes_of,
 )
 
+from asyncrl.messaging.sockets import private_folder
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 
 STAGES = ("packing", "summing", "announcing", "broadcasting", "receipts")
@@ -192,8 +194,9 @@ class Channel:
         for pipe in processes.learners:
             pipe.recv()
         transport = transport_of(settings.devices[0], settings.devices[settings.learner_ranks :])
+        self.folder = private_folder()
         self.publisher: BroadcastPublisher = build_publisher(
-            transport, device=self.device, deadline=settings.deadline
+            transport, self.folder / "weights", device=self.device, deadline=settings.deadline
         )
         processes.order("join", transport, self.publisher.endpoint, shapes, dtype)
         self.transport, self.version = transport, -1
@@ -218,6 +221,7 @@ class Channel:
         """End the channel and give its memory back."""
         self.publisher.close()
         self.processes.order("leave")
+        shutil.rmtree(self.folder)
         del self.masters, self.publisher
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.launch.child import redirect_output
@@ -35,8 +36,8 @@ class Task:
 
     number: int
     """Of the pair; no other task of this examination has it."""
-    endpoint: str
-    """Store in which the two meet, 'host:port'."""
+    folder: str
+    """Private, in which the two meet."""
     rank: int
     """0 sends first, then 1."""
     size: int
@@ -103,7 +104,7 @@ def exchange(task: Task, device: str) -> list[float]:
     transport = build_transport("gloo" if on.type == "cpu" else "nccl", on, task.seconds)
     found = []
     for way in range(task.size):
-        store = epoch_store(task.endpoint, task.size * task.number + way, task.seconds)
+        store = epoch_store(Path(task.folder), task.size * task.number + way, task.seconds)
         sends = task.rank == way
         buffer = torch.full((task.bytes,), 1 + way if sends else 0, dtype=torch.uint8, device=on)
         buffers = [buffer] * task.times

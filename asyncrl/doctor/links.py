@@ -22,7 +22,6 @@ from asyncrl.doctor.findings import Examination, Finding, broken, ok, warning
 from asyncrl.doctor.link_member import Task, serve
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.placement import pick_device
-from asyncrl.weights.rendezvous_store import open_store
 
 DEADLINE: Final = 60.0
 """Seconds in which pairs are begun; one that might not end before is left out and named."""
@@ -110,7 +109,6 @@ def measure(
         serve: What a child does, `link_member.serve`.
     """
     until = time.monotonic() + deadline
-    store, endpoint = open_store("127.0.0.1:0")
     # Neighbours first: pairs of one sick device do not take the time of all the others.
     pairs = sorted(combinations(range(len(devices)), 2), key=lambda pair: pair[1] - pair[0]) or [(0,)]
     results = []
@@ -125,7 +123,7 @@ def measure(
                     continue
                 task = Task(
                     number=number,
-                    endpoint=endpoint,
+                    folder=folder,
                     rank=0,
                     size=len(pair),
                     bytes=nbytes,
@@ -136,7 +134,6 @@ def measure(
                 results.append(_measure_pair(processes, name, pair, tasks))
         finally:
             processes.end()
-    del store  # Until here: it serves the endpoint.
     return results
 
 

@@ -183,7 +183,7 @@ def pull_settings(config: TrainConfig, folder: Path, keys: str, identity: RunIde
     from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
 
     replay = config.replay.listen
-    beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "weights")
+    beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "pull")
     return PullSettings(
         listen=config.weights.listen or beside,
         security=server_keys(keys),

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from asyncrl.errors import RunError
 from asyncrl.launch.child import run_child
-from asyncrl.observability import waits
+from asyncrl.observability import counts
 
 MAX_BACK_OFF = 30.0
 """Longest pause before a respawn, in seconds."""
@@ -115,7 +115,7 @@ class Supervisor:
                 return ChildState.BACKING_OFF
             self._due = None
             self.respawns += 1
-            waits.note_respawn()
+            counts.note(counts.RESPAWNS)
             self._child = self._spawn()
             return ChildState.RUNNING
         if self._child.exitcode is None:

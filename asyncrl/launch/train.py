@@ -164,6 +164,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         keys = endpoints.keys_of_run(config, run_dir, placement)
         publisher = build_publisher(
             transport,
+            sockets / "weights",
             device=device,
             deadline=config.weights.timeout,
             pulls=endpoints.pull_settings(config, sockets, keys, start.identity),

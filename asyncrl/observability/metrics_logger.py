@@ -1,5 +1,8 @@
 """Write a run's numbers to metrics.jsonl, TensorBoard and the console.
 
+Files are written by threads of their own (`background_file`): a disk that is full or hangs makes rows and
+curves late, in the end lost and counted, but the learner goes on.
+
 The console shows one row per update, with a header that comes again every 20 rows:
 
     update  success  lag avg/max       kl    clip     grad  groups/min  waiting learner/actors       eta
@@ -20,9 +23,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from asyncrl.observability import counts, curves, waits
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability.background_file import BackgroundFile
 from asyncrl.observability.metrics import Metric, Readings, reduce
 from asyncrl.storage.atomic import write_text
 
@@ -30,6 +35,12 @@ HEADER_EVERY = 20
 """Console rows between two headers."""
 _WINDOW = 20
 """Updates whose pace the remaining time is estimated from."""
+ROW_SECONDS = 1.0
+"""Longest wait of the learner for its row to be written."""
+CLOSE_SECONDS = 5.0
+ROWS_LIMIT = 64 << 20
+"""Bytes of rows that wait in memory while the disk takes none: those of about 10,000 updates."""
+CURVES_LIMIT = 16 << 20
 _BOLD, _RED, _END = "\033[1m", "\033[31m", "\033[0m"
 
 
@@ -106,7 +117,10 @@ def duration(seconds: float) -> str:
 
 
 class MetricsLogger:
-    """Writes what a run measured. Opened by the learner only; every row is on disk when `write` returns."""
+    """Writes what a run measured. Opened by the learner only.
+
+    A row is in its file when `write` returns, unless the disk needs longer than ROW_SECONDS.
+    """
 
     def __init__(
         self,
@@ -128,20 +142,28 @@ class MetricsLogger:
             stream: Console; standard output when None.
             clock: Seconds since 1970.
         """
-        from tensorboardX import SummaryWriter
-
         self._updates = updates
         self._log_every = log_every
         self._stream = sys.stdout if stream is None else stream
         self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
         self._clock = clock
-        self._pace: deque[tuple[int, float]] = deque([(resume_step, clock())], maxlen=_WINDOW + 1)
+        began = clock()
+        self._pace: deque[tuple[int, float]] = deque([(resume_step, began)], maxlen=_WINDOW + 1)
         self._unshown: list[Readings] = []
         self._rows_shown = 0
         path = run_dir / "metrics.jsonl"
         cut_rows_after(path, resume_step)
-        self._rows = path.open("a", encoding="utf-8")
-        self._curves = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1, flush_secs=10)
+        self._rows = BackgroundFile(
+            path, "rows of metrics.jsonl", limit=ROWS_LIMIT, lost=counts.LOST_ROWS, tell=self.banner
+        )
+        self._curves = BackgroundFile(
+            curves.event_file(run_dir / "tensorboard"),
+            "curves",
+            limit=CURVES_LIMIT,
+            lost=counts.LOST_CURVES,
+            tell=self.banner,
+        )
+        self._curves.add(curves.beginning(resume_step + 1, began))
 
     def write(self, step: int, values: Mapping[Metric, float]) -> None:
         """Record one update everywhere; the console shows every `log_every`-th and the last one.
@@ -153,10 +175,11 @@ class MetricsLogger:
         now = self._clock()
         # JSON has no NaN and no infinity; null is what every reader understands.
         finite = {x.name: value if math.isfinite(value) else None for x, value in values.items()}
-        self._rows.write(json.dumps({"step": step, "time": round(now, 3)} | finite) + "\n")
-        self._rows.flush()
-        for metric, value in values.items():
-            self._curves.add_scalar(metric.name, value, step, walltime=now)
+        row = json.dumps({"step": step, "time": round(now, 3)} | finite) + "\n"
+        self._rows.add(row.encode())
+        self._curves.add(curves.scalars(step, values, now))
+        with waits.waiting(waits.ROW, ROW_SECONDS):
+            self._rows.settle(ROW_SECONDS)
         self._pace.append((step, now))
         self._unshown.append(values)
         if step % self._log_every == 0 or step >= self._updates:
@@ -168,9 +191,10 @@ class MetricsLogger:
         self._print(text, _BOLD)
 
     def close(self) -> None:
-        """Finish the files. Safe to call twice."""
-        self._rows.close()
-        self._curves.close()
+        """Finish the files, as far as the disk allows it in CLOSE_SECONDS. Safe to call twice."""
+        until = time.monotonic() + CLOSE_SECONDS
+        self._rows.close(CLOSE_SECONDS)
+        self._curves.close(max(0.1, until - time.monotonic()))
 
     def __enter__(self) -> MetricsLogger:
         """Close at the end of a `with` block."""

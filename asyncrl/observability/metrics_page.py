@@ -21,6 +21,7 @@ SECTIONS: Final = {
     "actor/": "Slots and memory of the actors.",
     "learner/": "Device memory of the learner.",
     "wire/": "Messages between processes.",
+    "log/": "What could not be written down.",
     "eval/": "The truth.",
 }
 """Prefix of names -> what its metrics are about. A metric belongs to the first prefix that fits."""

@@ -55,6 +55,14 @@ WEIGHTS_PULLED_BYTES = define(
     "Bytes of weights that joined actors fetched.",
     "Grows by `weights/bytes` for each version and joined actor.",
 )
+WRONG_ENTRIES = define(
+    "weights/wrong_entries",
+    Reduction.LAST,
+    "entries",
+    "Wrong entries of the weights' private folder that learner and actors skipped, since each of them began.",
+    "0. Otherwise something else writes into that folder; each is named in the log of the process that read "
+    "it.",
+)
 GROUPS_PER_MINUTE = define(
     "time/groups_per_minute",
     Reduction.MEAN,
@@ -225,6 +233,21 @@ LEARNER_OFFLOADED = define(
     "bytes",
     "Device memory that rank 0 gave back while it waited for this batch; with --learner.offload.",
     "About weights, gradient and both moments. 0: the batch was there at once.",
+)
+LOST_ROWS = define(
+    "log/lost_rows",
+    Reduction.LAST,
+    "updates",
+    "Updates whose row of metrics.jsonl was lost, since the learner began.",
+    "0. Otherwise the disk took nothing for so long that the memory for rows was full; the console said when "
+    "it began. Free space on the run's disk.",
+)
+LOST_CURVES = define(
+    "log/lost_curves",
+    Reduction.LAST,
+    "updates",
+    "Updates whose numbers are missing in TensorBoard, since the learner began.",
+    "0. Otherwise as `log/lost_rows`; what is in metrics.jsonl is complete unless that counts too.",
 )
 WIRE_BYTES = define(
     "wire/bytes",

@@ -218,6 +218,34 @@ def started(pid: int) -> int:
     return int(fields[19]) if fields and fields[0] not in "ZX" else 0
 
 
+def is_gone(pid: int, began: int) -> bool:
+    """Tell whether a process has ended; also when this process may open no further file.
+
+    Args:
+        pid: Its id, which another process may have by now.
+        began: What `started` said of it; with 0 nobody can tell.
+    """
+    if not began:
+        return False
+    try:
+        fields = _read_stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:  # It cannot be read now; asking for the id needs no file.
+        return not _exists(pid)
+    return fields[0] in "ZX" or int(fields[19]) != began
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def is_stopped(pid: int) -> bool:
     """Tell whether a process was halted, by SIGSTOP or a debugger."""
     return _stat(pid)[:1] in (["T"], ["t"])
@@ -226,9 +254,13 @@ def is_stopped(pid: int) -> bool:
 def _stat(pid: int) -> list[str]:
     """Read the fields of /proc/PID/stat from the state on (number 3 in its manual page)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return _read_stat(pid)
     except OSError:
         return []
+
+
+def _read_stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _status_files(run_dir: Path) -> dict[str, bytes]:
@@ -255,7 +287,7 @@ def _process(role: str, content: bytes) -> Process:
         for since, allowed, thread, what in rows
         if since > 0
     )
-    return Process(role=role, pid=pid, alive=started(pid) == began, activities=activities)
+    return Process(role=role, pid=pid, alive=not is_gone(pid, began), activities=activities)
 
 
 def _text(raw: bytes) -> str:

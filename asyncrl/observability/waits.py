@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl.observability import metrics_replay, metrics_system, process_status
+from asyncrl.observability import counts, metrics_replay, process_status
 from asyncrl.observability.metrics import Metric, Reduction, define
 
 _PREFIX: Final = "wait/"
-_RESPAWNS: Final = 31
-"""Number of the total of respawns in `process_status`."""
 GRACE: Final = 60.0
 """Seconds beyond its own deadline, which progress renews, after which a wait counts as a hang."""
 
@@ -225,6 +223,14 @@ RESPAWN = _define(
     "the back-off of a child that died",
     "it is respawned, up to --actor.max-respawns times in a row",
 )
+ROW = _define(
+    "row",
+    "waiting for metrics.jsonl to be written",
+    "learner",
+    "1, and not at all while rows are late",
+    "the disk",
+    "the learner goes on; rows wait in memory, and are counted when they are lost",
+)
 DISK = _define(
     "disk",
     "waiting for disk space",
@@ -252,18 +258,13 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
         yield
 
 
-def note_respawn() -> None:
-    """Count a child that was respawned."""
-    process_status.count(_RESPAWNS, 1)
-
-
 def wait_metrics() -> dict[Metric, float]:
-    """Read the seconds of every wait, and respawns, of this host's processes since each of them began."""
+    """Read the seconds of every wait, and all `counts`, of this host's processes since each of them began."""
     totals = process_status.totals()
     if not totals:
         return {}
     waited = {w.metric: totals[w.total] for w in WAITS.values() if w.metric.name.startswith(_PREFIX)}
-    return waited | {metrics_system.RESPAWNS: totals[_RESPAWNS]}
+    return waited | counts.read(totals)
 
 
 def as_markdown() -> str:

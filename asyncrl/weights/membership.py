@@ -1,13 +1,14 @@
-"""Agree through one loopback TCPStore who takes part in the weight group, epoch by epoch.
+"""Agree through one table in the run's private folder who takes part in the weight group, epoch by epoch.
 
 Actors come and go; a group of a fixed set of members lives for one *epoch*. In order:
 
     learner (`WeightGroup`)                                    actor (`Membership`)
+    0  set `learner`: who it is
                                                           1  append itself to `joins`, under a fresh ticket
     2  read `joins`; set `offer` = epoch, members
-                                                          3  find itself in it; set `e<epoch>/ready/<ticket>`
-    4  all ready: set `e<epoch>/form`, form the link      5  see `form`, form the link
-    6  set `e<epoch>/send/<k>`, send the buffers          7  receive, set `e<epoch>/took/<k>/<ticket>`
+                                                          3  find itself in it; set `e<epoch>.ready.<ticket>`
+    4  all ready: set `e<epoch>.form`, form the link      5  see `form`, form the link
+    6  set `e<epoch>.send.<k>`, send the buffers          7  receive, set `e<epoch>.took.<k>.<ticket>`
        (6 and 7 repeat with k = 0, 1, 2 ...)
     8  a registration, a failure: drop the link, 2        8  a newer offer: drop the link, 3; not in it: 1
 
@@ -15,9 +16,11 @@ Who sets a key that another waits for wakes the other (`WakeUpSocket`), so that 
 millisecond; who missed that polls within IDLE_POLL_SECONDS.
 
 A member that is not ready in time is left behind: it is absent from the next offer and registers again when
-it can. A failed member sets `e<epoch>/broken`, so that the learner need not wait for its deadline. One that
+it can. A failed member sets `e<epoch>.broken`, so that the learner need not wait for its deadline. One that
 died says nothing: NCCL would wait for it for ever. All are processes of this host, so the learner asks the
-operating system.
+operating system, and the actors ask it whether the learner lives.
+
+An entry that is not what it should be is skipped and counted (`table_entries.read`).
 """
 
 from __future__ import annotations
@@ -26,112 +29,62 @@ import contextlib
 import json
 import os
 import secrets
-import select
-import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
-
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability import process_status
-
-_HOST = "127.0.0.1"
-
-
-class WakeUpSocket:
-    """A datagram socket on which a process waits. One thread waits; any thread may wake others or itself."""
-
-    def __init__(self) -> None:
-        """Bind to a port of the loopback device that the system chooses."""
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind((_HOST, 0))
-        self._socket.setblocking(False)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-        self.port: int = self._socket.getsockname()[1]
-        """Where others send to."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until woken, at most `seconds`. Returns whether that happened since the last wait."""
-        if not self._poll.poll(1000 * seconds):
-            return False
-        with contextlib.suppress(BlockingIOError):  # All are read: one poll answers them all.
-            while True:
-                self._socket.recv(1)
-        return True
-
-    def wake(self, *ports: int) -> None:
-        """Wake the processes at `ports`; 0 is nobody's."""
-        for port in ports:
-            if port:
-                # Full, closed or gone: whoever is there polls later.
-                with contextlib.suppress(OSError):
-                    self._socket.sendto(b"!", (_HOST, port))
-
-    def wake_all(self, ports: Iterable[int]) -> None:
-        """Wake each of these processes once."""
-        self.wake(*set(ports))
-
-    def close(self) -> None:
-        """Free the port."""
-        self._socket.close()
-
+from asyncrl.weights import table_entries
+from asyncrl.weights.folder_table import FolderTable, TableError, TableGone
+from asyncrl.weights.packing import Manifest
+from asyncrl.weights.rendezvous_store import link_key
+from asyncrl.weights.table_entries import EpochOffer, LearnerProcess, Member, VersionHeader
+from asyncrl.weights.wake_up import WakeUpSocket
 
 POLL_SECONDS = 0.02
-"""Pause between two polls of the store while an answer is expected."""
+"""Pause between two polls of the table while an answer is expected."""
 IDLE_POLL_SECONDS = 0.1
-"""Pause between two polls of the store while nothing is expected and nobody wakes this process."""
+"""Pause between two polls of the table while nothing is expected and nobody wakes this process."""
 READY_SECONDS = 2.0
 """Longest wait for the members' answer to an offer, which involves no weights."""
 STOPPED_SECONDS = 2.0
 """A member whose process is halted for so long is left behind; a profiler halts one for less."""
+MAX_MANIFEST: Final = 64 << 20
+"""Bytes of a manifest; one of 10,000 tensors has about 1 MB."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One registration of an actor."""
-
-    name: str
-    ticket: str
-    refused: str = ""
-    """Why the actor will not take part; empty for a proper member."""
-    leaving: bool = False
-    """Takes the registration of this ticket back."""
-    pid: int = 0
-    started: int = 0
-    """See `process_status.started`; 0 where the system does not tell."""
-    wake_up_port: int = 0
-    """Of its `WakeUpSocket`."""
+class LearnerGone(TableGone):
+    """The learner's process is not there any more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochOffer:
-    """One epoch as the learner announced it. The learner has rank 0, members[i] has rank i + 1."""
+def connect(folder: Path) -> tuple[FolderTable, LearnerProcess]:
+    """Reach the table of a learner in `folder`; returns it and who made it.
 
-    epoch: int
-    members: tuple[Member, ...]
-    seen: int
-    """How many registrations the learner had read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VersionHeader:
-    """What precedes a broadcast."""
-
-    version: int
-    buffer_index: int
-    """Which of the learner's two buffer sets holds the version."""
-    checksum: int
+    Raises:
+        WeightSyncError: there is no learner, or others can enter the folder.
+    """
+    try:
+        table = FolderTable(folder)
+        raw = table.get("learner") or b""
+        learner = table_entries.read(table, "learner", raw, table_entries.parse_learner) if raw else None
+        if learner and not learner.gone:
+            return table, learner
+        why = "its process is gone" if learner else "it does not say who it is"
+    except TableGone as error:
+        why = str(error)
+    raise WeightSyncError(
+        f"No learner publishes weights in {folder} ({why}). Is the learner still running?"
+    ) from None
 
 
 class WeightGroup:
     """The learner's view: who registered, who is a member of the current epoch. Used by one thread."""
 
-    def __init__(self, store: Store, wake_up: WakeUpSocket) -> None:
-        self._store, self._wake_up = store, wake_up
+    def __init__(self, table: FolderTable, wake_up: WakeUpSocket) -> None:
+        self._table, self._wake_up = table, wake_up
         self._seen = 0
         self.epoch = 0
         self.members: tuple[Member, ...] = ()
@@ -143,29 +96,36 @@ class WeightGroup:
         self.changed = False
         """The members are not those of the last offer, or its epoch failed."""
         self._stopped_since: dict[str, float] = {}
-        store.set("wake_up_port", str(wake_up.port))
-        store.set("joins", "")
+        pid = os.getpid()
+        me = LearnerProcess(pid=pid, started=process_status.started(pid), wake_up=wake_up.name)
+        table.set("learner", json.dumps(asdict(me)).encode())
 
     def admit(self) -> bool:
         """Read new registrations, and leave behind who died. Returns whether there were registrations."""
-        rows = self._store.get("joins").decode().splitlines()
-        fresh, self._seen = rows[self._seen :], len(rows)
-        for row in fresh:
-            member = Member(**json.loads(row))
-            if member.refused:
-                self.refused[member.name] = member.refused
-                continue
-            self.refused.pop(member.name, None)
-            # A name that registers again is an actor that was respawned: its former self is gone.
-            gone = {other for other in self.members if other.name == member.name}
-            if member.leaving:
-                gone = {other for other in gone if other.ticket == member.ticket}
-            staying = tuple(other for other in self.members if other not in gone)
-            self.members = staying if member.leaving else (*staying, member)
-            self.changed |= bool(gone) or not member.leaving
+        fresh = self._table.read_lines("joins", self._seen)
+        self._seen = fresh.end
+        for line in fresh.lines:
+            if member := table_entries.read(self._table, "joins", line, table_entries.parse_member):
+                self._register(member, line)
         if lost := [member for member in self.members if self._lost(member)]:
             self.exclude(lost)
-        return bool(fresh)
+        return bool(fresh.lines)
+
+    def _register(self, member: Member, line: bytes) -> None:
+        if len(self.members) + len(self.refused) >= table_entries.MAX_MEMBERS and not member.leaving:
+            self._table.note_wrong("joins", line, f"registers more than {table_entries.MAX_MEMBERS} actors")
+            return
+        if member.refused:
+            self.refused[member.name] = member.refused
+            return
+        self.refused.pop(member.name, None)
+        # A name that registers again is an actor that was respawned: its former self is gone.
+        gone = {other for other in self.members if other.name == member.name}
+        if member.leaving:
+            gone = {other for other in gone if other.ticket == member.ticket}
+        staying = tuple(other for other in self.members if other not in gone)
+        self.members = staying if member.leaving else (*staying, member)
+        self.changed |= bool(gone) or not member.leaving
 
     def offer(self) -> int:
         """Announce a new epoch of the current members and return it."""
@@ -173,9 +133,9 @@ class WeightGroup:
         self.changed = False
         former, self.offered = self.offered, self.members
         members = [[member.name, member.ticket] for member in self.members]
-        offer = {"epoch": self.epoch, "members": members, "seen": self._seen}
-        self._store.set("offer", json.dumps(offer))
+        self._set("offer", {"epoch": self.epoch, "members": members, "seen": self._seen})
         self._wake(former + self.members)
+        self._forget_earlier_epochs()
         return self.epoch
 
     @property
@@ -185,8 +145,8 @@ class WeightGroup:
 
     def missing(self, what: str) -> list[Member]:
         """List the members that have not answered `what` in this epoch."""
-        keys = {member: f"e{self.epoch}/{what}/{member.ticket}" for member in self.offered}
-        return [member for member, key in keys.items() if not self._store.check([key])]
+        keys = {member: f"e{self.epoch}.{what}.{member.ticket}" for member in self.offered}
+        return [member for member, key in keys.items() if not self._table.check(key)]
 
     def exclude(self, late: list[Member]) -> None:
         """Go on without `late`; they see it in the next offer and may register again."""
@@ -199,70 +159,95 @@ class WeightGroup:
             return False
         if not process_status.is_stopped(member.pid):
             self._stopped_since.pop(member.ticket, None)
-            return process_status.started(member.pid) != member.started
+            return process_status.is_gone(member.pid, member.started)
         since = self._stopped_since.setdefault(member.ticket, time.monotonic())
         return time.monotonic() - since > STOPPED_SECONDS
 
     def confirm(self) -> None:
         """Tell the members, all of which are ready, to form the link."""
-        self._store.set(f"e{self.epoch}/form", "1")
+        self._table.set(f"e{self.epoch}.form", b"1")
         self._wake(self.offered)
 
     def announce(self, k: int, header: VersionHeader) -> None:
         """Tell the members that broadcast number `k` of this epoch begins."""
-        value = {"version": header.version, "slot": header.buffer_index, "checksum": header.checksum}
-        self._store.set(f"e{self.epoch}/send/{k}", json.dumps(value))
+        self._set(f"e{self.epoch}.send.{k}", asdict(header))
         self._wake(self.offered)
 
     def clean_up(self, k: int) -> None:
         """Delete the keys of broadcast `k`, which every member has taken."""
         for member in self.offered:
-            self._store.delete_key(f"e{self.epoch}/took/{k}/{member.ticket}")
-        self._store.delete_key(f"e{self.epoch}/send/{k}")
+            self._table.delete(f"e{self.epoch}.took.{k}.{member.ticket}")
+        self._table.delete(f"e{self.epoch}.send.{k}")
+
+    def forget_link(self) -> None:
+        """Delete the store of this epoch's link, which is formed or given up.
+
+        While its file is there, torch's destructor of the store writes into it, and would end the process
+        on a full disk.
+        """
+        self._table.delete(link_key(self.epoch))
 
     def broken(self) -> str:
         """Return what a member reported as its failure in this epoch; empty when there is none."""
-        key = f"e{self.epoch}/broken"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        raw = self._table.get(f"e{self.epoch}.broken") or b""
+        return raw[: table_entries.LONGEST_TEXT].decode(errors="replace")
 
     def announce_close(self, seconds: float) -> None:
         """Tell the members that this was all, and give them `seconds` to read it."""
-        self._store.set("closed", "1")
+        self._table.set("closed", b"1")
         self._wake(self.members)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.admit()
-            if all(self._store.check([f"bye/{member.ticket}"]) for member in self.members):
+            if all(self._table.check(f"bye.{member.ticket}") for member in self.members):
                 return
             self._wake_up.wait(POLL_SECONDS)
 
+    def _forget_earlier_epochs(self) -> None:
+        """Delete what earlier epochs left in the table, also what a late member set since."""
+        for key in self._table.list_keys():
+            epoch = table_entries.epoch_of(key)
+            if epoch is not None and epoch < self.epoch:
+                self._table.delete(key)
+
+    def _set(self, key: str, value: dict[str, Any]) -> None:
+        self._table.set(key, json.dumps(value).encode())
+
     def _wake(self, members: Iterable[Member]) -> None:
-        self._wake_up.wake_all(member.wake_up_port for member in members)
+        self._wake_up.wake_all(member.wake_up for member in members)
 
 
 class Membership:
     """One actor's view: its registration and the offers it finds itself in. Used by one thread."""
 
-    def __init__(self, store: Store, name: str, wake_up: WakeUpSocket) -> None:
-        self._store, self._wake_up = store, wake_up
-        self._learner_port = 0
+    def __init__(self, table: FolderTable, learner: LearnerProcess, name: str, wake_up: WakeUpSocket) -> None:
+        self._table, self._learner, self._wake_up = table, learner, wake_up
         self.name = name
         self.ticket = ""
-        self._index = -1
+        self._registered_at = 0
         self._raw = b""
         self._offer = EpochOffer(epoch=0, members=(), seen=0)
 
-    def manifest(self) -> bytes:
-        """Return the learner's manifest; empty while it has not published anything."""
-        return self._store.get("manifest") if self._store.check(["manifest"]) else b""
+    def manifest(self) -> Manifest | None:
+        """Return the learner's manifest; None while it has not published anything.
+
+        Raises:
+            LearnerGone: it ended.
+        """
+        self._require_learner()
+        raw = self._table.get("manifest", MAX_MANIFEST)
+        if raw is None:
+            return None
+        try:
+            return Manifest.from_json(raw)
+        except WeightSyncError as error:
+            self._table.note_wrong("manifest", raw, f"is wrong ({error})")
+            return None
 
     def register(self, refused: str = "") -> None:
         """Ask for a place in the next epoch, or (`refused`) tell why not."""
         self.ticket = secrets.token_hex(8)
-        self._learner_port = int(self._store.get("wake_up_port"))
-        row = self._append(refused=refused)
-        rows = self._store.get("joins").decode().splitlines()
-        self._index = rows.index(row)
+        self._registered_at = self._append(refused=refused[: table_entries.LONGEST_TEXT])
 
     def leave(self) -> None:
         """Take the registration back, so that the learner need not find out by waiting."""
@@ -271,11 +256,11 @@ class Membership:
 
     def offer(self) -> EpochOffer:
         """Return the newest offer; epoch 0 before the first."""
-        raw = self._store.get("offer") if self._store.check(["offer"]) else b""
-        if raw != self._raw:
-            row = json.loads(raw)
-            members = tuple(Member(name=name, ticket=ticket) for name, ticket in row["members"])
-            self._raw, self._offer = raw, EpochOffer(epoch=row["epoch"], members=members, seen=row["seen"])
+        raw = self._table.get("offer") or b""
+        if raw and raw != self._raw:
+            self._raw = raw
+            found = table_entries.read(self._table, "offer", raw, table_entries.parse_offer)
+            self._offer = found or self._offer
         return self._offer
 
     def rank(self, offer: EpochOffer) -> int:
@@ -289,7 +274,7 @@ class Membership:
         Raises:
             WeightSyncError: another actor took its name.
         """
-        if self._index >= offer.seen or self.rank(offer):
+        if self._registered_at > offer.seen or self.rank(offer):
             return False
         if any(member.name == self.name for member in offer.members):
             raise WeightSyncError(
@@ -299,50 +284,69 @@ class Membership:
         return True
 
     def superseded(self, epoch: int) -> str:
-        """Return why work for `epoch` is in vain; empty when it is not."""
+        """Return why work for `epoch` is in vain; empty when it is not.
+
+        Raises:
+            LearnerGone: the learner ended.
+        """
+        self._require_learner()
         newest = self.offer().epoch
         return f"the learner went on to epoch {newest}" if newest != epoch else ""
 
     def ready(self, epoch: int) -> None:
         """Accept the offer of `epoch`."""
-        self._tell(f"e{epoch}/ready/{self.ticket}", "1")
+        self._tell(f"e{epoch}.ready.{self.ticket}", "1")
 
     def confirmed(self, epoch: int) -> bool:
         """Tell whether all members of `epoch` were ready."""
-        return self._store.check([f"e{epoch}/form"])
+        return self._table.check(f"e{epoch}.form")
 
     def header(self, epoch: int, k: int) -> VersionHeader | None:
         """Return the header of broadcast `k`, when it began."""
-        key = f"e{epoch}/send/{k}"
-        if not self._store.check([key]):
-            return None
-        told = json.loads(self._store.get(key))
-        return VersionHeader(version=told["version"], buffer_index=told["slot"], checksum=told["checksum"])
+        key = f"e{epoch}.send.{k}"
+        raw = self._table.get(key)
+        return table_entries.read(self._table, key, raw, table_entries.parse_header) if raw else None
 
     def took(self, epoch: int, k: int) -> None:
         """Tell the learner that broadcast `k` arrived complete."""
-        self._tell(f"e{epoch}/took/{k}/{self.ticket}", "1")
+        self._tell(f"e{epoch}.took.{k}.{self.ticket}", "1")
 
     def report_failure(self, epoch: int, problem: str) -> None:
         """Tell the learner that this epoch cannot go on."""
-        self._tell(f"e{epoch}/broken", f"{self.name}: {problem}")
+        self._tell(f"e{epoch}.broken", f"{self.name}: {problem}"[: table_entries.LONGEST_TEXT])
 
     def is_closed(self) -> bool:
-        """Tell whether the learner ended the channel, and let it know that this was read."""
-        if not self._store.check(["closed"]):
+        """Tell whether the learner ended the channel, and let it know that this was read.
+
+        Raises:
+            LearnerGone: it ended without a word.
+        """
+        if not self._table.check("closed"):
+            self._require_learner()
             return False
-        self._tell(f"bye/{self.ticket}", "1")
+        # It was read, which is what counts here; the learner does not wait for long.
+        with contextlib.suppress(TableError, TableGone):
+            self._tell(f"bye.{self.ticket or 'nobody'}", "1")
         return True
 
-    def _tell(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-        self._wake_up.wake(self._learner_port)
+    def _require_learner(self) -> None:
+        if self._learner.gone:
+            raise LearnerGone(f"the learner's process {self._learner.pid} is gone")
 
-    def _append(self, **row: Any) -> str:
-        pid, port = os.getpid(), self._wake_up.port
-        process = {"pid": pid, "started": process_status.started(pid), "wake_up_port": port}
-        text = json.dumps({"name": self.name, "ticket": self.ticket, **process, **row})
-        store: Any = self._store
-        store.append("joins", text + "\n")  # atomic, unlike a counter and a key that belongs to it
-        self._wake_up.wake(self._learner_port)
-        return text
+    def _tell(self, key: str, value: str) -> None:
+        self._table.set(key, value.encode())
+        self._wake_up.wake(self._learner.wake_up)
+
+    def _append(self, **row: Any) -> int:
+        pid = os.getpid()
+        me = Member(
+            name=self.name,
+            ticket=self.ticket,
+            pid=pid,
+            started=process_status.started(pid),
+            wake_up=self._wake_up.name,
+            **row,
+        )
+        end = self._table.append("joins", json.dumps(asdict(me)).encode())
+        self._wake_up.wake(self._learner.wake_up)
+        return end

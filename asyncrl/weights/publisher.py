@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics_system as m
@@ -27,19 +27,19 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
 from asyncrl.weights.double_buffer import DoubleBuffer, PackedVersion
+from asyncrl.weights.folder_table import FolderTable, TableError
 from asyncrl.weights.interface import WeightSource, as_weight_source
 from asyncrl.weights.membership import (
     IDLE_POLL_SECONDS,
     POLL_SECONDS,
     READY_SECONDS,
-    Member,
-    VersionHeader,
-    WakeUpSocket,
     WeightGroup,
 )
 from asyncrl.weights.pull_server import PullServer, PullSettings
-from asyncrl.weights.rendezvous_store import epoch_store, open_store
-from asyncrl.weights.transports.interface import Transport, build_transport
+from asyncrl.weights.rendezvous_store import epoch_store
+from asyncrl.weights.table_entries import Member, VersionHeader
+from asyncrl.weights.transports.interface import Link, Transport, build_transport
+from asyncrl.weights.wake_up import WakeUpSocket
 
 PACKING_POLL_SECONDS = 0.0005
 """Pause between two polls of whether the device has packed a version."""
@@ -71,24 +71,23 @@ class BroadcastTimings:
 
 
 class BroadcastPublisher:
-    """Publishes over a store and a transport. See `interface.Publisher`; build it with `build_publisher`."""
+    """Publishes over a table and a transport. See `interface.Publisher`; build it with `build_publisher`."""
 
     def __init__(
         self,
         transport: Transport,
-        store: Store,
-        endpoint: str,
+        table: FolderTable,
         deadline: float,
         serve_pulls: Callable[[DoubleBuffer], PullServer] | None = None,
     ) -> None:
-        self.endpoint = endpoint
-        """'host:port' that the actors' `build_receiver` needs."""
-        self._transport, self._store, self._deadline = transport, store, deadline
+        self.endpoint = str(table.folder)
+        """Folder that the actors' `build_receiver` needs."""
+        self._transport, self._table, self._deadline = transport, table, deadline
         self._buffers = DoubleBuffer(transport.device)
         self.pulls = serve_pulls(self._buffers) if serve_pulls else None
         """Serves actors that join; absent when nobody can."""
-        self._wake_up = WakeUpSocket()
-        self._weight_group = WeightGroup(store, self._wake_up)
+        self._wake_up = WakeUpSocket(table.folder)
+        self._weight_group = WeightGroup(table, self._wake_up)
         self._session = TransportSession(deadline, self._given_up)
         self._k = 0
         self._sent_in_epoch = -1
@@ -112,7 +111,7 @@ class BroadcastPublisher:
         """Copy the weights and return at once. See `interface.Publisher.publish`."""
         self._require_alive()
         self._buffers.pack(as_weight_source(weights), version)
-        self._wake_up.wake(self._wake_up.port)
+        self._wake_up.wake(self._wake_up.name)
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Wait until `actors` actors hold `version`. See `interface.Publisher`."""
@@ -159,7 +158,7 @@ class BroadcastPublisher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._wake_up.wake(self._wake_up.port)
+        self._wake_up.wake(self._wake_up.name)
         if self.pulls is not None:
             self.pulls.close()
         self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
@@ -199,9 +198,11 @@ class BroadcastPublisher:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if not self._step():
+                if not self._try_step():
                     self._pause()
             self._weight_group.announce_close(CLOSE_SECONDS)
+        except TableError as error:
+            _log.warning("The actors were not told that the run is over: %s", error)
         except Exception as error:  # the thread's boundary: the next publish raises it
             with self._changed:
                 self._failure = error
@@ -223,12 +224,20 @@ class BroadcastPublisher:
             while not self._packing.complete and time.monotonic() < until:
                 time.sleep(PACKING_POLL_SECONDS)
 
+    def _try_step(self) -> bool:
+        """Do a step; one that the operating system does not allow now is done again later."""
+        try:
+            return self._step()
+        except TableError as error:
+            self._note_failure(str(error))
+            return False
+
     def _step(self) -> bool:
         """Look for new members and versions. Returns whether one was sent."""
         if (manifest := self._buffers.manifest) is None:
             return False
         if self._weight_group.epoch == 0:
-            self._store.set("manifest", manifest.to_json())
+            self._table.set("manifest", manifest.to_json().encode())
         self._weight_group.admit()
         if self._weight_group.changed or self._weight_group.epoch == 0:
             self._attempt("forming the weight group", self._form)
@@ -252,20 +261,29 @@ class BroadcastPublisher:
         try:
             action()
         except WeightSyncError as error:
-            level = logging.INFO if self._closing else logging.WARNING  # At the end of a run nobody waits.
-            _log.log(
-                level, "Epoch %d of the weight group (%s) ended: %s", self._weight_group.epoch, names, error
+            self._note_failure(
+                f"Epoch {self._weight_group.epoch} of the weight group ({names}) ended: {error}"
             )
             self._weight_group.changed = True
-            self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
-            self._session.drop()
+            self._drop_session()
             return False
         self._waiting_for = "waiting for more actors"
         return True
 
+    def _note_failure(self, problem: str) -> None:
+        level = logging.INFO if self._closing else logging.WARNING  # At the end of a run nobody waits.
+        _log.log(level, "%s", problem)
+        self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
+
+    def _drop_session(self) -> None:
+        try:
+            self._weight_group.forget_link()
+        finally:
+            self._session.drop()
+
     def _form(self) -> None:
         """Form a new epoch of all members that are ready."""
-        self._session.drop()
+        self._drop_session()
         weight_group, epoch = self._weight_group, self._weight_group.offer()
         self._sent_in_epoch = -1
         if not weight_group.members:
@@ -277,12 +295,14 @@ class BroadcastPublisher:
             weight_group.exclude(late)
             raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
         weight_group.confirm()
-        size, store = 1 + len(weight_group.offered), epoch_store(self.endpoint, epoch, self._deadline)
-        buffer_pair = self._buffers.buffer_pair
+        size, buffer_pair = 1 + len(weight_group.offered), self._buffers.buffer_pair
+
+        def form() -> Link:
+            store = epoch_store(self._table.folder, epoch, self._deadline)
+            return self._transport.connect_root(store, size, buffer_pair)
+
         with waits.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
-            self._session.form(
-                "forming the weight group", lambda: self._transport.connect_root(store, size, buffer_pair)
-            )
+            self._session.form("forming the weight group", form)
         self._k = 0
 
     def _send(self, snapshot: PackedVersion) -> None:
@@ -301,7 +321,7 @@ class BroadcastPublisher:
             self._session.use("broadcasting" + about, lambda link: link.send(snapshot.buffer_index))
         times.append(time.monotonic())
         with waits.waiting(waits.RECEIPTS, self._deadline, about):
-            late = self._await_members(f"took/{self._k}", self._deadline)
+            late = self._await_members(f"took.{self._k}", self._deadline)
         if late:
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
         times.append(time.monotonic())
@@ -311,6 +331,8 @@ class BroadcastPublisher:
             self._took |= {member.name: snapshot.version for member in weight_group.offered}
             self._changed.notify_all()
         weight_group.clean_up(self._k)
+        if self._k == 0:
+            weight_group.forget_link()  # All members used it, so all have formed it.
         self._k += 1
 
     def _await_members(self, what: str, seconds: float) -> list[Member]:
@@ -340,7 +362,7 @@ class BroadcastPublisher:
 
 def build_publisher(
     transport: str,
-    store_listen: str = "127.0.0.1:0",
+    folder: Path,
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
     pulls: PullSettings | None = None,
@@ -349,22 +371,23 @@ def build_publisher(
 
     Args:
         transport: What carries the weights.
-        store_listen: Loopback address of the store; port 0 lets the system choose.
+        folder: Made for the channel, in a private folder of the run, which the caller removes.
         device: The learner's device, with its index when it is a GPU.
         deadline: Seconds after which an actor that does not take part is left behind.
         pulls: Where actors that join fetch the weights; None: nobody can join.
 
     Raises:
         ConfigError: an address is not allowed or taken, or the transport needs a GPU.
+        WeightSyncError: the folder cannot be made.
     """
     carrier = build_transport(transport, torch.device(device), deadline)
-    store, endpoint = open_store(store_listen)
+    table = FolderTable.make(folder)
 
     def serve(buffers: DoubleBuffer) -> PullServer:
         assert pulls is not None
         return PullServer(buffers, carrier.device, pulls)
 
-    return BroadcastPublisher(carrier, store, endpoint, deadline, serve if pulls else None)
+    return BroadcastPublisher(carrier, table, deadline, serve if pulls else None)
 
 
 def _sent(version: int, members: int, times: Sequence[float]) -> BroadcastTimings:

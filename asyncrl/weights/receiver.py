@@ -13,46 +13,47 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.observability import waits
 from asyncrl.weights import packing
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
-from asyncrl.weights.membership import (
-    IDLE_POLL_SECONDS,
-    POLL_SECONDS,
-    Membership,
-    VersionHeader,
-    WakeUpSocket,
-)
-from asyncrl.weights.rendezvous_store import LOST, connect, epoch_store
+from asyncrl.weights.folder_table import FolderTable, TableError, TableGone
+from asyncrl.weights.membership import IDLE_POLL_SECONDS, POLL_SECONDS, Membership, connect
+from asyncrl.weights.rendezvous_store import epoch_store
 from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
-from asyncrl.weights.transports.interface import Transport, build_transport
+from asyncrl.weights.table_entries import LearnerProcess, VersionHeader
+from asyncrl.weights.transports.interface import Link, Transport, build_transport
+from asyncrl.weights.wake_up import WakeUpSocket
 
+TROUBLE_SECONDS = 1.0
+"""Pause after which a table that could not be used is tried again."""
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 class BroadcastReceiver(BufferedReceiver):
-    """Receives over a store and a transport. See `interface.Receiver`; build it with `build_receiver`."""
+    """Receives over a table and a transport. See `interface.Receiver`; build it with `build_receiver`."""
 
     def __init__(
         self,
         transport: Transport,
-        store: Store,
-        endpoint: str,
+        table: FolderTable,
+        learner: LearnerProcess,
         name: str,
         manifest: packing.Manifest,
         deadline: float,
     ) -> None:
-        super().__init__(name, endpoint, manifest, transport.device, deadline)
-        self._transport = transport
-        self._wake_up = WakeUpSocket()
-        self._membership = Membership(store, name, self._wake_up)
+        super().__init__(name, str(table.folder), manifest, transport.device, deadline)
+        self._transport, self._table = transport, table
+        self._wake_up = WakeUpSocket(table.folder)
+        self._membership = Membership(table, learner, name, self._wake_up)
         self._session = TransportSession(deadline, self._given_up)
         self._epoch, self._k, self._damaged = 0, 0, 0
         self._epoch_failed = False
@@ -63,7 +64,7 @@ class BroadcastReceiver(BufferedReceiver):
     def close(self) -> None:
         """Leave the group and stop. See `interface.Receiver`."""
         self._closing.set()
-        self._wake_up.wake(self._wake_up.port)
+        self._wake_up.wake(self._wake_up.name)
         self._thread.join(2 * ABORT_SECONDS)
 
     # --- the receiver's thread ---
@@ -72,10 +73,10 @@ class BroadcastReceiver(BufferedReceiver):
         try:
             self._take_part()
             self._end()
-        except LOST as error:
+        except TableGone as error:
             with self._changed:
                 self._lost_since = time.monotonic()
-                self._state = f"the connection to {self._endpoint} is gone ({first_line(error)})"
+                self._state = f"the learner at {self._endpoint} is gone ({first_line(error)})"
                 self._changed.notify_all()
         except Exception as error:  # the thread's boundary: the next swap raises it
             self._fail(error)
@@ -85,23 +86,38 @@ class BroadcastReceiver(BufferedReceiver):
 
     def _take_part(self) -> None:
         """Serve until the learner ends the channel, or close."""
-        if not self._await_manifest():
+        if not self._persist(self._await_manifest):
             return
-        self._membership.register()
-        while not self._membership.is_closed():
+        self._persist(self._membership.register)
+        while not self._persist(self._membership.is_closed):
             if self._closing.is_set():
                 self._membership.leave()
                 return
-            if not self._step():
+            if not self._persist(self._step):
                 self._wake_up.wait(IDLE_POLL_SECONDS)
+
+    def _persist(self, action: Callable[[], T]) -> T:
+        """Do something again and again while the operating system does not let this process use the table."""
+        told = ""
+        while True:
+            try:
+                return action()
+            except TableError as error:
+                if str(error) != told:
+                    told = str(error)
+                    _log.warning("%s waits: %s", self._name, error)
+                self._session.drop()
+                self._epoch_failed = True  # Whatever was not said in it is not made up for.
+                if self._closing.wait(TROUBLE_SECONDS):
+                    raise
 
     def _await_manifest(self) -> bool:
         """Wait for the learner's manifest and compare it with ours. Returns False when closed before."""
-        while not (theirs := self._membership.manifest()):
+        while (theirs := self._membership.manifest()) is None:
             if self._closing.wait(POLL_SECONDS) or self._membership.is_closed():
                 return False
         try:
-            packing.require_same(packing.Manifest.from_json(theirs), self._manifest, self._name)
+            packing.require_same(theirs, self._manifest, self._name)
         except WeightSyncError as error:
             self._membership.register(refused=str(error))
             raise
@@ -122,6 +138,8 @@ class BroadcastReceiver(BufferedReceiver):
         elif self._membership.rank(offer) and not self._epoch_failed:
             try:
                 return self._advance()
+            except TableError:
+                raise
             except WeightSyncError as error:
                 self._session.drop()
                 if self._damaged >= MAX_DAMAGED:
@@ -148,10 +166,14 @@ class BroadcastReceiver(BufferedReceiver):
     def _form(self) -> None:
         self._state = f"forming epoch {self._epoch} of the weight group"
         offer = self._membership.offer()
-        rank, size = self._membership.rank(offer), 1 + len(offer.members)
-        store = epoch_store(self._endpoint, self._epoch, self._deadline)
-        with waits.waiting(waits.JOINING, self._deadline, f", epoch {self._epoch}"):
-            self._session.form(self._state, lambda: self._transport.connect_member(store, rank, size))
+        rank, size, epoch = self._membership.rank(offer), 1 + len(offer.members), self._epoch
+
+        def form() -> Link:
+            store = epoch_store(self._table.folder, epoch, self._deadline)
+            return self._transport.connect_member(store, rank, size)
+
+        with waits.waiting(waits.JOINING, self._deadline, f", epoch {epoch}"):
+            self._session.form(self._state, form)
         self._state = f"member of epoch {self._epoch}, waiting for a version"
 
     def _receive(self, header: VersionHeader) -> None:
@@ -216,12 +238,12 @@ def build_receiver(
         manifest_tensors: The tensors that will be swapped, by name, any shapes and dtypes; only shape and
             dtype are read.
         device: The actor's device, with its index when it is a GPU.
-        deadline: Seconds to reach the store, and after which a broadcast has failed.
+        deadline: Seconds after which a broadcast has failed, and a learner that is gone is an error.
 
     Raises:
-        WeightSyncError: nobody serves the store.
-        ConfigError: the endpoint is not an address, or the transport needs a GPU.
+        WeightSyncError: no learner publishes there.
+        ConfigError: the endpoint's path is too long for a socket, or the transport needs a GPU.
     """
     carrier = build_transport(transport, torch.device(device), deadline)
     manifest = packing.build_manifest(manifest_tensors)
-    return BroadcastReceiver(carrier, connect(endpoint, deadline), endpoint, name, manifest, deadline)
+    return BroadcastReceiver(carrier, *connect(Path(endpoint)), name, manifest, deadline)

@@ -212,4 +212,5 @@ def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: P
     config = TrainConfig(replay=listen, weights=own)
     assert endpoints.pull_settings(config, tmp_path, "", NO_RUN).listen == "tcp://127.0.0.1:5556"
     tmp_path.chmod(0o700)
-    assert endpoints.pull_settings(TrainConfig(), tmp_path, "", NO_RUN).listen == f"ipc://{tmp_path}/weights"
+    endpoint = f"ipc://{tmp_path}/pull"
+    assert endpoints.pull_settings(TrainConfig(), tmp_path, "", NO_RUN).listen == endpoint

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.observability import counts, process_status, waits
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability import process_status, waits
 from asyncrl.observability.watchdog import Watchdog
 
 CHILD = """
@@ -168,7 +168,7 @@ def test_waits_are_counted_also_from_before_the_process_joined(
     process_status.publish_as(tmp_path, "learner-0")  # The file of another process of the run counts too.
     with waits.waiting(waits.BATCH, 10.0):
         time.sleep(0.02)
-    waits.note_respawn()
+    counts.note(counts.RESPAWNS)
     found = waits.wait_metrics()
     assert 0.05 <= found[waits.MEETING.metric] < 5.0
     assert 0.04 <= found[waits.BATCH.metric] < 5.0

@@ -6,7 +6,6 @@ Each scene is a function of this module that runs in a child process with the sm
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -29,55 +28,21 @@ from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.ledger import SPARE_BYTES, Ledger
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
-from support import child_environment
 from support.episodes import assert_same, make_episode
 from support.replay import Clock, fill, make_limiter, make_replay
+from support.small_disk import free, leave, play_on_a_small_disk
 
 PAGE = 4096
-MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
 WIDE = TrainConfig(
     algorithm=AlgorithmSettings(group_size=2, groups_per_update=16),
     replay=ReplaySettings(max_lag=1, group_timeout=60.0),
 )
 
 
-def on_a_small_disk(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a namespace in which `folder` is a disk of 8 MB."""
-    whole = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNT, str(folder), *command]
-    return subprocess.run(whole, capture_output=True, text=True, timeout=120, env=child_environment())
-
-
 @pytest.fixture
 def play(tmp_path: Path) -> Callable[[Callable[[Path], None]], str]:
     """Play a scene on a small disk; returns what it printed."""
-    try:
-        probe = on_a_small_disk(tmp_path, "true")
-    except FileNotFoundError as error:
-        pytest.skip(f"no small disk can be made here: {error}")
-    if probe.returncode:
-        pytest.skip(f"mounting in a user namespace is not allowed here: {probe.stderr.strip()}")
-
-    def play(scene: Callable[[Path], None]) -> str:
-        done = on_a_small_disk(tmp_path, sys.executable, __file__, scene.__name__, str(tmp_path))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return play
-
-
-def free(folder: Path) -> int:
-    about = os.statvfs(folder)
-    return about.f_bavail * about.f_frsize
-
-
-def leave(folder: Path, nbytes: int) -> Path:
-    """Write the ballast anew so that exactly `nbytes` (whole pages) are free."""
-    ballast = folder / "ballast"
-    ballast.unlink(missing_ok=True)
-    with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free(folder) - nbytes)
-    assert free(folder) == nbytes
-    return ballast
+    return lambda scene: play_on_a_small_disk(scene, tmp_path)
 
 
 def open_files(folder: Path) -> list[str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from asyncrl.messaging.sockets import private_folder
 from asyncrl.weights.interface import Receiver
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import build_receiver
@@ -18,6 +23,16 @@ SHAPES = {"even": (4, 6), "odd": (5, 3), "one_row": (1, 7), "large": (257, 33), 
 TYPES = dict.fromkeys(SHAPES, torch.bfloat16) | {"line": torch.float32}
 ELEMENTS = 1_000_000
 PATIENCE = 30.0
+
+
+@contextlib.contextmanager
+def channel_folder() -> Iterator[Path]:
+    """Name a folder for a channel, in a private one that is removed at the end."""
+    folder = private_folder()
+    try:
+        yield folder / "weights"
+    finally:
+        shutil.rmtree(folder)
 
 
 def masters() -> dict[str, Tensor]:
@@ -75,7 +90,7 @@ def policy(seed: int, elements: int = ELEMENTS, device: str = "cpu") -> dict[str
 
 
 def actor(pipe: Connection) -> None:
-    """Do what the test orders: join a channel (a tuple), wait for a version, leave, or be a learner."""
+    """Do what the test orders: join a channel (a tuple), wait for a version, leave, be a learner (a path)."""
     torch.set_num_threads(1)
     receiver, tensors = None, {}
     while (order := pipe.recv()) is not None:
@@ -84,8 +99,8 @@ def actor(pipe: Connection) -> None:
             tensors = policy(0, device=device)
             receiver = build_receiver(transport, endpoint, name, tensors, device=device, deadline=deadline)
             pipe.send("joined")
-        elif order == "learn":
-            channel = build_publisher("gloo", deadline=5.0)
+        elif isinstance(order, Path):
+            channel = build_publisher("gloo", order, deadline=5.0)
             channel.publish(policy(0), 0)
             pipe.send(channel.endpoint)
         elif order == "leave":

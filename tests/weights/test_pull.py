@@ -27,21 +27,21 @@ from asyncrl.weights.pull_client import PulledReceiver, build_pulled_receiver
 from asyncrl.weights.pull_server import PullSettings
 from support.replay_server import NOBODY
 from support.sockets import connect_dealer
-from support.weights import PATIENCE, policy, raw, swap_until
+from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
 
 @contextmanager
 def opened(security: Any = None, silence: float = 30.0) -> Iterator[tuple[BroadcastPublisher, str]]:
-    channel = build_publisher(
-        "gloo", deadline=1.0, pulls=PullSettings(listen=LOOPBACK, security=security, silence=silence)
-    )
-    assert channel.pulls is not None
-    try:
-        yield channel, channel.pulls.endpoint
-    finally:
-        channel.close()
+    pulls = PullSettings(listen=LOOPBACK, security=security, silence=silence)
+    with channel_folder() as folder:
+        channel = build_publisher("gloo", folder, deadline=1.0, pulls=pulls)
+        assert channel.pulls is not None
+        try:
+            yield channel, channel.pulls.endpoint
+        finally:
+            channel.close()
 
 
 @pytest.fixture
@@ -349,8 +349,9 @@ def test_listed_keys_are_admitted_and_all_else_is_told(keys: Path) -> None:
 
 def test_the_server_beyond_loopback_needs_keys() -> None:
     for listen in ("tcp://10.0.0.5:0", "tcp://0.0.0.0:0", "tcp://*:5"):
-        with pytest.raises(ConfigError, match="neither is set"):
-            build_publisher("gloo", pulls=PullSettings(listen=listen, security=None, silence=1.0))
+        pulls = PullSettings(listen=listen, security=None, silence=1.0)
+        with channel_folder() as folder, pytest.raises(ConfigError, match="neither is set"):
+            build_publisher("gloo", folder, pulls=pulls)
 
 
 def test_senseless_requests_are_refused_and_survived(channel: tuple[BroadcastPublisher, str]) -> None:

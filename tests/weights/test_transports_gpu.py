@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from asyncrl.weights import packing
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.swap_buffer import BufferedReceiver
 from support.ranks import run_ranks
-from support.weights import PATIENCE, TYPES, Actor, policy, raw, timed_publish
+from support.weights import PATIENCE, TYPES, Actor, channel_folder, policy, raw, timed_publish
 from support.weights import masters as gathering_masters
 
 pytestmark = pytest.mark.gpu
@@ -48,17 +49,23 @@ def actors(transport: str):
 
 
 @pytest.fixture
-def publisher(transport: str):
-    channel = build_publisher(transport, device="cuda:0", deadline=DEADLINE)
+def folder():
+    with channel_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def publisher(transport: str, folder: Path):
+    channel = build_publisher(transport, folder, device="cuda:0", deadline=DEADLINE)
     yield channel
     channel.close()
 
 
-def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others() -> None:
+def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others(folder: Path) -> None:
     """The group of both kinds becomes one of NCCL only, and again one of both."""
     if GPUS < 2:
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
-    channel = build_publisher("nccl+ipc", device="cuda:0", deadline=DEADLINE)
+    channel = build_publisher("nccl+ipc", folder, device="cuda:0", deadline=DEADLINE)
     near, far = Actor(), Actor()
     near.join(channel, "near", "nccl+ipc", "cuda:0", DEADLINE)
     far.join(channel, "far", "nccl+ipc", "cuda:1", DEADLINE)

@@ -16,16 +16,17 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.weights import membership, packing
 from asyncrl.weights.deadlines import run_bounded
 from asyncrl.weights.interface import ChannelClosed
-from asyncrl.weights.membership import WakeUpSocket
+from asyncrl.weights.membership import connect
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import BroadcastReceiver, build_receiver
-from asyncrl.weights.rendezvous_store import connect, epoch_store
+from asyncrl.weights.rendezvous_store import epoch_store
 from asyncrl.weights.transports.cuda_ipc import import_handle
 from asyncrl.weights.transports.gloo import GlooTransport
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.weights.transports.interface import BufferPair, Link
 from asyncrl.weights.transports.nccl_and_ipc import LocalAndRemote, NcclAndIpcTransport, divide
-from support.weights import PATIENCE, Actor, policy, raw, swap_until, timed_publish
+from asyncrl.weights.wake_up import WakeUpSocket
+from support.weights import PATIENCE, Actor, channel_folder, policy, raw, swap_until, timed_publish
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,14 @@ def actors(pair: list[Actor]) -> list[Actor]:
 
 
 @pytest.fixture
-def publisher():
-    channel = build_publisher("gloo", deadline=1.0)
+def folder():
+    with channel_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def publisher(folder: Path):
+    channel = build_publisher("gloo", folder, deadline=1.0)
     yield channel
     channel.close()
 
@@ -178,22 +185,22 @@ def test_inline_hands_over_the_newest_version_once() -> None:
 # --- wake-ups, bounded actions and transports ---
 
 
-def test_a_socket_wakes_who_waits_and_a_wake_up_before_is_not_lost() -> None:
-    mine, yours = WakeUpSocket(), WakeUpSocket()
-    mine.wake_all([yours.port, yours.port, 0])
-    mine.wake(yours.port)
+def test_a_socket_wakes_who_waits_and_a_wake_up_before_is_not_lost(tmp_path: Path) -> None:
+    mine, yours = WakeUpSocket(tmp_path), WakeUpSocket(tmp_path)
+    mine.wake_all([yours.name, yours.name, ""])
+    mine.wake(yours.name)
     assert yours.wait(PATIENCE)
     assert not yours.wait(0.0)  # One wait answers all wake-ups.
-    waking = threading.Timer(0.05, mine.wake, [yours.port])
+    waking = threading.Timer(0.05, mine.wake, [yours.name])
     waking.start()
     began = time.monotonic()
     assert yours.wait(PATIENCE)
     assert time.monotonic() - began < PATIENCE / 2
     waking.join()
     yours.close()
-    mine.wake(yours.port)  # Nobody is there: no error.
+    mine.wake(yours.name)  # Nobody is there: no error.
     mine.close()
-    mine.wake(yours.port)
+    mine.wake(yours.name)
 
 
 class Fleet:
@@ -220,7 +227,7 @@ class Fleet:
         transport.connect_root = noted  # type: ignore[method-assign]
 
     def member(self, rank: int) -> None:
-        store = epoch_store(self.endpoint, 77, PATIENCE)
+        store = epoch_store(Path(self.endpoint), 77, PATIENCE)
         if rank:
             link = self.transport(rank).connect_member(store, rank, len(self.devices))
             link.receive(0, self.buffers[rank])
@@ -300,8 +307,8 @@ class DamagingTransport(GlooTransport):
 
 def test_damaged_weights_are_never_swapped_in(publisher: BroadcastPublisher) -> None:
     manifest = packing.build_manifest(policy(0, elements=10))
-    store = connect(publisher.endpoint, PATIENCE)
-    receiver = BroadcastReceiver(DamagingTransport(1.0), store, publisher.endpoint, "actor-0", manifest, 1.0)
+    learner = connect(Path(publisher.endpoint))
+    receiver = BroadcastReceiver(DamagingTransport(1.0), *learner, "actor-0", manifest, 1.0)
     publisher.publish(policy(0, elements=10), 0)
     with pytest.raises(WeightSyncError, match=r"actor-0 received version 0 with checksum .* expected"):
         receiver.wait_for_first(PATIENCE)
@@ -412,27 +419,37 @@ def test_versions_must_grow_and_shapes_must_stay(publisher: BroadcastPublisher) 
         publisher.publish(policy(0, elements=10), 7)
 
 
-def test_every_listening_socket_of_the_channel_is_bound_to_loopback(publisher: BroadcastPublisher) -> None:
+def test_nothing_listens_but_the_sockets_of_gloo_which_are_bound_to_loopback(folder: Path) -> None:
+    before = listening()
+    publisher = build_publisher("gloo", folder, deadline=1.0)
     publisher.publish(policy(0, elements=10), 0)
     receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
     receiver.wait_for_first(PATIENCE)
+    opened = listening() - before
+    # One at each end, for the data of the links: none for who takes part in them.
+    assert len(opened) == 2
+    assert {address.split(":")[0] for address in opened} == {"0100007F"}
+    receiver.close()
+    publisher.close()
+
+
+def listening() -> set[str]:
+    """Addresses at which this process listens."""
     links = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
     mine = {link[8:-1] for link in links if link.startswith("socket:[")}
-    listening = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6", "/proc/net/udp", "/proc/net/udp6"):
         rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-        listening += [row[1] for row in rows if row[3] == "0A" and row[9] in mine]
-    port = int(publisher.endpoint.split(":")[1])
-    assert f"0100007F:{port:04X}" in listening
-    assert {address.split(":")[0] for address in listening} == {"0100007F"}
-    receiver.close()
+        found |= {row[1] for row in rows if row[3] in ("0A", "07") and row[9] in mine}
+    return found
 
 
-def test_a_store_that_others_could_reach_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:0.*replace the policy.*127\.0\.0\.1:0"):
-        build_publisher("gloo", store_listen="0.0.0.0:0")
+def test_a_transport_that_needs_a_gpu_and_a_taken_folder_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"nccl.*between GPUs.*cpu"):
-        build_publisher("nccl")
+        build_publisher("nccl", folder)
+    folder.mkdir()
+    with pytest.raises(WeightSyncError, match="cannot be made"):
+        build_publisher("gloo", folder)
 
 
 def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
@@ -547,8 +564,10 @@ def test_an_actor_keeps_its_weights_after_the_learner_closed(publisher: Broadcas
     assert raw(tensors) == raw(policy(0, elements=10))
 
 
-def test_an_actor_whose_learner_vanished_says_so_after_the_deadline(actors: list[Actor]) -> None:
-    endpoint = actors[1].ask("learn")
+def test_an_actor_whose_learner_vanished_says_so_after_the_deadline(
+    actors: list[Actor], folder: Path
+) -> None:
+    endpoint = actors[1].ask(folder)
     receiver = build_receiver("gloo", endpoint, "actor-0", policy(0), deadline=5.0)
     assert receiver.wait_for_first(PATIENCE) == 0
     actors[1].signal(signal.SIGKILL)
@@ -559,7 +578,7 @@ def test_an_actor_whose_learner_vanished_says_so_after_the_deadline(actors: list
     receiver._deadline = 0.0
     with pytest.raises(WeightSyncError, match=f"actor-0 lost the learner at {endpoint} .* version 0"):
         receiver.swap_into(tensors)
-    with pytest.raises(WeightSyncError, match="Nobody serves the learner's weight store"):
+    with pytest.raises(WeightSyncError, match=f"No learner publishes weights in {folder} .*process is gone"):
         build_receiver("gloo", endpoint, "actor-1", policy(0), deadline=0.5)
 
 
