@@ -17,6 +17,7 @@ from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.storage.atomic import write_text
+from asyncrl.storage.regular_files import make_folder
 
 TIME = "{time}"
 SUB_FOLDERS = ("logs", "checkpoints", "replay", "videos")
@@ -34,12 +35,12 @@ def create(config: TrainConfig) -> Path:
     folder = locate(config)
     try:
         for name in SUB_FOLDERS:
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            make_folder(folder / name)
         # A run repeated from its config.json starts afresh, so `resume` is no setting of the run.
         write_text(folder / "config.json", to_json(dataclasses.replace(config, resume=False)))
     except OSError as error:
         raise ConfigError(
-            f"--run-dir {folder} cannot be written ({error.strerror}). Choose another folder."
+            f"--run-dir {folder} cannot be written ({error.filename}: {error.strerror}). Choose another folder."
         ) from None
     return folder.resolve()
 
