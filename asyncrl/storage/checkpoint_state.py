@@ -33,8 +33,10 @@ from asyncrl.storage.weight_files import SafetensorsFile
 FILE_BYTES: Final = 2 * 2**30
 """About how much one file holds: a file is put together in memory before it is written."""
 Parameters = Mapping[str, nn.Parameter]
-_UNREADABLE: Final = (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError,
-                      RuntimeError, AssertionError, OverflowError, MemoryError)  # fmt: skip
+_UNREADABLE: Final = (
+    *(CheckpointError, SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError),
+    *(RuntimeError, AssertionError, OverflowError, MemoryError),
+)
 """What PyTorch's reader raises on headers that do not fit together."""
 
 
@@ -93,10 +95,9 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
         CheckpointError: A file cannot be read, or names or shapes do not fit the parameters.
     """
     reader = HuggingFaceStorageReader(str(folder))
-    for path in folder.glob("*"):
-        if path.name.endswith(".safetensors"):
-            SafetensorsFile(path)  # The reader below believes the length of a header, and opens named pipes.
     try:
+        for path in folder.glob("*.safetensors"):
+            SafetensorsFile(path)  # The reader itself believes the length of a header, and opens named pipes.
         metadata = reader.read_metadata()
     except _UNREADABLE as error:
         raise unreadable(folder, first_line(error)) from error

@@ -144,12 +144,11 @@ def make_folder(path: Path) -> None:
         OSError: Something else is there, also a link: what the run writes must stay in the run's folder.
     """
     kind = kind_of(path)
-    if kind != "a folder" and (kind or path.is_file()):
-        what = (
-            "it is a link, and what is written there would lie elsewhere"
-            if kind == "a link"
-            else (f"it is {kind or 'a file'}, where a folder is expected")
-        )
+    if kind == "a link":
+        what = f"{path.name} is a link, so that what is written would lie elsewhere"
+        raise OSError(errno.ENOTDIR, f"{what}: {_MOVE}", str(path))
+    if kind not in ("", "a folder") or path.is_file():
+        what = f"{path.name} is {kind or 'a file'}, where a folder is expected"
         raise OSError(errno.ENOTDIR, f"{what}: {_MOVE}", str(path))
     path.mkdir(parents=True, exist_ok=True)
 

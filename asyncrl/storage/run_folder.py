@@ -40,7 +40,7 @@ def create(config: TrainConfig) -> Path:
         write_text(folder / "config.json", to_json(dataclasses.replace(config, resume=False)))
     except OSError as error:
         raise ConfigError(
-            f"--run-dir {folder} cannot be written ({error.filename}: {error.strerror}). Choose another folder."
+            f"--run-dir {folder} cannot be written ({error.strerror}). Choose another folder."
         ) from None
     return folder.resolve()
 
