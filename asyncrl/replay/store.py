@@ -28,6 +28,7 @@ from asyncrl.replay.files.format import (
     FORMAT_VERSION,
     GroupFile,
     GroupFileParts,
+    damaged,
     describe,
     read_group_file,
 )
@@ -192,7 +193,10 @@ class EpisodeStore:
             group_file = self._index.find(path)
             try:
                 misses += group_file is None
-                self._enter(group_file or read_group_file(path))
+                group_file = group_file or read_group_file(path)
+                if path.name != file_name(group_file.number):
+                    raise damaged(path, f"it says that it is group {group_file.number}")
+                self._enter(group_file)
             except ReplayError as error:
                 self._quarantine(path, str(error))
         complete = not misses and self._index.lines == len(self.group_files)

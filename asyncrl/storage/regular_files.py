@@ -90,20 +90,20 @@ def reading(path: Path, limit: int) -> Iterator[BinaryIO]:
         size = os.fstat(handle).st_size
         if size > limit:
             raise OSError(
-                errno.EFBIG, f"it has {size} bytes, more than {limit} can be right: {_MOVE}", str(path)
+                errno.EFBIG, f"it has {size} bytes, more than the limit of {limit}: {_MOVE}", str(path)
             )
         with io.BufferedReader(raw) as file:
             yield file
 
 
 def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
-    """Read a file of at most `limit` bytes, also one that grows meanwhile.
+    """Read a file of at most `limit` bytes, as long as it is now.
 
     Raises:
         OSError: See `reading`.
     """
     with reading(path, limit) as file:
-        return file.read(limit)
+        return file.read(os.fstat(file.fileno()).st_size)  # Python reserves what is asked for.
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
