@@ -23,6 +23,10 @@ MOST: Final = 10**9
 SECONDS: Final = 10**6
 """Longest time: eleven days. Timers of the system count milliseconds in 32 bits."""
 THREADS: Final = 1024
+LONGEST_NAME: Final = 255
+"""Bytes of a file's name, on every usual file system."""
+LONGEST_PATH: Final = 3500
+"""Bytes of a run folder's path: Linux takes 4,095, and files lie below it."""
 PIXELS: Final = 4096
 """Longest side of a picture."""
 SEEDS: Final = 2**63 - 1

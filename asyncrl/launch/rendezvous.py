@@ -262,6 +262,16 @@ def _listen(host: str, port: int, environ: Mapping[str, str]) -> int:
     return listener.detach()
 
 
+def check_address(environ: Mapping[str, str] = os.environ) -> None:
+    """Check where the ranks meet, before anything is started.
+
+    Raises:
+        ConfigError: There are several, and the address cannot be one.
+    """
+    if world_size(environ) > 1:
+        _address(environ)
+
+
 def _agent_has_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 

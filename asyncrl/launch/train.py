@@ -70,6 +70,7 @@ def _placement(config: TrainConfig) -> Placement:
     ranks = rendezvous.world_size()
     placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
     check_groups(placement, config.algorithm.groups_per_update)
+    rendezvous.check_address()
     local = rendezvous.local_world_size()
     if local != ranks:
         raise ConfigError(

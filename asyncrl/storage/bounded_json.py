@@ -75,6 +75,24 @@ def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[ty
             raise ValueError(f"{key} is {shortened(found[key])}, expected {wanted}")
 
 
+def check_sizes(model: Mapping[str, Any], most: int = 2**24, most_layers: int = 1024) -> None:
+    """Check the sizes of a model that a file describes: layers are made before their weights are looked for.
+
+    Args:
+        model: Name -> size, or a list of sizes; what are no numbers is not looked at.
+        most: Largest size.
+        most_layers: Largest one of what counts layers or blocks.
+
+    Raises:
+        ValueError: One is larger, or below zero; names it.
+    """
+    for name, value in model.items():
+        for size in value if isinstance(value, list | tuple) else (value,):
+            limit = most_layers if name in ("layers", "res_blocks", "llm_layers", "depth") else most
+            if type(size) is int and not 0 <= size <= limit:
+                raise ValueError(f"{name} is {shortened(size)}, expected a whole number of 0 to {limit}")
+
+
 def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Read a file with a JSON object in every line, such as metrics.jsonl, one line after the other.
 

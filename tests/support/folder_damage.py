@@ -56,7 +56,7 @@ def make_neighbour(folder: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int, str]]:
-    """Everything in a folder: name -> mode, time of writing, and checksum of the bytes or target of a link."""
+    """Everything in a folder: name -> mode, time of writing, and checksum of a file or target of a link."""
     found = {}
     for path in sorted(folder.rglob("*")):
         seen = path.lstat()
