@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import errno
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from asyncrl import __version__
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, first_line
 
 COMMANDS: dict[str, str] = {
     "train": "asyncrl.commands.train:main",
@@ -56,29 +60,112 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `asyncrl` program: runs one command and exits with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
-        raise SystemExit(0 if arguments else 2)
+        raise SystemExit(_answered("", lambda: print(usage())) or (0 if arguments else 2))
     if arguments[0] == "--version":
-        print(f"asyncrl {__version__}")
-        raise SystemExit(0)
+        raise SystemExit(_answered("", lambda: print(f"asyncrl {__version__}")))
     raise SystemExit(run(arguments[0], arguments[1:]))
 
 
 def run(command: str, arguments: list[str]) -> int:
     """Run a command and return its exit code: 0 done, 1 failed, 2 asked for something that cannot work."""
+    return _answered(f" {command}", lambda: _call(command, arguments))
+
+
+def _call(command: str, arguments: list[str]) -> int:
+    if command not in COMMANDS:
+        raise ConfigError(_unknown(command))
+    module, function = COMMANDS[command].split(":")
+    return int(getattr(import_module(module), function)(arguments) or 0)
+
+
+def _answered(name: str, action: Callable[[], int | None]) -> int:
+    """Do something and return its exit code; whatever a user can bring about is answered in a sentence.
+
+    Args:
+        name: Of the command, with a blank before it.
+        action: Returns the code, None for 0.
+    """
     try:
-        if command not in COMMANDS:
-            raise ConfigError(_unknown(command))
-        module, function = COMMANDS[command].split(":")
-        return int(getattr(import_module(module), function)(arguments) or 0)
+        try:
+            return action() or 0
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # What cannot be written is said here, not while Python ends.
     except AsyncRLError as error:
+        sentence, code = str(error), 2 if isinstance(error, ConfigError) else 1
         notes = getattr(error, "__notes__", ())  # Such as where a run that failed can go on.
-        print("\n".join((f"asyncrl {command}: {error}", *notes)), file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:
-        # Whoever read the output has left, like `head`. What is still buffered must not raise at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # Whoever read the output has left, like `head`.
+        _give_up_output()
         return 1
+    except Exception as error:
+        found = leftover(error)
+        if not found or os.environ.get(TRACEBACK):
+            raise
+        (sentence, code), notes = found, getattr(error, "__notes__", ())
+        if isinstance(error, OSError) and error.filename is None:
+            _give_up_output()
+    # Standard error shows what it can; with no one to read it the exit code says enough.
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        text = "\n".join((f"asyncrl{name}: {sentence}", *notes))
+        print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr, flush=True)
+    return code
+
+
+def _give_up_output() -> None:
+    """Write what is still buffered, and what comes, nowhere: it must not raise while Python ends."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+TRACEBACK: Final = "ASYNCRL_TRACEBACK"
+"""Environment variable; set to anything it shows where a leftover came from."""
+_OF_THE_INPUT: Final = (
+    *(errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM),
+    *(errno.EROFS, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOTEMPTY, errno.EXDEV),
+)
+_OF_THE_HOST: Final = {
+    errno.ENOSPC: "Free disk space.",
+    errno.EDQUOT: "Free disk space, or have the quota raised.",
+    errno.EIO: "The disk reports an error: see `dmesg`.",
+    errno.EMFILE: "Raise the limit of open files: ulimit -n 65536.",
+    errno.ENFILE: "The host has too many open files.",
+    errno.ENOMEM: "Free memory, or make the run smaller.",
+    errno.EAGAIN: "Raise the limit of processes: ulimit -u.",
+    errno.ESTALE: "The network file system lost the file: run the command again.",
+}
+
+
+def leftover(error: Exception) -> tuple[str, int] | None:
+    """Say in a sentence what no part of asyncrl answered, with the exit code; None for what is a bug.
+
+    A leftover is what a name, a number, a text or a file that was given can bring about in a library, however
+    well what is known is checked: a file that cannot be used (the error names it), a text that is not UTF-8,
+    a number too large for its type, too many levels, more memory than there is; and the state of the host.
+    Everything else is a mistake of ours, and its traceback is what has to be reported. `TRACEBACK` shows that
+    of a leftover too.
+    """
+    what = first_line(error)
+    how = f"Set {TRACEBACK}=1 to see where."
+    if isinstance(error, OSError) and error.errno in _OF_THE_HOST:
+        return f"{what}. {_OF_THE_HOST[error.errno or 0]}", 1
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_THE_INPUT:
+        where = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+        return f"{where[:200]} cannot be used: {error.strerror}. Check the path. {how}", 2
+    if isinstance(error, UnicodeError):
+        return f"a name or a file is not UTF-8 text ({what}). Write it anew. {how}", 2
+    if isinstance(error, OverflowError):
+        return f"a number is too large to compute with ({what}). Use a smaller one. {how}", 2
+    if isinstance(error, RecursionError):
+        return f"a file has more levels than can be read ({what}). {how}", 2
+    if isinstance(error, MemoryError) or _is_allocation(error):
+        return f"there is not enough memory ({what}). Use smaller numbers or a larger host. {how}", 1
+    return None
+
+
+def _is_allocation(error: Exception) -> bool:
+    """Whether PyTorch says, in its own way, that memory ran out."""
+    named = type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def _unknown(command: str) -> str:

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
-    {"errors", "seeds"},
+    {"errors", "seeds", "storage.regular_files"},
+    {"storage.bounded_json"},
     {"records", "registry", "storage.atomic"},
     {"storage.private_files"},
     {"storage.run_identity"},

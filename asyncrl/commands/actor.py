@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
+from asyncrl.config.bounds import THREADS, AtLeast, Bounded
 from asyncrl.launch.join import JoinOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig:
+class ActorConfig(Bounded):
     """Join a running run: imagine for it until it ends or this process is asked to stop (Ctrl-C, SIGTERM)."""
 
     join: str
@@ -24,7 +25,7 @@ class ActorConfig:
     """What the run calls this actor; unique in it. Empty: made of the host's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the models run. auto: cuda where there is a GPU. CUDA_VISIBLE_DEVICES says which."""
-    threads: int = 0
+    threads: Annotated[int, AtLeast(0, "it counts threads.", "Use 0.", highest=THREADS)] = 0
     """CPU threads. 0: two where there are two cores, else one."""
     policy: str = ""
     """The run's policy, where its path differs on this host. It must hold the same files. A policy, world or

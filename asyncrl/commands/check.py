@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from asyncrl import registry
+from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ Kind = Literal["policy", "world", "reward", "simulator", "correction", "advantag
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig:
+class CheckConfig(Bounded):
     """Try a part on small inputs and say what it does not do as its protocol wants it (docs/extending.md)."""
 
     kind: Annotated[Kind, tyro.conf.Positional]
@@ -32,9 +33,9 @@ class CheckConfig:
     """Where a world's episodes begin; a world folder of its own brings them, or name a file."""
     task: str = "put the red cube on the white plate"
     """An instruction that a reward model knows."""
-    image_size: int = 0
+    image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 64.", highest=PIXELS)] = 0
     """Height and width of the pictures that it is shown; 0: as it says itself, else 64."""
-    action_dim: int = 7
+    action_dim: Annotated[int, AtLeast(1, "an action is a number.", "Use 7.", highest=1024)] = 7
     """Numbers of an action of a simulator."""
     level: Literal["token", "action", "decision"] = "token"
     """What has one ratio (--algorithm.level), for a correction, an advantage or an objective."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
+from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import HELD_OUT, acting
 from asyncrl.fitting.collect import record_expert, record_policy
@@ -16,7 +18,7 @@ from asyncrl.simulators.interface import Demonstrator
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectConfig:
+class CollectConfig(Bounded):
     """Record episodes of the true simulator as HDF5: from a scripted expert, or from a policy."""
 
     out: Path
@@ -25,26 +27,31 @@ class CollectConfig:
     """Simulator to record: a built-in one, or package.module:Class."""
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
-    episodes: int = 256
+    episodes: Annotated[int, AtLeast(1, "there is something to record.", "Use 256.", highest=HELD_OUT)] = 256
     """Episodes to record."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0, "seeds are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """First simulator seed. Below 1000000, which is where the seeds of `asyncrl evaluate` begin."""
     policy: str = ""
     """Record this policy (folder, run, shipped name, package.module:Class@FOLDER) instead of the expert."""
     policy_settings: tuple[str, ...] = ()
     """Keywords of the policy's class: key=value ..."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
+        1.0
+    )
     """Sampling temperature of the policy."""
     expert: Demonstrator = field(default_factory=Demonstrator)
     """How good the expert is."""
-    max_decisions: int = 6
+    max_decisions: Annotated[int, AtLeast(1, "an episode has a decision.", "Use 6.", highest=10_000)] = 6
     """Longest episode, in decisions of 8 steps."""
-    image_size: int = 64
+    image_size: Annotated[int, AtLeast(8, "something has to be seen.", "Use 64.", highest=PIXELS)] = 64
     """Height and width of the pictures."""
-    workers: int = os.cpu_count() or 1
+    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = (
+        os.cpu_count() or 1
+    )
     """Simulator processes."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.seed <= self.seed + self.episodes <= HELD_OUT:
             raise ConfigError(
                 f"--seed {self.seed} with --episodes {self.episodes} reaches the held-out seeds from "

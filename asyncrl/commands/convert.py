@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from asyncrl.config.bounds import AtLeast, Bounded, Positive
 from asyncrl.errors import ConfigError
 from asyncrl.storage.asset_paths import policy_folder
 
@@ -23,7 +24,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
+class ConvertConfig(Bounded):
     """Turn a published OpenVLA(-OFT) checkpoint into an asyncrl policy, or a policy into that layout.
 
     Weights are streamed: a few tensors are in memory, never the policy.
@@ -48,9 +49,9 @@ class ConvertConfig:
     maniskill for bridge*, else none."""
     decoding: Literal["folder", "parallel", "autoregressive"] = "folder"
     """parallel: OpenVLA-OFT. autoregressive: OpenVLA. folder: as exported, else parallel."""
-    images: int = 0
+    images: Annotated[int, AtLeast(0, "it counts pictures.", "Use 0.", highest=64)] = 0
     """Pictures per decision. 0: as exported, else 1."""
-    chunk: int = 0
+    chunk: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1024)] = 0
     """Steps per decision. 0: as exported, else 8 (autoregressive: 1)."""
     proprio: bool = True
     """Read the proprioception projector (proprio_projector--*.pt) if the published folder has one."""
@@ -64,7 +65,7 @@ class ConvertConfig:
     back the tensors that the policy does not use, and the files that only other stacks read."""
     dtype: Literal["source", "bfloat16", "float32"] = "source"
     """Type of the numbers written."""
-    shard_gigabytes: float = 5.0
+    shard_gigabytes: Annotated[float, Positive("a file holds something.", "Use 5.", highest=1_000_000)] = 5.0
     """Largest weight file."""
 
 
@@ -120,11 +121,6 @@ def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str
 def _check(config: ConvertConfig) -> None:
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise ConfigError(f"{config.out} exists and is not an empty folder. Name another folder to write to.")
-    for flag, value in (("--images", config.images), ("--chunk", config.chunk)):
-        if value < 0:
-            raise ConfigError(f"{flag} is {value}, but it counts. Leave it out, or give 1 or more.")
-    if not config.shard_gigabytes > 0:
-        raise ConfigError(f"--shard-gigabytes is {config.shard_gigabytes}. Use 5, or another positive size.")
 
 
 def _choices(config: ConvertConfig) -> PublishedOptions:

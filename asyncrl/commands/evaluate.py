@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from asyncrl import registry
-from asyncrl.errors import ConfigError
+from asyncrl.config.bounds import SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.evaluation.evaluate import Evaluation, acting, evaluate, evaluation_seeds
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Bounded):
     """Play a policy from held-out start states in the true simulator and count successes."""
 
     checkpoint: Annotated[str, tyro.conf.Positional]
@@ -33,15 +33,19 @@ class EvaluateConfig:
     """Simulator to play in: a built-in one, or package.module:Class."""
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
-    episodes: int = 256
+    episodes: Annotated[int, AtLeast(1, "a rate needs an episode.", "Use 256.", highest=1_000_000)] = 256
     """Episodes, each from its own start state."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """Which held-out start states; the same seed gives the same ones."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
+        1.0
+    )
     """Sampling temperature of the action tokens, as in training; 0 = always the most likely token."""
-    max_decisions: int = 6
+    max_decisions: Annotated[int, AtLeast(1, "an episode has a decision.", "Use 6.", highest=10_000)] = 6
     """Longest episode, in decisions of 8 steps."""
-    workers: int = min(8, os.cpu_count() or 1)
+    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
+        8, os.cpu_count() or 1
+    )
     """Simulator processes."""
     device: str = "auto"
     """Where the policy runs: cpu, cuda, or auto."""
@@ -58,8 +62,6 @@ class EvaluateConfig:
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="asyncrl evaluate")
-    if config.temperature < 0:
-        raise ConfigError(f"--temperature {config.temperature} is negative. Use 1.0, or 0 for greedy.")
     evaluation_seeds(config.seed, config.episodes)
     from asyncrl.launch.named_models import named_policy
 

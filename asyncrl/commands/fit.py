@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from asyncrl.commands.fit_decoder import FitDecoder, fit_decoder_command
+from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.launch.placement import pick_device
 from asyncrl.storage.asset_paths import policy_folder
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
     import torch
 
 
+MOST_EXAMPLES = 65_536
+"""Examples of a step: more are computed in several steps."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class _FitSettings:
+class _FitSettings(Bounded):
     device: str = "auto"
     """cpu, cuda, or auto."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """Of the weights and the order of examples."""
 
 
@@ -39,11 +44,13 @@ class FitPolicy(_FitSettings):
     """Policy to start from instead of fresh weights."""
     world: str = ""
     """World folder whose autoencoder redraws half of the frames: the policy will see imagined ones."""
-    steps: int = 10_000
+    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 10_000
     """Optimizer steps."""
-    batch: int = 256
+    batch: Annotated[
+        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
+    ] = 256
     """Examples per step."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
     """Peak learning rate."""
     compile: bool = False
     """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
@@ -57,23 +64,27 @@ class FitWorld(_FitSettings):
     """Recording folders to learn from."""
     out: Path
     """Folder for the world model."""
-    vae_steps: int = 7_000
+    vae_steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 7_000
     """Optimizer steps of the autoencoder."""
-    vae_batch: int = 48
+    vae_batch: Annotated[
+        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
+    ] = 48
     """Clips of 17 frames per step."""
-    vae_learning_rate: float = 2e-3
+    vae_learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 2e-3
     """Peak learning rate of the autoencoder."""
-    steps: int = 30_000
+    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 30_000
     """Optimizer steps of the transformer."""
-    batch: int = 512
+    batch: Annotated[
+        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
+    ] = 512
     """Windows per step."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
     """Peak learning rate of the transformer."""
-    context_sigma: float = 0.1
+    context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = 0.1
     """Noise on the memory latent while training, against drift."""
     refine: str = ""
     """World folder to start from instead of fresh weights; its autoencoder is kept as it is."""
-    version: int = 0
+    version: Annotated[int, AtLeast(0, "versions are counted.", "Use 0.")] = 0
     """World version that episodes will carry."""
     compile: bool = False
     """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
@@ -87,23 +98,25 @@ class FitReward(_FitSettings):
     """Recording folders to learn from."""
     world: Path
     """World folder: its autoencoder redraws half of the frames; the reward model is written into it."""
-    steps: int = 6_000
+    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 6_000
     """Optimizer steps."""
-    batch: int = 256
+    batch: Annotated[
+        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
+    ] = 256
     """Frames per step."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
     """Peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitStarts:
+class FitStarts(Bounded):
     """Start states for imagination: the first frames of recordings."""
 
     data: tuple[Path, ...]
     """Recording folders."""
     out: Path
     """HDF5 file to write."""
-    count: int = 512
+    count: Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", highest=1_000_000)] = 512
     """Start states to keep."""
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import pick_device
 from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitDecoder:
+class FitDecoder(Bounded):
     """A tiny decoder, distilled from the world's own on episodes that the world imagines."""
 
     world: str = "tabletop"
@@ -31,36 +32,40 @@ class FitDecoder:
     """Where they begin."""
     out: str = ""
     """Folder for decoder.safetensors and decoder.json; empty: the world's folder."""
-    episodes: int = 256
+    episodes: Annotated[
+        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=1_000_000)
+    ] = 256
     """Episodes to learn from."""
-    held_out: int = 64
+    held_out: Annotated[
+        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=1_000_000)
+    ] = 64
     """Further episodes, from other start states, to measure on."""
-    decisions: int = 6
+    decisions: Annotated[
+        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=10_000)
+    ] = 6
     """Length of an episode; as long as those of training (--actor.max-decisions)."""
-    imagine_batch: int = 32
+    imagine_batch: Annotated[
+        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=65_536)
+    ] = 32
     """Episodes imagined side by side."""
-    steps: int = 3_000
+    steps: Annotated[int, AtLeast(1, "it counts from 1.", "Leave it out for the default.")] = 3_000
     """Optimizer steps."""
-    batch: int = 4
+    batch: Annotated[
+        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=65_536)
+    ] = 4
     """Episodes per step."""
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 3e-3
     """Peak learning rate."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0.")] = 1.0
     """Sampling temperature of the policy, as in training."""
-    threshold: float = 0.7
+    threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.")] = 0.7
     """Probability from which a frame counts as success, for the agreement of the verdicts."""
     device: str = "auto"
     """cpu, cuda, or auto. On a GPU world and policy compute in bfloat16, as they do in training."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """Of weights, episodes and the order of examples."""
     compile: bool = False
     """Compile the tiny decoder first: a minute at the start, then faster on a GPU."""
-
-    def __post_init__(self) -> None:
-        for name in ("episodes", "held_out", "decisions", "imagine_batch", "steps", "batch"):
-            if (value := getattr(self, name)) < 1:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} is {value}, but it counts from 1. Leave it out for the default.")
 
 
 def fit_decoder_command(config: FitDecoder) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
 
+from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.comparison import (
@@ -47,7 +48,7 @@ class Imagine(ReplayCommand):
     out: Path = Path()
     """File to write, ending in .png: the final frames beside those imagined again. The whole film goes into
     one of the same name, .mp4 or .gif. Left out: the table only."""
-    rows: int = 0
+    rows: Annotated[int, AtLeast(0, "it counts rows.", "Use 0 for those of the run.", highest=4096)] = 0
     """Rows of every pass of the models: 1 is every member alone. 0: with --imagination.fixed-shape as many as
     in the run, else the members that go on."""
     device: str = "auto"
@@ -63,8 +64,7 @@ class Imagine(ReplayCommand):
     """In place of the run's --start-states."""
 
     def __post_init__(self) -> None:
-        if self.rows < 0:
-            raise ConfigError(f"--rows is {self.rows}, but it counts rows. Use 0 for those of the run.")
+        super().__post_init__()
         if self.out != Path():
             require_png(self.out)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch import rendezvous
-from asyncrl.launch.placement import parse_placement, ranks_named
+from asyncrl.launch.placement import check_groups, parse_placement, ranks_named
 from asyncrl.storage import run_folder
 
 
@@ -19,9 +19,9 @@ def main(arguments: list[str]) -> int:
     config = read_settings(arguments)
     ranks = ranks_named(config.placement)
     if ranks > 1 and "RANK" not in os.environ and not config.inline:
-        parse_placement(
-            config.placement, ranks, 0, joined=bool(config.replay.listen)
-        )  # What cannot work is said before torchrun starts.
+        # What cannot work is said before torchrun starts.
+        placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
+        check_groups(placement, config.algorithm.groups_per_update)
         _become_torchrun(ranks, arguments)
     from asyncrl.launch.train import run
 

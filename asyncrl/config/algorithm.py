@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
 
-from asyncrl.config.bounds import AtLeast, Bounded, Positive, Within
+from asyncrl.config.bounds import THREADS, AtLeast, Bounded, Positive, Within
 from asyncrl.errors import ConfigError
 from asyncrl.registry import check_name, names_code
 
@@ -33,9 +33,9 @@ class AlgorithmSettings(Bounded):
 
     kind: Literal["grpo", "ppo"] = "grpo"
     """grpo: the advantage of an episode comes from its siblings. ppo: it comes from a critic (--critic)."""
-    group_size: Annotated[int, AtLeast(1, "a start state needs an episode.", "Use 8.")] = 8
+    group_size: Annotated[int, AtLeast(1, "a start state needs an episode.", "Use 8.", highest=4096)] = 8
     """Episodes imagined from each start state. All of them must arrive before the group is used."""
-    groups_per_update: Annotated[int, AtLeast(1, "an update needs data.", "Use 8.")] = 16
+    groups_per_update: Annotated[int, AtLeast(1, "an update needs data.", "Use 8.", highest=65_536)] = 16
     """Groups in one update."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """grpo: what a sibling's return is compared with: the mean of all, or of the others (RLOO)."""
@@ -79,13 +79,14 @@ class AlgorithmSettings(Bounded):
     """Passes over each batch; the proximal policy is the one before the first of them."""
     minibatches: Annotated[int, AtLeast(1, "an epoch has a step.", "Use 1.")] = 1
     """Optimizer steps per epoch, each on its share of the batch."""
-    micro_batch: Annotated[int, AtLeast(1, "a pass needs a decision.", "Use 32.")] = 32
+    micro_batch: Annotated[int, AtLeast(1, "a pass needs a decision.", "Use 32.", highest=1_000_000)] = 32
     """Decisions per forward and backward pass. Changes memory and speed, never the result."""
     temperature: Annotated[
         float,
         Positive(
             "sampling needs a positive one: without sampling all siblings are equal and nothing is learned.",
             "Use 1.0.",
+            highest=1000,
         ),
     ] = 1.0
     """Softmax temperature of the action tokens, in imagination and in evaluation."""
@@ -244,7 +245,9 @@ class LoraSettings(Bounded):
 
     SECTION: ClassVar[str] = "lora."
 
-    rank: Annotated[int, AtLeast(0, "it counts directions.", "Use 32, or 0 for no adapters.")] = 0
+    rank: Annotated[
+        int, AtLeast(0, "it counts directions.", "Use 32, or 0 for no adapters.", highest=4096)
+    ] = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: Annotated[float, AtLeast(0, "it is a scale.", "Use 0 for the rank.")] = 0.0
     """The adapters' output is scaled by alpha / rank; 0 = rank."""
@@ -258,7 +261,7 @@ class LearnerSettings(Bounded):
 
     SECTION: ClassVar[str] = "learner."
 
-    threads: Annotated[int, AtLeast(1, "a process needs a thread.", "Use 1.")] = 1
+    threads: Annotated[int, AtLeast(1, "a process needs a thread.", "Use 1.", highest=THREADS)] = 1
     """CPU threads of a learner process."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""

@@ -18,6 +18,8 @@ from typing import Any, Final
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.registry import as_texts
+from asyncrl.storage.bounded_json import DEEPEST, parse_json, shortened
+from asyncrl.storage.regular_files import read_bytes
 
 RENAMED: Final = MappingProxyType(
     {
@@ -47,6 +49,8 @@ RENAMED_VALUES: Final = MappingProxyType(
     {(f"{section}.level", "chunk"): "decision" for section in ("algorithm", "correction", "critic")}
 )
 """Setting and its value before 0.1.0 -> the value now."""
+MOST_BYTES: Final = 2**20
+"""Of a file of settings."""
 PARTS: Final = ("policy", "world", "reward")
 """Settings that a table may give: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
 
@@ -63,17 +67,26 @@ def load_file(path: Path) -> TrainConfig:
         ConfigError: the file is missing, not valid, or has an unknown or wrong-typed setting.
     """
     try:
-        text = path.read_text()
+        raw = read_bytes(path, MOST_BYTES)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). `asyncrl configs` lists the shipped ones."
         ) from None
     of_run = path.suffix == ".json"
     try:
-        table = json.loads(text) if of_run else tomllib.loads(text)
+        table = parse_json(raw, dict) if of_run else _parse_toml(raw)
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid {path.suffix[1:] or 'TOML'}: {error}.") from None
+        raise ConfigError(
+            f"{path} is not valid {path.suffix[1:] or 'TOML'}: {error}. Correct it, or give another file."
+        ) from None
     return overlay(TrainConfig(), _renamed(table) if of_run else table, str(path))
+
+
+def _parse_toml(raw: bytes) -> dict[str, Any]:
+    try:
+        return tomllib.loads(raw.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"it has more than {DEEPEST} levels") from None
 
 
 def overlay(config: Any, table: Any, where: str, section: str = "") -> Any:
@@ -137,14 +150,16 @@ def _typed(value: Any, current: Any, where: str, choices: tuple[Any, ...]) -> An
         return as_texts(value)
     if isinstance(current, tuple) and isinstance(value, list) and all(isinstance(x, str) for x in value):
         return tuple(value)
-    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(current, float) and type(value) is int and abs(value) < 2**63:
         return float(value)
     words = [word for choice in choices for word in typing.get_args(choice)]
     if words and (value in words or type(value) in choices):  # A union of a type and words.
         return value
     if type(value) is not type(current):
         more = f", or {', '.join(map(repr, words))}" if words else ""
-        raise ConfigError(f"{where} is {value!r}, expected {type(current).__name__} like {current!r}{more}.")
+        raise ConfigError(
+            f"{where} is {shortened(value)}, expected {type(current).__name__} like {current!r}{more}."
+        )
     if choices and not isinstance(current, tuple) and value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"Perhaps you meant {near[0]!r}." if near else f"Choose one of: {', '.join(choices)}."

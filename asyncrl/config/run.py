@@ -19,7 +19,17 @@ from asyncrl.config.algorithm import (
     OptimizerSettings,
     check_recipe,
 )
-from asyncrl.config.bounds import AtLeast, Bounded, Within
+from asyncrl.config.bounds import (
+    LONGEST_NAME,
+    LONGEST_PATH,
+    SECONDS,
+    SEEDS,
+    THREADS,
+    AtLeast,
+    Bounded,
+    Within,
+    shown,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.registry import check_name
 
@@ -53,7 +63,9 @@ class ImaginationSettings(Bounded):
     goes on from where it stopped. auto: what the world says; frames in a published folder, else latents."""
     decoder: Literal["full", "tiny"] = "full"
     """Which decoder draws the frames. tiny: one distilled from the full one by `asyncrl fit decoder`."""
-    steps: Annotated[int, AtLeast(0, "it counts network calls.", "Use 0 for the folder's.")] = 0
+    steps: Annotated[
+        int, AtLeast(0, "it counts network calls.", "Use 0 for the folder's.", highest=10_000)
+    ] = 0
     """Network calls per decision; 0 = as many as the world's folder says (published: 5)."""
     compile: bool = False
     """Compile the networks of the actor: about a minute at the start, then up to twice as fast on a GPU."""
@@ -80,14 +92,18 @@ class ReplaySettings(Bounded):
 
     SECTION: ClassVar[str] = "replay."
 
-    max_lag: Annotated[int, AtLeast(0, "a lag cannot be negative.", "Use 2, or --synchronous for 0.")] = 2
+    max_lag: Annotated[
+        int, AtLeast(0, "a lag cannot be negative.", "Use 2, or --synchronous for 0.", highest=100_000)
+    ] = 2
     """No decision older than this many policy versions is trained on; checked at admission and sampling."""
     max_world_lag: Annotated[int, AtLeast(0, "a lag cannot be negative.", "Use 1.")] = 1
     """No episode is trained on that a world imagined which is more versions older than the newest one."""
-    group_timeout: Annotated[float, AtLeast(1, "imagining a group takes time.", "Use 300.")] = 300.0
+    group_timeout: Annotated[
+        float, AtLeast(1, "imagining a group takes time.", "Use 300.", highest=SECONDS)
+    ] = 300.0
     """Seconds without a decision of its actor until an incomplete group is given up and counted."""
     heartbeat_timeout: Annotated[
-        float, AtLeast(3, "actors say every second that they are there.", "Use 30.")
+        float, AtLeast(3, "actors say every second that they are there.", "Use 30.", highest=SECONDS)
     ] = 30.0
     """Seconds without any sign of life after which an actor's open groups are given up."""
     keep_video_every: Annotated[int, AtLeast(0, "it counts groups.", "Use 0 for never.")] = 16
@@ -129,7 +145,7 @@ class ActorSettings(Bounded):
 
     SECTION: ClassVar[str] = "actor."
 
-    slots: Annotated[int, AtLeast(1, "an actor imagines at least one episode.", "Use 16.")] = 16
+    slots: Annotated[int, AtLeast(1, "an actor imagines at least one episode.", "Use 16.", highest=4096)] = 16
     """Episodes imagined at the same time by one actor."""
     pipeline_stages: Literal[1, 2] = 1
     """2: the slots decide in two halves in turns, so that the host works on one half while the GPU works on
@@ -138,7 +154,7 @@ class ActorSettings(Bounded):
     """Keep policy, world and reward model in pinned host memory while there is nothing to imagine. Without
     effect under --inline."""
     max_decisions: Annotated[
-        int, AtLeast(0, "an episode has a decision.", "Use 6, or 0 for what the world says.")
+        int, AtLeast(0, "an episode has a decision.", "Use 6, or 0 for what the world says.", highest=10_000)
     ] = 0
     """An episode is cut after this many decisions (of 8 steps each). 0: what the world says; 32 in a
     published folder, else 6."""
@@ -150,7 +166,9 @@ class ActorSettings(Bounded):
     """Which frames at --actor.success-threshold or above make a success. A number k: the first k in a row; 1:
     the first of all. last: the last frame of a decision, so that what was gone again at its end does not
     count. docs/worlds.md says what each rule gets wrong."""
-    threads: Annotated[int, AtLeast(0, "it counts threads.", "Use 0 to let asyncrl choose.")] = 0
+    threads: Annotated[
+        int, AtLeast(0, "it counts threads.", "Use 0 to let asyncrl choose.", highest=THREADS)
+    ] = 0
     """CPU threads of an actor process. 0: two where every actor has two cores, else one."""
     max_respawns: int = 5
     """An actor that dies comes back this often; one death more ends the run."""
@@ -175,7 +193,7 @@ class WeightSettings(Bounded):
     transport: str = "auto"
     """auto: gloo on CPU, cuda_ipc when learner and actors share one GPU, nccl when each has its own, nccl+ipc
     when some actors are on the first learner's GPU and the others on one each. Or package.module:Class."""
-    timeout: Annotated[float, AtLeast(1, "a broadcast takes time.", "Use 60.")] = 60.0
+    timeout: Annotated[float, AtLeast(1, "a broadcast takes time.", "Use 60.", highest=SECONDS)] = 60.0
     """Seconds after which an actor that does not take part in a broadcast is left behind, and one that joined
     and cannot reach the learner ends."""
     listen: str = ""
@@ -191,7 +209,7 @@ class TrainConfig(Bounded):
     """Optimizer updates to make in all."""
     run_dir: str = "runs/{time}"
     """Folder of the run; {time} is replaced by the date and time."""
-    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.")] = 0
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """Seed of start states, episodes and noise."""
     resume: bool = False
     """Continue the run in --run-dir (default: the newest run) from its newest checkpoint."""
@@ -233,12 +251,16 @@ class TrainConfig(Bounded):
     """Newest checkpoints that are kept."""
     log_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 1.")] = 1
     """Updates between two console rows."""
-    batch_timeout: Annotated[float, AtLeast(1, "imagining a batch takes time.", "Use 600.")] = 600.0
+    batch_timeout: Annotated[
+        float, AtLeast(1, "imagining a batch takes time.", "Use 600.", highest=SECONDS)
+    ] = 600.0
     """Seconds the learner waits for a batch without a sign of progress (an episode that was admitted, or
     decisions that an actor reported) before it ends the run with a checkpoint and an error."""
-    startup_timeout: Annotated[float, AtLeast(1, "loading models takes time.", "Use 600.")] = 600.0
+    startup_timeout: Annotated[
+        float, AtLeast(1, "loading models takes time.", "Use 600.", highest=SECONDS)
+    ] = 600.0
     """Seconds that all processes have to load their models, meet, and take the first weights."""
-    hang_timeout: Annotated[float, AtLeast(1, "an update takes time.", "Use 900.")] = 900.0
+    hang_timeout: Annotated[float, AtLeast(1, "an update takes time.", "Use 900.", highest=SECONDS)] = 900.0
     """Seconds that one round of an actor, or an update without a sign of progress (a micro-batch that is
     done), may take. Then the stacks of all processes are written and the process is ended: an actor is
     respawned, a learner is a failed rank for torchrun."""
@@ -255,6 +277,12 @@ class TrainConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        parts = [len(part.encode()) for part in self.run_dir.split("/")]
+        if max(parts) > LONGEST_NAME or sum(parts) > LONGEST_PATH:
+            raise ConfigError(
+                f"--run-dir is {shown(self.run_dir)}, with a name of {max(parts)} bytes and {sum(parts)} in all, "
+                f"but a file's name has at most {LONGEST_NAME} and a path {LONGEST_PATH}. Choose a shorter one."
+            )
         if self.replay.max_reuse > self.max_lag + 1:
             raise ConfigError(
                 f"--replay.max-reuse is {self.replay.max_reuse}, but with a lag of at most {self.max_lag} "

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.errors import AsyncRLError
 from asyncrl.records import ActionSpec, SlotBytes
 
 
@@ -134,6 +135,8 @@ def run_check(name: str, check: Callable[[], Finding | None], deadline: float) -
     def run() -> None:
         try:
             found.append(check())
+        except AsyncRLError as error:
+            found.append(broken(name, one_line(error)))
         except (Exception, SystemExit) as error:
             found.append(broken(name, f"cannot be checked: {type(error).__name__}: {one_line(error)}"))
         finally:

@@ -111,6 +111,14 @@ def record_policy(
 
 
 def _must_be_new(folder: Path) -> None:
+    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+        raise ConfigError(f"--out {folder} is a file, where a folder is expected. Choose another name.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {folder} cannot be made ({error.strerror}). Choose another folder."
+        ) from None
     if any(folder.glob("part-*.h5")):
         raise ConfigError(
             f"--out {folder} already holds recordings; they are not overwritten. Choose another folder."

@@ -9,6 +9,7 @@ Letters: E episodes, F frames of all episodes, H W image size.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +20,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import AssetError, ConfigError
+from asyncrl.errors import AssetError, ConfigError, first_line
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
+from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 
 if TYPE_CHECKING:
     import h5py
 
 FORMAT = "asyncrl-recordings-1"
+_UNREADABLE = (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError, zlib.error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,27 +140,31 @@ def _parts(folder: Path) -> Iterator[Path]:
 def _read(path: Path) -> Recordings:
     import h5py
 
-    with h5py.File(path, "r") as file:
-        if file.attrs.get("format") != FORMAT:
-            raise ConfigError(
-                f"{path} has format {file.attrs.get('format')!r}, expected {FORMAT!r}. Collect it again."
+    try:
+        with h5py.File(path, "r") as file:
+            if (found := attribute_of(file, "format")) != FORMAT:
+                raise ConfigError(f"{path} has format {found!r}, expected {FORMAT!r}. Collect it again.")
+            return Recordings(
+                frames=_inflate(dataset_in(file, "frames")),
+                actions=dataset_in(file, "actions")[:],
+                success=dataset_in(file, "success")[:].astype(bool),
+                offsets=dataset_in(file, "offsets")[:],
+                tasks=[task.decode() for task in dataset_in(file, "tasks")[:]],
+                seeds=dataset_in(file, "seeds")[:],
             )
-        return Recordings(
-            frames=_inflate(file["frames"]),  # type: ignore[arg-type]
-            actions=file["actions"][:],  # type: ignore[index]
-            success=file["success"][:].astype(bool),  # type: ignore[index,union-attr]
-            offsets=file["offsets"][:],  # type: ignore[index]
-            tasks=[task.decode() for task in file["tasks"][:]],  # type: ignore[index,union-attr]
-            seeds=file["seeds"][:],  # type: ignore[index]
-        )
+    except ConfigError:
+        raise
+    except _UNREADABLE as error:
+        raise ConfigError(f"{path} is not a recording ({first_line(error)}). Collect it again.") from error
 
 
 def _inflate(dataset: h5py.Dataset) -> NDArray[np.uint8]:
     """Read compressed frames on all cores: HDF5 itself decompresses on one."""
-    rows = np.empty(dataset.shape, np.uint8)
+    rows, most = np.empty(dataset.shape, np.uint8), math.prod(dataset.chunks) + 1
 
     def write(offset: int, compressed: bytes) -> None:
-        chunk = np.frombuffer(zlib.decompress(compressed), np.uint8).reshape(dataset.chunks)
+        unpacked = zlib.decompressobj().decompress(compressed, most)
+        chunk = np.frombuffer(unpacked, np.uint8).reshape(dataset.chunks)
         rows[offset : offset + len(chunk)] = chunk[: len(rows) - offset]
 
     with ThreadPoolExecutor() as pool:

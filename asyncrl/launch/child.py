@@ -12,8 +12,10 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from asyncrl.observability.signals import die_with_parent
+from asyncrl.storage.regular_files import open_regular
 
 
 def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> None:
@@ -39,7 +41,7 @@ def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> N
 
 def redirect_output(log_path: str) -> None:
     """Append standard output and error, also those of C libraries, to a file; lines are written at once."""
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = open_regular(Path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())

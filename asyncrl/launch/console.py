@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import duration
 from asyncrl.storage import asset_paths, checkpoint
+from asyncrl.storage.bounded_json import read_rows
 
 WORTH_TELLING = 30.0
 """Seconds from which on it is said how long a batch or an update takes."""
@@ -218,8 +218,8 @@ def successes(path: Path) -> list[float]:
     """Success rate of every update in a metrics.jsonl."""
     if not path.exists():
         return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [float(row.get(m.SUCCESS_ONCE.name) or 0.0) for row in rows]
+    rates = [row.get(m.SUCCESS_ONCE.name) for _, row in read_rows(path) if row is not None]
+    return [float(rate) if type(rate) in (int, float) else 0.0 for rate in rates]
 
 
 def short_path(path: Path) -> str:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asyncrl.config.bounds import shown
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ ROLES = ("learner", "actor", "policy", "world")
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
 """Placements that fit any number of ranks; see `_by_word`."""
 _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?")
+MOST_RANKS = 4096
+"""Ranks of one run: eight hosts have 64."""
 _EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
 
 
@@ -220,13 +223,23 @@ def _read(text: str) -> dict[str, list[int]]:
             raise ConfigError(
                 f"--placement names the role {role!r}, but there are only {', '.join(ROLES)}. {_EXAMPLE}"
             )
-        first, last = int(match["first"]), int(match["last"] or match["first"])
+        first, last = (_rank(match[name] or match["first"]) for name in ("first", "last"))
         if last < first:
             raise ConfigError(
                 f"--placement has the range {item!r}, which ends before it begins. Use {last}-{first}."
             )
         ranks[role] += range(first, last + 1)
     return {role: sorted(named) for role, named in ranks.items()}
+
+
+def _rank(digits: str) -> int:
+    # Only now a number: Python reads no more than 4,300 digits, and a range of as many ranks would be a list.
+    if len(digits) > 9 or int(digits) >= MOST_RANKS:
+        raise ConfigError(
+            f"--placement names rank {shown(digits)}, but a run has at most {MOST_RANKS} ranks, counted from "
+            f"0. {_EXAMPLE}"
+        )
+    return int(digits)
 
 
 def only_learns(text: str) -> bool:

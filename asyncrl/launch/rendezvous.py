@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from asyncrl.errors import ConfigError, RunError, first_line
 from asyncrl.observability import waits
 from asyncrl.storage.atomic import write_text
+from asyncrl.storage.bounded_json import shortened
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -34,6 +35,7 @@ DEADLINE = 600.0
 POLL_INTERVAL = 0.1
 """Seconds between two looks of a rank that waits for rank 0."""
 _KEY, _RUN_KEY = "run_facts", "run_dir"
+_MOST_RANKS = 4096
 _FAILED = "failed-rank-"
 """Begin of the name of a file among the run's sockets."""
 
@@ -63,17 +65,22 @@ class RunInfo:
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process's number in the job; 0 when it was started alone."""
-    return _number("RANK", 0, environ)
+    return _number("RANK", 0, environ, most=world_size(environ) - 1)
 
 
 def world_size(environ: Mapping[str, str] = os.environ) -> int:
     """Number of ranks in the job; 1 when this process was started alone."""
-    return _number("WORLD_SIZE", 1, environ)
+    return _number("WORLD_SIZE", 1, environ, least=1, most=_MOST_RANKS)
+
+
+def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Number of ranks of the job on this host; all of them where nothing says so."""
+    return _number("LOCAL_WORLD_SIZE", world_size(environ), environ, least=1, most=_MOST_RANKS)
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process's number on its host, which is also its device's."""
-    return _number("LOCAL_RANK", 0, environ)
+    return _number("LOCAL_RANK", 0, environ, most=_MOST_RANKS)
 
 
 def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> None:
@@ -260,6 +267,16 @@ def _listen(host: str, port: int, environ: Mapping[str, str]) -> int:
     return listener.detach()
 
 
+def check_address(environ: Mapping[str, str] = os.environ) -> None:
+    """Check where the ranks meet, before anything is started.
+
+    Raises:
+        ConfigError: There are several, and the address cannot be one.
+    """
+    if world_size(environ) > 1:
+        _address(environ)
+
+
 def _agent_has_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -270,19 +287,19 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
             f"WORLD_SIZE is {world_size(environ)}, but MASTER_ADDR or MASTER_PORT is not set, so the ranks "
             "cannot meet. Start them with torchrun, or unset WORLD_SIZE for a single process."
         )
-    return environ["MASTER_ADDR"], _number("MASTER_PORT", 0, environ)
+    return environ["MASTER_ADDR"], _number("MASTER_PORT", 0, environ, least=1, most=65_535)
 
 
 def _place(environ: Mapping[str, str]) -> str:
     return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
 
 
-def _number(name: str, absent: int, environ: Mapping[str, str]) -> int:
+def _number(name: str, absent: int, environ: Mapping[str, str], *, least: int = 0, most: int = 10**9) -> int:
     text = environ.get(name) or str(absent)
-    if not text.isdecimal():
+    if not (text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
         raise ConfigError(
-            f"The environment variable {name} is {text!r}, expected a whole number. torchrun sets it; unset "
-            "it for a single process."
+            f"The environment variable {name} is {shortened(text)}, expected a whole number of {least} to "
+            f"{most}. torchrun sets it; unset it for a single process."
         )
     return int(text)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -71,7 +70,8 @@ def _placement(config: TrainConfig) -> Placement:
     ranks = rendezvous.world_size()
     placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
     check_groups(placement, config.algorithm.groups_per_update)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    rendezvous.check_address()
+    local = rendezvous.local_world_size()
     if local != ranks:
         raise ConfigError(
             f"torchrun started {ranks} ranks, but only {local} on this host, and the replay and the weights "

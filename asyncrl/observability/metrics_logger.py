@@ -29,7 +29,8 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.background_file import BackgroundFile
 from asyncrl.observability.metrics import Metric, Readings, reduce
-from asyncrl.storage.atomic import write_text
+from asyncrl.storage.atomic import replacing
+from asyncrl.storage.bounded_json import read_rows
 
 HEADER_EVERY = 20
 """Console rows between two headers."""
@@ -152,7 +153,10 @@ class MetricsLogger:
         self._unshown: list[Readings] = []
         self._rows_shown = 0
         path = run_dir / "metrics.jsonl"
-        cut_rows_after(path, resume_step)
+        if wrong := cut_rows_after(path, resume_step):
+            self.banner(
+                f"{path} had {wrong} damaged lines, which are not rows of an update; they are left out"
+            )
         self._rows = BackgroundFile(
             path, "rows of metrics.jsonl", limit=ROWS_LIMIT, lost=counts.LOST_ROWS, tell=self.banner
         )
@@ -221,17 +225,23 @@ class MetricsLogger:
         print(f"{colour}{text}{_END}" if self._colour and colour else text, file=self._stream, flush=True)
 
 
-def cut_rows_after(path: Path, step: int) -> None:
-    """Remove the rows of updates after `step` from a metrics.jsonl, and a row that a crash cut short."""
+def cut_rows_after(path: Path, step: int) -> int:
+    """Remove the rows of updates after `step` from a metrics.jsonl, and a row that a crash cut short.
+
+    Returns:
+        How many damaged lines were removed besides; the last one counts only when it is a whole line.
+
+    Raises:
+        OSError: It is no regular file, or cannot be read or written.
+    """
     if not path.exists():
-        return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines(True) if _step_of(line) <= step]
-    write_text(path, "".join(kept))
-
-
-def _step_of(line: str) -> float:
-    """Read a row's step; infinite for a row that is cut short."""
-    try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return 0
+    wrong = 0
+    with replacing(path) as part, part.open("wb") as kept:
+        for line, row in read_rows(path):
+            at = row.get("step") if row is not None else None
+            if type(at) is not int:
+                wrong += not line or line.endswith(b"\n")
+            elif at <= step:
+                kept.write(line)
+    return wrong

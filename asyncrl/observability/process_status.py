@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
+from asyncrl.storage.regular_files import make_folder, open_regular, read_bytes, remove
+
 FOLDER: Final = "processes"
 STACKS: Final = ".stacks"
 _MAGIC: Final = b"ARLPROC1"
@@ -70,11 +72,15 @@ class _StatusFile:
     """This process's file."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        fresh.write_bytes(_HEAD.pack(_MAGIC, os.getpid(), started(os.getpid())).ljust(_SIZE, b"\0"))
-        with fresh.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _SIZE)
+        remove(fresh)
+        handle = open_regular(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            os.write(handle, _HEAD.pack(_MAGIC, os.getpid(), started(os.getpid())).ljust(_SIZE, b"\0"))
+            self._memory = mmap.mmap(handle, _SIZE)
+        finally:
+            os.close(handle)
         fresh.replace(path)
         self._rows: dict[int, int] = {}
         """Thread's identifier -> its row."""
@@ -129,7 +135,8 @@ def publish_as(run_dir: Path, role: str) -> None:
     _own_file, _run_dir = _StatusFile(path), run_dir
     while _early:
         _own_file.add(*_early.popitem())
-    before, _stacks = _stacks, path.with_name(role + STACKS).open("a")
+    handle = open_regular(path.with_name(role + STACKS), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    before, _stacks = _stacks, os.fdopen(handle, "a")
     faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True, chain=False)
     if before is not None:
         before.close()
@@ -272,7 +279,7 @@ def _status_files(run_dir: Path) -> dict[str, bytes]:
     found = {}
     for path in sorted((run_dir / FOLDER).glob("[!.]*")):
         with contextlib.suppress(OSError):  # A process that begins anew replaces its file.
-            content = path.read_bytes()
+            content = read_bytes(path, _SIZE)
             if len(content) == _SIZE and content[: len(_MAGIC)] == _MAGIC:
                 found[path.name] = content
     return found
@@ -287,7 +294,9 @@ def _process(role: str, content: bytes) -> Process:
         for since, allowed, thread, what in rows
         if since > 0
     )
-    return Process(role=role, pid=pid, alive=not is_gone(pid, began), activities=activities)
+    # Of a file that was damaged neither may be zero: process 0 is the group of whoever sends it a signal.
+    alive = pid > 0 and began > 0 and not is_gone(pid, began)
+    return Process(role=role, pid=pid, alive=alive, activities=activities)
 
 
 def _text(raw: bytes) -> str:

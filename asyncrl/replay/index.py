@@ -20,6 +20,8 @@ from typing import Any, Final
 from asyncrl.records import SCHEMA_VERSIONS, Sampling
 from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, GroupFile, fingerprint
 from asyncrl.storage.atomic import replacing
+from asyncrl.storage.bounded_json import check_types, parse_json
+from asyncrl.storage.regular_files import LINES_BYTES, open_regular, read_lines, reading
 
 _VERSIONS: Final = {
     "format": (FORMAT,),
@@ -63,7 +65,7 @@ class FileIndex:
                 episode_ids=tuple(map(str, entry["episode_ids"])),
                 attributes=attributes,
             )
-        except (OSError, KeyError, IndexError, TypeError, ValueError):
+        except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
             return None
 
     def add(self, group_file: GroupFile) -> None:
@@ -82,7 +84,7 @@ class FileIndex:
             if not complete:
                 with replacing(self.path) as part:
                     part.write_bytes(b"".join(map(_line, group_files)))
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             self._give_up(error)
 
@@ -97,24 +99,30 @@ class FileIndex:
         self._warn(f"{self.path} could not be written: {error}. The next start is slower; nothing is lost.")
 
     def _read(self) -> dict[str, dict[str, Any]]:
+        found = dict[str, dict[str, Any]]()
         try:
-            lines = self.path.read_bytes().splitlines()
+            with reading(self.path, LINES_BYTES) as file:
+                for self.lines, line in read_lines(file):
+                    if line is not None and (entry := _entry(line.rstrip(b"\n"))) is not None:
+                        found[entry["name"]] = entry
         except OSError:
             return {}
-        self.lines, found = len(lines), dict[str, dict[str, Any]]()
-        for line in lines:
-            try:
-                if int(line[:8], 16) != zlib.crc32(line[9:]):
-                    continue
-                entry = json.loads(line[9:])
-                found[entry["name"]] = entry
-            except (ValueError, TypeError, KeyError):
-                continue
         return found
 
 
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        if int(line[:8], 16) != zlib.crc32(line[9:]):
+            return None
+        entry = parse_json(line[9:], dict)
+        check_types(entry, {"name": str, "file": list})
+    except ValueError:
+        return None
+    return entry
+
+
 def _fingerprint(path: Path) -> int:
-    handle = os.open(path, os.O_RDONLY)
+    handle = open_regular(path)
     try:
         return fingerprint(handle, os.fstat(handle).st_size)
     finally:

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.disk_full import is_full
+from asyncrl.storage.bounded_json import parse_json
+from asyncrl.storage.regular_files import LINES_BYTES, open_regular, read_lines, reading, remove
 
 MAX_LINE: Final = 2**20
 """Bytes; longer lines are damaged."""
@@ -49,10 +50,7 @@ def read_line(line: bytes, previous: bytes = b"") -> dict[str, Any]:
     # Not `crc32(body, previous)`: a bit of `previous` would make up for one of the body's first four bytes.
     if zlib.crc32(previous + body) != int(checksum, 16):
         raise ValueError("its checksum does not match")
-    entry = json.loads(body)
-    if not isinstance(entry, dict):
-        raise ValueError(f"it holds a {type(entry).__name__}, expected an object")
-    return entry
+    return parse_json(body, dict)
 
 
 def checksum_of(line: bytes) -> bytes | None:
@@ -72,7 +70,7 @@ class Ledger:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         """Open or create it, and remove a torn last line; `warn` receives one line per damaged line read."""
         self.path, self._warn = path, warn
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self.close = weakref.finalize(self, os.close, self._file)
         sound, self._last = _end(path)
         if sound < os.fstat(self._file).st_size:
@@ -95,7 +93,7 @@ class Ledger:
         try:
             self._write(line + b"\n")
         except OSError as error:
-            if not (is_full(error) and self._spare.exists()):
+            if not (is_full(error) and self._spare.is_file()):
                 raise self._refused(str(error)) from None
             self._spare.unlink()
             os.ftruncate(self._file, size)
@@ -107,9 +105,15 @@ class Ledger:
 
     def keep_spare(self) -> None:
         """Set space aside for the time when there is none; without space now, nothing happens."""
-        if not self._spare.exists() or self._spare.stat().st_size < SPARE_BYTES:
-            with contextlib.suppress(OSError), self._spare.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+        with contextlib.suppress(OSError):
+            if self._spare.is_symlink() or not self._spare.is_file():
+                remove(self._spare)
+            handle = open_regular(self._spare, os.O_WRONLY | os.O_CREAT)
+            try:
+                if os.fstat(handle).st_size < SPARE_BYTES:
+                    os.posix_fallocate(handle, 0, SPARE_BYTES)
+            finally:
+                os.close(handle)
 
     def _write(self, line: bytes) -> None:
         """Append and sync; a disk that becomes full takes a part at first, and nothing of the rest."""
@@ -133,11 +137,11 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[dict[str, 
     if not path.exists():
         return
     believed = claimed = START
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+    with reading(path, LINES_BYTES) as file:
+        for number, whole in read_lines(file, MAX_LINE + 1):
+            if whole is not None and not whole.endswith(b"\n"):
                 return
-            line = line[:-1]
+            line = b"" if whole is None else whole[:-1]
             before, claimed = claimed, _link(line)
             try:
                 entry = _read_behind(line, believed, before)
@@ -159,11 +163,22 @@ def _read_behind(line: bytes, believed: bytes, claimed: bytes) -> dict[str, Any]
 
 def _end(path: Path) -> tuple[int, bytes]:
     """Find where the last whole line ends, in bytes, and what the next line's checksum covers of it."""
-    if not path.stat().st_size:
-        return 0, START
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        end = content.rfind(b"\n")
-        return end + 1, _link(content[content.rfind(b"\n", 0, max(0, end)) + 1 : max(0, end)])
+    with reading(path, LINES_BYTES) as file:
+        end = _line_feed_before(file, file.seek(0, os.SEEK_END))
+        begin = max(_line_feed_before(file, max(0, end)) + 1, end - MAX_LINE)  # A longer line is damaged.
+        file.seek(begin)
+        return end + 1, _link(file.read(max(0, end - begin)))
+
+
+def _line_feed_before(file: BinaryIO, end: int) -> int:
+    """Find the last line feed before byte `end`, in pieces; -1 when there is none."""
+    while end > 0:
+        begin = max(0, end - MAX_LINE)
+        file.seek(begin)
+        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + found
+        end = begin
+    return -1
 
 
 def _link(line: bytes) -> bytes:

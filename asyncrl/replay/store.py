@@ -14,7 +14,6 @@ after that an episode is acknowledged: what was acknowledged is readable, and wh
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -29,14 +28,17 @@ from asyncrl.replay.files.format import (
     FORMAT_VERSION,
     GroupFile,
     GroupFileParts,
+    damaged,
     describe,
     read_group_file,
 )
 from asyncrl.replay.files.reader import Buffers, GroupReader
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.index import FileIndex
-from asyncrl.replay.ledger import Ledger, read_line, write_line
+from asyncrl.replay.ledger import MAX_LINE, Ledger, read_line, write_line
 from asyncrl.storage.atomic import flush
+from asyncrl.storage.bounded_json import parse_json
+from asyncrl.storage.regular_files import kind_of, make_folder, open_regular, read_bytes, remove
 
 PATTERN = "group-*.h5"
 
@@ -66,15 +68,13 @@ class EpisodeStore:
         """
         self.folder, self.group_size, self.max_bytes, self._warn = folder, group_size, max_bytes, warn
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._unlock = weakref.finalize(self, os.close, _lock(folder))
             _check_meta(folder / "replay.json", group_size)
+            for torn in folder.glob("*.tmp"):
+                remove(torn)
         except OSError as error:
-            raise ReplayError(
-                f"{folder} cannot be written: {error}. Free disk space, or choose another --run-dir."
-            ) from None
-        for torn in folder.glob("*.tmp"):
-            torn.unlink()
+            raise _unwritable(folder, error) from None
         self.group_files: dict[int, GroupFile] = {}
         """Group number -> sealed file."""
         self.total_bytes = 0
@@ -82,7 +82,10 @@ class EpisodeStore:
         self._removed: dict[int, tuple[str, ...]] = {}  # Ids of those that are to be sealed anew.
         self._reader, self._index = GroupReader(), FileIndex(folder / "index.log", warn)
         self._recover()
-        self.ledger = Ledger(folder / "ledger.log", warn)
+        try:
+            self.ledger = Ledger(folder / "ledger.log", warn)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
 
     def store_group(self, number: int, episodes: Sequence[Episode]) -> GroupFile:
         """Write a complete group durably; when this returns it survives a crash. See `write`."""
@@ -190,7 +193,10 @@ class EpisodeStore:
             group_file = self._index.find(path)
             try:
                 misses += group_file is None
-                self._enter(group_file or read_group_file(path))
+                group_file = group_file or read_group_file(path)
+                if path.name != file_name(group_file.number):
+                    raise damaged(path, f"it says that it is group {group_file.number}")
+                self._enter(group_file)
             except ReplayError as error:
                 self._quarantine(path, str(error))
         complete = not misses and self._index.lines == len(self.group_files)
@@ -218,10 +224,39 @@ class EpisodeStore:
         group_file.path.unlink(missing_ok=True)
 
     def _quarantine(self, path: Path, why: str) -> None:
-        away = self.folder / "quarantine"
-        away.mkdir(exist_ok=True)
-        path.rename(away / path.name)
+        try:
+            away = _quarantine_folder(self.folder)
+            path.rename(_free_name(away / path.name))
+        except OSError as error:
+            raise _unwritable(self.folder, error) from None
         self._warn(f"replay: moved {path.name} to {away}: {why}")
+
+
+def _unwritable(folder: Path, error: OSError) -> ReplayError:
+    where = f"{Path(error.filename).name}: " if error.filename else ""
+    return ReplayError(
+        f"{folder} cannot be written: {where}{error.strerror or error}. Free disk space, or choose another "
+        "--run-dir."
+    )
+
+
+def _quarantine_folder(folder: Path) -> Path:
+    """Make the folder of damaged files. What has its name and is none is a damaged file too."""
+    away = folder / "quarantine"
+    if kind_of(away) != "a folder" and (away.is_symlink() or away.exists()):
+        away.rename(other := _free_name(folder / "quarantine.file"))
+        away.mkdir()
+        other.rename(away / other.name)
+    away.mkdir(exist_ok=True)
+    return away
+
+
+def _free_name(path: Path) -> Path:
+    """Return `path`, with a number behind it where something has that name."""
+    number, free = 1, path
+    while free.is_symlink() or free.exists():
+        number, free = number + 1, path.with_name(f"{path.name}.{number + 1}")
+    return free
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -232,16 +267,15 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """
     path = folder / "replay.json"
     try:
-        line = path.read_bytes().strip()
-        plain = json.loads(line)
-        version = plain.get("format_version") if isinstance(plain, dict) else None
+        line = read_bytes(path, MAX_LINE).strip()
+        version = parse_json(line, dict).get("format_version")
         if type(version) is int and version != FORMAT_VERSION:
             raise ReplayError(
                 f"{folder} was made with format_version {version}, this asyncrl reads {FORMAT_VERSION}. "
                 "Use the version that wrote it, or choose a new --run-dir."
             )
         meta = read_line(line)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ReplayError(f"{folder} is no replay folder: {path.name} cannot be read ({error}).") from None
     if meta.get("format") != FORMAT:
         raise ReplayError(f"{folder} is no replay folder: replay.json does not say {FORMAT!r}.")
@@ -271,7 +305,7 @@ def _check_meta(path: Path, group_size: int) -> None:
 
 
 def _lock(folder: Path) -> int:
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    handle = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

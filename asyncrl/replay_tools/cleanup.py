@@ -138,6 +138,7 @@ class Prune(ReplayCommand):
     """Only say what would be deleted."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.keep_gigabytes is None) == (self.older_than_version is None):
             raise ConfigError(
                 "give either --keep-gigabytes X or --older-than-version V: it says what may go."

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import tyro
 
+from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError
 from asyncrl.replay_tools.episodes import LIGHT, Outcome, StoredEpisode, read_rows, replay_folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayCommand:
+class ReplayCommand(Bounded):
     """A command about a whole replay."""
 
     path: tyro.conf.Positional[Path]
@@ -55,6 +56,7 @@ class EpisodeSelection(ReplayCommand):
     """Only episodes of this world model; -1: of a simulator."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.min_lag is not None and self.max_lag is not None and self.min_lag > self.max_lag:
             raise ConfigError(
                 f"--min-lag {self.min_lag} is above --max-lag {self.max_lag}, so no episode fits. Swap them."

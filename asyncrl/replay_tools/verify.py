@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import SCHEMA_VERSION
@@ -13,6 +14,10 @@ from asyncrl.replay.store import PATTERN, file_name, read_meta
 from asyncrl.replay_tools.episodes import GroupOutcomes, problem_with_file, read_outcomes
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
+from asyncrl.storage.bounded_json import shortened
+
+MOST_MEMBERS: Final = 2**16
+"""Episodes of a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,7 @@ def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
     """Read every file completely; return what is wrong, and the sound files by group number."""
     problems, group_files, seen = list(_check_meta(folder)), dict[int, GroupFile](), dict[str, str]()
     group_size = read_meta(folder).get("group_size")
-    group_size = group_size if isinstance(group_size, int) else 0  # What is wrong with it was said above.
+    group_size = group_size if _is_group_size(group_size) else 0  # What is wrong with it was said above.
     for path in watched(sorted(folder.glob(PATTERN)), "verifying groups"):
         problem = problem_with_file(path, group_size)
         try:
@@ -93,5 +98,10 @@ def _check_meta(folder: Path) -> Iterator[str]:
     for name, value in expected.items():
         if meta.get(name) != value:
             yield f"replay.json: {name} is {meta.get(name)}, this asyncrl reads {value}"
-    if not isinstance(meta.get("group_size"), int) or meta["group_size"] < 1:
-        yield f"replay.json: group_size is {meta.get('group_size')}, expected a positive whole number"
+    if not _is_group_size(meta.get("group_size")):
+        said = shortened(meta.get("group_size"))
+        yield f"replay.json: group_size is {said}, expected a positive whole number of at most {MOST_MEMBERS}"
+
+
+def _is_group_size(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MOST_MEMBERS

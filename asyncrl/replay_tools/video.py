@@ -34,6 +34,7 @@ class Video(ReplayCommand):
     """Steps per second; 20 is real time. Without video, each observation is shown for about 8 steps."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.rate <= 100:
             raise ConfigError(f"--rate is {self.rate} frames per second. Use 1 to 100; 20 is real time.")
         if not self.episodes:

@@ -23,6 +23,7 @@ from asyncrl.rewards.resnet import (
     build_network,
 )
 from asyncrl.storage.atomic import read_json
+from asyncrl.storage.bounded_json import check_sizes
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 
 FORMAT: Final = "asyncrl-reward-1"
@@ -86,8 +87,9 @@ def _open_ours(folder: Path) -> RewardFiles:
     content = read_json(folder / "reward.json")
     try:
         raw = content["config"]
+        check_sizes(raw)
         config = RewardConfig(**{**raw, "widths": tuple(raw["widths"]), "tasks": tuple(raw["tasks"])})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{folder / 'reward.json'} is incomplete ({error}). Fit the reward model again."
         ) from error

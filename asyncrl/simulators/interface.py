@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.config.bounds import AtLeast, Bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,10 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demonstrator:
+class Demonstrator(Bounded):
     """How good the scripted expert is. All draws are made once per episode, from the episode's seed."""
+
+    SECTION: ClassVar[str] = "expert."
 
     noise: tuple[float, float] = (0.0, 0.0)
     """Standard deviation of the noise on each action is drawn between these, in units of the action range."""
@@ -32,13 +36,13 @@ class Demonstrator:
     """Constant error of the grasp position in metres (x, y): a badly calibrated demonstrator."""
     retry: bool = False
     """Whether it reaches again after a missed grasp."""
-    spread: float = 0.0
+    spread: Annotated[float, AtLeast(0, "it is a deviation.", "Use 0.")] = 0.0
     """Standard deviation of a further grasp error in metres, drawn per episode."""
     place_offset: tuple[float, float] = (0.0, 0.0)
     """Constant error of where the cube is set down, in metres (x, y)."""
-    place_spread: float = 0.0
+    place_spread: Annotated[float, AtLeast(0, "it is a deviation.", "Use 0.")] = 0.0
     """Standard deviation of a further error of the same in metres, drawn per episode."""
-    extra_decisions: int = 1
+    extra_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 1.", highest=10_000)] = 1
     """Decisions recorded after the task is solved."""
 
 

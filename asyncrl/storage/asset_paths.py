@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import CheckpointError
+from asyncrl.storage.atomic import read_json
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DEFAULT: Final = "tabletop"
@@ -70,14 +70,14 @@ def wan_transformer_files(folder: Path) -> list[Path]:
     """The published transformer in `folder`: what its index names, one file, or all shards; else nothing."""
     index = folder / _INDEX
     if index.is_file():
-        try:
-            named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = read_json(index, "Download it again.").get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
             raise CheckpointError(
-                f"{index} is not an index of weights ({error!r}). Download it again."
-            ) from error
+                f"{index} is not an index of weights: it has no weight_map. Download it again."
+            )
+        named = sorted(set(weight_map.values()))
         # A name like ../x or /x would lead out of the folder.
-        files = [folder / name for name in named if isinstance(name, str) and Path(name).name == name]
+        files = [folder / name for name in named if Path(name).name == name]
         if len(files) == len(named) > 0 and all(file.is_file() for file in files):
             return files
     if (folder / WAN_TRANSFORMER).is_file():

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import CheckpointError
+from asyncrl.storage.bounded_json import load_json
+from asyncrl.storage.regular_files import kind_of, remove
 
 _COPY_AGAIN = "Copy the folder again, with all of its files."
 
@@ -33,12 +34,12 @@ def replacing(path: Path) -> Iterator[Path]:
         path: The final name, in an existing folder.
     """
     part = unfinished(path)
-    _remove(part)
+    remove(part)
     try:
         yield part
         publish(part, path)
     except BaseException:
-        _remove(part)
+        remove(part)
         raise
 
 
@@ -55,11 +56,12 @@ def publish(part: Path, final: Path) -> None:
     for path in [*part.rglob("*"), part]:
         flush(path)
     replaced = unfinished(final.with_name(final.name + ".replaced"))
-    if part.is_dir() and final.is_dir():
+    if kind_of(final) == "a folder" and kind_of(part) == "a folder":
+        remove(replaced)
         final.rename(replaced)
     part.replace(final)
     flush(final.parent)
-    _remove(replaced)
+    remove(replaced)
 
 
 def flush(path: Path) -> None:
@@ -90,21 +92,13 @@ def read_json(path: Path, remedy: str = _COPY_AGAIN) -> dict[str, Any]:
         remedy: What to do when it cannot be read, for the error.
 
     Raises:
-        CheckpointError: the file is missing or holds something else.
+        CheckpointError: the file is missing, no regular file, or holds something else (see `bounded_json`).
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return load_json(path, dict)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {remedy}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}). {remedy}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, expected a JSON object. {remedy}")
-    return content
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. {remedy}".rstrip()) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}). {remedy}".rstrip()) from error

@@ -21,7 +21,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import publish, read_json, unfinished
+from asyncrl.storage.bounded_json import check_types
 from asyncrl.storage.checkpoint_state import (
     Parameters,
     copy_generators,
@@ -45,6 +46,7 @@ from asyncrl.storage.checkpoint_state import (
     write_state,
 )
 from asyncrl.storage.checkpoint_writer import Ranks, WriterThread
+from asyncrl.storage.regular_files import remove
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,6 +57,7 @@ FOLDER: Final = "checkpoints"
 STATE: Final = "state"
 WRITE_DEADLINE: Final = 1800.0
 """Seconds that one checkpoint may take to be written before the run ends with an error."""
+_TYPES: Final = {"int": int, "str": str}
 _NAME = re.compile(r"update_(\d{6,})")
 
 
@@ -163,7 +166,7 @@ class Checkpoints:
         _write_state(part, counters)
         publish(part, final)
         for _, old in _complete(self.folder)[: -self.keep]:
-            shutil.rmtree(old)
+            remove(old)
 
     def _explained(self, final: Path, action: Callable[[], None]) -> None:
         try:
@@ -200,11 +203,12 @@ def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: in
     state = _read_state(folder)
     read_state(folder / STATE, parameters, optimizer)
     try:
+        check_types(state["progress"], {field.name: _TYPES[field.type] for field in fields(Progress)})
         progress = Progress(**state["progress"])
         version, internal, gauss_next = state["python_random"]
         random.setstate((version, tuple(internal), gauss_next))
         restore_generators(folder / random_file(rank))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise unreadable(folder / "state.json", f"unexpected content: {error!r}") from error
     return progress
 
@@ -220,7 +224,7 @@ def verify(folder: Path) -> None:
 
 def _clear(folder: Path, part: Path) -> None:
     for leftover in folder.glob("*.tmp"):
-        shutil.rmtree(leftover)
+        remove(leftover)
     (part / STATE).mkdir(parents=True)
 
 
@@ -247,8 +251,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     try:
         state = read_json(path, remedy="")
-        files = dict(state["files"])
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        check_types(state, {"files": dict, "progress": dict})
+        files = state["files"]
+        check_types(files, dict.fromkeys(files, int))
+    except (CheckpointError, ValueError) as error:
         raise unreadable(path, str(error)) from error
     if state.get("format") != FORMAT:
         raise CheckpointError(

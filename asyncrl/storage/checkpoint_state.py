@@ -27,11 +27,17 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, first_line
+from asyncrl.storage.weight_files import SafetensorsFile
 
 FILE_BYTES: Final = 2 * 2**30
 """About how much one file holds: a file is put together in memory before it is written."""
 Parameters = Mapping[str, nn.Parameter]
+_UNREADABLE: Final = (
+    *(CheckpointError, SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError),
+    *(RuntimeError, AssertionError, OverflowError, MemoryError),
+)
+"""What PyTorch's reader raises on headers that do not fit together."""
 
 
 def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[str, Tensor]:
@@ -90,9 +96,11 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
     """
     reader = HuggingFaceStorageReader(str(folder))
     try:
+        for path in folder.glob("*.safetensors"):
+            SafetensorsFile(path)  # The reader itself believes the length of a header, and opens named pipes.
         metadata = reader.read_metadata()
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise unreadable(folder, str(error)) from error
+    except _UNREADABLE as error:
+        raise unreadable(folder, first_line(error)) from error
     saved = {name: tuple(getattr(entry, "size", ())) for name, entry in metadata.state_dict_metadata.items()}
     states = _fitting_state(saved, parameters, folder)
     target: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
@@ -100,8 +108,8 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
         target |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
     try:
         _read(reader, metadata, target)
-    except (SafetensorError, OSError) as error:
-        raise unreadable(folder, str(error)) from error
+    except _UNREADABLE as error:
+        raise unreadable(folder, first_line(error)) from error
     optimizer.state.clear()
     for name, state in states.items():
         optimizer.state[parameters[name]] = state | {"step": state["step"].reshape(())}
@@ -129,12 +137,12 @@ def restore_generators(path: Path) -> None:
     if not path.exists():  # The checkpoint comes from fewer ranks.
         return
     try:
-        generators = load_file(path)
-    except (SafetensorError, OSError) as error:
+        generators = load_file(path) if path.is_file() else {}
+        torch.set_rng_state(generators["cpu"])
+        if "cuda" in generators and torch.cuda.is_available():
+            torch.cuda.set_rng_state(generators["cuda"])
+    except (SafetensorError, OSError, KeyError, TypeError, RuntimeError) as error:
         raise unreadable(path, str(error)) from error
-    torch.set_rng_state(generators["cpu"])
-    if "cuda" in generators and torch.cuda.is_available():
-        torch.cuda.set_rng_state(generators["cuda"])
 
 
 def unreadable(path: Path, reason: str) -> CheckpointError:

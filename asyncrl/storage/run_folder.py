@@ -24,6 +24,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.storage import run_identity, run_lock
 from asyncrl.storage.atomic import write_text
+from asyncrl.storage.regular_files import make_folder
 from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import RunLock
 
@@ -70,7 +71,7 @@ def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
             raise _not_empty(folder)  # Another run began in it at the same time.
         identity = run_identity.next_attempt(folder)
         for name in SUB_FOLDERS:
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            make_folder(folder / name)
         if again is None:
             # A run repeated from its config.json starts afresh, so `resume` is no setting of the run.
             write_text(folder / "config.json", to_json(dataclasses.replace(config, resume=False)))

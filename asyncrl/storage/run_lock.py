@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.observability import process_status, waits
+from asyncrl.storage.regular_files import open_regular
 
 NAME: Final = "lock"
 LEAVE_DEADLINE: Final = 20.0
@@ -225,18 +225,14 @@ def _take(handle: int, kind: int) -> bool | None:
 
 def _open(run_dir: Path, *, create: bool = True) -> int:
     path = run_dir / NAME
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     try:
-        handle = os.open(path, flags, 0o600)
+        # It can be written to, also to be read only: a network file system locks no other files.
+        return open_regular(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
     except OSError as error:
         raise ConfigError(
             f"{path}, the lock of the run, cannot be opened ({error.strerror}). Make it a file of this user, "
             "or delete it when no process of the run is left."
         ) from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise ConfigError(f"{path}, the lock of the run, is not a file. Delete it.")
-    return handle
 
 
 def _write(handle: int) -> None:

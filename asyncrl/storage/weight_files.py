@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import threading
 from collections.abc import Iterator, Sequence, Set
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json
+from asyncrl.storage.bounded_json import parse_json
 from asyncrl.storage.safe_pth import load_pth
 
 WEIGHTS: Final = "model.safetensors"
@@ -94,15 +94,20 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{path} is truncated or not a safetensors file ({error}). Download or copy it again."
             ) from error
-        with path.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            entries = json.loads(opened.read(length))
-        entries.pop("__metadata__", None)
-        ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
-        self.headers = {
-            name: Header(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in ordered
-        }
+        try:
+            with path.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                entries = parse_json(opened.read(length), dict)
+            entries.pop("__metadata__", None)
+            ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
+            self.headers = {
+                name: Header(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+                for name, entry in ordered
+            }
+        except (OSError, struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+            raise CheckpointError(
+                f"{path} has a header that says nothing of its tensors ({error})."
+            ) from error
 
     def read(self, stored: str, into: Tensor) -> None:
         """Read a tensor into one of its shape and dtype, contiguous, on the CPU. Any thread may call this.

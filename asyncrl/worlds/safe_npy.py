@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.errors import AssetError
+from asyncrl.storage.regular_files import read_bytes
 
 _MAX_AXES: Final = 8
 _MAX_SIZE: Final = 2**30
@@ -152,6 +153,9 @@ for _package in ("numpy.core", "numpy._core"):  # numpy 1 and 2
 MAX_BYTES: Final = 2**30
 MAX_INSTRUCTIONS: Final = 500_000
 """About a hundred per frame are usual; it bounds what a small file can make of memory and time."""
+COPIES: Final = 4
+"""Bytes of texts and numbers that may be made of each byte of the file: numpy needs one, two where protocol 2
+writes bytes as text."""
 _HEADER: Final = re.compile(
     rb"\{'descr': '\|O', 'fortran_order': (?:False|True), 'shape': \((\d{1,9}),\), \}\s*"
 )
@@ -165,13 +169,10 @@ def read_object_array(path: Path) -> list[Any]:
             lists, tuples, dicts with string keys, and numeric arrays.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            most = f"{MAX_BYTES / 2**30:.0f}"
-            raise UnsafePickle(f"it has {size / 2**30:.1f} GiB, more than the limit of {most}")
-        stream = io.BytesIO(path.read_bytes())  # whose reads never reserve more than there is
+        content = read_bytes(path, MAX_BYTES)
+        stream = io.BytesIO(content)  # whose reads never reserve more than there is
         length = _read_header(stream)
-        found = _Machine().run(stream)
+        found = _Machine(COPIES * len(content)).run(stream)
         if not isinstance(found, list) or len(found) != length:
             raise UnsafePickle(f"its header promises {length} objects and the rest is something else")
     except OSError as error:
@@ -200,7 +201,9 @@ def _read_header(stream: io.BytesIO) -> int:
 class _Machine:
     """Follows the instructions of one pickle. `stack`, marks and `memo` are those of the pickle format."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int) -> None:
+        self.room = room
+        """Bytes that may still be copied out of the file."""
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: list[Any] = []
@@ -272,10 +275,18 @@ class _Machine:
             raise UnsafePickle("it wants to import something without a name")
         self.named(f"{module} {name}")
 
+    def spend(self, arguments: object) -> None:
+        """Pay for the texts and bytes that something is made of: those remembered can be used again."""
+        parts = arguments if isinstance(arguments, tuple) else ()
+        self.room -= sum(len(part) for part in parts if isinstance(part, str | bytes | bytearray))
+        if self.room < 0:
+            raise UnsafePickle("what it holds would take many times its own length")
+
     def call(self, _: object) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, Name) or name.text not in CALLS or not isinstance(arguments, tuple):
             raise UnsafePickle("it calls something that cannot be called")
+        self.spend(arguments)
         self.stack.append(CALLS[name.text](arguments))
 
     def fill(self, _: object) -> None:
@@ -283,6 +294,7 @@ class _Machine:
         if isinstance(target, Dtype):
             set_order(target, state)
         elif isinstance(target, Unfilled):
+            self.spend(state)
             self.stack[-1] = filled(state)
             for index in target.indices:
                 self.memo[index] = self.stack[-1]

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import AssetError
 from asyncrl.records import ACTION_DIM, StartState
 from asyncrl.storage.atomic import replacing
+from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
 
 FORMAT: Final = "asyncrl-start-states-1"
@@ -99,14 +100,14 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
     try:
         with h5py.File(path, "r") as file:
             return _read(path, file)
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError) as error:
         raise AssetError(f"{path} cannot be read as start states ({error}). Write it again.") from error
 
 
 def _read(path: Path, file: h5py.File) -> list[StartState]:
-    if file.attrs.get("format") != FORMAT:
-        raise AssetError(f"{path} is not a file of start states (format {file.attrs.get('format')!r}).")
-    arrays = {name: np.asarray(file[name]) for name in file}
+    if attribute_of(file, "format") != FORMAT:
+        raise AssetError(f"{path} is not a file of start states (format {file.attrs['format']!r}).")
+    arrays = {name: np.asarray(dataset_in(file, name)) for name in file}
     frames = arrays["frame"]
     none = (np.zeros((0, *frames.shape[1:]), np.uint8), np.zeros((0, ACTION_DIM), np.float32))
     states = []

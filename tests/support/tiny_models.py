@@ -34,6 +34,11 @@ def write_models(folder: Path) -> list[str]:
     reward = RewardConfig.tiny(tasks=tuple(TASKS))
     save_reward(folder / "world", ResNetReward(build_network(reward), reward))
     save_start_states(folder / "starts.h5", [start_state(number, SIZE) for number in range(8)])
+    return flags_of(folder)
+
+
+def flags_of(folder: Path) -> list[str]:
+    """Return the flags of a small run with the models that `write_models` wrote into `folder`."""
     flags = {
         "policy": folder / "policy",
         "world": folder / "world",

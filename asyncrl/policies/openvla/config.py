@@ -13,6 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import BINS, Bounds, Gripper, NormStats
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import ACTION_DIM, CHUNK
+from asyncrl.storage.bounded_json import check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +147,15 @@ class OpenVLAOFTConfig:
         """
         values = dict(fields)
         try:
+            for sizes in (values, values["dino"], values["siglip"]):
+                check_sizes(sizes)
             values["dino"], values["siglip"] = TowerConfig(**values["dino"]), TowerConfig(**values["siglip"])
             values["value_hidden"] = tuple(values["value_hidden"])
             values["norm_stats"] = {k: NormStats.from_json(v) for k, v in values["norm_stats"].items()}
             return cls(**values)
-        except (KeyError, TypeError, AttributeError) as error:
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"The policy's config.json does not describe an OpenVLA-OFT policy ({error}). "
                 "Copy it again, or save the policy with this version of asyncrl."

@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
+from asyncrl.storage.regular_files import read_text
 
 PROMPT: Final = "In: What action should the robot take to {task}?\nOut: "
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
@@ -143,7 +144,7 @@ class PromptTokenizer:
                 "Copy tokenizer.json from the checkpoint the weights came from."
             )
         try:
-            tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            tokenizer = Tokenizer.from_str(read_text(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"{path} is not a tokenizer ({error}). Copy it again from the checkpoint."

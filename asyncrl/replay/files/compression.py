@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import os
+import struct
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import h5py
+import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import CodecMissing
@@ -97,19 +100,73 @@ def read_compressed(path: Path, into: dict[str, NDArray[Any]]) -> None:
     Raises:
         CodecMissing: Their codec needs hdf5plugin, which is not installed.
         ReplayError: The file is damaged.
-        OSError: It cannot be decoded.
+        OSError, ValueError, struct.error: It cannot be decoded.
     """
     check_whole(path)
     with h5py.File(path, "r") as file:
         for name, array in into.items():
             dataset = get_dataset(file, name)
-            _require(path, _filters(dataset))
-            dataset.read_direct(array)
+            _decode(path, dataset, array)
 
 
 def _filters(dataset: Any) -> list[int]:
     created = dataset.id.get_create_plist()
     return [created.get_filter(extent)[0] for extent in range(created.get_nfilters())]
+
+
+def _decode(path: Path, dataset: Any, array: NDArray[Any]) -> None:
+    """Decode a dataset's chunks, each into no more than it may have.
+
+    What a chunk unpacks to stands in the chunk, and the decoders believe it; gzip's goes on as long as there
+    is something. So gzip is decoded here, and of the others it is read what they are going to reserve.
+    """
+    filters, rows = _filters(dataset), (dataset.chunks or (0,))[0]
+    alike = rows > 0 and dataset.chunks[1:] == dataset.shape[1:]
+    if not alike or len(filters) != 1 or filters[0] not in FILTERS:
+        raise ValueError(f"{dataset.name} is not stored as `asyncrl replay compact` does")
+    if dataset.id.get_num_chunks() != -(-len(array) // rows):
+        raise ValueError(f"{dataset.name} lacks a part of its {len(array)} pictures")
+    codec, nbytes = FILTERS[filters[0]], rows * array[:1].nbytes
+    _require(path, filters)
+    for begin, packed in _chunks(dataset):
+        if codec == "gzip":
+            chunk = np.frombuffer(zlib.decompressobj().decompress(packed, nbytes + 1), array.dtype)
+            into = array[begin : begin + rows]
+            into[...] = chunk.reshape(rows, *array.shape[1:])[: len(into)]
+        elif (found := _unpacks_to(codec, packed)) != nbytes:
+            raise ValueError(f"a chunk of {dataset.name} unpacks to {found} bytes, expected {nbytes}")
+    if codec != "gzip":
+        dataset.read_direct(array)
+
+
+def _chunks(dataset: Any) -> Iterator[tuple[int, bytes]]:
+    """Read the first row and the stored bytes of every chunk."""
+    for number in range(dataset.id.get_num_chunks()):
+        begin = dataset.id.get_chunk_info(number).chunk_offset
+        left_out, packed = dataset.id.read_direct_chunk(begin)
+        if left_out:
+            raise ValueError(f"a chunk of {dataset.name} is stored without its codec")
+        yield begin[0], packed
+
+
+def _unpacks_to(codec: Codec, packed: bytes) -> int:
+    """Return the bytes that a chunk says it unpacks to, which its decoder will reserve."""
+    if codec == "lz4":
+        return struct.unpack_from(">Q", packed)[0]
+    if codec == "blosc":
+        return struct.unpack_from("<I", packed, 4)[0]
+    return _zstd_content(packed)
+
+
+def _zstd_content(packed: bytes) -> int:
+    """Return the size of the content that a zstd frame's header states (RFC 8878, 3.1.1.1); -1: none."""
+    if packed[:4] != b"\x28\xb5\x2f\xfd":
+        return -1
+    descriptor = packed[4]
+    single, kind, names = descriptor >> 5 & 1, descriptor >> 6, (0, 1, 2, 4)[descriptor & 3]
+    size = (single, 2, 4, 8)[kind]
+    begin = 5 + (1 - single) + names
+    return int.from_bytes(packed[begin : begin + size], "little") + 256 * (kind == 1) if size else -1
 
 
 def _require(path: Path, filters: Iterable[int]) -> None:

@@ -35,6 +35,8 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSIONS, Sampling
+from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
+from asyncrl.storage.regular_files import open_regular
 
 _MAGIC: Final = b"ARLFOOT1"
 _EXTENT: Final = struct.Struct("<QQ")
@@ -126,6 +128,8 @@ FORMAT_VERSION: Final = 3
 GROUP: Final = "group"
 TABLE: Final = "episodes"
 CHECKSUMS: Final = "checksums"
+MOST_TABLE_BYTES: Final = 2**26
+"""Of one table: 100,000 episodes with texts of 600 bytes."""
 TABLES: Final = (GROUP, TABLE, CHECKSUMS)
 """The tables, in file order; the arrays lie behind them."""
 UNITS: Final = {
@@ -230,7 +234,7 @@ def read_group_file(path: Path) -> GroupFile:
     found = check_whole(path)
     try:
         with h5py.File(path, "r") as file:
-            return describe(path, read_root(path, file), get_dataset(file, TABLE)[...], found)
+            return describe(path, read_root(path, file), get_table(file, TABLE)[...], found)
     except UNREADABLE as error:
         raise damaged(path, str(error)) from None
 
@@ -259,7 +263,18 @@ def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found:
     )
 
 
-UNREADABLE = (OSError, KeyError, ValueError, TypeError, RuntimeError, IndexError)
+UNREADABLE = (
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
 """What h5py raises on a damaged file."""
 
 
@@ -274,7 +289,7 @@ def read_root(path: Path, file: h5py.File) -> dict[str, Any]:
     Raises:
         ReplayError: The format or schema version is another.
     """
-    found: dict[str, Any] = {key: file.attrs[key] for key in CONSTANT}
+    found: dict[str, Any] = {key: attribute_of(file, key) for key in CONSTANT}
     expected = {
         "format": (FORMAT.encode(),),
         "format_version": (FORMAT_VERSION,),
@@ -286,28 +301,43 @@ def read_root(path: Path, file: h5py.File) -> dict[str, Any]:
                 f"{path} has {key} {found[key]}, this asyncrl reads {' and '.join(map(str, values))}. "
                 "Use the version that wrote it."
             )
-    row = get_dataset(file, GROUP)[0]
+    row = get_table(file, GROUP)[0]
     found |= {key: row[key] for key in ROOT if key not in CONSTANT}
     return {key: found[key].decode() if kind is str else int(found[key]) for key, kind in ROOT.items()}
 
 
 def get_dataset(file: h5py.File, name: str) -> Any:
-    """Find a dataset.
+    """Find a dataset, and check that it declares no more than the file can hold (`hdf5_bounds.dataset_in`).
 
     Raises:
         KeyError: There is nothing of that name.
         TypeError: It is something else.
+        ValueError: It declares too much.
     """
-    dataset = file[name]
-    if not isinstance(dataset, h5py.Dataset):
-        raise TypeError(f"{name} is not a dataset")
-    return dataset
+    return dataset_in(file, name)
+
+
+def get_table(file: h5py.File, name: str) -> Any:
+    """Find one of `TABLES`, which are as large as they are stored, and never compressed.
+
+    Raises:
+        KeyError: There is nothing of that name.
+        TypeError: It is something else.
+        ValueError: It declares too much, more than `MOST_TABLE_BYTES`, or is compressed.
+    """
+    table = dataset_in(file, name)
+    nbytes = math.prod(table.shape) * table.dtype.itemsize
+    if table.chunks or nbytes > MOST_TABLE_BYTES:
+        raise ValueError(
+            f"the table {name} declares {nbytes} bytes in {len(table.shape)} axes, or is compressed"
+        )
+    return table
 
 
 def check_whole(path: Path) -> os.stat_result:
     """Check length and structure before HDF5 opens the file: it may crash on a damaged one."""
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = open_regular(path)
     except OSError as error:
         raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
     try:

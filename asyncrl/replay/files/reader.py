@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -45,9 +45,12 @@ from asyncrl.replay.files.format import (
     check_whole,
     damaged,
     get_dataset,
+    get_table,
     read_root,
     stacking_letter,
 )
+from asyncrl.storage.hdf5_bounds import MOST
+from asyncrl.storage.regular_files import open_regular
 
 LARGEST_GAP: Final = 1 << 16
 """Bytes between two arrays that are read and thrown away rather than skipped by a second call."""
@@ -133,7 +136,7 @@ class GroupReader:
     def _open(self, path: Path) -> tuple[int, _CachedLayout]:
         """Open a file and find its layout. The caller closes the handle."""
         try:
-            handle = os.open(path, os.O_RDONLY)
+            handle = open_regular(path)
         except OSError as error:
             raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
         try:
@@ -240,9 +243,10 @@ def read_layout(path: Path) -> GroupFileParts:
     try:
         with h5py.File(path, "r") as file:
             root = read_root(path, file)
-            table, checksums = (get_dataset(file, name)[...] for name in (TABLE, CHECKSUMS))
+            table, checksums = (get_table(file, name)[...] for name in (TABLE, CHECKSUMS))
             specs = _specs(file, root, checksums)
             extents = {name: _extent(path, file, name, spec) for name, spec in specs.items()}
+        _check_extents(extents.values(), found.st_size)
     except UNREADABLE as error:
         raise damaged(path, str(error)) from None
     return GroupFileParts(attributes=root, table=table, checksums=checksums, extents=extents, found=found)
@@ -266,6 +270,22 @@ def _extent(path: Path, file: h5py.File, name: str, spec: ArraySpec) -> ArrayExt
     if offset is None and dataset.size:
         raise damaged(path, f"{name} is not stored in one piece")
     return ArrayExtent(offset=offset or 0, dtype=dataset.dtype, shape=dataset.shape)
+
+
+def _check_extents(extents: Iterable[ArrayExtent], file_bytes: int) -> None:
+    """Check where the arrays lie, before memory for them is taken.
+
+    Raises:
+        ValueError: One ends behind the file, or the compressed ones together decode to too much.
+    """
+    decoded = 0
+    for extent in extents:
+        if extent.offset == COMPRESSED:
+            decoded += extent.nbytes
+        elif extent.offset + extent.nbytes > file_bytes:
+            raise ValueError(f"an array ends at byte {extent.offset + extent.nbytes} of {file_bytes}")
+    if decoded > MOST:
+        raise ValueError(f"its arrays decode to {decoded} bytes, at most {MOST} can be")
 
 
 def _identity(found: os.stat_result) -> Identity:

@@ -15,6 +15,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.records import SlotBytes
 from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
 from asyncrl.storage.atomic import read_json
+from asyncrl.storage.bounded_json import check_sizes
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 from asyncrl.worlds.wan import published_world
 from asyncrl.worlds.wan.memory import slot_bytes
@@ -140,10 +141,12 @@ def open_world(folder: Path) -> WorldFiles:
             f"this version reads 'wan' in format {FORMAT!r}."
         )
     try:
+        for part in ("transformer", "vae"):
+            check_sizes(content[part])
         transformer_size = TransformerConfig(**content["transformer"])
         vae_size = VaeConfig.from_json(content["vae"])
         image_size, steps, version = (int(content[k]) for k in ("image_size", "schedule_steps", "version"))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{folder / 'world.json'} is incomplete ({error}). Save the world again."
         ) from error
