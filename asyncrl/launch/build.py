@@ -46,6 +46,7 @@ from asyncrl.policies.interface import (
 from asyncrl.records import StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, LearnerPort
+from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.storage import checkpoint, run_folder
 from asyncrl.weights.interface import Publisher, Receiver
 from asyncrl.worlds.interface import CompilesWorld
@@ -123,6 +124,10 @@ class LearnerStart:
     """0, or that of the checkpoint."""
     checkpoint: Path | None
     """Where a resumed run goes on."""
+    replay: RunStart = NEW_RUN
+    """What the replay is told."""
+    notes: tuple[str, ...] = ()
+    """Lines about the checkpoint, for the console."""
 
 
 def transport_of(config: TrainConfig, placement: Placement) -> str:
@@ -270,16 +275,19 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Envi
 
 def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> LearnerStart:
     """Check that all models load and fit, then make or find the run's folder (`start_run`)."""
-    policy, _ = load_models(config, device)
-    return start_run(config, policy, again)
+    policy, files = load_models(config, device)
+    return start_run(config, policy, files, again)
 
 
-def start_run(config: TrainConfig, policy: Policy, again: Path | None = None) -> LearnerStart:
+def start_run(
+    config: TrainConfig, policy: Policy, files: EnvironmentFiles, again: Path | None = None
+) -> LearnerStart:
     """Make or find the run's folder.
 
     Args:
         config: Of the run.
         policy: Of the learner, from `load_models`.
+        files: What the actors imagine with, from there too.
         again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
 
     Raises:
@@ -287,16 +295,27 @@ def start_run(config: TrainConfig, policy: Policy, again: Path | None = None) ->
     """
     if again is not None:
         config = replace(config, run_dir=str(again), resume=run_folder.has_checkpoint(again))
+    episodes = files.episode_format(policy, config.actor.max_decisions)
     if not config.resume:
         return LearnerStart(
-            policy=policy, run_dir=again or run_folder.create(config), version=0, checkpoint=None
+            policy=policy,
+            run_dir=again or run_folder.create(config),
+            version=0,
+            checkpoint=None,
+            replay=RunStart(episodes=episodes),
         )
     run_dir = run_folder.create(config)
     folder = checkpoint.latest(run_dir)
     assert folder is not None  # The run folder was found by its checkpoints.
-    checkpoint.verify(folder)
-    version = int(folder.name.rpartition("_")[2])
-    return LearnerStart(policy=policy, run_dir=run_dir, version=version, checkpoint=folder)
+    verified = checkpoint.verify(folder)
+    return LearnerStart(
+        policy=policy,
+        run_dir=run_dir,
+        version=int(folder.name.rpartition("_")[2]),
+        checkpoint=folder,
+        replay=RunStart(episodes=episodes, ledger=verified.ledger),
+        notes=verified.notes,
+    )
 
 
 def build_update(

@@ -166,12 +166,12 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         if restart_count := rendezvous.restart_count():
             log.banner(f"torchrun started the ranks again ({restart_count}); on from version {start.version}")
         hint = console.join_hint(config, endpoint, waits=not placement.actors)
-        log.banner("\n".join([hint, *console.notes(config)]))
+        log.banner("\n".join([hint, *console.notes(config), *start.notes]))
         info = _run_info(start, endpoint, sockets, publisher)
         children = ChildProcesses(stop, log.banner, partial(_news, config, placement, publisher, sockets))
         run_until_done = Watchdog(run_dir, log.banner)
         try:
-            port = _start(config, placement, info, start.version, children)
+            port = _start(config, placement, info, start, children)
             with learner_ranks.learner_group(config, len(placement.learners), device) as group:
                 learner = learner_ranks.build_joined_learner(
                     config,
@@ -226,18 +226,18 @@ def _news(
 
 
 def _start(
-    config: TrainConfig, placement: Placement, info: RunInfo, version: int, children: ChildProcesses
+    config: TrainConfig, placement: Placement, info: RunInfo, start: LearnerStart, children: ChildProcesses
 ) -> WatchedReplay:
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     from asyncrl.replay.client import ZmqLearnerPort
 
-    children.spawn(partial(_child, REPLAY, "replay_main", config, info))
+    children.spawn(partial(_child, REPLAY, "replay_main", config, info, start.replay.to_json()))
     rank = rendezvous.rank()
     if placement.imagines(rank):
         children.spawn(partial(_actor, config, info, rank))
     rendezvous.share(info, config.startup_timeout)
     security = endpoints.client_keys(config, "learner")
-    port = ZmqLearnerPort(info.replay_endpoint, version=version, security=security)
+    port = ZmqLearnerPort(info.replay_endpoint, version=start.version, security=security)
     return WatchedReplay(port, children)
 
 

@@ -212,14 +212,23 @@ class _SampleRequest:
 class ZmqLearnerPort:
     """`LearnerPort` of the learner process."""
 
-    def __init__(self, endpoint: str, *, version: int = 0, security: ClientKeys | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        version: int = 0,
+        security: ClientKeys | None = None,
+        tell: Callable[[str], None] = print,
+    ) -> None:
         """Connect.
 
         Args:
             endpoint: Of the replay.
             version: Policy version the run begins or resumes at.
             security: The learner's keys, when the replay has some.
+            tell: Receives what the replay says to whoever watches the run, a line each.
         """
+        self._tell = tell
         self._link = Connection(endpoint, "learner", "learner", version, security)
         self._requests = 0
         self._request: _SampleRequest | None = None
@@ -279,6 +288,8 @@ class ZmqLearnerPort:
         for message in self._link.exchange(wait):
             if message.kind == "status_reply":
                 self._reply = message
+            elif message.kind == "notice":
+                self._tell(f"replay: {message['text']}")
             elif message.kind == "nothing_to_learn" and self._request:
                 if message["request"] == self._request.request:
                     raise NothingToLearn(message["reason"])

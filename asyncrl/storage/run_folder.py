@@ -19,7 +19,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.storage.atomic import write_text
 
 TIME = "{time}"
-SUB_FOLDERS = ("logs", "checkpoints", "replay", "videos")
+REPLAY = "replay"
+SUB_FOLDERS = ("logs", "checkpoints", REPLAY, "videos")
 
 
 def create(config: TrainConfig) -> Path:
