@@ -19,7 +19,6 @@ from asyncrl.replay.files.format import append_footer, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.store import EpisodeStore
 from support import child_environment
 from support.episodes import assert_same, with_chain
 from support.replay_store import group_of, open_store
