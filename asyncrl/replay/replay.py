@@ -213,6 +213,9 @@ class Replay:
         self.lifecycle.finish()
         limiter, known = self.state.limiter, self.state.limiter.episode_format.tasks
         if not limiter.owns(failure.number, actor):
+            group = limiter.open.get(failure.number)
+            if group is not None and not group.granted_before:  # Else it may have been this actor's.
+                self.state.commit(Refused(status="dropped_invalid", cause="grant"))
             return
         if known:  # Then nobody needs to be believed which start states there are, and how many are left.
             if failure.start_state not in known:

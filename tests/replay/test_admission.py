@@ -280,7 +280,7 @@ def test_a_peer_cannot_fill_or_give_up_what_was_granted_to_another(tmp_path: Pat
         assert len([line for line in said if "granted to another actor" in line]) == 2, said
         assert len([line for line in said if "never granted" in line]) == 1, said
         status = learner.status()
-        assert status[m.REFUSED_GRANT] == status[m.DROPPED_INVALID] == 3
+        assert status[m.REFUSED_GRANT] == status[m.DROPPED_INVALID] == 4
         assert status[m.GROUPS_IN_FLIGHT] == 1, "the group is still the honest one's"
         assert status[m.POISONED_WORLD] == 0
         push_group(honest, grant, "honest", 0)
