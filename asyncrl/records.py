@@ -57,6 +57,8 @@ class ModelSummary:
     """Bytes of the loaded weights."""
     action_spec: ActionSpec = ActionSpec()
     """What a world takes; without meaning for others."""
+    version: int | None = None
+    """Of a world, as in `Episode.world_version`; None: known only when it is loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,9 +78,14 @@ def main(arguments: list[str]) -> int:
     if (source / ADAPTER).is_file() and not (source / "config.json").is_file():
         return _convert_adapter(config, source)
     from asyncrl.policies.checkpoints.convert import convert
+    from asyncrl.storage import checkpoint
 
+    folder = policy_folder(config.source)
+    if (folder / "state.json").is_file():  # A checkpoint of a run: a damaged one would be passed on.
+        for note in checkpoint.verify(folder, policy_only=True).notes:
+            print(note)
     done = convert(
-        policy_folder(config.source),
+        folder,
         config.out,
         to=config.to,
         choices=_choices(config),

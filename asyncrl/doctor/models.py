@@ -119,8 +119,8 @@ def _verify_checkpoint(config: TrainConfig) -> str:
         return ""
     folder = checkpoint.latest(run_folder.locate(config))
     assert folder is not None  # The run folder was found by its checkpoints.
-    checkpoint.verify(folder)
-    return f"; goes on from {folder.name}"
+    notes = checkpoint.verify(folder).notes
+    return "; ".join(["", f"goes on from {folder.name}", *notes])
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -46,6 +46,7 @@ from asyncrl.policies.interface import (
 from asyncrl.records import StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, LearnerPort
+from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.storage import checkpoint, run_folder
 from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import RunLock
@@ -129,6 +130,10 @@ class LearnerStart:
     """0, or that of the checkpoint."""
     checkpoint: Path | None
     """Where a resumed run goes on."""
+    replay: RunStart = NEW_RUN
+    """What the replay is told."""
+    notes: tuple[str, ...] = ()
+    """Lines about the checkpoint, for the console."""
 
 
 def transport_of(config: TrainConfig, placement: Placement) -> str:
@@ -276,16 +281,19 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Envi
 
 def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> LearnerStart:
     """Check that all models load and fit, then make or find the run's folder (`start_run`)."""
-    policy, _ = load_models(config, device)
-    return start_run(config, policy, again)
+    policy, files = load_models(config, device)
+    return start_run(config, policy, files, again)
 
 
-def start_run(config: TrainConfig, policy: Policy, again: Path | None = None) -> LearnerStart:
+def start_run(
+    config: TrainConfig, policy: Policy, files: EnvironmentFiles, again: Path | None = None
+) -> LearnerStart:
     """Make or find the run's folder.
 
     Args:
         config: Of the run.
         policy: Of the learner, from `load_models`.
+        files: What the actors imagine with, from there too.
         again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
 
     Raises:
@@ -296,12 +304,14 @@ def start_run(config: TrainConfig, policy: Policy, again: Path | None = None) ->
     elif again is not None:
         config = replace(config, resume=False)
     run = run_folder.claim(config, again)
-    folder, version = None, 0
+    episodes = files.episode_format(policy, config.actor.max_decisions)
+    folder, version, before, notes = None, 0, RunStart(episodes=episodes), ()
     if config.resume:
         folder = checkpoint.latest(run.path)
         assert folder is not None  # The run folder was found by its checkpoints.
-        checkpoint.verify(folder)
+        verified = checkpoint.verify(folder)
         version = int(folder.name.rpartition("_")[2])
+        before, notes = RunStart(episodes=episodes, ledger=verified.ledger), verified.notes
     return LearnerStart(
         policy=policy,
         run_dir=run.path,
@@ -309,6 +319,8 @@ def start_run(config: TrainConfig, policy: Policy, again: Path | None = None) ->
         lock=run.lock,
         version=version,
         checkpoint=folder,
+        replay=before,
+        notes=notes,
     )
 
 

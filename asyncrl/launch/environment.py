@@ -19,6 +19,7 @@ from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, n
 from asyncrl.policies.interface import Policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
+from asyncrl.replay.admission import EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
 from asyncrl.worlds.interface import BringsDefaults, World
@@ -47,6 +48,8 @@ class EnvironmentFiles:
     """Bytes of world and reward model once they are loaded."""
     action_spec: ActionSpec
     """Of the world."""
+    world_version: int | None = None
+    """None: known only when it is loaded."""
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy whose decisions the world cannot take.
@@ -60,6 +63,30 @@ class EnvironmentFiles:
                 f"--policy makes {own.chunk} steps of {own.dim} numbers per decision, but --world takes "
                 f"{world.chunk} of {world.dim}. Choose a policy and a world that belong together."
             )
+
+    def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
+        """Say what all episodes have in common that are imagined with these models.
+
+        Args:
+            policy: What decides.
+            max_decisions: Of the run.
+        """
+        spec = policy.action_spec
+        letters: dict[object, int] = {"C": spec.chunk, "A": spec.dim}
+        tasks: dict[str, list[str]] = {}
+        for state in self.starts:
+            tasks.setdefault(state.name, []).append(state.task)
+        return EpisodeFormat(
+            image_size=self.image_size,
+            action_spec=spec,
+            sample={
+                name: (array.dtype, tuple(letters.get(size, size) for size in array.shape[1:]))
+                for name, array in policy.sample_arrays.items()
+            },
+            max_decisions=max_decisions,
+            tasks=tasks,
+            world_version=self.world_version,
+        )
 
 
 def check_environment(config: TrainConfig) -> EnvironmentFiles:
@@ -84,6 +111,7 @@ def check_environment(config: TrainConfig) -> EnvironmentFiles:
         image_size=summary.image_size,
         nbytes=summary.nbytes + judge.nbytes,
         action_spec=summary.action_spec,
+        world_version=summary.version,
     )
 
 

@@ -19,6 +19,7 @@ from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.observability.signals import StopFlag
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.storage import run_folder
+from asyncrl.storage.run_folder import REPLAY
 from asyncrl.weights.transports.in_process import build_in_process
 
 
@@ -36,14 +37,14 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     device = pick_device(config.device)
     asked = config
     config, said = with_world_defaults(asked)
-    policy, _ = build.load_models(config, device)
+    policy, files = build.load_models(config, device)
     environment = build_environment(config, device)
     imagination = build.build_imagination(config, build_policy(config, device), environment)
-    start = build.start_run(config, policy)
+    start = build.start_run(config, policy, files)
     run_dir = start.run_dir
     process_status.publish_as(run_dir, "inline")
     publisher, receiver = build_in_process(device)
-    replay = open_run_replay(run_dir / "replay", config)
+    replay = open_run_replay(run_dir / REPLAY, config, start=start.replay)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.round(0.0))
     actor = build.build_actor(
@@ -57,6 +58,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
         for line in (
             console.banner(config, run_dir, "1 process (inline)", str(device), world),
             *console.notes(config),
+            *start.notes,
         ):
             log.banner(line)
         try:

@@ -30,8 +30,10 @@ from asyncrl.learner.loop import NullLog
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.weight_export import acting_types
 from asyncrl.replay.interface import NullLearnerPort
+from asyncrl.replay.store import LEDGER
 from asyncrl.storage import run_identity, run_lock
 from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
+from asyncrl.storage.run_folder import REPLAY
 from asyncrl.weights.interface import NullPublisher
 
 if TYPE_CHECKING:
@@ -149,7 +151,7 @@ def _checkpoints(config: TrainConfig, run_dir: Path, group: LearnerRanks) -> Che
     if group.size > 1:
         made: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_DEADLINE))
         link = made
-    return Checkpoints(run_dir, keep=config.keep_checkpoints, link=link)
+    return Checkpoints(run_dir, keep=config.keep_checkpoints, link=link, ledger=run_dir / REPLAY / LEDGER)
 
 
 def run_follower_rank(info: rendezvous.RunInfo, placement: Placement, children: ChildProcesses) -> None:

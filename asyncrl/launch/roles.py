@@ -18,7 +18,9 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, world_size
 from asyncrl.observability import process_status, waits
 from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.storage import run_identity, run_lock
+from asyncrl.storage.run_folder import REPLAY
 
 SHUTDOWN_TIMEOUT_EPISODES = 5.0
 """Seconds an actor has to hand over its last episodes."""
@@ -84,8 +86,8 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         lock.release()
 
 
-def replay_main(config_json: str, info_json: str) -> None:
-    """Keep the run's episodes until the learner ends the run."""
+def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:
+    """Keep the run's episodes until the learner ends the run; `start_json` is a `RunStart`."""
     from asyncrl.launch import endpoints
     from asyncrl.replay.join_settings import JoinSettings
     from asyncrl.replay.server import serve_replay
@@ -95,7 +97,7 @@ def replay_main(config_json: str, info_json: str) -> None:
     lock, identity = run_lock.join(run_dir), replace(run_identity.read(run_dir), attempt=info.attempt)
     process_status.publish_as(run_dir, "replay")
     process_status.set_activity("opening the files", config.startup_timeout)
-    replay = open_run_replay(run_dir / "replay", config)
+    replay = open_run_replay(run_dir / REPLAY, config, start=RunStart.from_json(start_json))
     serve_replay(
         replay,
         info.replay_endpoint,
@@ -106,12 +108,19 @@ def replay_main(config_json: str, info_json: str) -> None:
     lock.release()
 
 
-def open_run_replay(folder: Path, config: TrainConfig, warn: Callable[[str], None] = print) -> Replay:
+def open_run_replay(
+    folder: Path,
+    config: TrainConfig,
+    warn: Callable[[str], None] = print,
+    *,
+    start: RunStart = NEW_RUN,
+) -> Replay:
     """Open a run's replay folder with the settings of the run; see `open_replay`."""
     return open_replay(
         folder,
         replace(config.replay, max_lag=config.max_lag),
         config.algorithm,
+        start=start,
         seed=config.seed,
         # The oldest checkpoint that is kept, while the next one is being written.
         horizon=config.checkpoint_every * (config.keep_checkpoints + 1),

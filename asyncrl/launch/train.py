@@ -174,7 +174,7 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         if restart_count := rendezvous.restart_count():
             log.banner(f"torchrun started the ranks again ({restart_count}); on from version {start.version}")
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
-        log.banner("\n".join([hint, *console.notes(config)]))
+        log.banner("\n".join([hint, *console.notes(config), *start.notes]))
         info = _run_info(start, endpoint, sockets, keys, publisher)
         children = ChildProcesses(stop, log.banner, partial(_news, config, placement, publisher, sockets))
         run_until_done = Watchdog(run_dir, log.banner)
@@ -242,7 +242,7 @@ def _start(
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     from asyncrl.replay.client import ZmqLearnerPort
 
-    children.spawn(partial(_child, REPLAY, "replay_main", config, info))
+    children.spawn(partial(_child, REPLAY, "replay_main", config, info, start.replay.to_json()))
     rank = rendezvous.rank()
     if placement.imagines(rank):
         children.spawn(partial(_actor, config, info, rank))

@@ -117,7 +117,11 @@ class Learner:
             CheckpointError: A file is missing, truncated or does not fit the policy.
         """
         progress = checkpoint.load(
-            folder, optimizer=self.update.optimizer, parameters=self._parameters(), rank=self.ranks.rank
+            folder,
+            optimizer=self.update.optimizer,
+            parameters=self._parameters(),
+            rank=self.ranks.rank,
+            verified=True,  # By rank 0, before the run's processes were started.
         )
         self.version = self._saved_version = progress.version
         self.groups_used = progress.groups_used

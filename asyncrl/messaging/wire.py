@@ -78,6 +78,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "sample": {"request": str, "groups": int, "version": int},
     "batch": {"request": str, "group": int, "groups": int, "size": int},
     "nothing_to_learn": {"request": str, "reason": str},
+    "notice": {"text": str},
     "version": {"version": int},
     "status": {},
     "status_reply": {"readings": dict, "contents": str, "groups": int, "episodes": int, "decisions": int},

@@ -124,6 +124,20 @@ DROPPED_OUTDATED = define(
     "Dropped: imagined for a group that was given up and is granted again.",
     "As `replay/dropped_lag` and `replay/dropped_deadline`, of which it follows.",
 )
+DROPPED_UNUSABLE = define(
+    "replay/dropped_unusable",
+    Reduction.LAST,
+    "episodes",
+    "Set aside: stored, but the learner cannot use their group (another size, sampling, picture or sample).",
+    "0. Otherwise the console and the ledger name the groups; their files are kept in replay/set_aside/ of the run.",
+)
+DROPPED_UNRECORDED = define(
+    "replay/dropped_unrecorded",
+    Reduction.LAST,
+    "episodes",
+    "Given up on a resume because the ledger that said whether they were used was lost or changed.",
+    "0. Otherwise somebody deleted or damaged `replay/ledger.log`; new groups are imagined instead.",
+)
 (
     DROPPED_LAG_DECISIONS,
     DROPPED_DEADLINE_DECISIONS,
@@ -131,6 +145,8 @@ DROPPED_OUTDATED = define(
     DROPPED_INVALID_DECISIONS,
     DROPPED_POISONED_DECISIONS,
     DROPPED_OUTDATED_DECISIONS,
+    DROPPED_UNUSABLE_DECISIONS,
+    DROPPED_UNRECORDED_DECISIONS,
 ) = (
     define(
         f"{dropped.name}_decisions",
@@ -146,6 +162,35 @@ DROPPED_OUTDATED = define(
         DROPPED_INVALID,
         DROPPED_POISONED,
         DROPPED_OUTDATED,
+        DROPPED_UNUSABLE,
+        DROPPED_UNRECORDED,
+    )
+)
+REFUSED_CONTENT, REFUSED_SETTINGS, REFUSED_VERSION, REFUSED_GRANT = (
+    define(
+        f"replay/refused_{cause}",
+        Reduction.LAST,
+        "episodes",
+        f"Of `replay/dropped_invalid`: {what}.",
+        f"0. Otherwise {why}; the actor's log has every reason.",
+    )
+    for cause, what, why in (
+        (
+            "content",
+            "they contradict themselves, or hold numbers that no model gives",
+            "an actor runs other code, or is hostile",
+        ),
+        (
+            "settings",
+            "pictures, sampling, decisions, task or start state are not the run's",
+            "an actor has other settings or files than the learner",
+        ),
+        (
+            "version",
+            "made by a policy or world version that the run does not have yet",
+            "an actor holds weights of another run, or of a lost part of this one",
+        ),
+        ("grant", "their group was not granted to who sent them", "a peer fills the groups of others"),
     )
 )
 POISONED_POLICY, POISONED_WORLD, POISONED_REWARD = (

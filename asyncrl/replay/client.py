@@ -228,6 +228,7 @@ class ZmqLearnerPort:
         version: int = 0,
         security: ClientKeys | None = None,
         identity: RunIdentity = NO_RUN,
+        tell: Callable[[str], None] = print,
     ) -> None:
         """Connect.
 
@@ -236,7 +237,9 @@ class ZmqLearnerPort:
             version: Policy version the run begins or resumes at.
             security: The learner's keys, when the replay has some.
             identity: Of the run.
+            tell: Receives what the replay says to whoever watches the run, a line each.
         """
+        self._tell = tell
         self._link = Connection(endpoint, "learner", "learner", version, security, identity)
         self._requests = 0
         self._request: _SampleRequest | None = None
@@ -296,6 +299,8 @@ class ZmqLearnerPort:
         for message in self._link.exchange(wait):
             if message.kind == "status_reply":
                 self._reply = message
+            elif message.kind == "notice":
+                self._tell(f"replay: {message['text']}")
             elif message.kind == "nothing_to_learn" and self._request:
                 if message["request"] == self._request.request:
                     raise NothingToLearn(message["reason"])

@@ -9,6 +9,7 @@ from typing import Final
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.replay.admission import RefusalCause
 from asyncrl.replay.interface import ReceiptStatus
 
 
@@ -81,6 +82,8 @@ COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_resume": m.DROPPED_RESUME,
     "dropped_poisoned": m.DROPPED_POISONED,
     "dropped_outdated": m.DROPPED_OUTDATED,
+    "dropped_unusable": m.DROPPED_UNUSABLE,
+    "dropped_unrecorded": m.DROPPED_UNRECORDED,
 }
 DECISION_COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_lag": m.DROPPED_LAG_DECISIONS,
@@ -89,7 +92,16 @@ DECISION_COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_resume": m.DROPPED_RESUME_DECISIONS,
     "dropped_poisoned": m.DROPPED_POISONED_DECISIONS,
     "dropped_outdated": m.DROPPED_OUTDATED_DECISIONS,
+    "dropped_unusable": m.DROPPED_UNUSABLE_DECISIONS,
+    "dropped_unrecorded": m.DROPPED_UNRECORDED_DECISIONS,
 }
+REFUSED: Final[dict[RefusalCause, Metric]] = {
+    "content": m.REFUSED_CONTENT,
+    "settings": m.REFUSED_SETTINGS,
+    "version": m.REFUSED_VERSION,
+    "grant": m.REFUSED_GRANT,
+}
+"""Of the episodes that are invalid."""
 
 
 class EpisodeCounters:
@@ -100,6 +112,8 @@ class EpisodeCounters:
         self.episodes: Counter[ReceiptStatus] = Counter()
         self.decisions: Counter[ReceiptStatus] = Counter()
         """Of dropped episodes."""
+        self.refused: Counter[RefusalCause] = Counter()
+        """Episodes that were not admitted because they are invalid."""
 
     def add(self, status: ReceiptStatus, episodes: int = 1, decisions: int = 0) -> None:
         """Count episodes that became the same; a negative number takes back."""
@@ -109,7 +123,8 @@ class EpisodeCounters:
     def metrics(self) -> dict[Metric, float]:
         """Read everything."""
         episodes = {metric: float(self.episodes[status]) for status, metric in COUNTERS.items()}
-        return episodes | {metric: float(self.decisions[s]) for s, metric in DECISION_COUNTERS.items()}
+        decisions = {metric: float(self.decisions[s]) for s, metric in DECISION_COUNTERS.items()}
+        return episodes | decisions | {metric: float(self.refused[c]) for c, metric in REFUSED.items()}
 
     def reasons(self) -> str:
         """Say how many episodes were dropped why."""

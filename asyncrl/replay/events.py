@@ -12,7 +12,12 @@
                                                                whether its number is granted again;
                                                                dropped_poisoned has "cause", "start_state",
                                                                "why" and start states "left" besides
-    {"refused": why}                                           one episode was not admitted
+                                                               one that is given up for a "reason" has that
+    {"refused": why, "cause": c}                               one episode was not admitted
+    {"group_size": k}                                          groups have k episodes from here on; before the
+                                                               first such line as replay.json says
+    {"ledger_lost": d}                                         lines with the SHA-256 d are gone: what was
+                                                               stored before was given up
 
 Those about dropped or refused episodes also count their "decisions". What follows from an event has an event
 of its own. `ReplayState.apply` says what each one changes.
@@ -23,8 +28,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import UnionType
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
+from asyncrl.replay.admission import RefusalCause
 from asyncrl.replay.counters import COUNTERS
 from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus
 
@@ -152,10 +158,14 @@ class Dropped(Event):
     """The learner's."""
     failure: GroupFailure | None = None
     """Why it could not be imagined, when it was given up for that. The ledger does not keep its `member`."""
+    reason: str = ""
+    """What is wrong with it, of a group that is set aside."""
 
     def to_line(self) -> Entry:
-        """Return the entry that the ledger keeps, with the failure that there is."""
+        """Return the entry that the ledger keeps, with the failure and the reason that there are."""
         line, why = super().to_line(), self.failure
+        if self.reason:
+            line |= {"reason": self.reason}
         if why is not None:
             line |= {"cause": why.cause, "start_state": why.start_state, "why": why.reason, "left": why.left}
         return line
@@ -163,22 +173,45 @@ class Dropped(Event):
     @classmethod
     def from_entry(cls, entry: Entry) -> Self | None:
         """Read an entry; None when it is no such event's."""
-        event = super().from_entry(entry)
-        return event if event is None else replace(event, failure=_failure(event.number, entry))
+        event, reason = super().from_entry(entry), entry.get("reason")
+        if event is None:
+            return None
+        reason = reason if isinstance(reason, str) else ""
+        return replace(event, failure=_failure(event.number, entry), reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused(Event):
     """An episode was not admitted."""
 
-    KEYS = (("refused", "status", str), ("decisions", "decisions", int))
+    KEYS = (("refused", "status", str), ("decisions", "decisions", int), ("cause", "cause", str))
     status: ReceiptStatus
     decisions: int = 0
     """Of the episode."""
+    cause: RefusalCause | Literal[""] = ""
+    """Of one that is invalid; empty for others, and in ledgers of earlier versions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSized(Event):
+    """The run's groups have another size from here on."""
+
+    KEYS = (("group_size", "size", int),)
+    size: int
+    """Episodes per group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerLost(Event):
+    """What was stored before the ledger was lost has been given up."""
+
+    KEYS = (("ledger_lost", "digest", str),)
+    digest: str
+    """SHA-256 of the lines that are gone."""
 
 
 KINDS: Final[tuple[type[Event], ...]] = (
-    LearnerStarted, ActorStarted, Granted, Used, Filtered, Ready, Dropped, Refused,
+    LearnerStarted, ActorStarted, Granted, Used, Filtered, Ready, Dropped, Refused, GroupSized, LedgerLost,
 )  # fmt: skip
 
 

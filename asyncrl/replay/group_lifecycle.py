@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
 
 from asyncrl.errors import DiskFull
 from asyncrl.records import Episode
@@ -15,6 +16,9 @@ from asyncrl.replay.groups import ready_group
 from asyncrl.replay.interface import GroupFailure, Receipt, ReceiptStatus
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
+
+NOTICES: Final = 20
+"""Lines that the replay says on the learner's console, at most."""
 
 
 class BackgroundWriter:
@@ -69,6 +73,9 @@ class GroupLifecycle:
         self.disk = DiskWait(store.folder, state.limiter.clock, warn)
         self.receipts: list[tuple[str, Receipt]] = []
         """Receipts that are due, each with its actor."""
+        self.notices: list[str] = []
+        """Lines for the learner's console."""
+        self._warn, self._told = warn, 0
         self._writer: BackgroundWriter | None = None
 
     def write_in_background(self) -> None:
@@ -159,6 +166,25 @@ class GroupLifecycle:
             Filtered(number=number, newest_version=group_file.newest_version, successes=successes)
         )
 
+    def tell(self, line: str) -> None:
+        """Say something once, in the log and on the learner's console; there `NOTICES` lines at most."""
+        line = "".join(letter if letter.isprintable() else "?" for letter in line)[:2000]  # It is sent.
+        self._warn(f"replay: {line}")
+        self._told += 1
+        if self._told <= NOTICES:
+            self.notices.append(line)
+        elif self._told == NOTICES + 1:
+            self.notices.append("the replay has more to say: see its log")
+
+    def set_aside(self, number: int, why: str) -> None:
+        """Close a ready group that the learner cannot use, for ever, and keep its file in a folder apart."""
+        self.drop(number, "dropped_unusable", stored=True, reason=why[:1000])
+        kept = self.store.set_aside(number)
+        self.tell(
+            f"group {number} is set aside, the learner cannot use it: {why[:300]}. Its file is kept: "
+            f"{kept.parent.name}/{kept.name} of the replay folder"
+        )
+
     def drop(
         self,
         number: int,
@@ -166,6 +192,7 @@ class GroupLifecycle:
         *,
         stored: bool = False,
         failure: GroupFailure | None = None,
+        reason: str = "",
     ) -> None:
         """Give a group up. If its number is granted again, its file is deleted before the ledger says so.
 
@@ -174,6 +201,7 @@ class GroupLifecycle:
             status: Why.
             stored: It has or had a file, also when it is not ready (any more).
             failure: Why it could not be imagined, if that is so.
+            reason: What is wrong with a stored group, if something is.
         """
         limiter = self.state.limiter
         stored = stored or number in limiter.ready
@@ -183,7 +211,9 @@ class GroupLifecycle:
         task = episodes[0].task if episodes else ""
         if stored:
             group_file = self.store.group_files.get(number)
-            count, decisions = limiter.group_size, group_file.decisions if group_file else 0
+            count, decisions = limiter.group_size, 0
+            if group_file is not None:
+                count, decisions = group_file.attributes["group_size"], group_file.decisions
             task = group_file.attributes["task"] if group_file else ""
         self.disk.over(number)
         if limiter.grants_again(number, status):
@@ -198,6 +228,7 @@ class GroupLifecycle:
                 task=task,
                 version=limiter.version,
                 failure=failure,
+                reason=reason,
             )
         )
         for episode in episodes:

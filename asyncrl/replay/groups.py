@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from asyncrl.records import Episode, Sampling, decision_layout
+from asyncrl.records import Episode, Sampling
+from asyncrl.replay.admission import unlike
 from asyncrl.replay.files.format import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus
 
@@ -117,10 +118,16 @@ class GroupTable:
         if kept:
             self.used_at[number] = kept
 
-    def filter(self, number: int, newest_version: int, successes: int) -> None:
+    def filter(self, number: int, newest_version: int, successes: int, size: int) -> None:
         """Close a stored group that teaches nothing: its credit returns, and it does not count as used."""
         self._close(number, "duplicate", newest_version)
-        self.filtered[number] = FilteredGroup(newest_version=newest_version, successes=successes)
+        self.filtered[number] = FilteredGroup(newest_version=newest_version, successes=successes, size=size)
+
+    def forget_uses(self) -> None:
+        """Let no resume undo what closed a group until now: closed it stays."""
+        self._filtered_before += len(self.filtered)
+        self.used_at.clear()
+        self.filtered.clear()
 
     def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
         """Give a group up, for good or to grant its number again (`grants_again`).
@@ -223,6 +230,8 @@ class ReadyGroup:
     """None: as the run's."""
     world_version: int = 0
     """The oldest of its episodes."""
+    size: int = 0
+    """Its episodes; 0: as many as the run's groups have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +251,8 @@ class FilteredGroup:
     newest_version: int
     successes: int
     """Episodes that succeeded."""
+    size: int
+    """Its episodes."""
 
 
 def ready_group(group_file: GroupFile) -> ReadyGroup:
@@ -253,29 +264,17 @@ def ready_group(group_file: GroupFile) -> ReadyGroup:
         spread=math.sqrt(share * (1 - share)),
         sampling=group_file.sampling,
         world_version=group_file.world_version,
+        size=group_file.attributes["group_size"],
     )
 
 
-def mismatch(
-    group: OpenGroup, episode: Episode, group_size: int, sampling: Sampling | None = None
-) -> str | None:
-    """Say why an episode does not belong to a group, or None when it does; None as `sampling` takes any."""
-    if episode.group_size != group_size:
-        return f"group size {episode.group_size}, this run has {group_size}"
-    if sampling is not None and (episode.temperature, episode.top_k) != sampling:
-        return (
-            f"temperature {episode.temperature} and top_k {episode.top_k}, this run has "
-            f"{sampling.temperature} and {sampling.top_k}"
-        )
+def mismatch(group: OpenGroup, episode: Episode) -> str | None:
+    """Say why an episode cannot be added to a group, or None when it can."""
     if episode.member in group.members:
         return f"member {episode.member} came twice, with different ids"
     for sibling in group.members.values():
-        if sibling.final_frame.shape != episode.final_frame.shape:
-            return f"images of {episode.final_frame.shape}, its siblings have {sibling.final_frame.shape}"
-        if decision_layout(sibling) != decision_layout(episode):
-            return "its siblings have decisions of another size, or another sample"
-        if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
-            return "its siblings have another task or start state"
+        if (problem := unlike(sibling, episode)) is not None:
+            return problem
     return None
 
 

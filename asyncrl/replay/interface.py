@@ -13,6 +13,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.replay.admission import RefusalCause
 
 ReceiptStatus = Literal[
     "held",
@@ -24,9 +25,13 @@ ReceiptStatus = Literal[
     "dropped_resume",
     "dropped_poisoned",
     "dropped_outdated",
+    "dropped_unusable",
+    "dropped_unrecorded",
 ]
 """What became of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it.
-`dropped_outdated`: its group was given up and granted again, and that grant goes on."""
+`dropped_outdated`: its group was given up and granted again, and that grant goes on. Of stored groups:
+`dropped_unusable`, set aside because the learner cannot use it; `dropped_unrecorded`, whether it was used is
+not known, because the ledger was lost."""
 
 Cause = Literal["policy", "world", "reward", "raised", "quarantined"]
 """Why a group cannot be imagined: one of the models gave a number that is not finite, something raised, or
@@ -115,6 +120,8 @@ class Receipt:
     status: ReceiptStatus
     reason: str = ""
     """Why it was dropped, for the actor's log; empty otherwise."""
+    cause: RefusalCause | None = None
+    """Of `dropped_invalid`, for the metrics; it is not sent."""
 
     @property
     def final(self) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from asyncrl.config.run import ReplaySettings
-from asyncrl.records import Episode, Sampling, problem_with
+from asyncrl.records import Episode, Sampling
+from asyncrl.replay.admission import ANY_FORMAT, EpisodeFormat, Expected, Refusal, RefusalCause, refusal
 from asyncrl.replay.events import Granted
 from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, mismatch, number_of
 from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus
@@ -43,6 +44,7 @@ class Limiter(GroupTable):
         groups_per_update: int,
         filter_groups: bool = False,
         sampling: Sampling | None = None,
+        episode_format: EpisodeFormat = ANY_FORMAT,
         seed: int = 0,
         horizon: int = 20,
         clock: Callable[[], float] = time.monotonic,
@@ -55,6 +57,7 @@ class Limiter(GroupTable):
             groups_per_update: Groups per batch.
             filter_groups: Close groups whose episodes all had the same return; see `AlgorithmSettings`.
             sampling: How the run's actors draw actions; None admits any.
+            episode_format: What all episodes of the run have in common.
             seed: Of the run.
             horizon: Versions that a resume may go back and find everything, see `recovery.plan_resume`. It is
                 at least `max_lag`.
@@ -64,6 +67,7 @@ class Limiter(GroupTable):
         self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
         self.group_size, self.groups_per_update = group_size, groups_per_update
         self.filter_groups, self.sampling, self.seed = filter_groups, sampling, seed
+        self.episode_format = episode_format
         self.heartbeat_timeout = settings.heartbeat_timeout
         """Seconds without a sign of life after which an actor's open groups are given up."""
         self._heartbeats: dict[str, float] = {}
@@ -92,13 +96,19 @@ class Limiter(GroupTable):
         batch = min(self.groups_per_update, (self.version + 1) * self.groups_per_update - self.used)
         return max(0, -(-line // self.uses), batch - len(self.open) - len(self.ready))
 
-    def sampled_alike(self, group: ReadyGroup) -> bool:
-        """Whether the actions of a group were drawn as the run draws them now."""
-        return None in (self.sampling, group.sampling) or self.sampling == group.sampling
+    def made_alike(self, group: ReadyGroup) -> bool:
+        """Whether a group has the run's size, and its actions were drawn as the run draws them now."""
+        sampled_alike = None in (self.sampling, group.sampling) or self.sampling == group.sampling
+        return sampled_alike and group.size in (0, self.group_size)
 
     def note_heartbeat(self, actor: str) -> None:
         """Note a sign of life."""
         self._heartbeats[actor] = self.clock()
+
+    @property
+    def actors_heard(self) -> list[str]:
+        """Actors that gave a sign of life, not too long ago, to this process."""
+        return [actor for actor in self._heartbeats if not self.timed_out(actor)]
 
     def note_progress(self, actor: str) -> None:
         """Note that an actor imagines: it is not merely there."""
@@ -147,12 +157,41 @@ class Limiter(GroupTable):
         )
         self.open_group(event.number, group)
 
-    def admit(self, episode: Episode) -> Receipt:
-        """Decide about an episode: `held` means that it was entered into its group."""
+    @property
+    def newest_acting_version(self) -> int:
+        """Newest policy version that an actor can hold.
+
+        The learner publishes a version and says so to the replay right after that, so an actor may be one
+        ahead of what is known here, whichever message is faster; also of a replay that was away meanwhile,
+        because no update begins without a batch of it.
+        """
+        return self.version + 1
+
+    def expected(self, actor: str | None = None) -> Expected:
+        """Say what an episode of the actor with that name must be like; None: of any."""
+        return Expected(
+            format=self.episode_format,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            newest_version=self.newest_acting_version,
+            actor=actor,
+        )
+
+    def owns(self, number: int, actor: str | None) -> bool:
+        """Whether an open group was granted to an actor; None: whoever asks is not known by name."""
+        return number in self.open and actor in (None, self.open[number].actor)
+
+    def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
+        """Decide about an episode: `held` means that it was entered into its group.
+
+        Args:
+            episode: Of any content.
+            actor: Who sent it: only the actor that a group was granted to fills it. None: not known.
+        """
         number = number_of(episode.group_id)
 
-        def receipt(status: ReceiptStatus, reason: str = "") -> Receipt:
-            return Receipt(episode_id=episode.episode_id, status=status, reason=reason)
+        def receipt(status: ReceiptStatus, reason: str = "", cause: RefusalCause | None = None) -> Receipt:
+            return Receipt(episode_id=episode.episode_id, status=status, reason=reason, cause=cause)
 
         if number in self.ready:
             return receipt("duplicate")
@@ -161,17 +200,22 @@ class Limiter(GroupTable):
         if self.is_closed(number):  # And perhaps forgotten: then nobody knows what became of it.
             return receipt("duplicate")
         if number not in self.open:
-            return receipt("dropped_invalid", f"group {episode.group_id[:40]!r} was never granted")
+            return receipt("dropped_invalid", f"group {episode.group_id[:40]!r} was never granted", "grant")
         group = self.open[number]
         present = group.members.get(episode.member)
         if present is not None and present.episode_id == episode.episode_id:
             return receipt("duplicate")
-        other_grant = group.actor != episode.actor or episode.oldest_version < group.grant.min_version
+        sender = episode.actor if actor is None else actor
+        other_grant = group.actor != sender or episode.oldest_version < group.grant.min_version
         if group.granted_before and other_grant:
             return receipt("dropped_outdated", "its group was given up, and granted again since")
-        problem = problem_with(episode) or mismatch(group, episode, self.group_size, self.sampling)
-        if problem:
-            return receipt("dropped_invalid", problem)
+        if not self.owns(number, actor):
+            return receipt("dropped_invalid", f"group {number} was granted to another actor", "grant")
+        refused = refusal(episode, self.expected(actor))
+        if refused is None and (problem := mismatch(group, episode)) is not None:
+            refused = Refusal("content", problem)
+        if refused is not None:
+            return receipt("dropped_invalid", refused.reason, refused.cause)
         self.world_version = max(self.world_version, episode.world_version)
         if self.too_old(episode, self.version):
             return receipt("dropped_lag", self._too_old_because(episode))
@@ -214,6 +258,10 @@ class Limiter(GroupTable):
         begun = {number: group for number, group in self.open.items() if group.members}
         return [n for n, group in {**self.ready, **begun}.items() if self.too_old(group, self.version)]
 
+    def unlike(self) -> list[int]:
+        """List the ready groups that the run would not have made: see `made_alike`."""
+        return [number for number, group in self.ready.items() if not self.made_alike(group)]
+
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
         """Choose ready groups within the lag bound at `version`; None when there are too few.
 
@@ -230,7 +278,7 @@ class Limiter(GroupTable):
             for number, group in sorted(self.ready.items())
             if group.newest_version <= self.version
             and not self.too_old(group, self.version)
-            and self.sampled_alike(group)
+            and self.made_alike(group)
         }
         if len(usable) < groups:
             return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.replay.counters import has_no_signal
-from asyncrl.replay.events import Ready, read_events
+from asyncrl.replay.events import Dropped, Event, GroupSized, LedgerLost, Ready, read_events
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import ReadyGroup, ready_group
 from asyncrl.replay.interface import ReceiptStatus
@@ -37,8 +37,9 @@ def plan_resume(
     The aim is that it sees what it would have seen without the interruption. What is open belongs to
     actors that are gone, what a later version imagined to updates that are lost: both are imagined again
     under the same numbers, which decide start states and seeds; so is what was drawn with another temperature
-    or top-k, if these were changed for the resume. What a lost update used, and this version
-    may use, waits again. A group that also counting updates used was learned from: it is never dropped.
+    or top-k, or has another group size, if these were changed for the resume. What a lost update used, and
+    this version may use, waits again. A group that also counting updates used was learned from: it is never
+    dropped.
 
     That is exact down to `horizon` versions before the limiter's. Of older versions it is known only which
     groups were closed, and closed they stay: what a lost update of those versions used, filtered or dropped
@@ -92,18 +93,54 @@ def _all_kept(limiter: Limiter, uses: Mapping[int, int]) -> bool:
 
 def _drop_reason(limiter: Limiter, group: ReadyGroup | None, version: int) -> ReceiptStatus | None:
     """Say why a learner that begins at `version` may not use a group, or None when it may."""
-    if group is None or group.newest_version > version or not limiter.sampled_alike(group):
+    if group is None or group.newest_version > version or not limiter.made_alike(group):
         return "dropped_resume"
     return "dropped_lag" if limiter.too_old(group, version) else None
 
 
-def recover(lifecycle: GroupLifecycle) -> None:
-    """Bring an empty state up to date: apply the ledger, then look at the files."""
+def recover(lifecycle: GroupLifecycle, lost_ledger: str = "") -> None:
+    """Bring an empty state up to date: apply the ledger, then look at the files.
+
+    Args:
+        lifecycle: Of an empty state.
+        lost_ledger: SHA-256 of lines that the ledger should begin with and does not; empty: it does.
+    """
+    state, aside = lifecycle.state, set[int]()
     for event in read_events(lifecycle.store.ledger.read()):
-        lifecycle.state.apply(event)
+        state.apply(event)
+        _note_aside(aside, event)
+    for number in aside & lifecycle.store.group_files.keys():  # The process ended before it moved the file.
+        lifecycle.store.set_aside(number)
     _recover_ready(lifecycle)
-    lifecycle.state.limiter.end_recovery()
+    state.limiter.end_recovery()
+    if state.group_size != state.limiter.group_size:
+        state.commit(GroupSized(size=state.limiter.group_size))
+    if lost_ledger and lost_ledger not in state.lost_ledgers:
+        _give_up_unrecorded(lifecycle, lost_ledger)
     count_successes(lifecycle)
+
+
+def _note_aside(aside: set[int], event: Event) -> None:
+    if isinstance(event, Dropped):
+        (aside.add if event.status == "dropped_unusable" else aside.discard)(event.number)
+
+
+def _give_up_unrecorded(lifecycle: GroupLifecycle, lost_ledger: str) -> None:
+    """Give up what is stored, because the lines that said whether it was used are gone.
+
+    An error would lose a run that can go on, and to believe what is left would train on groups twice. So all
+    that was stored counts as used, and new groups are imagined. The last line notes that this was done.
+    """
+    state = lifecycle.state
+    numbers = sorted(state.limiter.ready)
+    for number in numbers:
+        lifecycle.drop(number, "dropped_unrecorded", stored=True)
+    state.commit(LedgerLost(digest=lost_ledger))
+    lifecycle.tell(
+        f"the replay's {lifecycle.store.ledger.path.name} is not what it was when the checkpoint was "
+        f"written: lines are missing or changed. {len(numbers)} stored groups that may have been used are "
+        "given up (replay/dropped_unrecorded), and new ones are imagined."
+    )
 
 
 def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> None:
@@ -111,6 +148,12 @@ def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> 
     state = lifecycle.state
     stored = _stored(lifecycle)
     plan = plan_resume(state.limiter, version, stored, in_turns=in_turns)
+    other = [n for n in plan.drop if n in stored and not state.limiter.made_alike(stored[n])]
+    if other:
+        lifecycle.tell(
+            f"{len(other)} stored groups were made with another --algorithm.group-size, temperature or "
+            "top-k: they are given up (replay/dropped_resume) and imagined again."
+        )
     for number, uses in plan.ready.items():
         state.commit(Ready(number=number, uses=uses))
         state.make_ready(number, stored[number])
@@ -125,10 +168,11 @@ def count_successes(lifecycle: GroupLifecycle) -> None:
     store, limiter = lifecycle.store, lifecycle.state.limiter
     for number, group in limiter.ready.items():
         if group.newest_version == limiter.version:
-            lifecycle.success.add(store.group_files[number].attributes["successes"], limiter.group_size)
+            size = group.size or limiter.group_size
+            lifecycle.success.add(store.group_files[number].attributes["successes"], size)
     for filtered in limiter.filtered.values():
         if filtered.newest_version == limiter.version:
-            lifecycle.success.add(filtered.successes, limiter.group_size)
+            lifecycle.success.add(filtered.successes, filtered.size)
 
 
 def _stored(lifecycle: GroupLifecycle) -> dict[int, ReadyGroup]:
@@ -142,7 +186,7 @@ def _recover_ready(lifecycle: GroupLifecycle) -> None:
         if limiter.is_closed(number):
             continue
         state.make_ready(number, group)
-        if number not in limiter.used_at and limiter.filter_groups:
+        if number not in limiter.used_at and limiter.filter_groups and limiter.made_alike(group):
             episodes = lifecycle.store.load(number)
             if episodes is None:
                 lifecycle.drop(number, "dropped_invalid", stored=True)

@@ -9,7 +9,8 @@ gets the batch; a file that a resume gives up is deleted before the ledger says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.algorithm import AlgorithmSettings
@@ -20,14 +21,17 @@ from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
+from asyncrl.replay.admission import RefusalCause, RefusedActors, unusable
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, Used
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import Filling, GroupFailure, GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
+from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.state import ReplayState
-from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay.store import LEDGER, EpisodeStore
+from asyncrl.storage.checksums import begins_with
 
 
 def open_replay(
@@ -35,6 +39,7 @@ def open_replay(
     settings: ReplaySettings,
     algorithm: AlgorithmSettings,
     *,
+    start: RunStart = NEW_RUN,
     seed: int = 0,
     horizon: int = 20,
     warn: Callable[[str], None] = print,
@@ -45,6 +50,7 @@ def open_replay(
         folder: The run's replay folder.
         settings: Their `max_lag` is the bound that holds in this run.
         algorithm: Says how large groups and batches are, and whether groups are filtered.
+        start: What rank 0 knows of the run's episodes, and of the ledger that they are noted in.
         seed: Of the run.
         horizon: See `Limiter`.
         warn: Receives one line per damaged file or line, and when the disk is full.
@@ -52,6 +58,8 @@ def open_replay(
     Raises:
         ReplayError: See `EpisodeStore`.
     """
+    ledger = start.ledger
+    lost_ledger = "" if ledger is None or begins_with(folder / LEDGER, ledger) else ledger.sha256
     store = EpisodeStore(
         folder,
         group_size=algorithm.group_size,
@@ -64,12 +72,12 @@ def open_replay(
         groups_per_update=algorithm.groups_per_update,
         filter_groups=algorithm.filter_groups,
         sampling=Sampling(algorithm.temperature, algorithm.top_k),
+        episode_format=start.episodes,
         seed=seed,
         horizon=horizon,
     )
-    return Replay(
-        store, limiter, warn, max_filtered=algorithm.max_filtered_batches * algorithm.groups_per_update
-    )
+    max_filtered = algorithm.max_filtered_batches * algorithm.groups_per_update
+    return Replay(store, limiter, warn, max_filtered=max_filtered, lost_ledger=lost_ledger)
 
 
 class Replay:
@@ -82,6 +90,7 @@ class Replay:
         warn: Callable[[str], None] = print,
         *,
         max_filtered: int = 160,
+        lost_ledger: str = "",
     ) -> None:
         """Recover the state from the store's ledger and files.
 
@@ -90,16 +99,18 @@ class Replay:
             limiter: Knows no group yet.
             warn: Receives a line when the disk is full.
             max_filtered: So many filtered groups without a batch end the run; see `nothing_to_learn`.
+            lost_ledger: See `recovery.recover`.
         """
         self.store, self._max_filtered = store, max_filtered
-        self.state = ReplayState(store.ledger, limiter)
+        self.state = ReplayState(store.ledger, limiter, store.made_with)
+        self.refused_actors = RefusedActors()
         self.lifecycle = GroupLifecycle(store, self.state, warn)
         self.stopped = False
         """Whether the learner ended the run."""
         self._reports: dict[str, dict[Metric, float]] = {}
         """Actor -> what it last reported of itself."""
         self._decisions = 0.0
-        recover(self.lifecycle)
+        recover(self.lifecycle, lost_ledger)
 
     def write_in_background(self) -> None:
         """Write files in a thread of their own from now on; all receipts of a group follow later then."""
@@ -123,6 +134,8 @@ class Replay:
             roll_back_to(self.lifecycle, version, in_turns=in_turns)
             self.state.commit(LearnerStarted(session=session, version=version))
             count_successes(self.lifecycle)
+        for number in self.state.limiter.unlike():  # A file that this run did not make.
+            self.lifecycle.set_aside(number, "another group size, temperature or top-k than the run's")
         self.set_version(version)
 
     def hello(self, actor: str, session: str) -> None:
@@ -138,6 +151,7 @@ class Replay:
         for number in self.state.limiter.unfinished(actor):
             self.lifecycle.drop(number, "dropped_deadline")
         self._reports.pop(actor, None)
+        self.refused_actors.forget(actor)
 
     def grant(self, actor: str, request_number: int = -1) -> GroupGrant | None:
         """Grant a group to an actor, or None without credit, disk space or start state.
@@ -157,37 +171,68 @@ class Replay:
         state.commit(event)
         return state.limiter.open[event.number].grant
 
-    def admit(self, episode: Episode) -> Receipt:
-        """Take an episode. When it decides about its siblings, their receipts follow by `take_receipts`."""
+    def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
+        """Take an episode. When it decides about its siblings, their receipts follow by `take_receipts`.
+
+        Args:
+            episode: Of any content.
+            actor: Name of who sent it, which must be the one that its group was granted to; None: not known.
+        """
         number, limiter = number_of(episode.group_id), self.state.limiter
         if self.lifecycle.writing == number:
             self.lifecycle.finish()
-        receipt = self._check(episode)
+        receipt = self._check(episode, actor)
         if receipt.status == "held":
-            if limiter.complete(number) and self.lifecycle.take(number, newest=episode.episode_id):
-                receipt = Receipt(episode_id=episode.episode_id, status="stored")
+            if limiter.complete(number):
+                self.refused_actors.forget(limiter.open[number].actor)
+                if self.lifecycle.take(number, newest=episode.episode_id):
+                    receipt = Receipt(episode_id=episode.episode_id, status="stored")
         elif receipt.status == "duplicate":
             self.state.counters.add("duplicate")
             if number in limiter.open:
                 receipt = Receipt(episode_id=episode.episode_id, status="held")  # Known, but not yet durable.
         else:
-            self.state.commit(Refused(status=receipt.status, decisions=len(episode.policy_versions)))
-            if number in limiter.open and receipt.status != "dropped_outdated":
+            decisions = len(episode.policy_versions)
+            self.state.commit(Refused(status=receipt.status, decisions=decisions, cause=receipt.cause or ""))
+            of_this_grant = receipt.status != "dropped_outdated" and receipt.cause != "grant"
+            if number in limiter.open and of_this_grant:
+                if receipt.status == "dropped_invalid":
+                    self.refused_actors.note_refused(limiter.open[number].actor, number, receipt.reason)
                 # The group cannot become complete any more: its credit is worth more than its siblings.
                 why: ReceiptStatus = "dropped_lag" if receipt.status == "dropped_lag" else "dropped_deadline"
                 self.lifecycle.drop(number, why)
         return receipt
 
-    def fail(self, failure: GroupFailure) -> None:
-        """Give up a group that cannot be imagined: its credit returns. What is closed already stays so."""
+    def fail(self, failure: GroupFailure, actor: str | None = None) -> None:
+        """Give up a group that cannot be imagined: its credit returns. What is closed already stays so.
+
+        Args:
+            failure: What an actor says.
+            actor: Its name; it gives up only what it was granted. None: not known.
+        """
         self.lifecycle.finish()
-        if failure.number in self.state.limiter.open:
-            self.lifecycle.drop(failure.number, "dropped_poisoned", failure=failure)
+        limiter, known = self.state.limiter, self.state.limiter.episode_format.tasks
+        if not limiter.owns(failure.number, actor):
+            group = limiter.open.get(failure.number)
+            if group is not None and not group.granted_before:  # Else it may have been this actor's.
+                self.state.commit(Refused(status="dropped_invalid", cause="grant"))
+            return
+        if known:  # Then nobody needs to be believed which start states there are, and how many are left.
+            if failure.start_state not in known:
+                why = f"start state {failure.start_state[:60]!r} is none of the run's {len(known)}"
+                self.refused_actors.note_refused(limiter.open[failure.number].actor, failure.number, why)
+                self.lifecycle.drop(failure.number, "dropped_deadline")
+                return
+            failure = replace(failure, left=len(known.keys() - set(self.state.quarantine.names)))
+        self.lifecycle.drop(failure.number, "dropped_poisoned", failure=failure)
 
     @property
     def exhausted_reason(self) -> str:
         """Why no further group will ever be ready; empty while there is hope."""
-        return "" if self.state.limiter.open else self.state.quarantine.exhausted
+        limiter = self.state.limiter
+        if refused := self.refused_actors.exhausted(limiter.actors_heard):
+            return refused
+        return "" if limiter.open else self.state.quarantine.exhausted
 
     @property
     def nothing_to_learn(self) -> str:
@@ -238,16 +283,33 @@ class Replay:
                 return [group for group in again if group is not None]
         limiter, full = self.state.limiter, self.lifecycle.disk
         while (numbers := limiter.pick(groups, not_awaited=full.groups)) is not None:
-            batch = [self.store.load(number) for number in numbers]
+            batch = [self._load_usable(number) for number in numbers]
             sound = [group for group in batch if group is not None]
             if len(sound) == len(batch):
                 self.state.commit(Used(numbers=numbers, request=request, version=version))
                 self.lifecycle.trim()
                 return sound
-            for number, group in zip(numbers, batch, strict=True):
-                if group is None:
-                    self.lifecycle.drop(number, "dropped_invalid", stored=True)
         return None
+
+    def _load_usable(self, number: int) -> list[Episode] | None:
+        """Read a ready group; None when it is damaged or nothing to learn from, and closed for that.
+
+        What was admitted is checked again as far as the learner needs it: a file may be older than the check,
+        or than a setting, or anybody's.
+        """
+        group = self.store.load(number)
+        if group is None:
+            self.lifecycle.drop(number, "dropped_invalid", stored=True)
+            return None
+        if (why := self._unusable(number, group)) is not None:
+            self.lifecycle.set_aside(number, why)
+            return None
+        return group
+
+    def _unusable(self, number: int, group: Sequence[Episode]) -> str | None:
+        limiter = self.state.limiter
+        expected = replace(limiter.expected(), newest_version=limiter.version)
+        return unusable(group, f"{number:08d}", expected)
 
     def set_version(self, version: int) -> None:
         """Note the learner's newest version; drop what it makes too old."""
@@ -318,11 +380,14 @@ class Replay:
         """Let go of the folder."""
         self.lifecycle.close()
 
-    def _check(self, episode: Episode) -> Receipt:
+    def _check(self, episode: Episode, actor: str | None) -> Receipt:
         if self.store.holds(number_of(episode.group_id), episode.episode_id):
             return Receipt(episode_id=episode.episode_id, status="duplicate")
         try:
             scalars_of(episode)
         except WireError as error:
-            return Receipt(episode_id=episode.episode_id, status="dropped_invalid", reason=str(error))
-        return self.state.limiter.admit(episode)
+            why: RefusalCause = "content"
+            return Receipt(
+                episode_id=episode.episode_id, status="dropped_invalid", reason=str(error), cause=why
+            )
+        return self.state.limiter.admit(episode, actor)

@@ -196,6 +196,11 @@ class ReplayServer:
         if self.peers.learner:  # Before it, nobody knows which version the run begins at.
             self._grant()
         self._try_sample()
+        notices = self.replay.lifecycle.notices
+        while (
+            notices and self.peers.learner and self.sender.send(self.peers.learner, "notice", text=notices[0])
+        ):
+            notices.pop(0)
         while self._batch and self.sender.send_frames(self.peers.learner, self._batch[0]):
             self._batch.popleft()
         if self.peers.learner in self.sender.unreachable:
@@ -258,12 +263,12 @@ class ReplayServer:
 
     def _episode(self, peer: bytes, message: Message) -> None:
         assert message.episode is not None
-        receipt = self.replay.admit(message.episode)
+        receipt = self.replay.admit(message.episode, self.peers.actors.get(peer, ""))
         self._receipt(peer, receipt.episode_id, receipt.status, receipt.reason)
 
     def _failed(self, peer: bytes, message: Message) -> None:
         about = {field.name: message[field.name] for field in fields(GroupFailure)}
-        self.replay.fail(GroupFailure(**about))
+        self.replay.fail(GroupFailure(**about), self.peers.actors.get(peer, ""))
         self._receipt(peer, message["report"], "dropped_poisoned", "")
 
     def _report(self, peer: bytes, message: Message) -> None:

@@ -14,7 +14,9 @@ from asyncrl.replay.events import (
     Event,
     Filtered,
     Granted,
+    GroupSized,
     LearnerStarted,
+    LedgerLost,
     Ready,
     Refused,
     Used,
@@ -42,14 +44,19 @@ class Session:
 class ReplayState:
     """The groups, what became of their episodes, who takes part, and the quarantined start states."""
 
-    def __init__(self, ledger: Ledger, limiter: Limiter) -> None:
+    def __init__(self, ledger: Ledger, limiter: Limiter, group_size: int) -> None:
         """Start empty; see `recovery.recover`.
 
         Args:
             ledger: Keeps the events.
             limiter: Knows no group yet.
+            group_size: Episodes of a group when the ledger began; a resume may have changed it.
         """
         self._ledger, self.limiter = ledger, limiter
+        self.group_size = group_size
+        """Episodes of a group, as of the last event."""
+        self.lost_ledgers: set[str] = set()
+        """See `events.LedgerLost`."""
         self.counters, self.session = EpisodeCounters(), Session()
         self.quarantine = Quarantine(limiter.settings.quarantine_after)
         self.filtered = FilteredGroups()
@@ -70,7 +77,7 @@ class ReplayState:
         they are counted by the first event that is about the stored group.
         """
         limiter, counters, session = self.limiter, self.counters, self.session
-        size = limiter.group_size
+        size = self.group_size
         match event:
             case LearnerStarted():
                 limiter.begin(event.version)
@@ -92,7 +99,7 @@ class ReplayState:
             case Filtered():
                 if event.number not in limiter.ready:
                     counters.add("stored", size)
-                limiter.filter(event.number, event.newest_version, event.successes)
+                limiter.filter(event.number, event.newest_version, event.successes, size)
                 self.filtered.add(event.successes, size)
             case Ready():
                 limiter.undo_uses(event.number, tuple(event.uses))
@@ -107,10 +114,17 @@ class ReplayState:
                     self.quarantine.note(event.failure, event.version)
             case Refused():
                 counters.add(event.status, 1, event.decisions)
+                if event.cause:
+                    counters.refused[event.cause] += 1
+            case GroupSized():
+                self.group_size = event.size
+            case LedgerLost():
+                self.lost_ledgers.add(event.digest)
+                limiter.forget_uses()
 
     def make_ready(self, number: int, group: ReadyGroup) -> None:
         """Note that a group's file is there, which makes it ready; its episodes are counted once."""
         self.limiter.make_ready(number, group)
         self.quarantine.note_complete()
         if number not in self.limiter.used_at:
-            self.counters.add("stored", self.limiter.group_size)
+            self.counters.add("stored", group.size or self.group_size)

@@ -6,6 +6,7 @@
     lock                       held by the one process that writes
     group-00000012.h5          a sealed group; `.h5.tmp` while it is written
     quarantine/                files that could not be read
+    set_aside/                 files of groups that the learner cannot use
 
 A file counts once it is complete: written as `.tmp`, closed, synced, renamed, and the folder synced. Only
 after that an episode is acknowledged: what was acknowledged is readable, and what is readable is whole.
@@ -41,6 +42,7 @@ from asyncrl.storage.bounded_json import parse_json
 from asyncrl.storage.regular_files import kind_of, make_folder, open_regular, read_bytes, remove
 
 PATTERN = "group-*.h5"
+LEDGER = "ledger.log"
 
 
 def file_name(number: int) -> str:
@@ -58,19 +60,20 @@ class EpisodeStore:
 
         Args:
             folder: The run's replay folder.
-            group_size: Episodes per group; must be the one the folder was made with.
+            group_size: Episodes per group, noted in a new folder; see `made_with`.
             max_bytes: Beyond this, groups that are no longer needed are deleted, oldest first.
             warn: Receives one line per damaged file.
 
         Raises:
-            ReplayError: The folder belongs to another writer, format, version or group size, or the disk does
-                not take it.
+            ReplayError: The folder belongs to another writer, format or version, or the disk does not take
+                it.
         """
-        self.folder, self.group_size, self.max_bytes, self._warn = folder, group_size, max_bytes, warn
+        self.folder, self.max_bytes, self._warn = folder, max_bytes, warn
         try:
             make_folder(folder)
             self._unlock = weakref.finalize(self, os.close, _lock(folder))
-            _check_meta(folder / "replay.json", group_size)
+            self.made_with = _check_meta(folder / "replay.json", group_size)
+            """Episodes per group when the folder was made; the ledger says what a resume changed."""
             for torn in folder.glob("*.tmp"):
                 remove(torn)
         except OSError as error:
@@ -83,7 +86,7 @@ class EpisodeStore:
         self._reader, self._index = GroupReader(), FileIndex(folder / "index.log", warn)
         self._recover()
         try:
-            self.ledger = Ledger(folder / "ledger.log", warn)
+            self.ledger = Ledger(folder / LEDGER, warn)
         except OSError as error:
             raise _unwritable(folder, error) from None
 
@@ -174,6 +177,29 @@ class EpisodeStore:
             self._removed[number] = self.group_files[number].episode_ids
             self._delete(number)
             flush(self.folder)
+
+    def set_aside(self, number: int) -> Path:
+        """Move the file of a group away, where it is neither read nor deleted; returns where it is now.
+
+        Raises:
+            ReplayError: The disk does not take it.
+        """
+        group_file = self._take_out(number)
+        assert group_file is not None
+        away = self.folder / "set_aside"
+        kept, count = away / group_file.path.name, 1
+        while kept.exists():  # The number was set aside before, in a folder whose ledger was lost.
+            count += 1
+            kept = away / f"{group_file.path.stem}_{count}.h5"
+        try:
+            away.mkdir(exist_ok=True)
+            group_file.path.rename(kept)
+            flush(self.folder)
+        except OSError as error:
+            raise ReplayError(
+                f"{group_file.path} could not be moved to {away}: {error}. Make the folder writable."
+            ) from None
+        return kept
 
     def holds(self, number: int, episode_id: str) -> bool:
         """Tell whether an episode is in a group's file, or in the removed one that was to be sealed anew."""
@@ -282,16 +308,16 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _check_meta(path: Path, group_size: int) -> None:
+def _check_meta(path: Path, group_size: int) -> int:
+    """Check replay.json, or make it; returns the group size that it names."""
     expected = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "schema_version": SCHEMA_VERSION,
-        "group_size": group_size,
     }
     if not path.exists():
         temporary = path.with_suffix(".json.tmp")
-        temporary.write_bytes(write_line(expected) + b"\n")
+        temporary.write_bytes(write_line(expected | {"group_size": group_size}) + b"\n")
         flush(temporary)
         temporary.rename(path)
         flush(path.parent)
@@ -300,8 +326,15 @@ def _check_meta(path: Path, group_size: int) -> None:
         if found.get(key) != value:
             raise ReplayError(
                 f"{path.parent} was made with {key} {found.get(key)}, this run has {value}. "
-                "Keep --algorithm.group-size and the version of asyncrl, or choose a new --run-dir."
+                "Keep the version of asyncrl, or choose a new --run-dir."
             )
+    size = found.get("group_size")
+    if type(size) is not int or size < 1:
+        raise ReplayError(
+            f"{path} has the group size {size!r}, expected a positive whole number. It is damaged: move the "
+            "replay folder away."
+        )
+    return size
 
 
 def _lock(folder: Path) -> int:

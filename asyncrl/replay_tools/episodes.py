@@ -250,16 +250,18 @@ def find_group(folder: Path, number: int) -> list[Episode]:
     return sorted(read_group(path), key=lambda episode: episode.member)
 
 
-def problem_with_file(path: Path, group_size: int) -> str | None:
-    """Say what is wrong with a group's file, or None when it is sound."""
+def problem_with_file(path: Path, *group_sizes: int) -> str | None:
+    """Say what is wrong with a group's file, or None when it is sound; a group has one of `group_sizes`."""
     try:
         number, episodes = read_group_file(path).number, read_group(path)
     except (ReplayError, FileNotFoundError) as error:
         return str(error)
     if path.name != file_name(number):
         return f"it says that it is group {number}"
-    if [episode.member for episode in episodes] != list(range(group_size)):
-        return f"its members are {[episode.member for episode in episodes]}, expected 0 to {group_size - 1}"
+    members = [episode.member for episode in episodes]
+    if members not in [list(range(size)) for size in group_sizes]:
+        expected = " or ".join(f"0 to {size - 1}" for size in sorted(group_sizes))
+        return f"its members are {members}, expected {expected}"
     if len({(episode.group_id, episode.task) for episode in episodes}) != 1:
         return "its members belong to different groups or tasks"
     for episode in episodes:

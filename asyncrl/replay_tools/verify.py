@@ -9,8 +9,10 @@ from typing import Final
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import SCHEMA_VERSION
+from asyncrl.replay.events import GroupSized, read_events
 from asyncrl.replay.files.format import FORMAT_VERSION, GroupFile, read_group_file
-from asyncrl.replay.store import PATTERN, file_name, read_meta
+from asyncrl.replay.ledger import read_entries
+from asyncrl.replay.store import LEDGER, PATTERN, file_name, read_meta
 from asyncrl.replay_tools.episodes import GroupOutcomes, problem_with_file, read_outcomes
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
@@ -33,12 +35,12 @@ class Verify(ReplayCommand):
         problems += check_ledger(outcomes, group_files)
         for problem in problems:
             print(f"PROBLEM {problem}")
-        away = len(list((folder / "quarantine").glob("*")))
+        away, aside = (len(list((folder / name).glob("*"))) for name in ("quarantine", "set_aside"))
         deleted = len((outcomes.used.keys() | outcomes.filtered.keys()) - group_files.keys())
         print(
             f"{len(group_files)} groups are readable, {len(problems)} problems, "
             f"{away} files in quarantine since "
-            f"earlier; {deleted} groups that were used or filtered have no readable file"
+            f"earlier, {aside} set aside; {deleted} groups that were used or filtered have no readable file"
         )
         return 1 if problems else 0
 
@@ -46,10 +48,9 @@ class Verify(ReplayCommand):
 def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
     """Read every file completely; return what is wrong, and the sound files by group number."""
     problems, group_files, seen = list(_check_meta(folder)), dict[int, GroupFile](), dict[str, str]()
-    group_size = read_meta(folder).get("group_size")
-    group_size = group_size if _is_group_size(group_size) else 0  # What is wrong with it was said above.
+    sizes = group_sizes(folder)
     for path in watched(sorted(folder.glob(PATTERN)), "verifying groups"):
-        problem = problem_with_file(path, group_size)
+        problem = problem_with_file(path, *sizes)
         try:
             group_file = None if problem else read_group_file(path)
         except (ReplayError, FileNotFoundError) as error:
@@ -66,10 +67,18 @@ def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
     return problems, group_files
 
 
+def group_sizes(folder: Path) -> set[int]:
+    """Return the sizes that groups of a run may have: it began with one, and a resume may change it."""
+    sizes = {read_meta(folder).get("group_size")}
+    events = read_events(read_entries(folder / LEDGER, lambda line: None))  # Damage is said elsewhere.
+    sizes |= {event.size for event in events if isinstance(event, GroupSized)}
+    return {size for size in sizes if isinstance(size, int)}
+
+
 def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> Iterator[str]:
     """Compare what the ledger says with the sound files."""
     for number, group_file in sorted(group_files.items()):
-        if number not in outcomes.granted:
+        if number not in outcomes.granted and outcomes.dropped.get(number) != "dropped_unrecorded":
             yield f"{group_file.path.name}: the ledger never granted group {number}"
         if (
             outcomes.dropped.get(number) == "dropped_resume" and group_file.path.exists()

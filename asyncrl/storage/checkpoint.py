@@ -4,11 +4,13 @@
       (policy files)           written by a function that the caller passes, so the folder is a --policy too
       state/*.safetensors      float32 weights and optimizer, a part from every rank (see `checkpoint_state`)
       random-00000.safetensors state of torch's generators, one file per rank
-      state.json               counters, Python's random state, versions, and the size of every file
+      state.json               counters, Python's random state, versions, size and SHA-256 of every file, what
+                               the replay's ledger was, and a SHA-256 of all this
 
 A checkpoint is written in this order, so that a crash at any point leaves the previous one the newest:
 1. `save` copies the state to host memory and returns; the rest happens on a thread of every rank;
-2. all ranks write into `update_000040.tmp`; when the last is done, rank 0 adds policy and state.json;
+2. all ranks write into `update_000040.tmp`; when the last is done, rank 0 adds the policy, sums up all files
+   and adds state.json;
 3. every file and folder is flushed to the disk (fsync), then renamed to `update_000040`, then the parent is
    flushed, and old checkpoints are deleted.
 A folder without the suffix is therefore complete; one with it is a leftover and deleted by the next save.
@@ -16,11 +18,13 @@ A folder without the suffix is therefore complete; one with it is a leftover and
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -46,6 +50,7 @@ from asyncrl.storage.checkpoint_state import (
     write_state,
 )
 from asyncrl.storage.checkpoint_writer import Ranks, WriterThread
+from asyncrl.storage.checksums import Checksum, checksum_of_lines, digest_of
 from asyncrl.storage.regular_files import remove
 
 if TYPE_CHECKING:
@@ -53,12 +58,21 @@ if TYPE_CHECKING:
 
 FORMAT: Final = 2
 """Version of state.json. Raise it when a field changes meaning."""
+HASHING_THREADS: Final = 4
+"""Of rank 0, which sums up the files of all ranks; one takes 1.8 GB/s."""
 FOLDER: Final = "checkpoints"
 STATE: Final = "state"
 WRITE_DEADLINE: Final = 1800.0
 """Seconds that one checkpoint may take to be written before the run ends with an error."""
 _TYPES: Final = {"int": int, "str": str}
 _NAME = re.compile(r"update_(\d{6,})")
+CHECKSUMS: Final = "sha256"
+"""Key in state.json: name of every other file -> its SHA-256."""
+OWN_CHECKSUM: Final = "sha256_of_state"
+"""Key in state.json: SHA-256 of its content without this."""
+LEDGER: Final = "ledger"
+"""Key in state.json: length and SHA-256 of the replay's ledger; null: there was none."""
+CHANGED: Final = "its content is not what was written: somebody changed it, or the disk damaged it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +92,31 @@ class Progress:
     asyncrl_version: str = __version__
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What a checkpoint says besides the state of the learner, once its files are found sound."""
+
+    ledger: Checksum | None
+    """What the replay's ledger was; None: there was none, or it is not known."""
+    notes: tuple[str, ...]
+    """Lines for whoever resumes."""
+
+
 class Checkpoints:
     """Writes the checkpoints of one run and keeps the newest few. Used by one thread per rank."""
 
-    def __init__(self, run_dir: Path, *, keep: int, link: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, keep: int, link: ProcessGroup | None = None, ledger: Path | None = None
+    ) -> None:
         """Write into `run_dir`/checkpoints and keep the `keep` newest checkpoints (at least 1).
 
         Args:
             run_dir: The same on every rank.
             keep: How many stay.
             link: Process group (gloo, of its own) in which the ranks' writers agree; None: one rank.
+            ledger: Of the replay: what it is then is noted in every checkpoint. None: there is none.
         """
-        self.folder, self.keep = run_dir / FOLDER, keep
+        self.folder, self.keep, self._ledger = run_dir / FOLDER, keep, ledger
         self._ranks, self._writer = Ranks(link), WriterThread()
 
     def save(
@@ -163,7 +190,7 @@ class Checkpoints:
         self, part: Path, final: Path, counters: dict[str, Any], write_policy: Callable[[Path], None]
     ) -> None:
         write_policy(part)
-        _write_state(part, counters)
+        _write_state(part, counters, None if self._ledger is None else checksum_of_lines(self._ledger))
         publish(part, final)
         for _, old in _complete(self.folder)[: -self.keep]:
             remove(old)
@@ -188,7 +215,14 @@ def kept(run_dir: Path) -> dict[int, Path]:
     return dict(_complete(run_dir / FOLDER))
 
 
-def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: int = 0) -> Progress:
+def load(
+    folder: Path,
+    *,
+    optimizer: Optimizer,
+    parameters: Parameters,
+    rank: int = 0,
+    verified: bool = False,
+) -> Progress:
     """Restore trained weights, optimizer and random states; frozen weights come from the policy's files.
 
     Args:
@@ -196,12 +230,15 @@ def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: in
         optimizer: Fresh, over `parameters`; its state is replaced.
         parameters: What is trained, by stable name; changed in place.
         rank: This rank. One that the checkpoint does not know keeps its random state.
+        verified: `verify` was called, on any rank: the files of the state are not summed up once more.
 
     Raises:
-        CheckpointError: A file is missing or truncated, or the state does not fit the parameters.
+        CheckpointError: A file is missing, truncated or changed, or the state does not fit the parameters.
     """
     state = _read_state(folder)
     read_state(folder / STATE, parameters, optimizer)
+    needed = {random_file(rank)} if verified else {n for n in state["files"] if n.startswith(f"{STATE}/")}
+    _check_content(folder, state, needed | {random_file(rank)})
     try:
         check_types(state["progress"], {field.name: _TYPES[field.type] for field in fields(Progress)})
         progress = Progress(**state["progress"])
@@ -213,13 +250,31 @@ def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: in
     return progress
 
 
-def verify(folder: Path) -> None:
-    """Check that every file of a checkpoint is there in its full size; cheap, reads no weights.
+def verify(folder: Path, *, policy_only: bool = False) -> Verified:
+    """Check that every file of a checkpoint is there and was not changed since it was written.
+
+    It reads all files once, on some threads. Of a checkpoint of an earlier version, which has no checksums,
+    the sizes are compared; a note says so.
+
+    Args:
+        folder: The checkpoint.
+        policy_only: Read only the files of the policy, not the learner's state.
 
     Raises:
-        CheckpointError: Names the file and the remedy.
+        CheckpointError: Names the file, what is wrong with it, and the remedy.
     """
-    _read_state(folder)
+    state = _read_state(folder)
+    names = set(state["files"])
+    if policy_only:
+        names = {n for n in names if not n.startswith(f"{STATE}/") and not n.startswith("random-")}
+    _check_content(folder, state, names)
+    notes = []
+    if CHECKSUMS not in state:
+        notes.append(
+            f"{folder.name} was written by an earlier version, without checksums: only the sizes of its "
+            "files are verified"
+        )
+    return Verified(ledger=Checksum.from_json(state.get(LEDGER)), notes=tuple(notes))
 
 
 def _clear(folder: Path, part: Path) -> None:
@@ -233,11 +288,46 @@ def _write_part(part: Path, state: dict[str, Tensor], generators: dict[str, Tens
     save_file(generators, part / random_file(rank))
 
 
-def _write_state(part: Path, counters: dict[str, Any]) -> None:
+def _write_state(part: Path, counters: dict[str, Any], ledger: Checksum | None) -> None:
     files = sorted(path for path in part.rglob("*") if path.is_file())
     sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in files}
-    state = {"format": FORMAT, **counters, "files": sizes}
-    (part / "state.json").write_text(json.dumps(state) + "\n")
+    state = {
+        "format": FORMAT,
+        **counters,
+        "files": sizes,
+        CHECKSUMS: _digests(part, sizes),
+        LEDGER: None if ledger is None else asdict(ledger),
+    }
+    (part / "state.json").write_text(json.dumps(state | {OWN_CHECKSUM: _digest_of_state(state)}) + "\n")
+
+
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Sum up files of a checkpoint; raises OSError for one that cannot be read."""
+    names = list(names)
+    with ThreadPoolExecutor(HASHING_THREADS, "checksums") as pool:
+        return dict(zip(names, pool.map(lambda name: digest_of(folder / name), names), strict=True))
+
+
+def _digest_of_state(state: dict[str, Any]) -> str:
+    """Sum up what state.json holds besides its own checksum; JSON that was read gives the same."""
+    content = {key: value for key, value in state.items() if key != OWN_CHECKSUM}
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _check_content(folder: Path, state: dict[str, Any], names: Iterable[str]) -> None:
+    """Compare the content of files with what state.json says, where it says something.
+
+    Raises:
+        CheckpointError: A file was changed.
+    """
+    wanted = {name: state[CHECKSUMS][name] for name in names if name in state.get(CHECKSUMS, {})}
+    try:
+        found = _digests(folder, wanted)
+    except OSError as error:
+        raise unreadable(folder, str(error)) from error
+    for name, digest in wanted.items():
+        if found[name] != digest:
+            raise unreadable(folder / name, CHANGED)
 
 
 def _complete(folder: Path) -> list[tuple[int, Path]]:
@@ -247,7 +337,7 @@ def _complete(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    """Read state.json, and compare the sizes of all files with it."""
+    """Read state.json, and compare its own checksum, and the sizes of all files, with it."""
     path = folder / "state.json"
     try:
         state = read_json(path, remedy="")
@@ -261,9 +351,22 @@ def _read_state(folder: Path) -> dict[str, Any]:
             f"{path} has format {state.get('format')}, this asyncrl {__version__} reads {FORMAT}. "
             "Continue with the version that wrote it, or start afresh with --policy and this folder."
         )
+    if not _is_as_written(state, files):
+        raise unreadable(path, CHANGED)
     for name, size in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise unreadable(path, f"it names {name[:80]!r}, which does not lie in the folder")
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
             seen = "is missing" if found is None else f"has {found} bytes"
             raise unreadable(folder / name, f"it {seen}, {size} were written")
     return state
+
+
+def _is_as_written(state: dict[str, Any], files: dict[str, Any]) -> bool:
+    """Compare state.json with its own checksum. One of an earlier version has none of the keys that tell."""
+    if not state.keys() & {CHECKSUMS, OWN_CHECKSUM, LEDGER}:
+        return True
+    checksums = state.get(CHECKSUMS)
+    complete = isinstance(checksums, dict) and checksums.keys() == files.keys()
+    return complete and state.get(OWN_CHECKSUM) == _digest_of_state(state)

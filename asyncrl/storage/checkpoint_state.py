@@ -147,8 +147,10 @@ def restore_generators(path: Path) -> None:
 
 def unreadable(path: Path, reason: str) -> CheckpointError:
     """Return the error for a file or folder inside a checkpoint's folder."""
+    folder = path.parent.parent if path.parent.name == "state" else path.parent
+    name = folder.name if path.name[:7] != "update_" else path.name
     return CheckpointError(
-        f"Checkpoint file {path} cannot be read: {reason}. Delete the folder {path.parent.name}; --resume "
+        f"Checkpoint file {path} cannot be read: {reason}. Delete the folder {name}; --resume "
         "then continues from the checkpoint before it."
     )
 

@@ -29,7 +29,8 @@ from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import RunLock
 
 TIME = "{time}"
-SUB_FOLDERS = ("logs", "checkpoints", "replay", "videos")
+REPLAY = "replay"
+SUB_FOLDERS = ("logs", "checkpoints", REPLAY, "videos")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,9 +126,9 @@ def refused_from_group_2(monkeypatch: pytest.MonkeyPatch):
 
     admit = Limiter.admit
 
-    def refusing(limiter: Limiter, episode: Episode) -> Receipt:
+    def refusing(limiter: Limiter, episode: Episode, actor: str | None = None) -> Receipt:
         if int(episode.group_id) < 2:
-            return admit(limiter, episode)
+            return admit(limiter, episode, actor)
         return Receipt(episode_id=episode.episode_id, status="dropped_invalid", reason="not today")
 
     return refusing

@@ -245,10 +245,10 @@ def test_lag_is_checked_at_admission_and_the_siblings_go_too(tmp_path: Path) -> 
 
 def test_lag_is_checked_when_a_batch_is_taken(tmp_path: Path) -> None:
     replay = make_replay(tmp_path, make_limiter(max_lag=1, per_update=1))
-    for versions in ((0, 3), (2, 3)):
-        grant = replay.grant("actor-0")
+    grants = [replay.grant("actor-0") for _ in range(2)]
+    for version, grant, versions in zip((0, 2), grants, ((0, 1), (2, 3)), strict=True):
         assert grant is not None
-        replay.state.limiter.version = 0
+        replay.state.limiter.version = version  # Without looking at what became too old.
         assert fill(replay, grant.number, versions)[-1] == "stored"
     batch = replay.sample(1, 3)
     assert batch is not None

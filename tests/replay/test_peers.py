@@ -86,7 +86,7 @@ def test_an_actor_that_leaves_hands_over_what_is_finished_and_gives_the_rest_bac
         actor, other = ZmqActorPort(endpoint, "far"), ZmqActorPort(endpoint, "other")
         groups = [acquire(actor) for _ in range(4)]
         assert other.acquire_groups(1, 0.3) == [], "all credit is taken"
-        actor.push(make_episode(groups[0].number, 0, versions=(0,)))
+        actor.push(make_episode(groups[0].number, 0, versions=(0,), actor="far"))
         push_group(actor, groups[1], "far", 0)
         began = time.monotonic()
         actor.leave(5.0)
@@ -105,11 +105,11 @@ from support.episodes import make_episode
 from support.replay_server import acquire, push_group, until
 port = ZmqActorPort(sys.argv[1], "far")
 late, never = acquire(port), acquire(port)
-port.push(make_episode(late.number, 0, versions=(0,)))
+port.push(make_episode(late.number, 0, versions=(0,), actor="far"))
 until(port, 1)
 print("stop me", flush=True)
 time.sleep(1.0)
-port.push(make_episode(late.number, 1, versions=(0,)))
+port.push(make_episode(late.number, 1, versions=(0,), actor="far"))
 until(port, 0)
 push_group(port, acquire(port), "far", 0)
 until(port, 0)

@@ -19,7 +19,6 @@ from asyncrl.replay.files.format import append_footer, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.store import EpisodeStore
 from support import child_environment
 from support.episodes import assert_same, with_chain
 from support.replay_store import group_of, open_store
@@ -193,12 +192,10 @@ def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
     open_store(tmp_path).close()
 
 
-def test_another_group_size_or_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     path = store.store_group(0, group_of(0)).path
     store.close()
-    with pytest.raises(ReplayError, match="group_size 2, this run has 4"):
-        EpisodeStore(tmp_path, group_size=4, max_bytes=1)
     monkeypatch.setattr(format, "SCHEMA_VERSIONS", (8, 9))
     with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 8 and 9"):
         read_group_file(path)

@@ -15,6 +15,7 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.client import ZmqActorPort
 from asyncrl.replay.interface import ActorPort, GroupGrant
+from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.server import serve_replay
 from support import child_environment
 from support.episodes import make_episode
@@ -41,11 +42,13 @@ NOBODY = {"secret": "", "attempt": 0}
 class Served:
     """A replay in a thread of this process."""
 
-    def __init__(self, folder: Path, endpoint: str, config: TrainConfig = CONFIG) -> None:
+    def __init__(
+        self, folder: Path, endpoint: str, config: TrainConfig = CONFIG, start: RunStart = NEW_RUN
+    ) -> None:
         self.stop_event, ready = threading.Event(), threading.Event()
         self.thread = threading.Thread(
             target=serve_replay,
-            args=(open_run_replay(folder, config), endpoint),
+            args=(open_run_replay(folder, config, start=start), endpoint),
             kwargs={"stop_event": self.stop_event, "ready": ready.set},
         )
         self.thread.start()

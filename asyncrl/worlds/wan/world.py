@@ -97,7 +97,8 @@ class WanWorld:
         """Check the files of a folder without loading weights. See `interface.World.check`."""
         _refuse_settings(own)
         files = open_world(folder)
-        return ModelSummary(image_size=files.image_size, nbytes=files.check(settings))
+        nbytes = files.check(settings)
+        return ModelSummary(image_size=files.image_size, nbytes=nbytes, version=files.version)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> WanWorld:

@@ -1,0 +1,353 @@
+"""Refuse the episodes that nobody of this run can have imagined: one table of checks. Pure; no I/O.
+
+An episode comes from a peer, or from a file that anybody may have put there, and the learner believes every
+number of it. So every array and scalar is held against what the settings and models of the run say, before
+an episode is stored and again before a stored one is given to the learner. The table is `CHECKS`.
+
+Dimension letters, as in `records`: N decisions, C steps per decision, A numbers per step, H, W pixels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.records import ActionSpec, Episode, Sampling, decision_layout, problem_with
+
+RefusalCause = Literal["content", "settings", "version", "grant"]
+"""Why an episode is refused: it contradicts itself or holds numbers that no model gives; it was made with
+other settings or models than the run's; a version that is not published yet made it; its group was not
+granted to who sent it."""
+REFUSAL_CAUSES: Final = get_args(RefusalCause)
+
+MAX_NUMBER: Final = 1e6
+"""Largest size of an action, log-prob (nats), value, reward or float of a sample. No model comes near it, and
+sums and squares of such numbers stay finite in float32."""
+MAX_TASK: Final = 1024
+"""Letters of an instruction."""
+MAX_NAME: Final = 255
+"""Letters of the name of a start state or of an actor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeFormat:
+    """What every episode of a run has in common, as its models and start states say. Rank 0 tells it."""
+
+    image_size: int = 0
+    """Height and width of all pictures in pixels; 0: not known, any."""
+    action_spec: ActionSpec | None = None
+    """Steps per decision and numbers per step; None: not known, any."""
+    sample: Mapping[str, tuple[str, tuple[int | str, ...]]] = field(default_factory=dict)
+    """Array of the sample -> its dtype, and its shape in one decision, where a letter stands for any size;
+    empty: not known, any."""
+    max_decisions: int = 0
+    """Most decisions of an episode; 0: not known, any."""
+    tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of a start state -> its instruction, or several of as many start states; empty: not known, any."""
+    world_version: int | None = None
+    """Of the world that imagines; None: not known, any."""
+
+    def to_json(self) -> str:
+        """Write it as the text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EpisodeFormat:
+        """Read what `to_json` wrote; an empty text: nothing is known."""
+        if not text:
+            return cls()
+        plain = json.loads(text)
+        spec, sample = plain.pop("action_spec"), plain.pop("sample")
+        return cls(
+            **plain,
+            action_spec=None if spec is None else ActionSpec(**spec),
+            sample={name: (dtype, tuple(shape)) for name, (dtype, shape) in sample.items()},
+        )
+
+
+ANY_FORMAT: Final = EpisodeFormat()
+"""Nothing is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What an episode is held against."""
+
+    format: EpisodeFormat = ANY_FORMAT
+    group_size: int
+    sampling: Sampling | None = None
+    """How the run draws actions; None: any."""
+    newest_version: int
+    """No decision was sampled by a later policy than this."""
+    actor: str | None = None
+    """Name of who sent it; None: any."""
+
+
+class Refusal(NamedTuple):
+    """Why an episode is not taken."""
+
+    cause: RefusalCause
+    reason: str
+
+
+class Check(NamedTuple):
+    """One line of the table."""
+
+    of: str
+    """The fields that it looks at."""
+    cause: RefusalCause
+    problem: Callable[[Episode, Expected], str | None]
+    """Says what is wrong, or None."""
+    of_stored: bool = True
+    """Whether a stored episode is held against it too: not where a learner can learn from it all the same, as
+    after a resume with other start states, another world or shorter episodes."""
+
+
+def _soundness(episode: Episode, expected: Expected) -> str | None:
+    return problem_with(episode)
+
+
+def _numbers(episode: Episode, expected: Expected) -> str | None:
+    named: dict[str, NDArray[Any]] = {
+        "actions": episode.actions,
+        "logprobs": episode.logprobs,
+        "rewards": episode.rewards,
+        **{name: array for name, array in episode.sample.items() if array.dtype.kind == "f"},
+    }
+    for name, array in named.items():
+        if not (np.abs(array) <= MAX_NUMBER).all():  # Nor is it with a nan.
+            return f"{name} holds a number that is not finite, or beyond {MAX_NUMBER:g}"
+    return None
+
+
+def _scores(episode: Episode, expected: Expected) -> str | None:
+    scores_NC = episode.success_scores
+    if not ((scores_NC >= 0) & (scores_NC <= 1)).all():
+        return f"success_scores are probabilities, but lie in {scores_NC.min():g}..{scores_NC.max():g}"
+    return None
+
+
+def _values(episode: Episode, expected: Expected) -> str | None:
+    values_N = episode.values
+    if np.isnan(values_N).all() or (np.abs(values_N) <= MAX_NUMBER).all():
+        return None
+    return f"values must all be finite and at most {MAX_NUMBER:g}, or all nan where there is no critic"
+
+
+def _outcome(episode: Episode, expected: Expected) -> str | None:
+    if not episode.success and (episode.rewards > 0).any():
+        return "end_reason is 'truncated', but a step has a positive reward"
+    return None
+
+
+def _temperature(episode: Episode, expected: Expected) -> str | None:
+    if not episode.temperature > 0:
+        return f"temperature {episode.temperature}: episodes to learn from are sampled above 0"
+    return None
+
+
+def _task(episode: Episode, expected: Expected) -> str | None:
+    known = expected.format.tasks
+    if episode.start_state in known:
+        if episode.task in known[episode.start_state]:
+            return None
+        return f"task {episode.task[:60]!r}, but start state {episode.start_state[:60]!r} has another one"
+    if known:
+        return f"start state {episode.start_state[:60]!r} is none of the run's {len(known)}"
+    if not 1 <= len(episode.task) <= MAX_TASK or not episode.task.strip() or not episode.task.isprintable():
+        return f"a task is 1 to {MAX_TASK} printable letters, this one has {len(episode.task)}"
+    return _name("start_state", episode.start_state)
+
+
+def _actor(episode: Episode, expected: Expected) -> str | None:
+    if expected.actor is not None and episode.actor != expected.actor:
+        return f"it says that {episode.actor[:60]!r} imagined it, but {expected.actor[:60]!r} sent it"
+    return _name("actor", episode.actor)
+
+
+def _name(what: str, name: str) -> str | None:
+    plain = 1 <= len(name) <= MAX_NAME and name.isprintable() and name.strip(". ")
+    if not plain or "/" in name or "\\" in name:
+        return f"{what} {name[:60]!r} is no plain name: 1 to {MAX_NAME} printable letters, no path"
+    return None
+
+
+def _group_size(episode: Episode, expected: Expected) -> str | None:
+    if episode.group_size != expected.group_size:
+        return f"group size {episode.group_size}, this run has {expected.group_size}"
+    return None
+
+
+def _sampling(episode: Episode, expected: Expected) -> str | None:
+    wanted = expected.sampling
+    if wanted is not None and (episode.temperature, episode.top_k) != wanted:
+        return (
+            f"temperature {episode.temperature} and top_k {episode.top_k}, this run has "
+            f"{wanted.temperature} and {wanted.top_k}"
+        )
+    return None
+
+
+def _pictures(episode: Episode, expected: Expected) -> str | None:
+    size, found = expected.format.image_size, episode.final_frame.shape[:2]
+    if size and found != (size, size):
+        return f"pictures of {found[0]} x {found[1]} pixels, this run has {size} x {size}"
+    return None
+
+
+def _decisions(episode: Episode, expected: Expected) -> str | None:
+    spec = expected.format.action_spec
+    if spec is not None and episode.actions.shape[1:] != (spec.chunk, spec.dim):
+        return (
+            f"decisions of {list(episode.actions.shape[1:])} numbers, this run has {[spec.chunk, spec.dim]}"
+        )
+    return None
+
+
+def _length(episode: Episode, expected: Expected) -> str | None:
+    longest = expected.format.max_decisions
+    if longest and len(episode.actions) > longest:
+        return f"{len(episode.actions)} decisions, an episode of this run has at most {longest}"
+    return None
+
+
+def _sample(episode: Episode, expected: Expected) -> str | None:
+    wanted = expected.format.sample
+    found = {name: (array.dtype.name, array.shape[1:]) for name, array in episode.sample.items()}
+    if wanted and not (found.keys() == wanted.keys() and all(_fits(found[n], wanted[n]) for n in wanted)):
+        return f"a sample of {found!s:.200}, the policy of this run gives {dict(wanted)!s:.200}"
+    return None
+
+
+def _fits(found: tuple[str, tuple[int, ...]], wanted: tuple[str, tuple[int | str, ...]]) -> bool:
+    (dtype, shape), (wanted_dtype, wanted_shape) = found, wanted
+    sizes = zip(shape, wanted_shape, strict=False)
+    same = len(shape) == len(wanted_shape) and all(isinstance(w, str) or n == w for n, w in sizes)
+    return dtype == wanted_dtype and same
+
+
+def _policy_versions(episode: Episode, expected: Expected) -> str | None:
+    newest = int(episode.policy_versions.max())
+    if newest > expected.newest_version:
+        return f"policy version {newest} made it, the newest there can be is {expected.newest_version}"
+    return None
+
+
+def _world_version(episode: Episode, expected: Expected) -> str | None:
+    newest = expected.format.world_version
+    if episode.world_version < -1 or (newest is not None and episode.world_version > newest):
+        known = "at least -1" if newest is None else f"at most {newest}"
+        return f"world version {episode.world_version} imagined it, in this run it is {known}"
+    return None
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    Check("every array's dtype, rank and sizes; member; versions from 0 on", "content", _soundness),
+    Check("actions, logprobs, rewards, floats of the sample", "content", _numbers),
+    Check("success_scores", "content", _scores),
+    Check("values", "content", _values),
+    Check("rewards, end_reason", "content", _outcome),
+    Check("temperature", "content", _temperature),
+    Check("actor", "content", _actor, of_stored=False),
+    Check("group_size", "settings", _group_size),
+    Check("temperature, top_k", "settings", _sampling),
+    Check("frames, final_frame, video", "settings", _pictures),
+    Check("actions, logprobs, rewards, success_scores", "settings", _decisions),
+    Check("sample", "settings", _sample),
+    Check("every array's number of decisions", "settings", _length, of_stored=False),
+    Check("task, start_state", "settings", _task, of_stored=False),
+    Check("policy_versions", "version", _policy_versions),
+    Check("world_version", "version", _world_version, of_stored=False),
+)
+"""All that an episode must be, in this order. The ids are checked with the message (`episode_codec`) and with
+the grant; `seed` and `noise_seeds` may be any numbers: nothing is computed with them."""
+
+
+def refusal(episode: Episode, expected: Expected, *, stored: bool = False) -> Refusal | None:
+    """Say why an episode is not taken, or None when it is sound and of this run.
+
+    Args:
+        episode: Of any content.
+        expected: What it is held against.
+        stored: It was admitted before: see `Check.of_stored`.
+    """
+    for check in CHECKS:
+        problem = check.problem(episode, expected) if check.of_stored or not stored else None
+        if problem is not None:
+            return Refusal(check.cause, problem)
+    return None
+
+
+def unusable(group: Sequence[Episode], group_id: str, expected: Expected) -> str | None:
+    """Say why a learner cannot learn from a stored group, or None when it can.
+
+    Args:
+        group: As it was read, in any order.
+        group_id: That of its number.
+        expected: `newest_version` is the learner's own.
+    """
+    members = sorted(episode.member for episode in group)
+    if members != list(range(expected.group_size)):
+        return f"it has the members {members}, a group of this run has {expected.group_size}"
+    if any(episode.group_id != group_id for episode in group):
+        return f"it holds an episode of another group than {group_id}"
+    for episode in group:
+        found = refusal(episode, expected, stored=True)
+        if found is not None:
+            return f"member {episode.member}: {found.reason}"
+    first = group[0]
+    for episode in group[1:]:
+        if (problem := unlike(first, episode)) is not None:
+            return problem
+    return None
+
+
+def unlike(sibling: Episode, episode: Episode) -> str | None:
+    """Say what two episodes of one group do not share although siblings do, or None."""
+    if sibling.final_frame.shape != episode.final_frame.shape:
+        return f"images of {episode.final_frame.shape}, its siblings have {sibling.final_frame.shape}"
+    if decision_layout(sibling) != decision_layout(episode):
+        return "its siblings have decisions of another size, or another sample"
+    if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
+        return "its siblings have another task or start state"
+    return None
+
+
+class RefusedActors:
+    """Notices when nothing that the actors imagine is admitted: such a run would go on for ever.
+
+    A hostile actor cannot end a run with it as long as another one's groups are complete.
+    """
+
+    def __init__(self, after: int = 8) -> None:
+        """Nobody was refused yet; `after` groups in a row without a complete one, an actor is hopeless."""
+        self._after = after
+        self._refused: Counter[str] = Counter()
+        """Actor -> its groups that were refused since it completed one."""
+        self._last: dict[str, str] = {}
+
+    def note_refused(self, actor: str, number: int, reason: str) -> None:
+        """Note a group that was given up because an episode of it was refused."""
+        self._refused[actor] += 1
+        self._last[actor] = f"group {number} of {actor!r}: {reason}"
+
+    def forget(self, actor: str) -> None:
+        """Note that an actor completed a group, began anew or left."""
+        self._refused.pop(actor, None)
+        self._last.pop(actor, None)
+
+    def exhausted(self, actors: Sequence[str]) -> str:
+        """Say why none of the `actors` that are there will complete a group; empty while there is hope."""
+        if not actors or any(self._refused[actor] < self._after for actor in actors):
+            return ""
+        return (
+            f"Nothing that the actors imagine is admitted: of each of {len(actors)} actors {self._after} "
+            f"groups in a row were refused (replay/refused_*), last {self._last[actors[-1]][:500]}. Actors "
+            "and learner have other settings, models or code: start all with the run's config.json and files."
+        )

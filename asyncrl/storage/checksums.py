@@ -1,0 +1,83 @@
+"""Compute and compare what tells one file's content from another: its length and SHA-256. No torch.
+
+SHA-256 and not CRC-32: one thread hashes 1.8 GB/s with the processor's SHA instructions (CRC-32: 3.5 GB/s),
+which is more than a disk takes, on threads that nobody waits for; and equal content is then beyond doubt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+_PIECE: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksum:
+    """What a file, or its beginning, was."""
+
+    bytes: int
+    """Length."""
+    sha256: str
+    """64 hexadecimal digits."""
+
+    @classmethod
+    def from_json(cls, value: Any) -> Checksum | None:
+        """Read what `dataclasses.asdict` wrote; None when it is something else."""
+        match value:
+            case {"bytes": int(length), "sha256": str(digits)} if length >= 0 and len(digits) == 64:
+                return cls(bytes=length, sha256=digits)
+        return None
+
+
+def digest_of(path: Path) -> str:
+    """Read a file and return its SHA-256 as 64 hexadecimal digits.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum_of_lines(path: Path) -> Checksum | None:
+    """Sum up the whole lines of a file that another process appends to; None when there is no file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    whole, open_line, length = hashlib.sha256(), b"", 0
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        while piece := file.read(_PIECE):
+            lines, feed, torn_line = piece.rpartition(b"\n")
+            if feed:
+                whole.update(open_line + lines + feed)
+                length += len(open_line) + len(lines) + 1
+                open_line = torn_line
+            else:
+                open_line += piece
+    return Checksum(bytes=length, sha256=whole.hexdigest())
+
+
+def begins_with(path: Path, expected: Checksum) -> bool:
+    """Tell whether a file still begins with what was summed up.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    left, found = expected.bytes, hashlib.sha256()
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return False
+    with file:
+        while left and (piece := file.read(min(_PIECE, left))):
+            found.update(piece)
+            left -= len(piece)
+    return not left and found.hexdigest() == expected.sha256

@@ -1,0 +1,138 @@
+"""What a resume finds in a folder: damaged checkpoints, lost ledgers, foreign groups, another group size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl import cli
+from asyncrl.observability import metrics_replay as m
+from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay_tools.episodes import find_group
+from support.tiny_models import write_models
+
+INLINE, PROCESSES = ["--inline"], ["--placement", "auto"]
+
+
+@pytest.fixture(scope="module")
+def first_half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two updates, with two batches ahead, of tiny random models."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = [*write_models(folder), "--run-dir", str(folder / "run"), "--updates", "2", "--inline"]
+    assert cli.run("train", [*flags, "--replay.max-lag", "2", "--checkpoint-every", "1"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(first_half: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(first_half, tmp_path / "run")
+
+
+def resume(run: Path, *more: str, updates: int = 4) -> int:
+    return cli.run("train", ["--run-dir", str(run), "--resume", "--updates", str(updates), *more])
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def used(ledger: Path) -> list[int]:
+    entries = [json.loads(line) for line in ledger.read_text().splitlines()]
+    return [number for entry in entries for number in entry.get("used", [])]
+
+
+def test_a_flipped_bit_ends_a_resume_with_the_file_and_the_remedy(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints" / "update_000002"
+    (state,) = folder.glob("state/*.safetensors")
+    for path in (state, folder / "state.json", folder / "random-00000.safetensors"):
+        whole = path.read_bytes()
+        changed = bytearray(whole)
+        changed[-3] ^= 1
+        path.write_bytes(changed)
+        assert resume(run, *INLINE) == 2
+        said = capsys.readouterr().err
+        assert f"{path.name} cannot be read" in said
+        assert "Delete the folder update_000002; --resume then continues" in said
+        path.write_bytes(whole)
+    state.write_bytes(bytes(8))
+    shutil.rmtree(folder)  # As the error says.
+    assert resume(run, *INLINE, updates=3) == 0
+    assert rows(run)[-1]["step"] == 3
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_line_about_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "checkpoints" / "update_000002" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({k: v for k, v in state.items() if not k.startswith("sha256") and k != "ledger"})
+    )
+    assert resume(run, *INLINE, updates=3) == 0
+    assert capsys.readouterr().out.count("was written by an earlier version, without checksums") == 1
+
+
+@pytest.mark.parametrize("kind", [INLINE, PROCESSES], ids=["inline", "processes"])
+def test_a_deleted_ledger_is_noticed_and_no_group_is_used_twice(
+    run: Path, kind: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ledger = run / "replay" / "ledger.log"
+    before = used(ledger)
+    ready = {int(path.stem[6:]) for path in (run / "replay").glob("group-*.h5")} - set(before)
+    assert ready, "groups that waited"
+    ledger.unlink()
+    assert resume(run, *kind) == 0
+    assert not set(used(ledger)) & (set(before) | ready)
+    said = capfd.readouterr()
+    assert said.out.count("ledger.log is not what it was when the checkpoint was written") == 1, said
+    given_up = rows(run)[-1][m.DROPPED_UNRECORDED.name]
+    assert given_up == 2 * len(ready | set(before))
+
+
+@pytest.mark.parametrize("kind", [INLINE, PROCESSES], ids=["inline", "processes"])
+def test_a_foreign_group_ends_neither_the_learner_nor_a_resume(
+    run: Path, kind: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    number = min(
+        {int(path.stem[6:]) for path in (run / "replay").glob("group-*.h5")}
+        - set(used(run / "replay" / "ledger.log"))
+    )
+    pictures = {
+        "frames": np.zeros((1, 8, 8, 3), np.uint8),
+        "final_frame": np.zeros((8, 8, 3), np.uint8),
+        "video": np.zeros((0, 8, 8, 3), np.uint8),
+    }
+    made = [dataclasses.replace(episode, **pictures) for episode in find_group(run / "replay", number)]
+    store = EpisodeStore(run / "replay", group_size=2, max_bytes=10**9)
+    store.remove(number)
+    store.store_group(number, made)
+    store.close()
+    assert resume(run, *kind) == 0
+    said = capfd.readouterr().out
+    assert said.count(f"group {number} is set aside, the learner cannot use it") == 1, said
+    assert number not in used(run / "replay" / "ledger.log")[2:]
+    assert (run / "replay" / "set_aside" / f"group-{number:08d}.h5").exists()
+    assert rows(run)[-1][m.DROPPED_UNUSABLE.name] == 2
+    assert resume(run, *kind, updates=5) == 0
+    assert "is set aside" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [INLINE, PROCESSES], ids=["inline", "processes"])
+def test_a_resume_with_another_group_size_goes_on(
+    run: Path, kind: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert resume(run, *kind, "--algorithm.group-size", "3") == 0
+    said = capfd.readouterr().out
+    assert said.count("stored groups were made with another --algorithm.group-size") == 1, said
+    last = rows(run)[-1]
+    assert last["step"] == 4
+    assert last[m.DROPPED_RESUME.name] > 0
+    assert last[m.DROPPED_UNUSABLE.name] == last[m.DROPPED_INVALID.name] == 0
