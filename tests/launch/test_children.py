@@ -129,7 +129,7 @@ def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path):
             raise RunError("actor-1 died 6 times in a row")
 
     info = RunInfo(run_dir="", replay_endpoint="", weights_endpoint="", sockets=str(tmp_path))
-    environ = {"RANK": "1"}
+    environ = {"RANK": "1", "WORLD_SIZE": "2"}
     reported = partial(report_failure, info, environ)
     children = ChildProcesses(StopFlag(), report_failure=lambda why: reported(why=why))
     children.spawn(lambda: Dying("actor-1", ChildState.RUNNING))
