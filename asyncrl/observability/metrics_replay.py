@@ -129,7 +129,7 @@ DROPPED_UNUSABLE = define(
     Reduction.LAST,
     "episodes",
     "Set aside: stored, but the learner cannot use their group (another size, sampling, picture or sample).",
-    "0. Otherwise the console and the ledger name the groups; their files are kept in replay/set_aside/ of the run.",
+    "0. Otherwise the console and the ledger name the groups; their files are in replay/set_aside/.",
 )
 DROPPED_UNRECORDED = define(
     "replay/dropped_unrecorded",

@@ -192,7 +192,7 @@ class EpisodeStore:
             count += 1
             kept = away / f"{group_file.path.stem}_{count}.h5"
         try:
-            away.mkdir(exist_ok=True)
+            make_folder(away)
             group_file.path.rename(kept)
             flush(self.folder)
         except OSError as error:

@@ -72,7 +72,7 @@ def group_sizes(folder: Path) -> set[int]:
     sizes = {read_meta(folder).get("group_size")}
     events = read_events(read_entries(folder / LEDGER, lambda line: None))  # Damage is said elsewhere.
     sizes |= {event.size for event in events if isinstance(event, GroupSized)}
-    return {size for size in sizes if isinstance(size, int)}
+    return {size for size in sizes if isinstance(size, int) and _is_group_size(size)}
 
 
 def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> Iterator[str]:

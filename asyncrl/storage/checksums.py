@@ -7,9 +7,12 @@ which is more than a disk takes, on threads that nobody waits for; and equal con
 from __future__ import annotations
 
 import hashlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from asyncrl.storage.regular_files import open_regular
 
 _PIECE: Final = 1 << 20
 
@@ -32,13 +35,18 @@ class Checksum:
         return None
 
 
+def _open(path: Path) -> io.BufferedReader:
+    """Open a regular file of any size to read; see `regular_files.open_regular`."""
+    return io.BufferedReader(io.FileIO(open_regular(path), "rb"))
+
+
 def digest_of(path: Path) -> str:
     """Read a file and return its SHA-256 as 64 hexadecimal digits.
 
     Raises:
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
+    with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -50,7 +58,7 @@ def checksum_of_lines(path: Path) -> Checksum | None:
     """
     whole, open_line, length = hashlib.sha256(), b"", 0
     try:
-        file = path.open("rb")
+        file = _open(path)
     except FileNotFoundError:
         return None
     with file:
@@ -66,18 +74,13 @@ def checksum_of_lines(path: Path) -> Checksum | None:
 
 
 def begins_with(path: Path, expected: Checksum) -> bool:
-    """Tell whether a file still begins with what was summed up.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Tell whether a file still begins with what was summed up; False when it cannot be read."""
     left, found = expected.bytes, hashlib.sha256()
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        with _open(path) as file:
+            while left and (piece := file.read(min(_PIECE, left))):
+                found.update(piece)
+                left -= len(piece)
+    except OSError:  # Who opens it to write says what is there.
         return False
-    with file:
-        while left and (piece := file.read(min(_PIECE, left))):
-            found.update(piece)
-            left -= len(piece)
     return not left and found.hexdigest() == expected.sha256

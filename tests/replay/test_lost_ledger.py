@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart
 from asyncrl.replay_tools.verify import Verify
-from asyncrl.storage.checksums import Checksum, begins_with, checksum_of_lines
+from asyncrl.storage.checksums import Checksum, begins_with, checksum_of_lines, digest_of
 from support.replay import fill
 
 CONFIG = TrainConfig(
@@ -125,6 +126,16 @@ def test_without_a_checkpoint_that_knows_the_ledger_nothing_is_given_up(tmp_path
     replay = opened(tmp_path, None)
     assert sorted(replay.state.limiter.ready) == [0, 1, 2]
     replay.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_a_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.log"
+    os.mkfifo(path)
+    assert not begins_with(path, Checksum(bytes=1, sha256="0" * 64))
+    for read in (checksum_of_lines, digest_of):
+        with pytest.raises(OSError, match="a named pipe"):
+            read(path)
 
 
 def test_only_whole_lines_are_summed_up(tmp_path: Path) -> None:
