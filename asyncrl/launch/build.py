@@ -46,7 +46,9 @@ from asyncrl.policies.interface import (
 from asyncrl.records import StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, LearnerPort
+from asyncrl.replay.store import read_meta
 from asyncrl.storage import checkpoint, run_folder
+from asyncrl.storage.folder_check import check_folder
 from asyncrl.weights.interface import Publisher, Receiver
 from asyncrl.worlds.interface import CompilesWorld
 from asyncrl.worlds.start_states import StartStateStream
@@ -291,6 +293,10 @@ def start_run(config: TrainConfig, policy: Policy, again: Path | None = None) ->
         return LearnerStart(
             policy=policy, run_dir=again or run_folder.create(config), version=0, checkpoint=None
         )
+    found = run_folder.locate(config)
+    check_folder(found)
+    if (found / "replay" / "replay.json").exists():
+        read_meta(found / "replay")
     run_dir = run_folder.create(config)
     folder = checkpoint.latest(run_dir)
     assert folder is not None  # The run folder was found by its checkpoints.

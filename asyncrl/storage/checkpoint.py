@@ -203,7 +203,6 @@ def load(folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: in
     state = _read_state(folder)
     read_state(folder / STATE, parameters, optimizer)
     try:
-        check_types(state["progress"], {field.name: _TYPES[field.type] for field in fields(Progress)})
         progress = Progress(**state["progress"])
         version, internal, gauss_next = state["python_random"]
         random.setstate((version, tuple(internal), gauss_next))
@@ -252,6 +251,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = read_json(path, remedy="")
         check_types(state, {"files": dict, "progress": dict})
+        check_types(state["progress"], {field.name: _TYPES[field.type] for field in fields(Progress)})
         files = state["files"]
         check_types(files, dict.fromkeys(files, int))
     except (CheckpointError, ValueError) as error:

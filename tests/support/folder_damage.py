@@ -302,7 +302,12 @@ def _(run: Path, _: Path) -> None:
 
 @damage("ledger.log: used numbers of 10^18")
 def _(run: Path, _: Path) -> None:
-    _append_to_ledger(run, b'{"used":[1000000000000000000,-5,"x",[[]]],"request":"r","version":3}')
+    _append_to_ledger(run, b'{"used":[1000000000000000000,-5],"request":"r","version":3}')
+
+
+@damage("ledger.log: used numbers that are none")
+def _(run: Path, _: Path) -> None:
+    _append_to_ledger(run, b'{"used":["x",[[]],null],"request":"r","version":3}')
 
 
 @damage("ledger.log: a grant of group 10^18")
