@@ -46,8 +46,8 @@ class Verify(ReplayCommand):
 def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
     """Read every file completely; return what is wrong, and the sound files by group number."""
     problems, group_files, seen = list(_check_meta(folder)), dict[int, GroupFile](), dict[str, str]()
-    group_size = read_meta(folder).get("group_size")
-    group_size = group_size if _is_group_size(group_size) else 0  # What is wrong with it was said above.
+    said = read_meta(folder).get("group_size")
+    group_size = int(said or 0) if _is_group_size(said) else 0  # What is wrong with it was said above.
     for path in watched(sorted(folder.glob(PATTERN)), "verifying groups"):
         problem = problem_with_file(path, group_size)
         try:

@@ -251,7 +251,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = read_json(path, remedy="")
         check_types(state, {"files": dict, "progress": dict})
-        check_types(state["progress"], {field.name: _TYPES[field.type] for field in fields(Progress)})
+        check_types(state["progress"], {field.name: _TYPES[str(field.type)] for field in fields(Progress)})
         files = state["files"]
         check_types(files, dict.fromkeys(files, int))
     except (CheckpointError, ValueError) as error:
