@@ -70,18 +70,8 @@ def import_all() -> None:
     """Import what the commands use, once, before they are forked."""
     import tensorboardX  # noqa: F401
 
-    import asyncrl.commands.doctor
-    import asyncrl.commands.replay
-    import asyncrl.commands.train
-    import asyncrl.doctor.gpus
-    import asyncrl.doctor.host
-    import asyncrl.doctor.models
-    import asyncrl.doctor.network
-    import asyncrl.doctor.packages
-    import asyncrl.doctor.storage
-    import asyncrl.launch.inline
+    from asyncrl.doctor import checks
 
-    checks = asyncrl.doctor.checks
     checks.CHECKS = tuple(check for check in checks.CHECKS if check.name != "links")  # type: ignore[misc]
 
 

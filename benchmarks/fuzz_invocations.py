@@ -84,9 +84,8 @@ def main() -> int:
         sound = Invocation(arguments=("train", "{flags}", "--inline", "--updates", "1"))
         normal = _in_a_folder(sound, base, models, 60.0)
         assert normal.code == 0, normal.said
-        print(
-            f"a small run: {normal.seconds:.1f} s, {normal.resident // MIB} MiB, {normal.reserved // MIB} reserved"
-        )
+        sizes = f"{normal.resident // MIB} MiB resident, {normal.reserved // MIB} MiB reserved"
+        print(f"a small run: {normal.seconds:.1f} s, {sizes}", flush=True)
         for name in names:
             outcome = _in_a_folder(INVOCATIONS[name], base, models, normal.seconds + PATIENCE)
             wrong = offences(outcome, normal, outside=contents(models) != before)

@@ -26,7 +26,7 @@ THREADS: Final = 1024
 LONGEST_NAME: Final = 255
 """Bytes of a file's name, on every usual file system."""
 LONGEST_PATH: Final = 3500
-"""Bytes of a run folder's path: Linux takes 4,095, and files lie below it."""
+"""Bytes of the path of a run or model: Linux takes 4,095, and files lie below it."""
 PIXELS: Final = 4096
 """Longest side of a picture."""
 SEEDS: Final = 2**63 - 1
@@ -100,6 +100,20 @@ class Bounded:
                 _check_any(flag, part, bounded=field.name in bounds)
             for bound in bounds.get(field.name, ()):
                 bound.check(flag, value)
+
+
+def check_path(flag: str, text: str) -> None:
+    """Refuse a path that no file system takes.
+
+    Raises:
+        ConfigError: A name in it, or all of it, is too long.
+    """
+    parts = [len(part.encode()) for part in text.split("/")]
+    if max(parts) > LONGEST_NAME or sum(parts) > LONGEST_PATH:
+        raise ConfigError(
+            f"--{flag} is {shown(text)}, with a name of {max(parts)} bytes and {sum(parts)} in all, but a "
+            f"file's name has at most {LONGEST_NAME} and a path {LONGEST_PATH}. Choose a shorter one."
+        )
 
 
 def shown(value: object) -> str:

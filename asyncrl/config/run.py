@@ -19,17 +19,7 @@ from asyncrl.config.algorithm import (
     OptimizerSettings,
     check_recipe,
 )
-from asyncrl.config.bounds import (
-    LONGEST_NAME,
-    LONGEST_PATH,
-    SECONDS,
-    SEEDS,
-    THREADS,
-    AtLeast,
-    Bounded,
-    Within,
-    shown,
-)
+from asyncrl.config.bounds import SECONDS, SEEDS, THREADS, AtLeast, Bounded, Within, check_path
 from asyncrl.errors import ConfigError
 from asyncrl.registry import check_name
 
@@ -277,12 +267,8 @@ class TrainConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parts = [len(part.encode()) for part in self.run_dir.split("/")]
-        if max(parts) > LONGEST_NAME or sum(parts) > LONGEST_PATH:
-            raise ConfigError(
-                f"--run-dir is {shown(self.run_dir)}, with a name of {max(parts)} bytes and {sum(parts)} in all, "
-                f"but a file's name has at most {LONGEST_NAME} and a path {LONGEST_PATH}. Choose a shorter one."
-            )
+        for name in ("run_dir", "policy", "world", "reward", "start_states"):
+            check_path(name.replace("_", "-"), getattr(self, name))
         if self.replay.max_reuse > self.max_lag + 1:
             raise ConfigError(
                 f"--replay.max-reuse is {self.replay.max_reuse}, but with a lag of at most {self.max_lag} "

@@ -18,6 +18,7 @@ from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one
 from asyncrl.doctor.host import GIB
 from asyncrl.errors import ConfigError
 from asyncrl.storage import run_folder
+from asyncrl.storage.folder_check import check_folder
 
 BULK: Final = 64 * 10**6
 """Bytes written to measure the speed."""
@@ -55,6 +56,8 @@ def check_run_folder(examination: Examination) -> Finding:
     config = examination.config
     try:
         folder = run_folder.locate(config)
+        if config.resume:
+            check_folder(folder)
         with _scratch(config):
             pass
     except ConfigError as error:

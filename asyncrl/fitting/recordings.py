@@ -160,7 +160,7 @@ def _read(path: Path) -> Recordings:
 
 def _inflate(dataset: h5py.Dataset) -> NDArray[np.uint8]:
     """Read compressed frames on all cores: HDF5 itself decompresses on one."""
-    rows, most = np.empty(dataset.shape, np.uint8), math.prod(dataset.chunks) + 1
+    rows, most = np.empty(dataset.shape, np.uint8), math.prod(dataset.chunks or ()) + 1
 
     def write(offset: int, compressed: bytes) -> None:
         unpacked = zlib.decompressobj().decompress(compressed, most)

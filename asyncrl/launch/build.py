@@ -47,7 +47,9 @@ from asyncrl.records import StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, LearnerPort
 from asyncrl.replay.run_start import NEW_RUN, RunStart
+from asyncrl.replay.store import read_meta
 from asyncrl.storage import checkpoint, run_folder
+from asyncrl.storage.folder_check import check_folder
 from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import RunLock
 from asyncrl.weights.interface import Publisher, Receiver
@@ -303,6 +305,10 @@ def start_run(
         config, again = replace(config, run_dir=str(again), resume=True), None
     elif again is not None:
         config = replace(config, resume=False)
+    if config.resume:
+        check_folder(found := run_folder.locate(config))
+        if (found / run_folder.REPLAY / "replay.json").exists():
+            read_meta(found / run_folder.REPLAY)
     run = run_folder.claim(config, again)
     episodes = files.episode_format(policy, config.actor.max_decisions)
     folder, version, before, notes = None, 0, RunStart(episodes=episodes), ()

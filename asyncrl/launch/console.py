@@ -219,7 +219,7 @@ def successes(path: Path) -> list[float]:
     if not path.exists():
         return []
     rates = [row.get(m.SUCCESS_ONCE.name) for _, row in read_rows(path) if row is not None]
-    return [float(rate) if type(rate) in (int, float) else 0.0 for rate in rates]
+    return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
 
 
 def short_path(path: Path) -> str:

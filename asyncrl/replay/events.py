@@ -53,6 +53,9 @@ class Event:
         """Read an entry; None when it is no such event's. A key may lack when its field has a default."""
         fields = {name: entry.get(key, getattr(cls, name, None)) for key, name, _ in cls.KEYS}
         right = all(isinstance(fields[name], kind) for _, name, kind in cls.KEYS)
+        right = right and all(
+            type(x) is int for part in fields.values() if isinstance(part, list) for x in part
+        )
         return cls(**fields) if right and fields.get("status", "stored") in COUNTERS else None
 
 

@@ -240,7 +240,6 @@ def load(
     needed = {random_file(rank)} if verified else {n for n in state["files"] if n.startswith(f"{STATE}/")}
     _check_content(folder, state, needed | {random_file(rank)})
     try:
-        check_types(state["progress"], {field.name: _TYPES[field.type] for field in fields(Progress)})
         progress = Progress(**state["progress"])
         version, internal, gauss_next = state["python_random"]
         random.setstate((version, tuple(internal), gauss_next))
@@ -342,6 +341,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = read_json(path, remedy="")
         check_types(state, {"files": dict, "progress": dict})
+        check_types(state["progress"], {field.name: _TYPES[str(field.type)] for field in fields(Progress)})
         files = state["files"]
         check_types(files, dict.fromkeys(files, int))
     except (CheckpointError, ValueError) as error:

@@ -67,7 +67,7 @@ def _check_size(dataset: h5py.Dataset, name: str, file_bytes: int) -> None:
         if nbytes != stored:
             raise ValueError(f"{name} declares {nbytes} bytes, but {stored} are stored")
         return
-    chunk = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    chunk = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
     allowed = min(MOST, max(SMALL, EXPANSION * stored))
     if max(nbytes, chunk) > allowed:
         raise ValueError(

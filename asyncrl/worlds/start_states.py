@@ -107,7 +107,7 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
 def _read(path: Path, file: h5py.File) -> list[StartState]:
     if attribute_of(file, "format") != FORMAT:
         raise AssetError(f"{path} is not a file of start states (format {file.attrs['format']!r}).")
-    arrays = {name: np.asarray(dataset_in(file, name)) for name in file}
+    arrays = {name: np.asarray(dataset_in(file, name)) for name in map(str, file)}
     frames = arrays["frame"]
     none = (np.zeros((0, *frames.shape[1:]), np.uint8), np.zeros((0, ACTION_DIM), np.float32))
     states = []

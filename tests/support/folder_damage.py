@@ -16,15 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
-from asyncrl.replay.files.format import append_footer
 from asyncrl.replay.ledger import START, checksum_of, write_line
+from support.group_damage import CHANGES, TERABYTES, Change, craft_group
 
 Damage = Callable[[Path, Path], None]
 DAMAGES: dict[str, Damage] = {}
-TERABYTES = 8 * 2**40
 DEEP = 100_000
 """Levels of nested JSON: more than any stack holds."""
 SHARED_FROM = 2**20
@@ -302,7 +300,12 @@ def _(run: Path, _: Path) -> None:
 
 @damage("ledger.log: used numbers of 10^18")
 def _(run: Path, _: Path) -> None:
-    _append_to_ledger(run, b'{"used":[1000000000000000000,-5,"x",[[]]],"request":"r","version":3}')
+    _append_to_ledger(run, b'{"used":[1000000000000000000,-5],"request":"r","version":3}')
+
+
+@damage("ledger.log: used numbers that are none")
+def _(run: Path, _: Path) -> None:
+    _append_to_ledger(run, b'{"used":["x",[[]],null],"request":"r","version":3}')
 
 
 @damage("ledger.log: a grant of group 10^18")
@@ -331,146 +334,11 @@ def _(run: Path, _: Path) -> None:
 
 # --- HDF5 ---------------------------------------------------------------------
 
+for _name, _change in CHANGES.items():
 
-def craft_group(path: Path, change: Callable[[h5py.File], None]) -> None:
-    """Change a group's file with h5py, and make its footer right again: nothing warns of what it declares."""
-    made = path.with_suffix(".made")
-    with h5py.File(path, "r") as old, h5py.File(made, "w", libver=("v110", "v110")) as new:
-        for name, value in old.attrs.items():
-            new.attrs[name] = value
-        for name in old:
-            old.copy(old[name], new, name)
-        change(new)
-    append_footer(made)
-    made.replace(path)
-
-
-def _crafted(name: str) -> Callable[[Callable[[h5py.File], None]], Callable[[h5py.File], None]]:
-    def enter(change: Callable[[h5py.File], None]) -> Callable[[h5py.File], None]:
-        damage(f"group: {name}")(lambda run, _: craft_group(run / GROUP, change))
-        return change
-
-    return enter
-
-
-def _replaced(file: h5py.File, name: str, **how: Any) -> h5py.Dataset:
-    dtype = file[name].dtype  # type: ignore[union-attr]
-    del file[name]
-    return file.create_dataset(name, dtype=how.pop("dtype", dtype), **how)
-
-
-@_crafted("8 TB of pictures")
-def _(file: h5py.File) -> None:
-    _replaced(
-        file, "frames", shape=(TERABYTES // 12_288, 64, 64, 3), chunks=(8, 64, 64, 3), compression="gzip"
-    )
-
-
-@_crafted("8 TB of pictures that are not compressed")
-def _(file: h5py.File) -> None:
-    _replaced(file, "frames", shape=(TERABYTES // 12_288, 64, 64, 3))
-
-
-@_crafted("a table of 209 GiB")
-def _(file: h5py.File) -> None:
-    rows = 209 * 2**30 // file["episodes"].dtype.itemsize  # type: ignore[union-attr]
-    _replaced(file, "episodes", shape=(rows,), chunks=(64,), compression="gzip")
-
-
-@_crafted("checksums of 209 GiB")
-def _(file: h5py.File) -> None:
-    _replaced(file, "checksums", shape=(209 * 2**30 // file["checksums"].dtype.itemsize,), chunks=(64,))  # type: ignore[union-attr]
-
-
-@_crafted("a group table of 8 TB in one row")
-def _(file: h5py.File) -> None:
-    _replaced(file, "group", shape=(2**23,), dtype="S1000000", chunks=(1,))
-
-
-@_crafted("6 GB of pictures, compressed")
-def _(file: h5py.File) -> None:
-    """Every chunk is the same 96 MB of black pictures, packed once."""
-    rows, count = 8192, 60
-    made = _replaced(
-        file, "video", shape=(rows * count, 64, 64, 3), chunks=(rows, 64, 64, 3), compression="gzip"
-    )
-    packed = zlib.compress(bytes(rows * 12_288), 9)
-    for number in range(count):
-        made.id.write_direct_chunk((number * rows, 0, 0, 0), packed)
-
-
-@_crafted("a chunk that unpacks to 3 GB instead of its 98 kB")
-def _(file: h5py.File) -> None:
-    made = _replaced(file, "video", shape=(8, 64, 64, 3), chunks=(8, 64, 64, 3), compression="gzip")
-    packer = zlib.compressobj(9)
-    packed = b"".join(packer.compress(bytes(2**24)) for _ in range(180)) + packer.flush()
-    made.id.write_direct_chunk((0, 0, 0, 0), packed)
-
-
-@_crafted("pictures in another file")
-def _(file: h5py.File) -> None:
-    shape = file["frames"].shape  # type: ignore[union-attr]
-    _replaced(file, "frames", shape=shape, external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
-
-
-@_crafted("a link to a named pipe")
-def _(file: h5py.File) -> None:
-    pipe = Path(file.filename).with_name("pipe.h5")
-    if not pipe.exists():
-        os.mkfifo(pipe)
-    del file["frames"]
-    file["frames"] = h5py.ExternalLink(str(pipe), "frames")
-
-
-@_crafted("a link in a circle")
-def _(file: h5py.File) -> None:
-    del file["frames"]
-    file["frames"] = h5py.SoftLink("/frames")
-
-
-@_crafted("texts of no fixed length")
-def _(file: h5py.File) -> None:
-    _replaced(file, "group", shape=(1,), dtype=h5py.string_dtype())[0] = "x"
-
-
-@_crafted("a virtual dataset")
-def _(file: h5py.File) -> None:
-    layout = h5py.VirtualLayout(shape=(10**9, 64, 64, 3), dtype="u1")
-    layout[:] = h5py.VirtualSource("elsewhere.h5", "frames", shape=(10**9, 64, 64, 3))
-    del file["frames"]
-    file.create_virtual_dataset("frames", layout)
-
-
-@_crafted("an attribute of a megabyte")
-def _(file: h5py.File) -> None:
-    del file.attrs["format"]
-    file.attrs.create("format", np.zeros(2**20, "u1"))
-
-
-@_crafted("no episodes")
-def _(file: h5py.File) -> None:
-    _replaced(file, "episodes", shape=(0,))
-
-
-@_crafted("decisions that end at 10^15")
-def _(file: h5py.File) -> None:
-    table = file["episodes"][...]  # type: ignore[index]
-    table["N_end"] = 10**15
-    file["episodes"][...] = table  # type: ignore[index]
-
-
-@_crafted("decisions before the first")
-def _(file: h5py.File) -> None:
-    table = file["episodes"][...]  # type: ignore[index]
-    table["N_begin"], table["M_end"] = -(2**62), -(2**62)
-    file["episodes"][...] = table  # type: ignore[index]
-
-
-@_crafted("a negative group number")
-def _(file: h5py.File) -> None:
-    row = file["group"][...]  # type: ignore[index]
-    row["group_number"] = -5
-    file["group"][...] = row  # type: ignore[index]
+    @damage(f"group: {_name}")
+    def _(run: Path, _: Path, change: Change = _change) -> None:
+        craft_group(run / GROUP, change)
 
 
 # --- safetensors, status ------------------------------------------------------
