@@ -63,6 +63,7 @@ def test_an_odd_call_ends_in_a_sentence(
     assert contents(models) == before
 
 
+TRAIN = "train {flags} --inline --updates 1 --run-dir {n}/fresh"
 EXPECTED = {
     "train --placement learner=0-99999999999": "a run has at most 4096 ranks",
     "train --placement learner=0-3000,actor=3001": "--placement names 3001 learner ranks",
@@ -75,10 +76,10 @@ EXPECTED = {
     "collect --out {n}/new --workers 0": "--workers is 0, but it must be at least 1",
     "collect --out {w}/file": "file is a file, where a folder is expected",
     "collect --out {w}/file/below": "cannot be made (Not a directory)",
-    "train {flags} --inline --updates 1 --run-dir {n}/fresh --world {w}/index_infinity": "which is not in JSON",
-    "train {flags} --inline --updates 1 --run-dir {n}/fresh --policy {w}/policy_layers": "llm_layers is 1000000000",
-    "train {flags} --inline --updates 1 --run-dir {n}/fresh --start-states {w}/bomb.npy": "many times its own",
-    "train {flags} --inline --updates 1 --run-dir {n}/fresh --start-states {w}/bomb.h5": "may unpack to",
+    f"{TRAIN} --world {{w}}/index_infinity": "which is not in JSON",
+    f"{TRAIN} --policy {{w}}/policy_layers": "llm_layers is 1000000000",
+    f"{TRAIN} --start-states {{w}}/bomb.npy": "many times its own",
+    f"{TRAIN} --start-states {{w}}/bomb.h5": "may unpack to",
 }
 
 
