@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -102,3 +104,86 @@ def test_an_error_of_ours_is_one_line_and_code_one(
 def test_every_command_of_the_table_exists(command: str) -> None:
     module, function = cli.COMMANDS[command].split(":")
     assert callable(getattr(import_module(module), function))
+
+
+def shell(command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    text = command.replace("asyncrl", f"{sys.executable} -m asyncrl")
+    return subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, timeout=60, env=os.environ | environ
+    )
+
+
+@pytest.mark.parametrize("arguments", ["metrics", "--help", "--version", "train --help", "configs"])
+def test_a_full_device_is_said_in_a_sentence_and_is_code_one(arguments: str) -> None:
+    done = shell(f"asyncrl {arguments} > /dev/full")
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"asyncrl[ a-z]*: \[Errno 28\] No space left on device\. Free disk space\.\n", done.stderr
+    )
+
+
+@pytest.mark.parametrize("arguments", ["metrics", "--help", "train --help"])
+def test_an_output_that_nobody_reads_ends_quietly(arguments: str) -> None:
+    # The pipe is closed before anything is written.
+    done = shell(f"{{ sleep 0.2; asyncrl {arguments}; echo code $? >&2; }} | true")
+    assert done.stderr == "code 1\n"
+
+
+def test_with_nobody_to_complain_to_the_code_says_enough() -> None:
+    assert shell("asyncrl metrics > /dev/full 2> /dev/full").returncode == 1
+    assert shell("asyncrl qqqq 2>&-").returncode == 2
+
+
+LEFTOVERS: dict[str, tuple[Exception, int, str]] = {
+    "a long name": (
+        OSError(errno.ENAMETOOLONG, "File name too long", "xxx"),
+        2,
+        "xxx cannot be used: File name",
+    ),
+    "a folder": (IsADirectoryError(errno.EISDIR, "Is a directory", "runs"), 2, "runs cannot be used"),
+    "a full disk": (OSError(errno.ENOSPC, "No space left on device"), 1, "Free disk space"),
+    "too many files": (OSError(errno.EMFILE, "Too many open files"), 1, "ulimit -n"),
+    "no UTF-8": (
+        UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "unexpected end of data"),
+        2,
+        "is not UTF-8 text",
+    ),
+    "a large number": (OverflowError("int too large to convert"), 2, "too large to compute with"),
+    "many levels": (RecursionError("maximum recursion depth exceeded"), 2, "more levels than can be read"),
+    "no memory": (MemoryError(), 1, "there is not enough memory"),
+    "PyTorch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "not enough memory"),
+}
+_raised: Exception = ValueError()
+
+
+def raises(arguments: list[str]) -> int:
+    """Stand for a command in which a library fails."""
+    raise _raised
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_what_no_part_answered_is_a_sentence(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error, code, text = LEFTOVERS[name]
+    monkeypatch.setitem(cli.COMMANDS, "fails", f"{__name__}:raises")
+    monkeypatch.setattr(sys.modules[__name__], "_raised", error)
+    monkeypatch.setattr(cli, "_give_up_output", lambda: None)
+    assert cli.run("fails", []) == code
+    said = capsys.readouterr().err
+    assert said.startswith("asyncrl fails: ")
+    assert text in said
+    monkeypatch.setenv(cli.TRACEBACK, "1")
+    with pytest.raises(type(error)):
+        cli.run("fails", [])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("x"), TypeError("x"), KeyError("x"), RuntimeError("x"), AssertionError(), OSError("no file")],
+)
+def test_a_bug_still_shows_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "fails", f"{__name__}:raises")
+    monkeypatch.setattr(sys.modules[__name__], "_raised", error)
+    with pytest.raises(type(error)):
+        cli.run("fails", [])

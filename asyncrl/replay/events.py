@@ -53,10 +53,15 @@ class Event:
         """Read an entry; None when it is no such event's. A key may lack when its field has a default."""
         fields = {name: entry.get(key, getattr(cls, name, None)) for key, name, _ in cls.KEYS}
         right = all(isinstance(fields[name], kind) for _, name, kind in cls.KEYS)
-        right = right and all(
-            type(x) is int for part in fields.values() if isinstance(part, list) for x in part
-        )
+        right = right and all(_is_counted(name, value) for name, value in fields.items())
         return cls(**fields) if right and fields.get("status", "stored") in COUNTERS else None
+
+
+def _is_counted(name: str, value: Any) -> bool:
+    """Whether what is a number, or a list of them, is none below zero; others are right as they are."""
+    if isinstance(value, list):
+        return all(type(number) is int and number >= 0 for number in value)
+    return type(value) is not int or value >= (-1 if name == "request_number" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

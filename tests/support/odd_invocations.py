@@ -91,7 +91,7 @@ for _text in (
         ",,,",
         "②=1",
     ),
-    *("learner=0,policy=1", "learner=0-3000"),
+    *("learner=0,policy=1", "learner=0-3000,actor=3001"),
 ):
     _add(f"train --placement {_text}")
 for _dir in (

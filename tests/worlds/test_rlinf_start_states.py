@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from asyncrl.worlds.rlinf_start_states import load_trajectory
 from asyncrl.worlds.safe_npy import read_object_array
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.world import _opening_actions, _opening_frames
+from support.odd_invocations import write_bomb
 
 SIZE = 16
 
@@ -389,3 +391,21 @@ def test_damaged_files_are_read_or_refused_and_nothing_else(tmp_path: Path) -> N
             outcomes["refused"] += 1
     assert outcomes["refused"] > 200, outcomes
     assert outcomes["read"] > 50, outcomes  # changed pixels
+
+
+def test_what_a_file_remembers_cannot_be_copied_again_and_again(tmp_path: Path) -> None:
+    write_bomb(tmp_path / "a.npy", length=70_000, copies=10_000)
+    assert (tmp_path / "a.npy").stat().st_size < 200_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(AssetError, match="many times its own length"):
+            read_object_array(tmp_path / "a.npy")
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pipe_in_the_place_of_a_trajectory_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.npy")
+    with pytest.raises(AssetError, match="it is a named pipe"):
+        read_object_array(tmp_path / "a.npy")

@@ -1,0 +1,147 @@
+"""Every number of every command has two ends, and every text can be written and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.commands.actor import ActorConfig
+from asyncrl.commands.check import CheckConfig
+from asyncrl.commands.collect import CollectConfig
+from asyncrl.commands.convert import ConvertConfig
+from asyncrl.commands.evaluate import EvaluateConfig
+from asyncrl.commands.fit import FitPolicy, FitReward, FitStarts, FitWorld
+from asyncrl.commands.fit_decoder import FitDecoder
+from asyncrl.commands.replay_imagine import Imagine
+from asyncrl.config.loading import load_file, parse
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.replay_tools.cleanup import Prune
+from asyncrl.replay_tools.statistics import Stats
+from asyncrl.replay_tools.tables import List
+from asyncrl.replay_tools.video import Video
+from asyncrl.simulators.interface import Demonstrator
+
+NEEDED: dict[str, Any] = {
+    **{"data": (Path("a"),), "out": Path("o.png"), "world": "w", "checkpoint": "c", "source": "s"},
+    **{"path": Path("p"), "group": 1, "episodes": ("e",), "kind": "world", "name": "n", "join": "j"},
+}
+SETTINGS: tuple[Any, ...] = (
+    *(
+        TrainConfig,
+        EvaluateConfig,
+        CollectConfig,
+        CheckConfig,
+        ActorConfig,
+        ConvertConfig,
+        FitPolicy,
+        FitWorld,
+    ),
+    *(FitReward, FitStarts, FitDecoder, Imagine, Prune, Stats, List, Video, Demonstrator),
+)
+IMPOSSIBLE = (10**40, math.inf, -math.inf, math.nan, -(10**40))
+
+
+def made(kind: Any, **changes: Any) -> Any:
+    required = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    given = {name: NEEDED[name] for name in required} | changes
+    if kind is Prune and not changes:
+        given["keep_gigabytes"] = 1.0
+    return kind(**given)
+
+
+def numbers(kind: Any) -> Iterator[tuple[Any, str]]:
+    """Every field of a class of settings, and of those within it, that takes a number."""
+    settings = made(kind)
+    for field in dataclasses.fields(kind):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from numbers(type(value))
+        elif "int" in str(field.type) or "float" in str(field.type):
+            yield kind, field.name
+
+
+NUMBERS = sorted(
+    {(kind.__name__, name): (kind, name) for one in SETTINGS for kind, name in numbers(one)}.items()
+)
+
+
+def test_there_are_as_many_numbers_as_one_thinks() -> None:
+    assert len(NUMBERS) > 110
+
+
+@pytest.mark.parametrize(
+    "field", [where for _, where in NUMBERS], ids=[".".join(name) for name, _ in NUMBERS]
+)
+def test_a_number_beyond_every_bound_is_refused_by_the_name_of_its_flag(field: tuple[Any, str]) -> None:
+    kind, name = field
+    for value in IMPOSSIBLE:
+        number: Any = (value, 0.0) if str(kind.__dataclass_fields__[name].type).startswith("tuple") else value
+        with pytest.raises(ConfigError, match=name.replace("_", "-")):
+            made(kind, **{name: number})
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\udcffb"])
+@pytest.mark.parametrize("name", ["policy", "run_dir"])
+def test_a_text_that_is_no_name_is_refused(text: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="a byte that is not UTF-8 text"):
+        TrainConfig(**{name: text})
+    with pytest.raises(ConfigError, match="a byte that is not UTF-8 text"):
+        TrainConfig(policy_settings=(text,))
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "/".join(["y" * 200] * 20), "a/" + "ü" * 130])
+@pytest.mark.parametrize("name", ["run_dir", "policy", "world", "reward", "start_states"])
+def test_a_path_that_no_file_system_takes_is_refused(path: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="a file's name has at most 255 and a path 3500"):
+        TrainConfig(**{name: path})
+
+
+FILES: dict[str, tuple[str, bytes, str]] = {
+    "not UTF-8": ("x.toml", b'world = "caf\xe9"', "not valid toml"),
+    "deep": ("x.toml", b"x = " + b"[" * 100_000 + b"]" * 100_000, "more than 64 levels"),
+    "a large number": ("x.toml", b"seed = 1" + b"0" * 40, "it can be at most 9223372036854775807"),
+    "infinity": ("x.toml", b"batch_timeout = inf", "it can be at most 1000000"),
+    "JSON not UTF-8": ("x.json", b'{"world": "caf\xe9"}', "not valid json"),
+    "deep JSON": ("x.json", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "more than 64 levels"),
+    "JSON with Infinity": ("x.json", b'{"batch_timeout": Infinity}', "Infinity, which is not in JSON"),
+    "JSON with 10^40": ("x.json", b'{"seed": 1' + b"0" * 40 + b"}", "which is too large"),
+    "JSON of another type": ("x.json", b"[1]", "it holds a list, expected a dict"),
+    "large": ("x.toml", b"# " + b"x" * 2**21, "more than the limit"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_settings_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    file, content, why = FILES[name]
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=why):
+        load_file(tmp_path / file)
+
+
+def test_every_setting_of_a_run_is_read_back_from_its_config_json(tmp_path: Path) -> None:
+    config = TrainConfig(seed=2**63 - 1, batch_timeout=10**6, run_dir="läufe/x")
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    assert load_file(tmp_path / "config.json") == config
+
+
+def test_a_bound_is_said_on_the_command_line_with_code_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (
+        ["--seed", "1" + "0" * 40],
+        ["--lora.rank", "999999999"],
+        ["--learner.threads", "99999999999"],
+    ):
+        with pytest.raises(SystemExit) as left:
+            parse(flags)
+        assert left.value.code == 2
+        assert flags[0] in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""Damaged folders of runs: a resume goes on or says in a sentence what to do; nothing outside is touched.
+
+All kinds of damage: benchmarks/fuzz_folders.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.errors import ConfigError
+from asyncrl.launch.console import successes
+from asyncrl.observability import process_status
+from asyncrl.observability.metrics_logger import cut_rows_after
+from asyncrl.storage.folder_check import check_folder
+from support.folder_damage import DAMAGES, READ, contents, copy_run, make_neighbour, write
+from support.tiny_models import write_models
+
+GOES_ON = (
+    "pipe: replay/index.log",
+    f"pipe: {READ[-1]}",
+    "pipe: metrics.jsonl.tmp",
+    "folder: replay/group-00000006.h5.tmp",
+    "folder: checkpoints/update_000004.tmp",
+    "folder: config.json.tmp",
+    "file: replay/quarantine",
+    f"8 TB: {READ[-1]}",
+    "8 TB: replay/index.log",
+    "link out: config.json.tmp",
+    "link to a folder outside: replay/quarantine",
+    "link to a folder outside: checkpoints/update_000004.tmp",
+    "metrics.jsonl: not UTF-8",
+    "metrics.jsonl: a step is 10^30",
+    "metrics.jsonl: a step is deep",
+    "ledger.log: a version is Infinity",
+    "ledger.log: used numbers that are none",
+    "ledger.log: used numbers of 10^18",
+    "index.log: wrong types with the right checksum",
+    "group: 8 TB of pictures",
+    "group: a table of 209 GiB",
+    "group: 6 GB of pictures, compressed",
+    "group: a negative group number",
+    "processes/inline: process 0",
+)
+REFUSED = {
+    "pipe: config.json": "has no config.json",
+    "pipe: metrics.jsonl": "metrics.jsonl is a named pipe",
+    "pipe: replay/ledger.log": "ledger.log is a named pipe",
+    "pipe: newest/state.json": "state.json cannot be read",
+    "pipe: processes": "processes is a named pipe, where a folder",
+    "folder: metrics.jsonl": "metrics.jsonl is a folder",
+    "folder: replay/ledger.log": "ledger.log is a folder",
+    "folder: replay/replay.json": "replay.json is a folder",
+    "file: processes": "processes is a file, where a folder",
+    "file: logs": "logs is a file, where a folder",
+    "file: checkpoints/update_000009": "Delete the folder update_000009",
+    "8 TB: metrics.jsonl": "no run wrote that",
+    "8 TB: config.json": "more than the limit",
+    "link out: metrics.jsonl": "metrics.jsonl is a link",
+    "link out: replay/ledger.log": "ledger.log is a link",
+    "link to a folder outside: logs": "logs is a link",
+    "link to a folder outside: tensorboard": "tensorboard is a link",
+    "config.json: updates is Infinity": "Infinity, which is not in JSON",
+    "config.json: updates is 10^30": "which is too large",
+    "config.json: updates is text": "expected int like",
+    "config.json: updates is deep": "more than 64 levels",
+    "config.json: not UTF-8": "not valid json",
+    "state.json: version is Infinity": "Infinity, which is not in JSON",
+    "state.json: version is text": "version is 'three', expected int",
+    "state.json: version is deep": "more than 64 levels",
+    "replay.json: group_size is 10^30": "replay.json cannot be read",
+    "newest/state.json: not UTF-8": "state.json cannot be read",
+    "shard: one more that is a pipe": "cannot be read",
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three updates, with its newest checkpoint."""
+    folder = tmp_path_factory.mktemp("models")
+    flags = [*write_models(folder), "--inline", "--updates", "3", "--checkpoint-every", "1"]
+    more = ["--keep-checkpoints", "1", "--run-dir", str(folder / "run")]
+    assert cli.run("train", [*flags, *more]) == 0
+    return folder / "run"
+
+
+def resumed(name: str, original: Path, tmp_path: Path) -> tuple[int, Path]:
+    """Damage a copy of the run and resume it; the code, and the copy. The neighbour must not change."""
+    run, neighbour = copy_run(original, tmp_path / "run"), make_neighbour(tmp_path / "neighbour")
+    DAMAGES[name](run, neighbour)
+    before = contents(neighbour)
+    try:
+        code = cli.run("train", ["--run-dir", str(run), "--resume", "--updates", "4"])
+    except SystemExit as end:  # How tyro refuses a setting.
+        code = int(end.code or 0)
+    assert contents(neighbour) == before
+    return code, run
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_resume_goes_on_in_spite_of(name: str, original: Path, tmp_path: Path) -> None:
+    code, run = resumed(name, original, tmp_path)
+    assert code == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert cli.run("replay", ["verify", str(run)]) in (0, 1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_resume_is_refused_in_a_sentence_because_of(
+    name: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = resumed(name, original, tmp_path)
+    assert code in (1, 2)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert REFUSED[name] in said
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [*GOES_ON, *REFUSED])
+def test_every_command_that_looks_into_a_replay_ends_well(name: str, original: Path, tmp_path: Path) -> None:
+    run, neighbour = copy_run(original, tmp_path / "run"), make_neighbour(tmp_path / "neighbour")
+    DAMAGES[name](run, neighbour)
+    before = contents(neighbour)
+    for command in ("verify", "list", "stats"):
+        assert cli.run("replay", [command, str(run)]) in (0, 1, 2)
+    assert cli.run("status", [str(run)]) in (0, 1, 2)  # This process is the one that trained.
+    assert contents(neighbour) == before
+
+
+def test_damaged_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1}\n{"step": "two"}\ncaf\xe9\n'
+        + b"9" * 2_000_000
+        + b'\n[]\n{"step": 2}\n{"step": 3}\n{"st'
+    )
+    assert cut_rows_after(path, 2) == 4  # Not the torn last one, which a crash leaves.
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert cut_rows_after(path, 2) == 0
+
+
+def test_damaged_rows_do_not_keep_the_summary_from_being_printed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"env/success_once": 0.5}\ncaf\xe9\n{"env/success_once": "x"}\n[1]\n')
+    assert successes(path) == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("place", ["processes/actor-0", "processes/.actor-1.7"])
+def test_a_pipe_among_the_states_of_processes_is_passed_over(place: str, tmp_path: Path) -> None:
+    process_status.publish_as(tmp_path, "learner-0")
+    os.mkfifo(tmp_path / place)
+    assert [process.role for process in process_status.read(tmp_path)] == ["learner-0"]
+
+
+def test_a_process_without_a_number_is_dead_and_gets_no_signal(tmp_path: Path) -> None:
+    process_status.publish_as(tmp_path, "learner-0")
+    whole = (tmp_path / "processes" / "learner-0").read_bytes()
+    write(tmp_path / "processes" / "actor-0", whole[:8] + bytes(16) + whole[24:])
+    assert [process.alive for process in process_status.read(tmp_path)] == [False, True]
+
+
+def test_the_files_of_a_run_may_be_absent_but_not_something_else(tmp_path: Path) -> None:
+    check_folder(tmp_path)
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "replay.log")
+    with pytest.raises(
+        ConfigError, match=r"replay\.log is a named pipe, where a file of the run is expected"
+    ):
+        check_folder(tmp_path)

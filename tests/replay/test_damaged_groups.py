@@ -1,0 +1,225 @@
+"""Group files that declare what they do not hold: refused before memory is taken, and set aside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl.errors import ReplayError
+from asyncrl.replay.files import compression
+from asyncrl.replay.files.reader import read_group
+from asyncrl.replay.store import EpisodeStore, read_meta
+from asyncrl.replay_tools import cleanup
+from asyncrl.storage import hdf5_bounds
+from support.group_damage import CHANGES, craft_group
+from support.recorded_run import make_run, open_store
+
+SOUND_BY_ITSELF = {"a negative group number"}
+"""What only the store can see: the file has the name of another group."""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("original") / "run")
+
+
+@pytest.fixture
+def run_dir(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def taken_by(action: Callable[[], object]) -> int:
+    """Bytes that Python and NumPy take at most meanwhile."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_declares_too_much_is_refused_and_goes_to_quarantine(name: str, run_dir: Path) -> None:
+    path = run_dir / "replay" / "group-00000002.h5"
+    craft_group(path, CHANGES[name])
+
+    def read() -> None:
+        with pytest.raises(ReplayError, match="is damaged"):
+            read_group(path)
+
+    if name not in SOUND_BY_ITSELF:
+        assert taken_by(read) < 64 * 2**20
+    warnings = list[str]()
+
+    def open_and_load() -> None:
+        store = EpisodeStore(run_dir / "replay", group_size=2, max_bytes=10**9, warn=warnings.append)
+        if 2 in store.group_files:
+            assert store.load(2) is None
+        assert sorted(store.group_files) == [0, 1, 3]
+        store.close()
+
+    assert taken_by(open_and_load) < 64 * 2**20
+    assert [path.name for path in (run_dir / "replay" / "quarantine").iterdir()] == ["group-00000002.h5"]
+    assert "moved group-00000002.h5 to" in warnings[0]
+
+
+@pytest.mark.parametrize("codec", ["lz4", "blosc", "zstd"])
+def test_a_chunk_of_a_plugin_that_says_it_is_large_is_not_given_to_the_plugin(codec: Any) -> None:
+    size = 2**31
+    packed = {
+        "lz4": size.to_bytes(8, "big") + b"\0\0\1\0",
+        "blosc": b"\2\1\1\1" + size.to_bytes(4, "little") + bytes(8),
+        "zstd": b"\x28\xb5\x2f\xfd\xe0" + size.to_bytes(8, "little"),
+    }[codec]
+    assert compression._unpacks_to(codec, packed) == size
+
+
+def test_the_size_that_a_zstd_frame_states_is_read_in_all_its_forms() -> None:
+    magic = b"\x28\xb5\x2f\xfd"
+    for frame, size in (
+        (magic + b"\x20\x07", 7),  # one segment, one byte
+        (magic + b"\x40\x00" + (1000 - 256).to_bytes(2, "little"), 1000),
+        (magic + b"\x81\x00\x05" + (70_000).to_bytes(4, "little"), 70_000),  # with a dictionary
+        (magic + b"\x00\x00", -1),  # not stated
+        (b"something else", -1),
+    ):
+        assert compression._zstd_content(frame) == size
+
+
+def test_pictures_that_compress_well_are_compacted_and_read_all_the_same(run_dir: Path) -> None:
+    path = run_dir / "replay" / "group-00000000.h5"
+    before = read_group(path)
+    assert cleanup.compact(path, compression.settings_of("gzip")) is not None
+    for one, other in zip(read_group(path), before, strict=True):
+        np.testing.assert_array_equal(one.frames, other.frames)
+        np.testing.assert_array_equal(one.video, other.video)
+
+
+def test_what_is_compressed_may_unpack_to_a_bounded_multiple(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        how: Any = {"chunks": (2**20,), "compression": "gzip"}
+        file.create_dataset("small", data=np.zeros(hdf5_bounds.SMALL, "u1"), **how)
+        file.create_dataset("black", data=np.zeros(hdf5_bounds.SMALL + 2**20, "u1"), **how)
+        rng = np.random.default_rng(0)
+        file.create_dataset("noise", data=rng.integers(0, 256, 2**21, np.uint8), **how)
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert hdf5_bounds.dataset_in(file, "small").size == hdf5_bounds.SMALL
+        assert hdf5_bounds.dataset_in(file, "noise").size == 2**21
+        with pytest.raises(ValueError, match=r"black declares .* may unpack to"):
+            hdf5_bounds.dataset_in(file, "black")
+
+
+@pytest.mark.parametrize("name", ["ledger.log", "lock", "replay.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_what_the_replay_needs_and_is_no_file_ends_in_the_one_error(
+    name: str, kind: str, run_dir: Path
+) -> None:
+    path, outside = run_dir / "replay" / name, run_dir / "outside"
+    outside.write_text("mine")
+    path.unlink()
+    {"pipe": os.mkfifo, "folder": Path.mkdir, "link": lambda path: path.symlink_to(outside)}[kind](path)
+    with pytest.raises(ReplayError, match=name.replace(".", r"\.")):
+        open_store(run_dir)
+    assert outside.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["index.log", "ledger.spare", "index.log.tmp", "group-00000009.h5.tmp"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_what_the_replay_can_do_without_keeps_nobody_from_going_on(
+    name: str, kind: str, run_dir: Path
+) -> None:
+    path, outside = run_dir / "replay" / name, run_dir / "outside"
+    outside.write_text("mine")
+    path.unlink(missing_ok=True)
+    {"pipe": os.mkfifo, "folder": Path.mkdir, "link": lambda path: path.symlink_to(outside)}[kind](path)
+    store = open_store(run_dir)
+    assert sorted(store.group_files) == [0, 1, 2, 3]
+    store.close()
+    assert outside.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+def test_quarantine_is_made_where_something_else_has_its_name(kind: str, run_dir: Path) -> None:
+    away, outside = run_dir / "replay" / "quarantine", run_dir / "outside"
+    outside.mkdir()
+    {
+        "file": lambda: away.write_text("something"),
+        "link": lambda: away.symlink_to(outside),
+        "pipe": lambda: os.mkfifo(away),
+    }[kind]()
+    (run_dir / "replay" / "group-00000001.h5").write_bytes(b"not HDF5")
+    open_store(run_dir).close()
+    assert {path.name for path in away.iterdir()} == {"group-00000001.h5", "quarantine.file"}
+    assert not list(outside.iterdir())
+
+
+def test_a_second_damaged_file_of_one_name_does_not_replace_the_first(run_dir: Path) -> None:
+    for content in (b"first", b"second"):
+        (run_dir / "replay" / "group-00000001.h5").write_bytes(content)
+        open_store(run_dir).close()
+    away = run_dir / "replay" / "quarantine"
+    assert (away / "group-00000001.h5").read_bytes() == b"first"
+    assert (away / "group-00000001.h5.2").read_bytes() == b"second"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nowhere", "another group"])
+def test_what_has_the_name_of_a_group_and_is_none_goes_to_quarantine(kind: str, run_dir: Path) -> None:
+    folder = run_dir / "replay"
+    path = folder / "group-00000007.h5"
+    {
+        "folder": lambda: path.mkdir(),
+        "pipe": lambda: os.mkfifo(path),
+        "link to nowhere": lambda: path.symlink_to("nowhere"),
+        "another group": lambda: shutil.copy(folder / "group-00000001.h5", path),
+    }[kind]()
+    store = open_store(run_dir)
+    assert sorted(store.group_files) == [0, 1, 2, 3]
+    store.close()
+    assert [path.name for path in (folder / "quarantine").iterdir()] == ["group-00000007.h5"]
+
+
+@pytest.mark.parametrize("value", [b"Infinity", b"1" + b"0" * 30, b'"three"', b"[" * 5000 + b"]" * 5000])
+def test_a_meta_file_with_the_right_checksum_and_wrong_numbers_is_refused(
+    value: bytes, run_dir: Path
+) -> None:
+    body = b'{"format":"asyncrl-replay","format_version":3,"schema_version":1,"group_size":' + value + b"}"
+    line = body[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(body)
+    (run_dir / "replay" / "replay.json").write_bytes(line)
+    if value != b'"three"':
+        with pytest.raises(ReplayError, match=r"replay\.json cannot be read"):
+            read_meta(run_dir / "replay")
+    with pytest.raises(ReplayError):
+        open_store(run_dir)
+
+
+def test_a_ledger_of_terabytes_is_refused(run_dir: Path) -> None:
+    os.truncate(run_dir / "replay" / "ledger.log", 8 * 2**40)
+    with pytest.raises(ReplayError, match="more than the limit"):
+        open_store(run_dir)
+
+
+def test_a_line_of_a_ledger_that_is_longer_than_any_is_reported_and_skipped(run_dir: Path) -> None:
+    path = run_dir / "replay" / "ledger.log"
+    with path.open("ab") as file:
+        file.write(b"1" * 50_000_000 + b"\n")
+    warnings = list[str]()
+
+    def read() -> None:
+        store = EpisodeStore(run_dir / "replay", group_size=2, max_bytes=10**9, warn=warnings.append)
+        assert len(list(store.ledger.read())) == 7
+        store.ledger.append(grant=9, actor="a", turn=1, min_version=0)
+        assert list(store.ledger.read())[-1]["grant"] == 9
+        store.close()
+
+    assert taken_by(read) < 16 * 2**20
+    assert all("line 8 is damaged" in line for line in warnings)
+    assert len(warnings) == 2

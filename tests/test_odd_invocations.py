@@ -1,0 +1,119 @@
+"""Odd ways to call asyncrl end in a sentence and a code. All of them: benchmarks/fuzz_invocations.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from support.folder_damage import contents
+from support.odd_invocations import INVOCATIONS, filled_in, make_files, policy_of_many_layers
+from support.tiny_models import flags_of, write_models
+
+SLOW = re.compile(
+    r"^(doctor|evaluate|fit|convert|actor|check|collect --out \{n\}|configs|metrics)|> (full|closed)"
+)
+"""Start processes, load shipped models, or need an output of their own."""
+QUICK = [name for name in INVOCATIONS if not SLOW.search(name) and not name.startswith(("RANK", "LOCAL"))]
+WORKS = {f"train {{flags}} --inline --updates 1 --run-dir {{n}}/fresh --seed {text}" for text in ("١٢",)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Odd files, and models with a run of one update."""
+    base = tmp_path_factory.mktemp("odd")
+    models = base / "models"
+    models.mkdir()
+    flags = [*write_models(models), "--inline", "--updates", "1", "--run-dir", str(models / "run")]
+    assert cli.run("train", flags) == 0
+    make_files(base / "files")
+    policy_of_many_layers(models / "policy", base / "files" / "policy_layers")
+    return base / "files", models
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", QUICK)
+def test_an_odd_call_ends_in_a_sentence(
+    name: str,
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    work, models = folders
+    arguments = list(filled_in(INVOCATIONS[name], work, models, tmp_path, flags_of(models)))
+    monkeypatch.chdir(tmp_path)
+    before, began = contents(models), time.monotonic()
+    try:
+        code = cli.run(arguments[0], arguments[1:])
+    except SystemExit as end:  # How tyro refuses a flag.
+        code = int(end.code or 0)
+    said = capfd.readouterr()
+    assert code in (0, 1, 2)
+    assert code or name in WORKS or not name.startswith("train")
+    assert code == 0 or said.err or said.out
+    assert "Traceback" not in said.err
+    assert time.monotonic() - began < 12
+    assert contents(models) == before
+
+
+TRAIN = "train {flags} --inline --updates 1 --run-dir {n}/fresh"
+EXPECTED = {
+    "train --placement learner=0-99999999999": "a run has at most 4096 ranks",
+    "train --placement learner=0-3000,actor=3001": "--placement names 3001 learner ranks",
+    "train {w}/bytes.toml": "not valid toml",
+    "train {w}/deep.json": "more than 64 levels",
+    "train {w}/pipe.toml": "it is a named pipe",
+    "replay prune {m}/run --dry-run --keep-gigabytes nan": "--keep-gigabytes is nan",
+    "replay prune {m}/run --dry-run --keep-gigabytes inf": "--keep-gigabytes is inf",
+    "evaluate tabletop --workers 0": "--workers is 0, but it must be at least 1",
+    "collect --out {n}/new --workers 0": "--workers is 0, but it must be at least 1",
+    "collect --out {w}/file": "file is a file, where a folder is expected",
+    "collect --out {w}/file/below": "cannot be made (Not a directory)",
+    f"{TRAIN} --world {{w}}/index_infinity": "which is not in JSON",
+    f"{TRAIN} --policy {{w}}/policy_layers": "llm_layers is 1000000000",
+    f"{TRAIN} --start-states {{w}}/bomb.npy": "many times its own",
+    f"{TRAIN} --start-states {{w}}/bomb.h5": "may unpack to",
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_sentence_says_what_is_wrong(
+    name: str,
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    work, models = folders
+    arguments = list(filled_in(INVOCATIONS[name], work, models, tmp_path, flags_of(models)))
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.run(arguments[0], arguments[1:])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code in (1, 2)
+    said = " ".join(capfd.readouterr().err.replace("│", " ").split())
+    assert EXPECTED[name] in said
+
+
+@pytest.mark.parametrize("port", ["99999", "0", "9" * 5000, "http"])
+def test_a_port_that_is_none_is_said_before_anything_starts(port: str, tmp_path: Path) -> None:
+    arguments = ["--run-dir", str(tmp_path / "run")]
+    code = f"from asyncrl import cli; raise SystemExit(cli.run('train', {arguments!r}))"
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os; os.environ.update({json.dumps(environ)}); {code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "MASTER_PORT is" in done.stderr
+    assert not (tmp_path / "run").exists()
