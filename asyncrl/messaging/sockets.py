@@ -9,6 +9,7 @@ import ipaddress
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,8 @@ MAX_IPC_PATH: Final = 107
 PREFIX: Final = "asyncrl-"
 """How the names of private folders begin."""
 LINGER_MS: Final = 1000
+HANDSHAKE_MS: Final = 10_000
+"""A connection whose handshake takes longer is ended; it has a few small messages."""
 BULK_HWM: Final = 4
 """Messages queued in a direction that carries episodes. ZeroMQ counts messages, not bytes."""
 CONTROL_HWM: Final = 1024
@@ -128,7 +131,10 @@ def _limited(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[b
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, security: ServerKeys | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    security: ServerKeys | None = None,
+    prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None,
 ) -> zmq.Socket[bytes]:
     """Bind a server's socket. A vanished peer raises on send; a returning peer takes its name over.
 
@@ -136,6 +142,7 @@ def bind_router(
         context: Where the socket lives. With keys it must be `authentication.admitting`, or nobody gets in.
         endpoint: See `check_endpoint`; port 0: `zmq.LAST_ENDPOINT` tells the one that the system chose.
         security: The server's keys and its allow-list.
+        prepare: Gets the socket before it is bound.
 
     Raises:
         ConfigError: The endpoint is not allowed, or someone else has it.
@@ -147,6 +154,8 @@ def bind_router(
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.RCVHWM, BULK_HWM)
     socket.setsockopt(zmq.SNDHWM, CONTROL_HWM)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    prepare(socket)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

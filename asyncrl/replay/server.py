@@ -22,6 +22,7 @@ import zmq
 
 from asyncrl.errors import WireError
 from asyncrl.messaging.authentication import admitting
+from asyncrl.messaging.connections import UNFINISHED_BYTES, ConnectionGuard
 from asyncrl.messaging.curve_keys import ServerKeys
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
@@ -55,6 +56,7 @@ def serve_replay(
     settings: JoinSettings | None = None,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
+    unfinished: int = UNFINISHED_BYTES,
 ) -> None:
     """Run the replay until it is over.
 
@@ -65,6 +67,7 @@ def serve_replay(
         settings: What actors that join are told; None: nobody can join.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
+        unfinished: Bytes of an unfinished message after which a TCP connection is ended.
 
     Raises:
         ConfigError: The endpoint cannot be used.
@@ -73,11 +76,18 @@ def serve_replay(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with admitting(context, security):
-            socket = bind_router(context, endpoint, security)
+            guards = list[ConnectionGuard]()
+            socket = bind_router(
+                context,
+                endpoint,
+                security,
+                prepare=lambda socket: guards.append(ConnectionGuard(socket, unfinished=unfinished)),
+            )
             if ready is not None:
                 ready()
             replay.write_in_background()
-            ReplayServer(replay, socket, settings).run(stop_event or threading.Event())
+            with guards[0] as guard:
+                ReplayServer(replay, socket, settings, guard).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         replay.close()
@@ -91,8 +101,10 @@ class ReplayServer:
         replay: Replay,
         socket: zmq.Socket[bytes],
         settings: JoinSettings | None = None,
+        guard: ConnectionGuard | None = None,
     ) -> None:
         """Begin without peers; those of an earlier process introduce themselves again."""
+        self._guard = guard
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
         self.peers = Peers(replay, self.sender, settings)
         self._served_at = time.monotonic()
@@ -131,8 +143,8 @@ class ReplayServer:
     def serve_once(self, wait_ms: int) -> None:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
         set_activity("serving", HANG_TIMEOUT)
-        if self.socket.poll(wait_ms):
-            self._receive()
+        self.socket.poll(wait_ms)
+        self._receive()
         if time.monotonic() - self._served_at > LONG_PASS:
             self.replay.state.limiter.forgive_silence()
         self.replay.maintain()
@@ -144,7 +156,11 @@ class ReplayServer:
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                if self._guard is not None:
+                    self._guard.note_drained()
                 return
+            if self._guard is not None:
+                self._guard.note(peer)
             self._handle(peer.bytes, [frame.buffer for frame in frames])
 
     def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
