@@ -43,6 +43,8 @@ UNFINISHED_BYTES: Final = MAX_MESSAGE_BYTES + MAX_FRAME_BYTES
 much of a next message as arrives between two looks."""
 INTERVAL: Final = 0.1
 """Seconds between two looks."""
+CLOSE_SECONDS: Final = 10.0
+"""Longest wait for the thread to stop; it needs an interval."""
 TRIM_AFTER: Final = (0.5, 2.0)
 """Seconds after a disconnection at which freed memory is given back; libzmq frees it on its own thread."""
 WORTH_TRIMMING: Final = 1 << 20
@@ -124,9 +126,9 @@ class ConnectionGuard:
         self._drained = True
 
     def close(self) -> None:
-        """Stop watching, before the socket is closed."""
+        """Stop watching, before the socket's context ends."""
         self._closing.set()
-        self._thread.join(10 * INTERVAL)
+        self._thread.join(CLOSE_SECONDS)
 
     def __enter__(self) -> ConnectionGuard:
         """Stop at the end of a `with` block."""
@@ -145,7 +147,8 @@ class ConnectionGuard:
             _log.exception("the connections of a listening socket are not watched any more")
         finally:
             # libzmq's own thread waits for whoever has a monitor and does not read its events.
-            self._listening.disable_monitor()
+            with contextlib.suppress(zmq.ZMQError):  # It could not be bound, and was closed.
+                self._listening.disable_monitor()
             self._monitor.close(0)
 
     def _watch(self) -> None:

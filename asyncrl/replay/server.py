@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from typing import Final
 
@@ -75,19 +76,17 @@ def serve_replay(
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        with admitting(context, security):
-            guards = list[ConnectionGuard]()
-            socket = bind_router(
-                context,
-                endpoint,
-                security,
-                prepare=lambda socket: guards.append(ConnectionGuard(socket, unfinished=unfinished)),
-            )
+        with admitting(context, security), ExitStack() as guards:
+            watched = list[ConnectionGuard]()
+
+            def watch(socket: zmq.Socket[bytes]) -> None:
+                watched.append(guards.enter_context(ConnectionGuard(socket, unfinished=unfinished)))
+
+            socket = bind_router(context, endpoint, security, prepare=watch)
             if ready is not None:
                 ready()
             replay.write_in_background()
-            with guards[0] as guard:
-                ReplayServer(replay, socket, settings, guard).run(stop_event or threading.Event())
+            ReplayServer(replay, socket, settings, *watched).run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
         replay.close()

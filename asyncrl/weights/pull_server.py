@@ -181,7 +181,7 @@ class PullServer:
         self._thread.start()
 
     def _watch_connections(self, socket: zmq.Socket[bytes]) -> None:
-        self._guard = ConnectionGuard(socket, unfinished=UNFINISHED_REQUEST)
+        self._guard = self._admission.enter_context(ConnectionGuard(socket, unfinished=UNFINISHED_REQUEST))
 
     # --- the learner's thread ---
 
