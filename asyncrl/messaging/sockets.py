@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,8 @@ PREFIX: Final = "asyncrl-"
 IDENTITY: Final = "identity"
 """File of a private folder with the run's secret, for actors of this host that join."""
 LINGER_MS: Final = 1000
+HANDSHAKE_MS: Final = 10_000
+"""A connection whose handshake takes longer is ended; it has a few small messages."""
 BULK_HWM: Final = 4
 """Messages queued in a direction that carries episodes. ZeroMQ counts messages, not bytes."""
 CONTROL_HWM: Final = 1024
@@ -158,7 +161,10 @@ def _limited(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[b
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, security: ServerKeys | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    security: ServerKeys | None = None,
+    prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None,
 ) -> zmq.Socket[bytes]:
     """Bind a server's socket. A vanished peer raises on send; a returning peer takes its name over.
 
@@ -166,6 +172,7 @@ def bind_router(
         context: Where the socket lives. With keys it must be `authentication.admitting`, or nobody gets in.
         endpoint: See `check_endpoint`; port 0: `zmq.LAST_ENDPOINT` tells the one that the system chose.
         security: The server's keys and its allow-list.
+        prepare: Gets the socket before it is bound.
 
     Raises:
         ConfigError: The endpoint is not allowed, or someone else has it.
@@ -179,6 +186,8 @@ def bind_router(
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     router.setsockopt(zmq.RCVHWM, BULK_HWM)
     router.setsockopt(zmq.SNDHWM, CONTROL_HWM)
+    router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    prepare(router)
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:

@@ -26,7 +26,8 @@ RESPAWNS: Final = Count(total=31, metric=metrics_system.RESPAWNS)
 WRONG_ENTRIES: Final = Count(total=30, metric=metrics_system.WRONG_ENTRIES)
 LOST_ROWS: Final = Count(total=29, metric=metrics_system.LOST_ROWS)
 LOST_CURVES: Final = Count(total=28, metric=metrics_system.LOST_CURVES)
-COUNTS: Final = (RESPAWNS, WRONG_ENTRIES, LOST_ROWS, LOST_CURVES)
+DISCONNECTED: Final = Count(total=27, metric=metrics_system.DISCONNECTED)
+COUNTS: Final = (RESPAWNS, WRONG_ENTRIES, LOST_ROWS, LOST_CURVES, DISCONNECTED)
 
 
 def note(count: Count, amount: float = 1.0) -> None:

@@ -22,11 +22,9 @@ def event_file(folder: Path) -> Path:
 
 def beginning(step: int, now: float) -> bytes:
     """Encode the begin of a file: its version, and that what was written from `step` on before is void."""
-    from tensorboardX.proto import event_pb2
-
-    version: Any = event_pb2.Event(wall_time=now, file_version="brain.Event:2")
-    start: Any = event_pb2.Event(wall_time=now, step=step)
-    start.session_log.status = event_pb2.SessionLog.START
+    version = _messages().Event(wall_time=now, file_version="brain.Event:2")
+    start = _messages().Event(wall_time=now, step=step)
+    start.session_log.status = _messages().SessionLog.START
     return _record(version) + _record(start)
 
 
@@ -38,12 +36,17 @@ def scalars(step: int, values: Mapping[Metric, float], now: float) -> bytes:
         values: Its numbers.
         now: Seconds since 1970.
     """
-    from tensorboardX.proto import event_pb2
-
-    event: Any = event_pb2.Event(wall_time=now, step=step)
+    event = _messages().Event(wall_time=now, step=step)
     for metric, value in values.items():
         event.summary.value.add(tag=metric.name, simple_value=float(value))
     return _record(event)
+
+
+def _messages() -> Any:
+    """The generated classes, which appear when the module is imported."""
+    from tensorboardX.proto import event_pb2
+
+    return event_pb2
 
 
 def _record(event: Any) -> bytes:

@@ -263,3 +263,12 @@ WIRE_ERRORS = define(
     "Messages refused because they broke the wire format.",
     "0. Otherwise something else talks to the replay's port, or processes run different versions.",
 )
+DISCONNECTED = define(
+    "wire/disconnected",
+    Reduction.LAST,
+    "connections",
+    "Connections that the replay or the learner ended: too much of an unfinished message, or too many "
+    "connections at once. Since each of them began.",
+    "0. Otherwise something else talks to their ports; the replay's log names its address. An actor that is "
+    "too many by mistake comes back by itself.",
+)

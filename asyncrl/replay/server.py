@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from typing import Final
 
@@ -22,6 +23,7 @@ import zmq
 
 from asyncrl.errors import WireError
 from asyncrl.messaging.authentication import admitting
+from asyncrl.messaging.connections import UNFINISHED_BYTES, ConnectionGuard
 from asyncrl.messaging.curve_keys import ServerKeys
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
@@ -57,6 +59,7 @@ def serve_replay(
     identity: RunIdentity = NO_RUN,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
+    unfinished: int = UNFINISHED_BYTES,
 ) -> None:
     """Run the replay until it is over.
 
@@ -68,6 +71,7 @@ def serve_replay(
         identity: Of the run; who belongs to another one is refused.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
+        unfinished: Bytes of an unfinished message after which a TCP connection is ended.
 
     Raises:
         ConfigError: The endpoint cannot be used.
@@ -75,13 +79,18 @@ def serve_replay(
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        with admitting(context, security):
-            socket = bind_router(context, endpoint, security)
+        with admitting(context, security), ExitStack() as guards:
+            watched = list[ConnectionGuard]()
+
+            def watch(socket: zmq.Socket[bytes]) -> None:
+                watched.append(guards.enter_context(ConnectionGuard(socket, unfinished=unfinished)))
+
+            socket = bind_router(context, endpoint, security, prepare=watch)
             if ready is not None:
                 ready()
             replay.write_in_background()
             learner_key = security.learner if security else b""
-            server = ReplayServer(replay, socket, settings, identity, learner_key)
+            server = ReplayServer(replay, socket, settings, identity, learner_key, *watched)
             server.run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
@@ -98,8 +107,10 @@ class ReplayServer:
         settings: JoinSettings | None = None,
         identity: RunIdentity = NO_RUN,
         learner_key: bytes = b"",
+        guard: ConnectionGuard | None = None,
     ) -> None:
         """Begin without peers; those of an earlier process introduce themselves again. See `Peers`."""
+        self._guard = guard
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
         self.peers = Peers(replay, self.sender, settings, identity, learner_key)
         self._keyed = bool(learner_key)
@@ -139,8 +150,8 @@ class ReplayServer:
     def serve_once(self, wait_ms: int) -> None:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
         set_activity("serving", HANG_TIMEOUT)
-        if self.socket.poll(wait_ms):
-            self._receive()
+        self.socket.poll(wait_ms)
+        self._receive()
         if time.monotonic() - self._served_at > LONG_PASS:
             self.replay.state.limiter.forgive_silence()
         self.replay.maintain()
@@ -152,7 +163,11 @@ class ReplayServer:
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                if self._guard is not None:
+                    self._guard.note_drained()
                 return
+            if self._guard is not None:
+                self._guard.note(peer)
             # What the handshake proved; every frame of a connection has it.
             key = str(peer.get("User-Id")) if self._keyed else ""
             self._handle(peer.bytes, [frame.buffer for frame in frames], key)

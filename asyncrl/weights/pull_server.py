@@ -27,6 +27,7 @@ import zmq
 
 from asyncrl.errors import WeightSyncError, WireError
 from asyncrl.messaging.authentication import admitting
+from asyncrl.messaging.connections import ConnectionGuard
 from asyncrl.messaging.curve_keys import ServerKeys
 from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
@@ -100,6 +101,8 @@ GOODBYE: Final = 2.0
 """Seconds the actors have to read that the channel is closed."""
 MOST_LETTERS: Final = 100
 """Longest name of an actor: people see it on the console."""
+UNFINISHED_REQUEST: Final = 1 << 20
+"""Bytes of an unfinished request after which a TCP connection is ended; a request has less than a tenth."""
 _POLL_MS: Final = 50
 _AT_ONCE: Final = 64
 _LOGGED: Final = 100
@@ -163,7 +166,9 @@ class PullServer:
         self._admission = ExitStack()
         try:
             self._admission.enter_context(admitting(self._context, settings.security))
-            self._socket = bind_router(self._context, settings.listen, settings.security)
+            self._socket = bind_router(
+                self._context, settings.listen, settings.security, prepare=self._watch_connections
+            )
         except BaseException:
             self._destroy()
             raise
@@ -177,6 +182,9 @@ class PullServer:
         }
         self._thread = threading.Thread(target=self._run, name="weights pull server", daemon=True)
         self._thread.start()
+
+    def _watch_connections(self, socket: zmq.Socket[bytes]) -> None:
+        self._guard = self._admission.enter_context(ConnectionGuard(socket, unfinished=UNFINISHED_REQUEST))
 
     # --- the learner's thread ---
 
@@ -235,17 +243,20 @@ class PullServer:
         except Exception as error:  # the thread's boundary: the learner's next call raises it
             self._failure = error
         finally:
+            self._guard.close()
             self._socket.close(LINGER_MS)
 
     def _turn(self) -> None:
         """Handle what came, answer who waits, forget who is gone."""
-        if self._socket.poll(_POLL_MS):
-            for _ in range(_AT_ONCE):
-                try:
-                    peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
-                self._handle(peer.bytes, [frame.buffer for frame in frames])
+        self._socket.poll(_POLL_MS)
+        for _ in range(_AT_ONCE):
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._guard.note_drained()
+                break
+            self._guard.note(peer)
+            self._handle(peer.bytes, [frame.buffer for frame in frames])
         self._offer_parked()
         for peer, puller in list(self._pullers.items()):
             if time.monotonic() - puller.heard > self._silence:
