@@ -33,7 +33,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import ReplayError
+from asyncrl.errors import OutOfFiles, ReplayError
+from asyncrl.observability import descriptors
 from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSIONS, Sampling
 
 _MAGIC: Final = b"ARLFOOT1"
@@ -232,7 +233,7 @@ def read_group_file(path: Path) -> GroupFile:
         with h5py.File(path, "r") as file:
             return describe(path, read_root(path, file), get_dataset(file, TABLE)[...], found)
     except UNREADABLE as error:
-        raise damaged(path, str(error)) from None
+        raise unreadable(path, error) from None
 
 
 def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found: os.stat_result) -> GroupFile:
@@ -261,6 +262,13 @@ def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found:
 
 UNREADABLE = (OSError, KeyError, ValueError, TypeError, RuntimeError, IndexError)
 """What h5py raises on a damaged file."""
+
+
+def unreadable(path: Path, error: Exception) -> ReplayError:
+    """Say that a file is damaged; or, when it could not even be opened for want of descriptors, that."""
+    if descriptors.exhausted(error):
+        return OutOfFiles(f"{path} cannot be read now ({error}). {descriptors.REMEDY}")
+    return damaged(path, str(error))
 
 
 def damaged(path: Path, why: str) -> ReplayError:
@@ -309,6 +317,8 @@ def check_whole(path: Path) -> os.stat_result:
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
+        if descriptors.exhausted(error):
+            raise unreadable(path, error) from None
         raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
     try:
         check_footer(handle)

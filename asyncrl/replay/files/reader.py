@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
+from asyncrl.observability import descriptors
 from asyncrl.records import (
     EPISODE_ARRAYS,
     EPISODE_SCALARS,
@@ -47,6 +48,7 @@ from asyncrl.replay.files.format import (
     get_dataset,
     read_root,
     stacking_letter,
+    unreadable,
 )
 
 LARGEST_GAP: Final = 1 << 16
@@ -126,7 +128,7 @@ class GroupReader:
             return episodes
         except UNREADABLE as error:
             self.forget(path)
-            raise damaged(path, str(error)) from None
+            raise unreadable(path, error) from None
         finally:
             os.close(handle)
 
@@ -135,6 +137,8 @@ class GroupReader:
         try:
             handle = os.open(path, os.O_RDONLY)
         except OSError as error:
+            if descriptors.exhausted(error):
+                raise unreadable(path, error) from None
             raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
         try:
             known = self._known.get(path)
@@ -244,7 +248,7 @@ def read_layout(path: Path) -> GroupFileParts:
             specs = _specs(file, root, checksums)
             extents = {name: _extent(path, file, name, spec) for name, spec in specs.items()}
     except UNREADABLE as error:
-        raise damaged(path, str(error)) from None
+        raise unreadable(path, error) from None
     return GroupFileParts(attributes=root, table=table, checksums=checksums, extents=extents, found=found)
 
 
