@@ -7,6 +7,7 @@
     ├── WireError            a message that does not follow the wire format
     ├── ReplayError          the replay store or its service cannot do what was asked
     │   ├── DiskFull         a group could not be written for lack of space; the replay waits for it
+    │   ├── OutOfFiles       nor written or read, for the process may open no more files; likewise
     │   ├── CodecMissing     a compressed file or --codec needs a package that is not installed
     │   └── SampleTimeout    no complete, fresh groups arrived before the deadline
     ├── WeightSyncError      new weights did not arrive in time
@@ -43,6 +44,10 @@ class ReplayError(AsyncRLError):
 
 class DiskFull(ReplayError):
     """There is no space for a group. Nothing was written; it can be tried again."""
+
+
+class OutOfFiles(ReplayError):
+    """No file can be opened now. Nothing was written, and no file is damaged; it can be tried again."""
 
 
 class CodecMissing(ReplayError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, world_size
-from asyncrl.observability import process_status, waits
+from asyncrl.observability import descriptors, process_status, waits
 from asyncrl.replay.replay import Replay, open_replay
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.storage import run_identity, run_lock
@@ -129,6 +129,7 @@ def open_run_replay(
 
 
 def _read(config_json: str, info_json: str) -> tuple[TrainConfig, RunInfo]:
+    descriptors.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = overlay(TrainConfig(), json.loads(config_json), "the run's settings")
     return config, RunInfo(**json.loads(info_json))

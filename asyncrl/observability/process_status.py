@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
+from asyncrl.observability import descriptors
+from asyncrl.observability.descriptors import Reserve
 from asyncrl.storage.regular_files import make_folder, open_regular, read_bytes, remove
 
 FOLDER: Final = "processes"
@@ -121,6 +123,10 @@ class _StatusFile:
 
 
 _own_file: _StatusFile | None = None
+_reserve: Reserve | None = None
+"""To read the files with when no other descriptor is free."""
+_read_before = dict[Path, dict[str, bytes]]()
+"""Run folder -> what its files said when they could last be read."""
 _run_dir = Path()
 _stacks: TextIO | None = None
 _early = dict[int, float]()
@@ -130,9 +136,9 @@ _now = threading.local()
 
 def publish_as(run_dir: Path, role: str) -> None:
     """Publish from now on what this process does, as `role` of the run in `run_dir`."""
-    global _own_file, _run_dir, _stacks
+    global _own_file, _run_dir, _stacks, _reserve
     path = run_dir / FOLDER / role
-    _own_file, _run_dir = _StatusFile(path), run_dir
+    _own_file, _run_dir, _reserve = _StatusFile(path), run_dir, _reserve or Reserve(2)
     while _early:
         _own_file.add(*_early.popitem())
     handle = open_regular(path.with_name(role + STACKS), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -276,12 +282,32 @@ def _status_files(run_dir: Path) -> dict[str, bytes]:
     Returns:
         Role -> content of its file.
     """
+    try:
+        return _read_files(run_dir)
+    except OSError as error:
+        if not descriptors.exhausted(error):
+            raise
+    try:
+        with contextlib.ExitStack() as stack:
+            if _reserve is not None:
+                stack.enter_context(_reserve.lent())
+            return _read_files(run_dir)
+    except OSError:
+        return dict(_read_before.get(run_dir, {}))  # Who was there, which is all that can be said.
+
+
+def _read_files(run_dir: Path) -> dict[str, bytes]:
     found = {}
     for path in sorted((run_dir / FOLDER).glob("[!.]*")):
-        with contextlib.suppress(OSError):  # A process that begins anew replaces its file.
+        try:
             content = read_bytes(path, _SIZE)
-            if len(content) == _SIZE and content[: len(_MAGIC)] == _MAGIC:
-                found[path.name] = content
+        except OSError as error:  # A process that begins anew replaces its file.
+            if descriptors.exhausted(error):
+                raise
+            continue
+        if len(content) == _SIZE and content[: len(_MAGIC)] == _MAGIC:
+            found[path.name] = content
+    _read_before[run_dir] = found
     return found
 
 

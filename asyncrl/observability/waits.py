@@ -236,7 +236,7 @@ DISK = _define(
     "waiting for disk space",
     "replay",
     "none; it tries every 0.5 to 30 s",
-    "space on the disk",
+    "space on the disk; a free file descriptor, where that was missing",
     "nothing new is granted meanwhile, and nothing acknowledged is lost",
     metrics_replay.DISK_WAITING,
 )

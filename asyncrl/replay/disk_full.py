@@ -1,4 +1,4 @@
-"""Wait for a full disk: when to try again, and how long it took.
+"""Wait for a full disk, or for files to open: when to try again, and how long it took.
 
 While groups wait they stay in memory and nothing new is granted, so what is held is bounded by the credit.
 """
@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from asyncrl.errors import DiskFull
+from asyncrl.errors import DiskFull, OutOfFiles, ReplayError
+from asyncrl.observability import descriptors
 
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
@@ -21,6 +22,14 @@ LONGEST_PAUSE: Final = 30.0
 def is_full(error: OSError) -> bool:
     """Whether an error of writing means that there is no space."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_error(what: str, error: OSError) -> ReplayError:
+    """Say why something could not be written (`what` as in 'X could not be written'), and what to do."""
+    if descriptors.exhausted(error):
+        return OutOfFiles(f"{what}: {error}. {descriptors.REMEDY}")
+    kind = DiskFull if is_full(error) else ReplayError
+    return kind(f"{what}: {error}. Free disk space, or lower --replay.max-gigabytes.")
 
 
 class DiskWait:
@@ -39,6 +48,8 @@ class DiskWait:
         """Numbers of the groups that wait."""
         self._since, self._failed_at, self._pause, self._before = 0.0, 0.0, FIRST_PAUSE, 0.0
         self._free = 0
+        self.wanted = "disk space"
+        """What is waited for."""
 
     @property
     def seconds(self) -> float:
@@ -57,11 +68,12 @@ class DiskWait:
         pause = self._clock() - self._failed_at
         return pause >= self._pause or (pause >= FIRST_PAUSE and self._free_bytes() > self._free)
 
-    def failed(self, number: int, error: DiskFull) -> None:
+    def failed(self, number: int, error: DiskFull | OutOfFiles) -> None:
         """Note that a group could not be written."""
         if not self.groups:
             self._since, self._pause = self._clock(), FIRST_PAUSE
-            self._warn(f"replay: waiting for disk space, actors get no new groups: {error}")
+            self.wanted = "disk space" if isinstance(error, DiskFull) else "files to open"
+            self._warn(f"replay: waiting for {self.wanted}, actors get no new groups: {error}")
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.groups.add(number)
@@ -74,7 +86,7 @@ class DiskWait:
             self.groups.discard(number)
             if not self.groups:
                 self._before = now_waited
-                self._warn(f"replay: goes on after {self._clock() - self._since:.1f} s without disk space")
+                self._warn(f"replay: goes on after {self._clock() - self._since:.1f} s without {self.wanted}")
 
     def _free_bytes(self) -> int:
         about = os.statvfs(self._folder)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from asyncrl.errors import DiskFull
+from asyncrl.errors import DiskFull, OutOfFiles
 from asyncrl.records import Episode
 from asyncrl.replay.counters import SuccessWindow, has_no_signal
 from asyncrl.replay.disk_full import DiskWait
@@ -46,6 +46,7 @@ class BackgroundWriter:
 
         Raises:
             DiskFull: See `EpisodeStore.write`.
+            OutOfFiles: See `EpisodeStore.write`.
             ReplayError: See `EpisodeStore.write`.
         """
         assert self._future is not None
@@ -100,7 +101,7 @@ class GroupLifecycle:
         self.finish()
         try:
             group_file = self.store.store_group(number, self._members(number))
-        except DiskFull as error:
+        except (DiskFull, OutOfFiles) as error:
             self.disk.failed(number, error)
             return False
         self._stored_group(number, group_file, newest)
@@ -119,7 +120,7 @@ class GroupLifecycle:
         number = self._writer.number
         try:
             written = self._writer.finish()
-        except DiskFull as error:
+        except (DiskFull, OutOfFiles) as error:
             self.disk.failed(number, error)
         else:
             self._stored_group(number, self.store.enter(written))

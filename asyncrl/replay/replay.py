@@ -15,7 +15,7 @@ from pathlib import Path
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import ReplaySettings
-from asyncrl.errors import WireError
+from asyncrl.errors import OutOfFiles, WireError
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
@@ -105,6 +105,7 @@ class Replay:
         self.state = ReplayState(store.ledger, limiter, store.made_with)
         self.refused_actors = RefusedActors()
         self.lifecycle = GroupLifecycle(store, self.state, warn)
+        self._warn, self._out_of_files = warn, False
         self.stopped = False
         """Whether the learner ended the run."""
         self._reports: dict[str, dict[Metric, float]] = {}
@@ -276,6 +277,15 @@ class Replay:
             Groups of episodes in the order of their members.
         """
         self.set_version(version)
+        try:
+            return self._sample(groups, version, request)
+        except OutOfFiles as error:
+            if not self._out_of_files:
+                self._warn(f"replay: waiting for files to open, the learner gets no batch: {error}")
+            self._out_of_files = True
+            return None
+
+    def _sample(self, groups: int, version: int, request: str) -> list[list[Episode]] | None:
         last = self.state.session
         if request and request == last.request and self.store.group_files.keys() >= set(last.batch):
             again = [self.store.load(number) for number in last.batch]
@@ -286,6 +296,7 @@ class Replay:
             batch = [self._load_usable(number) for number in numbers]
             sound = [group for group in batch if group is not None]
             if len(sound) == len(batch):
+                self._out_of_files = False
                 self.state.commit(Used(numbers=numbers, request=request, version=version))
                 self.lifecycle.trim()
                 return sound
@@ -368,7 +379,7 @@ class Replay:
         held = sum(len(group.members) for group in limiter.open.values())
         filtered = f"{limiter.filtered_groups} filtered; " if limiter.filter_groups else ""
         full = len(self.lifecycle.disk.groups)
-        waiting = f"{full} groups wait for disk space; " if full else ""
+        waiting = f"{full} groups wait for {self.lifecycle.disk.wanted}; " if full else ""
         return (
             f"{len(limiter.ready)} groups ready, {len(limiter.open)} in flight with {held} episodes; "
             f"{waiting}{filtered}{state.quarantine.contents()}episodes dropped: {state.counters.reasons()}; "

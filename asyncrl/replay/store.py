@@ -18,12 +18,14 @@ import fcntl
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import CodecMissing, DiskFull, ReplayError
+from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
+from asyncrl.observability.descriptors import Reserve
 from asyncrl.records import SCHEMA_VERSION, Episode
-from asyncrl.replay.disk_full import is_full
+from asyncrl.replay.disk_full import write_error
 from asyncrl.replay.files.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -83,6 +85,7 @@ class EpisodeStore:
         self.total_bytes = 0
         """Size of all sealed files."""
         self._removed: dict[int, tuple[str, ...]] = {}  # Ids of those that are to be sealed anew.
+        self._reserve = Reserve()
         self._reader, self._index = GroupReader(), FileIndex(folder / "index.log", warn)
         self._recover()
         try:
@@ -103,20 +106,26 @@ class EpisodeStore:
 
         Raises:
             DiskFull: There is no space. Nothing is left behind; it can be tried again.
+            OutOfFiles: No file can be opened. Nothing is left behind; it can be tried again.
             ReplayError: The disk does not take it for another reason. Nothing is left behind.
         """
+        members = sorted(episodes, key=lambda episode: episode.member)
+        try:
+            return self._write(number, members)
+        except OutOfFiles:
+            with self._reserve.lent():
+                return self._write(number, members)
+
+    def _write(self, number: int, members: Sequence[Episode]) -> GroupFileParts:
         path = self._path(number)
         temporary = path.with_suffix(".h5.tmp")
         try:
-            written = write_group(temporary, number, sorted(episodes, key=lambda episode: episode.member))
+            written = write_group(temporary, number, members)
             temporary.rename(path)
             flush(self.folder)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise (DiskFull if is_full(error) else ReplayError)(
-                f"group {number} could not be written to {self.folder}: {error}. "
-                "Free disk space, or lower --replay.max-gigabytes."
-            ) from None
+            raise write_error(f"group {number} could not be written to {self.folder}", error) from None
         return written
 
     def enter(self, written: GroupFileParts) -> GroupFile:
@@ -140,13 +149,23 @@ class EpisodeStore:
 
         Raises:
             CodecMissing: It was compacted with a codec that is not installed here.
+            OutOfFiles: No file can be opened; it can be tried again.
         """
         group_file = self.group_files[number]
+        read = partial(
+            self._reader.read,
+            group_file.path,
+            buffers=buffers,
+            verify=verify,
+            attributes=group_file.attributes,
+        )
         try:
-            return self._reader.read(
-                group_file.path, buffers=buffers, verify=verify, attributes=group_file.attributes
-            )
-        except CodecMissing:
+            try:
+                return read()
+            except OutOfFiles:
+                with self._reserve.lent():
+                    return read()
+        except (CodecMissing, OutOfFiles):
             raise
         except ReplayError as error:
             self._take_out(number)
@@ -210,6 +229,7 @@ class EpisodeStore:
         """Let another process write to the folder."""
         self._index.close()
         self.ledger.close()
+        self._reserve.close()
         self._unlock()
 
     def _recover(self) -> None:
@@ -223,6 +243,8 @@ class EpisodeStore:
                 if path.name != file_name(group_file.number):
                     raise damaged(path, f"it says that it is group {group_file.number}")
                 self._enter(group_file)
+            except OutOfFiles:
+                raise
             except ReplayError as error:
                 self._quarantine(path, str(error))
         complete = not misses and self._index.lines == len(self.group_files)

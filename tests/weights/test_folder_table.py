@@ -1,9 +1,7 @@
 """The weights' table is a private folder: what is in it is read like a wire, and nothing of it is fatal."""
 
-import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import threading
@@ -20,6 +18,7 @@ from asyncrl.weights.folder_table import MAX_READ, FolderTable, TableError, Tabl
 from asyncrl.weights.membership import connect
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import build_receiver
+from support.descriptors import no_descriptors
 from support.processes import FORKS
 from support.weights import PATIENCE, Actor, channel_folder, policy, raw, swap_until
 
@@ -190,17 +189,6 @@ def test_a_folder_that_is_gone_or_open_to_others_is_told(table: FolderTable, tmp
         FolderTable(tmp_path / "link")
 
 
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """No file can be opened by this process."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_an_operating_system_that_refuses_is_named_with_a_remedy(table: FolderTable) -> None:
     for action in (lambda: table.get("a"), lambda: table.set("a", b""), lambda: table.append("a", b"")):
         table.set("a", b"1")
@@ -281,7 +269,7 @@ def test_a_learner_that_is_gone_is_noticed_at_once(how: str, folder: Path) -> No
         if how == "killed":
             learner.signal(signal.SIGKILL)
         else:
-            shutil.rmtree(folder)
+            folder.rename(folder.with_name("elsewhere"))
         gone = time.monotonic()
         receiver._thread.join(PATIENCE)
         assert time.monotonic() - gone < 1.0

@@ -33,7 +33,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import ReplayError
+from asyncrl.errors import OutOfFiles, ReplayError
+from asyncrl.observability import descriptors
 from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSIONS, Sampling
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 from asyncrl.storage.regular_files import open_regular
@@ -236,7 +237,7 @@ def read_group_file(path: Path) -> GroupFile:
         with h5py.File(path, "r") as file:
             return describe(path, read_root(path, file), get_table(file, TABLE)[...], found)
     except UNREADABLE as error:
-        raise damaged(path, str(error)) from None
+        raise unreadable(path, error) from None
 
 
 def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found: os.stat_result) -> GroupFile:
@@ -276,6 +277,13 @@ UNREADABLE = (
     zlib.error,
 )
 """What h5py raises on a damaged file."""
+
+
+def unreadable(path: Path, error: Exception) -> ReplayError:
+    """Say that a file is damaged; or, when it could not even be opened for want of descriptors, that."""
+    if descriptors.exhausted(error):
+        return OutOfFiles(f"{path} cannot be read now ({error}). {descriptors.REMEDY}")
+    return damaged(path, str(error))
 
 
 def damaged(path: Path, why: str) -> ReplayError:
@@ -339,6 +347,8 @@ def check_whole(path: Path) -> os.stat_result:
     try:
         handle = open_regular(path)
     except OSError as error:
+        if descriptors.exhausted(error):
+            raise unreadable(path, error) from None
         raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
     try:
         check_footer(handle)

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ReplayError
+from asyncrl.observability import descriptors
 from asyncrl.records import (
     EPISODE_ARRAYS,
     EPISODE_SCALARS,
@@ -48,6 +49,7 @@ from asyncrl.replay.files.format import (
     get_table,
     read_root,
     stacking_letter,
+    unreadable,
 )
 from asyncrl.storage.hdf5_bounds import MOST
 from asyncrl.storage.regular_files import open_regular
@@ -129,7 +131,7 @@ class GroupReader:
             return episodes
         except UNREADABLE as error:
             self.forget(path)
-            raise damaged(path, str(error)) from None
+            raise unreadable(path, error) from None
         finally:
             os.close(handle)
 
@@ -138,6 +140,8 @@ class GroupReader:
         try:
             handle = open_regular(path)
         except OSError as error:
+            if descriptors.exhausted(error):
+                raise unreadable(path, error) from None
             raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
         try:
             known = self._known.get(path)
@@ -248,7 +252,7 @@ def read_layout(path: Path) -> GroupFileParts:
             extents = {name: _extent(path, file, name, spec) for name, spec in specs.items()}
         _check_extents(extents.values(), found.st_size)
     except UNREADABLE as error:
-        raise damaged(path, str(error)) from None
+        raise unreadable(path, error) from None
     return GroupFileParts(attributes=root, table=table, checksums=checksums, extents=extents, found=found)
 
 

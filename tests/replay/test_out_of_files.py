@@ -1,0 +1,208 @@
+"""No free file descriptor: the replay waits as for a full disk, names the remedy, and finds no damage."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import OutOfFiles
+from asyncrl.observability import descriptors, process_status, waits
+from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as s
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
+from asyncrl.replay.disk_full import DiskWait
+from asyncrl.replay.files.format import GroupFile, read_group_file
+from asyncrl.replay.replay import Replay
+from asyncrl.replay.store import EpisodeStore
+from support import child_environment
+from support.descriptors import all_taken, no_descriptors
+from support.replay import Clock, fill, make_limiter
+from support.replay_server import acquire, push_group, until
+from support.replay_store import group_of, open_store
+from support.whole_runs import free_port
+
+PATIENCE = 30.0
+REPLAY = """
+import logging, sys
+from pathlib import Path
+from asyncrl.launch.roles import open_run_replay
+from asyncrl.observability import process_status
+from asyncrl.replay.server import serve_replay
+from support.replay_server import CONFIG
+logging.basicConfig(level=logging.INFO)
+process_status.publish_as(Path(sys.argv[1]), "replay")
+replay = open_run_replay(Path(sys.argv[1]) / "replay", CONFIG)
+serve_replay(replay, sys.argv[2], ready=lambda: print("ready", flush=True))
+"""
+
+
+def test_a_file_that_cannot_be_opened_now_is_not_damaged(tmp_path: Path) -> None:
+    store = open_store(tmp_path, warnings := [])
+    store.store_group(0, group_of(0))
+    for _ in range(2):
+        with no_descriptors(), pytest.raises(OutOfFiles, match=r"Too many open files.*ulimit -n"):
+            store.load(0)
+        store._reader.forget(store.group_files[0].path)  # The next time its layout is read too.
+    assert not (tmp_path / "quarantine").exists()
+    assert warnings == []
+    assert len(store.load(0) or ()) == 2
+    store.close()
+
+
+def test_opening_a_store_without_descriptors_moves_no_file_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    store.store_group(0, group_of(0))
+    path = store.group_files[0].path
+    store.close()
+    (tmp_path / "index.log").unlink()
+
+    def read_without_descriptors(path: Path) -> GroupFile:
+        with no_descriptors():
+            return read_group_file(path)
+
+    monkeypatch.setattr("asyncrl.replay.store.read_group_file", read_without_descriptors)
+    with pytest.raises(OutOfFiles):
+        open_store(tmp_path)
+    monkeypatch.undo()
+    assert path.exists()
+    again = open_store(tmp_path)
+    assert set(again.group_files) == {0}
+    again.close()
+
+
+def test_the_reserve_reads_and_writes_while_others_hold_everything(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.store_group(0, group_of(0))
+    with all_taken():
+        store.store_group(1, group_of(1))
+        assert len(store.load(0) or ()) == len(store.load(1) or ()) == 2
+    store.close()
+
+
+def test_groups_wait_for_descriptors_and_none_is_lost(tmp_path: Path) -> None:
+    clock, lines = Clock(), list[str]()
+    store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
+    replay = Replay(store, make_limiter(max_lag=1, per_update=2, clock=clock), warn=lines.append)
+    replay.begin("learner", 0)
+    assert [replay.grant("actor-0", turn).number for turn in range(2)] == [0, 1]  # type: ignore[union-attr]
+    with no_descriptors():
+        assert fill(replay, 0, (0,)) == ["held", "held"]
+        assert fill(replay, 1, (0,)) == ["held", "held"]
+    assert len(lines) == 1
+    assert lines[0].startswith("replay: waiting for files to open, actors get no new groups: ")
+    assert "ulimit -n" in lines[0]
+    assert "disk space" not in lines[0]
+    assert "2 groups wait for files to open" in replay.contents()
+    clock.now += 100.0
+    replay.maintain()
+    assert replay.status()[m.DISK_WAITING] == pytest.approx(100.0)
+    assert lines[1] == "replay: goes on after 100.0 s without files to open"
+    with no_descriptors():
+        assert replay.sample(2, 0, "request") is None
+        assert replay.sample(2, 0, "request") is None
+    assert len(lines) == 3, "said once"
+    assert "the learner gets no batch" in lines[2]
+    assert [len(group) for group in replay.sample(2, 0, "request") or ()] == [2, 2]
+    assert not (tmp_path / "quarantine").exists()
+    replay.close()
+
+
+def test_processes_can_be_listed_while_others_hold_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_status, "_own_file", None)
+    process_status.publish_as(tmp_path, "learner-0")
+    with all_taken():
+        assert [each.role for each in process_status.read(tmp_path) if each.alive] == ["learner-0"]
+    with no_descriptors():
+        assert [each.role for each in process_status.read(tmp_path) if each.alive] == ["learner-0"]
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        assert descriptors.raise_limit() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(90)
+def test_200_silent_connections_to_a_replay_of_few_files_cost_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About 1,000 of them ended a keyed run at the usual limit of 1,024 files."""
+    monkeypatch.setattr(process_status, "_own_file", None)
+    monkeypatch.setattr(process_status, "_early", {})
+    process_status.publish_as(tmp_path, "learner-0")
+    port = free_port()
+    endpoint, log = f"tcp://127.0.0.1:{port}", tmp_path / "replay.log"
+    command = [sys.executable, "-c", REPLAY, str(tmp_path), endpoint]
+    with log.open("w") as file:
+        replay = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            env=child_environment(),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)),
+        )
+    assert replay.stdout is not None
+    silent = list[socket.socket]()
+    try:
+        assert replay.stdout.readline() == b"ready\n", log.read_text()
+        learner = ZmqLearnerPort(endpoint, version=0)
+        assert learner.status()
+        actor = ZmqActorPort(endpoint, "actor-0")
+        began = time.monotonic()
+        for version in itertools.count():
+            while len(silent) < min(200, 40 * (version + 1)):
+                silent.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+            for _ in range(2):
+                push_group(actor, acquire(actor), "actor-0", version)
+            until(actor, 0)
+            assert len(learner.sample(groups=2, version=version, timeout=PATIENCE)) == 2
+            learner.report_version(version + 1)
+            if version >= 10:
+                break
+        assert time.monotonic() - began < PATIENCE
+        assert waits.wait_metrics()[s.DISCONNECTED] >= 200 - 64
+        late = ZmqActorPort(endpoint, "actor-1")
+        push_group(late, acquire(late), "actor-1", version + 1)
+        until(late, 0)
+        for each in (actor, late):
+            each.close(5.0)
+        learner.close()
+        assert replay.poll() is None, log.read_text()
+        assert not (tmp_path / "replay" / "quarantine").exists()
+        assert len(list((tmp_path / "replay").glob("*.h5"))) == 23
+        assert "Free disk space" not in log.read_text()
+    finally:
+        for each in silent:
+            each.close()
+        replay.send_signal(signal.SIGKILL)
+        replay.wait()
+        replay.stdout.close()
+
+
+def test_a_wait_names_what_it_waits_for(tmp_path: Path) -> None:
+    lines, clock = list[str](), Clock()
+    wait = DiskWait(tmp_path, clock, lines.append)
+    wait.failed(3, OutOfFiles("no file"))
+    clock.now += 2.0
+    wait.over(3)
+    assert lines == [
+        "replay: waiting for files to open, actors get no new groups: no file",
+        "replay: goes on after 2.0 s without files to open",
+    ]
