@@ -26,7 +26,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from fuzz_folders import OFFENCES, PATIENCE, import_all, make_run, offences
+from fuzz_folders import OFFENCES, PATIENCE, SLOW_ONCE, import_all, make_run, offences
 
 from asyncrl import cli
 from support import measured
@@ -88,6 +88,9 @@ def main() -> int:
         print(f"a small run: {normal.seconds:.1f} s, {sizes}", flush=True)
         for name in names:
             outcome = _in_a_folder(INVOCATIONS[name], base, models, normal.seconds + PATIENCE)
+            if outcome.hung:  # Perhaps the host was busy.
+                outcome = _in_a_folder(INVOCATIONS[name], base, models, normal.seconds + PATIENCE)
+                counts.update([SLOW_ONCE] * (not outcome.hung))
             wrong = offences(outcome, normal, outside=contents(models) != before)
             counts.update([*wrong, f"code {outcome.code}"])
             last = (outcome.said.strip().splitlines() or [""])[-1][:300]
@@ -98,7 +101,10 @@ def main() -> int:
     finally:
         shutil.rmtree(base, ignore_errors=True)
     codes = sorted(what for what in counts if what.startswith("code"))
-    print(f"\n{len(names)} calls: " + ", ".join(f"{counts[what]} {what}" for what in (*OFFENCES, *codes)))
+    print(
+        f"\n{len(names)} calls: "
+        + ", ".join(f"{counts[what]} {what}" for what in (*OFFENCES, SLOW_ONCE, *codes))
+    )
     print(f"in {time.monotonic() - began:.0f} s")
     print("\n".join(findings))
     return int(bool(findings))
