@@ -102,9 +102,9 @@ def _make(template: str) -> Path:
             raise _unwritable(folder, error) from None
         try:
             folder.mkdir(exist_ok=TIME not in template)
-        except FileExistsError:  # Somebody was quicker.
-            continue
         except OSError as error:
+            if isinstance(error, FileExistsError) and TIME in template:
+                continue  # Somebody was quicker.
             raise _unwritable(folder, error) from None
         return folder
 

@@ -208,13 +208,16 @@ def test_what_cannot_work_is_answered_with_code_two(
         ((source, tmp_path / "full"), "exists and is not an empty folder"),
         ((tmp_path / "nothing", out), "does not exist"),
         ((source, out, "--unnorm-key", "libero_goal"), "desk_no_noops"),
-        ((source, out, "--images", "-1"), "--images is -1"),
-        ((source, out, "--shard-gigabytes", "0"), "--shard-gigabytes"),
         ((source, out, "--adapter", tmp_path / "no"), "adapter_config.json is missing"),
         ((source, out, "--original", tmp_path / "no"), "config.json is missing"),
     ):
         assert run_cli(*arguments) == 2, arguments
         assert said in capsys.readouterr().err
+    for flag, value in (("--images", "-1"), ("--shard-gigabytes", "0")):
+        with pytest.raises(SystemExit) as end:
+            run_cli(source, out, flag, value)
+        assert end.value.code == 2
+        assert f"{flag} is {value}" in capsys.readouterr().err
     assert not out.exists()
 
 
