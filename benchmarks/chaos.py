@@ -106,19 +106,20 @@ def run(settings: Settings, number: int) -> Report:
         if settings.takeover:
             flags += ["--replay.listen", f"tcp://127.0.0.1:{free_port()}"]
         variables = environment(folder)
-        with taking_over(folder, flags, variables) if settings.takeover else nullcontext([]) as codes:
-            report = Chaos(plan, folder, flags, variables).finish()
+        chaos = Chaos(plan, folder, flags, variables)
+        with taking_over(chaos, flags, variables) if settings.takeover else nullcontext([]) as codes:
+            report = chaos.finish()
+        print(summary(number, report), flush=True)
         if settings.takeover:
             print(f"run {number}: {len(codes)} second runs, {codes.count(2)} refused", flush=True)
             assert codes.count(2) == len(codes), codes
-        print(summary(number, report), flush=True)
         return report
 
 
 @contextmanager
-def taking_over(folder: Path, flags: list[str], variables: dict[str, str]) -> Iterator[list[int]]:
-    """Begin second runs in the folder and at the address of the first, while the block lasts; exit codes."""
-    over, codes = threading.Event(), list[int]()
+def taking_over(chaos: Chaos, flags: list[str], variables: dict[str, str]) -> Iterator[list[int]]:
+    """Begin second runs in the folder and at the address of the first, while that lives; their exit codes."""
+    over, codes, folder = threading.Event(), list[int](), chaos.folder
     train = [sys.executable, "-m", "asyncrl", "train"]
     attempts = (["--resume", "--run-dir", str(folder / "run")], [*flags, "--run-dir", str(folder / "other")])
 
@@ -128,7 +129,7 @@ def taking_over(folder: Path, flags: list[str], variables: dict[str, str]) -> It
         while not over.is_set():
             for attempt in attempts:
                 done = subprocess.run([*train, *attempt], env=variables, capture_output=True, timeout=120)
-                if not over.is_set():
+                if chaos.process.poll() is None:  # A run that is over may be taken over.
                     codes.append(done.returncode)
 
     thread = threading.Thread(target=begin)
