@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from asyncrl import registry
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import write_part
+from asyncrl.observability.signals import die_with_parent
 from asyncrl.records import CHUNK, ActionSpec
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Simulator
 from asyncrl.simulators.pool_worker import Environments
@@ -75,7 +77,9 @@ def record_expert(
     ]  # fmt: skip
     written = 0
     with (
-        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
+        ProcessPoolExecutor(
+            workers, get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),)
+        ) as pool,
         tqdm(total=episodes, desc=f"record {folder.name}", unit="episode", mininterval=2.0) as bar,
     ):
         for done in as_completed([pool.submit(_record_part, *job) for job in jobs]):

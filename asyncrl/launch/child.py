@@ -33,7 +33,8 @@ def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> N
     redirect_output(log_path)
     die_with_parent(parent.pid)
     # Ctrl-C reaches the whole process group; only the learner answers it, and then ends the others in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for of_the_terminal in (signal.SIGINT, signal.SIGHUP):  # They reach all processes of it.
+        signal.signal(of_the_terminal, signal.SIG_IGN)
     print(f"--- {name} starts, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(*args)

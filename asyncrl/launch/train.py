@@ -31,6 +31,7 @@ from asyncrl.launch.placement import Placement, check_groups, parse_placement, p
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import descriptors, process_status
+from asyncrl.observability.console_stream import steady_console
 from asyncrl.observability.signals import StopFlag, die_with_parent
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_folder, run_lock
@@ -57,7 +58,7 @@ def run(config: TrainConfig) -> int:
     if (torchrun := rendezvous.torchrun_pid()) is not None:
         die_with_parent(torchrun)
     descriptors.raise_limit()
-    with StopFlag().listening() as stop:
+    with steady_console(), StopFlag().listening() as stop:
         if config.inline:
             from asyncrl.launch.inline import run_inline
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from asyncrl.observability import counts, curves, waits
+from asyncrl.observability import console_stream, counts, curves, waits
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
@@ -152,6 +152,7 @@ class MetricsLogger:
         self._pace: deque[tuple[int, float]] = deque([(resume_step, began)], maxlen=_WINDOW + 1)
         self._unshown: list[Readings] = []
         self._rows_shown = 0
+        console_stream.keep_in(run_dir / "logs" / "console.log")
         path = run_dir / "metrics.jsonl"
         if wrong := cut_rows_after(path, resume_step):
             self.banner(

@@ -249,6 +249,13 @@ LOST_CURVES = define(
     "Updates whose numbers are missing in TensorBoard, since the learner began.",
     "0. Otherwise as `log/lost_rows`; what is in metrics.jsonl is complete unless that counts too.",
 )
+DROPPED_LINES = define(
+    "log/dropped_lines",
+    Reduction.LAST,
+    "lines",
+    "Lines that neither the console took, because nobody reads it any more, nor the run's logs/console.log.",
+    "0. The run goes on without them; `asyncrl status` shows what it does.",
+)
 WIRE_BYTES = define(
     "wire/bytes",
     Reduction.LAST,

@@ -15,11 +15,14 @@ from types import FrameType
 PARENT_POLL_INTERVAL = 0.5
 """Seconds between two looks after the parent where the kernel does not tell."""
 _PR_SET_PDEATHSIG = 1
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopFlag:
-    """Whether SIGINT or SIGTERM came. Later ones change nothing: torchrun repeats the terminal's signal."""
+    """Whether SIGINT, SIGTERM or SIGHUP (a terminal that is gone) came.
+
+    Later ones change nothing: torchrun repeats the terminal's signal.
+    """
 
     def __init__(self) -> None:
         self.set = False
@@ -29,14 +32,14 @@ class StopFlag:
 
     @contextmanager
     def listening(self) -> Iterator[StopFlag]:
-        """Take both signals over within the block; main thread only."""
+        """Take these signals over within the block; main thread only."""
         with _handled(self._note, *_ENDING):
             yield self
 
 
 @contextmanager
 def interrupts_raised() -> Iterator[None]:
-    """Let SIGTERM, like SIGINT, raise KeyboardInterrupt within the block; main thread only."""
+    """Let SIGTERM and SIGHUP, like SIGINT, raise KeyboardInterrupt within the block; main thread only."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -68,7 +71,10 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
+    # A SIGHUP that is ignored from the start stays so: that is how `nohup` works.
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heeded = [number for number in numbers if not (ignored and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:

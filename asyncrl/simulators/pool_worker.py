@@ -115,6 +115,7 @@ class Server:
 def worker_main(pipe: Connection, buffer: Any, environments: Environments, parent: int) -> None:
     """Serve requests until the pipe closes. What a worker cannot do goes to the parent as a message."""
     die_with_parent(parent)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As a lost terminal is:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
     os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa draws in this thread: one core per worker
     try:
