@@ -1,8 +1,8 @@
 """Let a run outlive its console: a reader that left (`| head`), a terminal that is lost or stands still.
 
 Within `steady_console` what is written to stdout and stderr goes there as long as somebody takes it. Lines
-that nobody takes go to a file of the run instead (`keep_in`), which says when and why it begins; those that it
-does not take either are dropped and counted (`log/dropped_lines`).
+that nobody takes go to a file of the run instead (`keep_in`), which says when and why it begins; those that
+it does not take either are dropped and counted (`log/dropped_lines`).
 """
 
 from __future__ import annotations
@@ -129,18 +129,18 @@ class ConsoleStream(io.TextIOBase):
 
 def _append(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", opener=_opened_regular) as file:
-        file.write(text)
-
-
-def _opened_regular(path: str, flags: int) -> int:
-    """Open without following a link, or waiting for the reader of a named pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    # Neither a link is followed nor the reader of a named pipe waited for.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(path, flags, 0o666)
+    try:
+        os.write(file, text.encode(errors="backslashreplace"))
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
 def steady_console() -> Iterator[None]:
-    """Make stdout and stderr outlive their readers within the block; streams without a file stay as they are."""
+    """Make stdout and stderr outlive their readers within the block, where they are files."""
     before = (sys.stdout, sys.stderr)
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
         with contextlib.suppress(OSError, AttributeError, ValueError):

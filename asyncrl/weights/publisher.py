@@ -12,9 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +23,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
+from asyncrl.weights.broadcast_timings import BroadcastTimings, timings_of
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
 from asyncrl.weights.double_buffer import DoubleBuffer, PackedVersion
 from asyncrl.weights.folder_table import FolderTable, TableError
@@ -46,28 +45,6 @@ PACKING_POLL_SECONDS = 0.0005
 CLOSE_SECONDS = 2.0
 """How long `close` waits for the members to read that the channel is closed."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BroadcastTimings:
-    """What is known of the last broadcast. Seconds of its stages, one after another."""
-
-    version: int = -1
-    members: int = 0
-    packing: float = 0.0
-    """From the call of `publish`: gathering, casting and packing."""
-    summing: float = 0.0
-    """The checksum."""
-    announcing: float = 0.0
-    broadcasting: float = 0.0
-    """Until it is over on the learner's side."""
-    receipts: float = 0.0
-    """Until every member told that it has the version, and that its checksum is right."""
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the broadcast itself, from the announcement to the last receipt."""
-        return self.announcing + self.broadcasting + self.receipts
 
 
 class BroadcastPublisher:
@@ -327,7 +304,7 @@ class BroadcastPublisher:
         times.append(time.monotonic())
         self._sent_in_epoch, self._failed_in_a_row = snapshot.version, 0
         with self._changed:
-            self.sent = _sent(snapshot.version, len(weight_group.offered), times)
+            self.sent = timings_of(snapshot.version, len(weight_group.offered), times)
             self._took |= {member.name: snapshot.version for member in weight_group.offered}
             self._changed.notify_all()
         weight_group.clean_up(self._k)
@@ -388,19 +365,6 @@ def build_publisher(
         return PullServer(buffers, carrier.device, pulls)
 
     return BroadcastPublisher(carrier, table, deadline, serve if pulls else None)
-
-
-def _sent(version: int, members: int, times: Sequence[float]) -> BroadcastTimings:
-    packing, summing, announcing, broadcasting, receipts = (b - a for a, b in pairwise(times))
-    return BroadcastTimings(
-        version=version,
-        members=members,
-        packing=packing,
-        summing=summing,
-        announcing=announcing,
-        broadcasting=broadcasting,
-        receipts=receipts,
-    )
 
 
 def _names(members: Iterable[Member]) -> str:

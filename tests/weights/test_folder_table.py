@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -242,6 +243,23 @@ def test_garbage_in_any_entry_costs_an_epoch_at_most(publisher: BroadcastPublish
         assert swap_until(each, tensors, 1) == 1
         assert raw(tensors) == raw(policy(1, elements=10))
         each.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_of_the_host_reads_and_writes_nothing(publisher: BroadcastPublisher) -> None:
+    """Uid 65534 read a registration and wrote into the store, which ended the run."""
+    publisher.publish(policy(0, elements=10), 0)
+    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    assert receiver.wait_for_first(PATIENCE) == 0
+    for attempt in ("ls {0}", "cat {0}/joins", "echo garbage >> {0}/joins", "echo 1 > {0}/closed"):
+        command = ["sh", "-c", attempt.format(publisher.endpoint)]
+        done = subprocess.run(command, capture_output=True, text=True, user=65534, cwd="/", timeout=PATIENCE)
+        assert done.returncode != 0
+        assert "Permission denied" in done.stderr, done.stderr
+        assert done.stdout == ""
+    publisher.publish(policy(1, elements=10), 1)
+    assert swap_until(receiver, policy(0, elements=10), 1) == 1
+    receiver.close()
 
 
 def test_neither_end_is_ended_by_a_want_of_descriptors(publisher: BroadcastPublisher) -> None:
