@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -281,4 +282,4 @@ def test_a_guard_of_a_unix_socket_bounds_the_number_of_connections() -> None:
         peer.close()
     guards[0].close()
     context.destroy(0)
-    folder.rmdir() if not list(folder.iterdir()) else None
+    shutil.rmtree(folder)
