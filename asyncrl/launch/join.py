@@ -28,6 +28,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AttemptEnded, ConfigError
 from asyncrl.launch.children import log_errors
 from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
+from asyncrl.observability.descriptors import raise_limit
 from asyncrl.observability.signals import StopFlag, interrupts_raised
 from asyncrl.registry import MODELS
 
@@ -72,6 +73,7 @@ def run(settings: JoinOptions) -> int:
         WeightSyncError: The weights do not fit, or the learner is gone.
         CheckpointError: The run's files are not on this host.
     """
+    raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     name, keys = _pick_name(settings.name), pick_key(settings)
     while True:
