@@ -215,7 +215,8 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the locks of run and replay, so that no run begins meanwhile.
 
     Raises:
-        ReplayError: A run holds one, or the folder is read-only.
+        FolderInUse: The run is alive.
+        ReplayError: Another process writes the replay, or the folder is read-only.
     """
     try:
         with run_lock.owned(folder.parent, f"changing {folder}"), (folder / "lock").open("a") as file:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.regular_files import open_regular
 
@@ -176,7 +176,7 @@ def owned(run_dir: Path, what: str) -> Iterator[None]:
         what: The command, for the error.
 
     Raises:
-        ReplayError: The run is alive.
+        FolderInUse: The run is alive.
     """
     if not (run_dir / "config.json").exists():
         yield
@@ -184,7 +184,7 @@ def owned(run_dir: Path, what: str) -> Iterator[None]:
     try:
         lock = acquire(run_dir)
     except FolderInUse as error:
-        raise ReplayError(f"{what} would change a folder that is in use. {error}") from None
+        raise FolderInUse(f"{what} would change a folder that is in use: {error}") from None
     try:
         yield
     finally:
