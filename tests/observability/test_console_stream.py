@@ -157,6 +157,8 @@ def test_a_lost_terminal_saves_and_ends_the_run(flags: list[str], tmp_path: Path
             stdout=file,
             stderr=file,
             start_new_session=True,
+            # A `nohup` above the tests would be respected.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
     try:
         reach(run, 2, process, 60)
