@@ -42,6 +42,16 @@ def unchanged(models: Path) -> dict[str, tuple[int, int, str]]:
     return {name: found for name, found in contents(models).items() if not name.startswith("run/processes")}
 
 
+def called(name: str, folders: tuple[Path, Path], new: Path) -> int:
+    """The exit code of an invocation."""
+    work, models = folders
+    arguments = list(filled_in(INVOCATIONS[name], work, models, new, flags_of(models)))
+    try:
+        return cli.run(arguments[0], arguments[1:])
+    except SystemExit as end:  # How tyro refuses a flag.
+        return int(end.code or 0)
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", QUICK)
 def test_an_odd_call_ends_in_a_sentence(
@@ -51,14 +61,10 @@ def test_an_odd_call_ends_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    work, models = folders
-    arguments = list(filled_in(INVOCATIONS[name], work, models, tmp_path, flags_of(models)))
+    models = folders[1]
     monkeypatch.chdir(tmp_path)
     before, began = unchanged(models), time.monotonic()
-    try:
-        code = cli.run(arguments[0], arguments[1:])
-    except SystemExit as end:  # How tyro refuses a flag.
-        code = int(end.code or 0)
+    code = called(name, folders, tmp_path)
     said = capfd.readouterr()
     assert code in (0, 1, 2)
     assert code or name in WORKS or not name.startswith("train")
@@ -96,14 +102,8 @@ def test_the_sentence_says_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    work, models = folders
-    arguments = list(filled_in(INVOCATIONS[name], work, models, tmp_path, flags_of(models)))
     monkeypatch.chdir(tmp_path)
-    try:
-        code = cli.run(arguments[0], arguments[1:])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    assert code in (1, 2)
+    assert called(name, folders, tmp_path) in (1, 2)
     said = " ".join(capfd.readouterr().err.replace("│", " ").split())
     assert EXPECTED[name] in said
 

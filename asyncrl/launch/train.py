@@ -173,10 +173,8 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         )
         world = console.world_line(asked, said)
         log.banner(console.banner(config, run_dir, placement.summary, str(device), world))
-        if restart_count := rendezvous.restart_count():
-            log.banner(f"torchrun started the ranks again ({restart_count}); on from version {start.version}")
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
-        log.banner("\n".join([hint, *console.notes(config), *start.notes]))
+        log.banner("\n".join([*_again(start.version), hint, *console.notes(config), *start.notes]))
         info = _run_info(start, endpoint, sockets, keys, publisher)
         children = ChildProcesses(stop, log.banner, partial(_news, config, placement, publisher, sockets))
         run_until_done = Watchdog(run_dir, log.banner)
@@ -202,6 +200,12 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             start.lock.release()
         log.banner(console.final_summary(config, run_dir, learner.end_reason))
     return 0
+
+
+def _again(version: int) -> list[str]:
+    """One line when torchrun started the ranks again."""
+    count = rendezvous.restart_count()
+    return [f"torchrun started the ranks again ({count}); on from version {version}"] if count else []
 
 
 def _run_info(

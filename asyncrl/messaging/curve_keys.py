@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncrl.errors import ConfigError
+from asyncrl.storage.private_files import check_private
 
 LEARNER: Final = "learner"
 """Name of the learner's key."""
@@ -171,16 +171,12 @@ def _read_secret(folder: Path, name: str) -> bytes:
 
 
 def _check_private(path: Path) -> None:
+    mode = "700" if path.is_dir() else "600"
+    remedy = f"Make it private: chmod {mode} {path} (and make new keys when it was open for long)."
     try:
-        about = path.stat()
+        check_private(path, remedy)
     except OSError as error:
         raise _unreadable(path, error) from None
-    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        mode = "700" if path.is_dir() else "600"
-        raise ConfigError(
-            f"{path} has mode {stat.S_IMODE(about.st_mode):o} or another owner, so others can use the secret "
-            f"keys. Make it private: chmod {mode} {path} (and make new keys when it was open for long)"
-        )
 
 
 def read_key(path: Path) -> bytes:

@@ -37,10 +37,11 @@ def read_small(path: Path) -> str:
 
 
 def check_private(path: Path, remedy: str) -> None:
-    """Check that only this user can read a file.
+    """Check that only this user can read a file, or enter a folder.
 
     Raises:
-        ConfigError: Others can.
+        ConfigError: Others can; `remedy` says what to do.
+        OSError: It is not there.
     """
     about = path.stat()
     if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
