@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,12 @@ from asyncrl.worlds.wan.world import WanWorld
 from support.replay import Clock, make_limiter, make_replay
 from support.replay_server import NOBODY, ScriptedSocket
 from support.tiny_actor import TASKS
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C as in a terminal, also where a shell started the tests in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
