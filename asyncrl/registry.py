@@ -70,7 +70,7 @@ REQUIRED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "policy": _POLICY,
         "world": ("check", "load", "image_size", "action_spec", "modules", "start", "imagine"),
         "reward": ("check", "load", "image_size", "modules", "score"),
-        "simulator": ("tasks", "max_steps", "reset", "step"),
+        "simulator": ("spec", "reset", "step", "look", "close"),
         "correction": ("weights",),
         "advantage": ("estimate",),
         "objective": ("loss",),
@@ -156,6 +156,8 @@ def _load(kind: str, name: str, where: str) -> type:
         ) from error
     except ImportError as error:
         raise ConfigError(f"{FLAGS[kind]} is {name}, but {module} cannot be imported: {error}.") from error
+    if kind == "simulator" and callable(found) and not isinstance(found, type):
+        return found  # A function that makes one: what it makes is looked at.
     if not isinstance(found, type):
         raise ConfigError(f"{FLAGS[kind]} is {name}, but that is a {type(found).__name__}, expected a class.")
     if lacking := [member for member in REQUIRED.get(kind, ()) if not hasattr(found, member)]:

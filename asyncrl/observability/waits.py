@@ -199,6 +199,14 @@ DECISION = _define(
     "the devices",
     "the actor ends with an error and is respawned",
 )
+SIMULATORS = _define(
+    "simulators",
+    "waiting for simulators to answer",
+    "actor, evaluate, collect",
+    "120, without any answer of a worker; 300 until it is ready",
+    "a worker's answer; its death",
+    "the worker is replaced and its episodes are played again; after five, the command ends with an error",
+)
 DEVICE_MEMORY = _define(
     "device_memory",
     "waiting for device memory to return to",

@@ -1,10 +1,18 @@
-"""The interface of every simulator, and what one may offer beside it."""
+"""The interface of every simulator: places in which episodes with true physics are played.
+
+A simulator has one or more *places*, each with an episode of its own. Nothing resets by itself: a place whose
+episode ended ignores actions until `reset`, and everything about an episode follows from its `SimStart`.
+
+Dimension letters:
+    n  places addressed      K  cameras      H, W  picture size in pixels (equal)
+    Q  numbers of state      A  numbers per action
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +21,124 @@ from asyncrl.config.bounds import AtLeast, Bounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What is seen after a reset or a step."""
+class SimulatorSpec:
+    """What is known of a simulator before an episode is played. Plain values only: it travels as JSON."""
 
-    image: NDArray[np.uint8]
-    """``[H, W, 3]`` red-green-blue; ``[0, 0, 3]`` when the simulator does not render."""
+    name: str
+    """Short, as in `SimStart.name`: ``libero_spatial``."""
+    tasks: tuple[str, ...]
+    """Instructions, lower case, without a full stop. Stored starts name them by their index (task id); where
+    there are none, an episode says its own after the reset, and these are all that it may say. Empty: any."""
+    trials: int
+    """Stored starts of each task, numbered from 0; 0: every seed is a start."""
+    max_steps: int
+    """Steps until an episode is truncated."""
+    image_size: int
+    """Height and width of the pictures in pixels."""
+    cameras: tuple[str, ...] = ("main",)
+    """Names of the K cameras; the first is what models of one picture see."""
+    state_dim: int = 0
+    """``Q``: numbers of the robot's state, as published policies are given it."""
+    action_low: tuple[float, ...] = (-1.0,) * 7
+    action_high: tuple[float, ...] = (1.0,) * 7
+    """``A`` bounds; what lies outside is clipped."""
+    idle: tuple[float, ...] = (0.0,) * 6 + (-1.0,)
+    """``A`` numbers: the action that moves nothing and keeps the gripper open."""
+    reward: Literal["success", "dense"] = "success"
+    """`success`: 1 in the step that fulfils the task, else 0. `dense`: any numbers, at every step."""
+    places: int = 1
+    """Episodes that one object plays at once."""
+    lockstep: bool = False
+    """Whether all places can only be stepped together: then no place steps before all that play have an
+    action."""
+
+    @property
+    def action_dim(self) -> int:
+        """Return ``A``."""
+        return len(self.idle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimStart:
+    """Where an episode begins. Everything about the episode but the actions follows from it."""
+
+    name: str
+    """Unique: ``libero_spatial/3/017`` for a stored start, ``tabletop/seed-1000123`` for a random one."""
     task: str
-    """The instruction, lower case, without a full stop."""
-    success: bool
-    """Whether the task is fulfilled at this very moment. Not latched: a later step may undo it."""
+    """The instruction, lower case, without a full stop; empty: it is said by `Seen.tasks` after the reset."""
+    task_id: int = -1
+    """Index into `SimulatorSpec.tasks`; -1: there are no numbered tasks."""
+    trial: int = -1
+    """Which of the task's stored starts; -1: a random one, drawn from `seed`."""
+    seed: int = 0
+
+
+class Seen(NamedTuple):
+    """What n places show."""
+
+    images: NDArray[np.uint8]
+    """``[n, K, H, W, 3]`` red-green-blue."""
+    states: NDArray[np.float32]
+    """``[n, Q]``."""
+    tasks: tuple[str, ...] = ()
+    """After a reset the n instructions, otherwise empty."""
+
+
+class Stepped(NamedTuple):
+    """What one step did in n places."""
+
+    seen: Seen | None
+    """What is seen after the action; None when nothing was to be drawn."""
+    rewards: NDArray[np.float32]
+    """``[n]``."""
+    success: NDArray[np.bool_]
+    """``[n]`` whether the task is fulfilled at this very moment. Not latched: a later step may undo it."""
+    terminated: NDArray[np.bool_]
+    """``[n]`` whether the episode cannot go on, by the simulator's own rules: what had to stand has fallen. A
+    success that one can go on from is none: who plays decides whether it ends the episode."""
+    truncated: NDArray[np.bool_]
+    """``[n]`` whether it is over because `SimulatorSpec.max_steps` is reached."""
+
+
+class Simulator(Protocol):
+    """Places with true physics and true success.
+
+    Built by calling its class, or a function of the user's, with ``places=`` (at least 1) and ``image_size=``
+    in pixels (0: its own size), and the keywords of --simulator-settings. One that can only have a single
+    place refuses more with a `ConfigError`. A class may have ``describe(**the same) -> SimulatorSpec``, a
+    class method which says the spec without building a scene.
+    """
+
+    @property
+    def spec(self) -> SimulatorSpec:
+        """Return what is known of it."""
+        ...
+
+    def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
+        """Begin one episode in each of n different places; the others are left as they are.
+
+        Raises:
+            ConfigError: A start that the simulator does not have.
+        """
+        ...
+
+    def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
+        """Carry out one action in each of n different places whose episodes are not over.
+
+        Args:
+            places: Those to step. With `SimulatorSpec.lockstep` all that play.
+            actions: ``[n, A]`` float32, finite.
+            draw: Whether pictures are wanted; nothing else depends on it.
+        """
+        ...
+
+    def look(self, places: Sequence[int]) -> Seen:
+        """Show what n places look like now, without a step."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds. May be called again."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,58 +156,24 @@ class Demonstrator(Bounded):
     spread: Annotated[float, AtLeast(0, "it is a deviation.", "Use 0.")] = 0.0
     """Standard deviation of a further grasp error in metres, drawn per episode."""
     place_offset: tuple[float, float] = (0.0, 0.0)
-    """Constant error of where the cube is set down, in metres (x, y)."""
+    """Constant error of where the object is set down, in metres (x, y)."""
     place_spread: Annotated[float, AtLeast(0, "it is a deviation.", "Use 0.")] = 0.0
     """Standard deviation of a further error of the same in metres, drawn per episode."""
     extra_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 1.", highest=10_000)] = 1
     """Decisions recorded after the task is solved."""
 
 
-class Simulator(Protocol):
-    """One environment with true physics and true success.
-
-    Its class is called with ``image_size=`` in pixels and the keywords of --simulator-settings.
-    Action i produces observation i: `step` returns what is seen after the action.
-    """
-
-    @property
-    def tasks(self) -> Sequence[str]:
-        """Return all instructions that episodes may have."""
-        ...
-
-    @property
-    def max_steps(self) -> int:
-        """Return the steps until an episode is truncated. The caller counts; `step` may be called further."""
-        ...
-
-    @property
-    def image_size(self) -> int:
-        """Return the side of the square picture in pixels."""
-        ...
-
-    def reset(self, seed: int) -> Observation:
-        """Begin the episode that belongs to this seed; everything about it follows from the seed."""
-        ...
-
-    def step(self, action: NDArray[np.floating]) -> Observation:
-        """Carry out one action.
-
-        Args:
-            action: ``[A]`` float32 in the units of the policy. The built-in one: ``[7]`` = (dx, dy, dz,
-                droll, dpitch, dyaw, gripper), each clipped to [-1, 1]; translations and rotations are
-                relative to the present tool pose; gripper > 0 closes.
-        """
-        ...
-
-
 @runtime_checkable
 class HasExpert(Protocol):
-    """A simulator that can show how a task is done: needed by `asyncrl collect` without --policy."""
+    """A simulator that can show how a task is done: `asyncrl collect` and `evaluate --policy expert`."""
 
-    def expert(self, settings: Demonstrator, rng: np.random.Generator) -> Callable[[], NDArray[np.float32]]:
+    def expert(
+        self, place: int, settings: Demonstrator, rng: np.random.Generator
+    ) -> Callable[[], NDArray[np.float32]]:
         """Return what chooses the next action of the episode that was just reset; it may see the true state.
 
         Args:
+            place: Where the episode is played.
             settings: How good it shall be; what has no meaning here is ignored.
             rng: Source of all its randomness.
 
@@ -98,3 +181,37 @@ class HasExpert(Protocol):
             A function that gives ``[A]`` float32 in the units of `Simulator.step`, called before each `step`.
         """
         ...
+
+
+def stored_start(spec: SimulatorSpec, task_id: int, trial: int) -> SimStart:
+    """Return a stored start of a simulator that has some.
+
+    Example:
+        >>> spec = SimulatorSpec(name="suite", tasks=("open it",), trials=50, max_steps=9, image_size=64)
+        >>> stored_start(spec, 0, 7).name
+        'suite/0/007'
+    """
+    return SimStart(
+        name=f"{spec.name}/{task_id}/{trial:03d}",
+        task=spec.tasks[task_id],
+        task_id=task_id,
+        trial=trial,
+        seed=task_id * max(spec.trials, 1) + trial,
+    )
+
+
+def random_start(spec: SimulatorSpec, seed: int) -> SimStart:
+    """Return the start that belongs to a seed. Tasks with stored starts take turns by the seed.
+
+    Example:
+        >>> spec = SimulatorSpec(name="table", tasks=("a", "b"), trials=0, max_steps=9, image_size=64)
+        >>> random_start(spec, 12).name
+        'table/seed-12'
+    """
+    if not spec.trials:
+        task = spec.tasks[0] if len(spec.tasks) == 1 else ""
+        return SimStart(name=f"{spec.name}/seed-{seed}", task=task, seed=seed)
+    task_id = seed % len(spec.tasks)
+    return SimStart(
+        name=f"{spec.name}/{task_id}/seed-{seed}", task=spec.tasks[task_id], task_id=task_id, seed=seed
+    )

@@ -1,281 +1,474 @@
-"""Run many simulators side by side in worker processes.
+"""Play many episodes side by side in worker processes, without waiting for the slowest.
 
-Each worker is a process that owns `envs_per_worker` environments and serves one request at a time:
-
-1. the parent writes the actions into shared memory and sends a request (JSON bytes) over a pipe;
-2. the worker steps its environments, writes frames and success into shared memory, and answers (JSON bytes);
-3. the parent copies the results out. Nothing is pickled after start-up.
+Requests go out per slot, and answers are taken as they come: a reset, another task's scene or a slow worker
+holds up nobody else. A worker that dies, raises or hangs is named and replaced; who plays in it is told
+that the episode is lost, and plays it again from its start.
 
 A worker waits for requests without a deadline; its wait ends when the parent sends one, closes the pipe or
-dies. The parent waits for an answer until a deadline; its wait ends early when the worker dies.
-
-Dimension letters:
-    n  environments addressed      H, W  picture size in pixels (equal)
+dies. The parent waits for answers (`waits.SIMULATORS`) as long as it says, and for no worker longer than
+`timeout` seconds without an answer.
 """
 
-import ctypes
+from __future__ import annotations
+
 import json
+import logging
+import mmap
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import reduction
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
-from asyncrl.records import ActionSpec
-from asyncrl.simulators.pool_worker import Environments, Server, worker_main
+from asyncrl.observability import waits
+from asyncrl.records import CHUNK
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import Demonstrator, Simulator, SimulatorSpec, SimStart
+from asyncrl.simulators.pool_worker import PlaceArrays, Request, Worker, spec_from_json, worker_main
 
-DEFAULT_SPEC: Final = ActionSpec()
+_log = logging.getLogger(__name__)
 _KINDS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "ConfigError": ConfigError}
+MOST_LOST: Final = 5
+"""Workers that may be lost before the pool gives up."""
+START_TIMEOUT: Final = 300.0
+"""Seconds a worker may take until it is ready: drawing may have to be compiled first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotAnswer:
+    """What became of a request in one slot. Dimension letters as in `pool_worker`; S steps were made."""
+
+    slot: int
+    lost: str = ""
+    """Why the episode was lost with its worker; empty: it was not. Then the slot is free, and nothing else of
+    this means anything."""
+    task: str = ""
+    """After a reset: the instruction."""
+    frames: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 1, 0, 0, 3), np.uint8))
+    """``[S, K, H, W, 3]`` what was seen after each step where every frame was asked for, else ``[1, ...]``:
+    after the last one, or after the reset."""
+    states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """``[rows of frames, Q]``."""
+    actions: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """``[S, A]`` what was carried out."""
+    rewards: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """``[S]``."""
+    success: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """``[S]``."""
+    terminated: bool = False
+    truncated: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Return ``S``; 0 after a reset."""
+        return len(self.rewards)
+
+
+class Pool(Protocol):
+    """What plays episodes: `SimulatorPool`, and what stands in for it."""
+
+    @property
+    def spec(self) -> SimulatorSpec:
+        """Return what is known of the simulator."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Return the number of slots."""
+        ...
+
+    def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
+        """See `SimulatorPool.reset`."""
+        ...
+
+    def step(
+        self,
+        slot: int,
+        actions: NDArray[np.float32] | int,
+        *,
+        every_frame: bool = False,
+        past_success: bool = False,
+    ) -> None:
+        """See `SimulatorPool.step`."""
+        ...
+
+    def leave(self, slot: int) -> None:
+        """See `SimulatorPool.leave`."""
+        ...
+
+    def ready(self, patience: float) -> list[SlotAnswer]:
+        """See `SimulatorPool.ready`."""
+        ...
+
+    def loaded_task(self, slot: int) -> int:
+        """See `SimulatorPool.loaded_task`."""
+        ...
 
 
 class _InProcess:
-    """Stands in for a worker when no process is wanted."""
+    """Stands in for a worker where no process is wanted: carries requests out when answers are asked for."""
 
-    def __init__(self, environments: Environments) -> None:
-        self.arrays = environments.arrays(bytearray(environments.nbytes))
-        self._server = Server(environments, self.arrays)
-        self._answer: dict[str, Any] = {}
+    def __init__(self, simulator: Simulator, steps: int) -> None:
+        self._simulator, spec = simulator, simulator.spec
+        self.spec = spec
+        self.arrays: PlaceArrays | None = PlaceArrays.over(
+            bytearray(PlaceArrays.nbytes(spec, steps)), spec, steps
+        )
+        self._worker = Worker(simulator, self.arrays)
+        self._requests: list[Request] = []
 
-    def ask(self, request: dict[str, Any]) -> None:
-        self._answer = self._server.serve(request)
+    def send(self, request: Request) -> None:
+        self._requests.append(request)
 
-    def answer(self, deadline: float) -> dict[str, Any]:
-        return self._answer
+    def answers(self) -> list[dict[str, Any]]:
+        requests, self._requests = self._requests, []
+        return self._worker.take(requests)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to stop."""
+        self._simulator.close()
 
 
 class _Remote:
     """The parent's side of one worker process."""
 
-    def __init__(self, environments: Environments, number: int) -> None:
+    def __init__(self, source: SimulatorSource, number: int, steps: int) -> None:
         context = mp.get_context("spawn")
-        buffer = context.RawArray(ctypes.c_uint8, environments.nbytes)
-        self.arrays = environments.arrays(buffer)
         self.name = f"simulator worker {number}"
-        self._pipe, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(
-            target=worker_main,
-            name=self.name,
-            args=(theirs, buffer, environments, os.getpid()),
-            daemon=True,
+        self.arrays: PlaceArrays | None = None
+        self.spec: SimulatorSpec | None = None
+        """None until it is ready."""
+        self._steps = steps
+        self._unsent: list[Request] = []
+        """Asked for before it was ready."""
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=worker_main, name=self.name, args=(theirs, source, steps, os.getpid()), daemon=True
         )
-        self._process.start()
+        self.process.start()
         theirs.close()
 
-    def ask(self, request: dict[str, Any]) -> None:
-        """Send a request; `answer` must follow before the next one."""
+    def send(self, request: Request) -> None:
+        if self.arrays is None:
+            self._unsent.append(request)
+            return
         try:
-            self._pipe.send_bytes(json.dumps(request).encode())
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._dead() from error
+            self.pipe.send_bytes(json.dumps(request).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            return  # It died: that is noticed, and said, where answers are taken.
 
-    def answer(self, deadline: float) -> dict[str, Any]:
-        """Wait until the answer is here, the worker dies, or ``time.monotonic()`` passes `deadline`."""
-        patience = max(0.0, deadline - time.monotonic())
-        if not wait([self._pipe, self._process.sentinel], timeout=patience):
-            raise RunError(
-                f"The {self.name} (process {self._process.pid}) did not answer before the deadline, so it "
-                "hangs or the machine is overloaded. Use fewer workers, or raise the pool's timeout."
-            )
-        if not self._pipe.poll():
-            raise self._dead()
+    def answers(self) -> list[dict[str, Any]]:
+        """Take what has come without waiting.
+
+        Raises:
+            RunError: The worker died or failed.
+            ConfigError, AssetError: It cannot be built.
+        """
+        found = []
         try:
-            message = json.loads(self._pipe.recv_bytes())
-        except (EOFError, ConnectionResetError) as error:
-            raise self._dead() from error
-        if "error" in message:
-            kind = _KINDS.get(message["kind"], RunError)
-            raise kind(
-                message["error"] if kind is not RunError else f"The {self.name} failed: {message['error']}"
-            )
-        return message
+            while self.pipe.poll():
+                message = json.loads(self.pipe.recv_bytes())
+                if "error" in message:
+                    kind = _KINDS.get(message["kind"], RunError)
+                    raise kind(
+                        message["error"]
+                        if kind is not RunError
+                        else f"The {self.name} failed: {message['kind']}: {message['error']}"
+                    )
+                if "spec" in message:
+                    self._begin(spec_from_json(message["spec"]))
+                else:
+                    found.append(message)
+        except (EOFError, ConnectionResetError):
+            raise self.dead() from None
+        return found
 
-    def close(self) -> None:
-        """End the process: politely by closing the pipe, by SIGKILL if that takes more than 5 s."""
-        self._pipe.close()
-        self._process.join(timeout=5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(timeout=5)
+    def _begin(self, spec: SimulatorSpec) -> None:
+        memory = reduction.recv_handle(self.pipe)
+        size = max(1, PlaceArrays.nbytes(spec, self._steps))
+        self.spec, self.arrays = spec, PlaceArrays.over(mmap.mmap(memory, size), spec, self._steps)
+        os.close(memory)
+        unsent, self._unsent = self._unsent, []
+        for request in unsent:
+            self.send(request)
 
-    def _dead(self) -> RunError:
-        self._process.join(timeout=5)
+    def dead(self) -> RunError:
+        """Say how it died."""
+        self.process.join(timeout=5)
         return RunError(
-            f"The {self.name} died with exit code {self._process.exitcode} (negative: killed by signal), "
-            "so its episodes are lost. Its own output above says why; signal 9 often means a lack of memory."
+            f"The {self.name} died with exit code {self.process.exitcode} (negative: killed by signal). Its "
+            "own output above says why; signal 9 often means a lack of memory."
         )
+
+    def close(self, patience: float = 5.0) -> None:
+        """End the process: politely by closing the pipe, by SIGKILL if that takes longer."""
+        self.pipe.close()
+        self.process.join(timeout=patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(timeout=5)
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    """What a slot was asked."""
+
+    since: float
+    every_frame: bool = False
 
 
 class SimulatorPool:
-    """``max(workers, 1) * envs_per_worker`` environments, numbered through from 0.
+    """``max(workers, 1) * source.places`` slots, numbered through from 0, each with an episode or none.
 
-    Results do not depend on the number of workers, bit for bit. Environments keep obeying actions after
-    success and after `max_steps`: the caller decides when an episode is over. Create the pool in a thread
-    that outlives it: on Linux the workers die with that thread.
+    Results do not depend on the number of workers, bit for bit. Create the pool in a thread that outlives it:
+    on Linux the workers die with that thread.
 
     Args:
-        name: Simulator: a short name of the registry, or 'package.module:Class'.
+        source: Simulator of every worker.
         workers: Processes; 0 runs everything in this process.
-        envs_per_worker: Environments of each, at least 1.
-        image_size: Side of the pictures in pixels.
-        settings: Keywords of the simulator's class, as 'key=value' texts.
-        action_spec: Steps that are carried out at once, and numbers per step: those of the policy.
-        timeout: Seconds that a worker may take for start-up or for one request.
+        steps: Steps that a request may have.
+        timeout: Seconds that a worker may take for one answer.
 
     Raises:
         ConfigError: A number is out of range, or the simulator is unknown or lacks what one needs.
         AssetError: No OpenGL library.
-        RunError: A worker died or did not answer in time.
+        RunError: The first worker died or did not start in time.
     """
 
     def __init__(
-        self,
-        name: str,
-        workers: int,
-        envs_per_worker: int,
-        image_size: int,
-        *,
-        settings: Sequence[str] = (),
-        action_spec: ActionSpec = DEFAULT_SPEC,
-        timeout: float = 120.0,
+        self, source: SimulatorSource, workers: int, *, steps: int = CHUNK, timeout: float = 120.0
     ) -> None:
-        if workers < 0 or envs_per_worker < 1:
+        if workers < 0 or source.places < 1 or steps < 1:
             raise ConfigError(
-                f"A pool of {workers} workers with {envs_per_worker} environments each cannot work. "
-                "Use 0 workers (this process) or more, and at least 1 environment."
+                f"A pool of {workers} workers with {source.places} places each and requests of {steps} steps "
+                "cannot work. Use 0 workers (this process) or more, and at least 1 place and step."
             )
-        self._envs, self._timeout, self._closed = envs_per_worker, timeout, False
-        self.slots = max(workers, 1) * envs_per_worker
-        """Number of environments."""
-        self._workers: list[_InProcess | _Remote] = []
-        self._spec = action_spec
-        environments = Environments(
-            simulator=name,
-            settings=tuple(settings),
-            count=envs_per_worker,
-            image_size=image_size,
-            action_spec=action_spec,
-        )
-        if workers == 0:
-            self._workers.append(_InProcess(environments))
-            return
+        self._source, self._steps, self._timeout = source, steps, timeout
+        self._asked: dict[int, _Asked] = {}
+        """Requests under way by slot."""
+        self._tasks: dict[int, int] = {}
+        """Slot -> task id of the scene that is loaded there."""
+        self._lost: list[str] = []
+        self._closed = False
+        self._members: list[_InProcess | _Remote] = []
         try:
+            if workers == 0:
+                self._members = [_InProcess(source.build(), steps)]
             for number in range(workers):
-                self._workers.append(_Remote(environments, number))
-            deadline = time.monotonic() + timeout
-            for worker in self._workers:
-                worker.answer(deadline)
+                self._members.append(_Remote(source, number, steps))
+            self.spec: SimulatorSpec = self._first_spec()
         except BaseException:
             self.close()
             raise
+        self.places = self.spec.places
+        """Slots of each worker."""
+        self.slots = self.places * len(self._members)
 
-    def reset(self, indices: Sequence[int], seeds: Sequence[int]) -> tuple[NDArray[np.uint8], list[str]]:
-        """Begin episodes.
-
-        Args:
-            indices: n different environments.
-            seeds: n seeds, one per index.
-
-        Returns:
-            First pictures ``[n, H, W, 3]`` uint8 and n instructions, in the order of `indices`.
-        """
-        if len(indices) != len(seeds):
-            raise ValueError(f"{len(indices)} environments and {len(seeds)} seeds do not belong together")
-        tasks = [""] * len(indices)
-
-        def request(positions: list[int], envs: list[int]) -> dict[str, Any]:
-            return {"do": "reset", "envs": envs, "seeds": [int(seeds[position]) for position in positions]}
-
-        for positions, answer in self._ask(indices, request):
-            for position, task in zip(positions, answer["tasks"], strict=True):
-                tasks[position] = task
-        images = [worker.arrays.frames[env, 0] for worker, env in map(self._locate, indices)]
-        return np.stack(images), tasks
-
-    def step_chunk(
-        self, indices: Sequence[int], actions: NDArray[np.floating]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Carry out one decision in each of n environments.
+    def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
+        """Ask for an episode; the answer comes with `ready`.
 
         Args:
-            indices: n different environments.
-            actions: ``[n, C, A]`` float, finite, in the simulator's units; C is at least 1.
-
-        Returns:
-            Frames ``[n, C, H, W, 3]`` uint8 and success ``[n, C]`` bool, in the order of `indices`. Frame and
-            success i follow action i. Steps after a success are carried out like any other.
+            slot: One that is asked nothing else.
+            start: Of the episode.
+            expert: How good the simulator's expert shall be, which then may choose the actions.
         """
-        at_once, width = self._spec.chunk, self._spec.dim
-        wanted = actions.ndim == 3 and actions.shape == (len(indices), actions.shape[1], width)
-        if not wanted or not actions.shape[1] or not np.isfinite(actions).all():
-            raise ValueError(
-                f"actions must be finite [{len(indices)}, 1 or more, {width}], got shape {actions.shape}"
-            )
-        starts = range(0, actions.shape[1], at_once)
-        parts = [self._step(indices, actions[:, i : i + at_once]) for i in starts]
-        frames, success = zip(*parts, strict=True)
-        return np.concatenate(frames, axis=1), np.concatenate(success, axis=1).astype(bool)
+        place = self._ask(slot, _Asked(since=time.monotonic()))
+        self._tasks[slot] = start.task_id
+        demonstrator = None if expert is None else asdict(expert)
+        self._send(
+            slot, {"do": "reset", "place": place, "start": asdict(start), "expert": demonstrator}
+        )
 
-    def _step(
-        self, indices: Sequence[int], actions: NDArray[np.floating]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Carry out as many steps as the shared memory holds, or fewer."""
-        steps = actions.shape[1]
-        located = [self._locate(index) for index in indices]
-        for (worker, env), chunk in zip(located, actions, strict=True):
-            worker.arrays.actions[env, :steps] = chunk
-        self._ask(indices, lambda _, envs: {"do": "step", "envs": envs, "steps": steps})
-        frames = np.stack([worker.arrays.frames[env, :steps] for worker, env in located])
-        return frames, np.stack([worker.arrays.success[env, :steps] for worker, env in located])
+    def step(
+        self,
+        slot: int,
+        actions: NDArray[np.float32] | int,
+        *,
+        every_frame: bool = False,
+        past_success: bool = False,
+    ) -> None:
+        """Ask for steps; the answer comes with `ready`. They stop early where the episode ends.
+
+        Args:
+            slot: One with an episode that is not over, and that is asked nothing else.
+            actions: ``[S, A]`` float32, finite; or how many steps the expert shall choose. At most the steps
+                of the pool.
+            every_frame: Whether all pictures are wanted; else only the last one is drawn.
+            past_success: Whether the steps behind a success are made too.
+
+        Raises:
+            ValueError: The actions are not finite or of another shape.
+        """
+        steps = actions if isinstance(actions, int) else len(actions)
+        chosen = None
+        if not isinstance(actions, int):
+            chosen = actions
+            wanted = actions.ndim == 2 and actions.shape[1] == self.spec.action_dim
+            if not wanted or not np.isfinite(actions).all():
+                raise ValueError(
+                    f"actions must be finite [steps, {self.spec.action_dim}], got shape {actions.shape}"
+                )
+        if not 1 <= steps <= self._steps:
+            raise ValueError(f"{steps} steps were asked for, this pool takes 1 to {self._steps} at once")
+        place = self._ask(slot, _Asked(since=time.monotonic(), every_frame=every_frame))
+        arrays = self._members[slot // self.places].arrays
+        assert arrays is not None, "an episode is begun before it is stepped"
+        if chosen is not None:
+            arrays.actions[place, :steps] = chosen
+        self._send(
+            slot,
+            {
+                "do": "step",
+                "place": place,
+                "steps": steps,
+                "every_frame": every_frame,
+                "past_success": past_success,
+                "by_expert": chosen is None,
+            },
+        )
+
+    def leave(self, slot: int) -> None:
+        """Say that nobody plays on in a slot whose episode is not over: nobody waits for it any more."""
+        if self.spec.lockstep:
+            self._send(slot, {"do": "leave", "place": slot % self.places})
+
+    def loaded_task(self, slot: int) -> int:
+        """Return the task id of the scene in a slot, -1 where there is none: another one may take seconds."""
+        return self._tasks.get(slot, -1)
+
+    def ready(self, patience: float) -> list[SlotAnswer]:
+        """Take the answers that have come; wait until there is one, at most `patience` seconds.
+
+        Raises:
+            RunError: More than a few workers were lost.
+            ConfigError, AssetError: A worker cannot be built, or refuses a start.
+        """
+        if self._closed:
+            raise RunError("The simulator pool is closed. Create a new one.")
+        deadline = time.monotonic() + patience
+        while True:
+            answers = [answer for number in range(len(self._members)) for answer in self._answers(number)]
+            left = deadline - time.monotonic()
+            if answers or not self._asked or left <= 0:
+                return answers
+            remotes = [member for member in self._members if isinstance(member, _Remote)]
+            if remotes:
+                with waits.waiting(waits.SIMULATORS):
+                    wait([x for m in remotes for x in (m.pipe, m.process.sentinel)], timeout=min(left, 1.0))
 
     def close(self) -> None:
         """End all workers. May be called again."""
         self._closed = True
-        for worker in self._workers:
-            worker.close()
-        self._workers = []
+        members, self._members = self._members, []
+        for member in members:
+            member.close()
 
-    def __enter__(self) -> "SimulatorPool":
+    def __enter__(self) -> SimulatorPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _locate(self, index: int) -> tuple[_InProcess | _Remote, int]:
-        return self._workers[index // self._envs], index % self._envs
-
-    def _ask(
-        self, indices: Sequence[int], request: Callable[[list[int], list[int]], dict[str, Any]]
-    ) -> list[tuple[list[int], dict[str, Any]]]:
-        """Let all workers concerned work at once; return each one's positions in `indices` and its answer.
-
-        A failure closes the pool: a late answer must not be taken for the next one.
-        """
-        if self._closed:
-            raise RunError("The simulator pool is closed (or a worker failed before). Create a new one.")
-        if len(set(indices)) != len(indices) or not all(0 <= index < self.slots for index in indices):
-            raise ValueError(f"indices must be different and in 0..{self.slots - 1}, got {list(indices)}")
-        positions_of: dict[int, list[int]] = {}
-        for position, index in enumerate(indices):
-            positions_of.setdefault(index // self._envs, []).append(position)
-        deadline = time.monotonic() + self._timeout
-        try:
-            for number, positions in positions_of.items():
-                self._workers[number].ask(
-                    request(positions, [int(indices[p]) % self._envs for p in positions])
+    def _first_spec(self) -> SimulatorSpec:
+        """Wait until the first worker is ready; the others may still be loading."""
+        first = self._members[0]
+        if isinstance(first, _InProcess):
+            return first.spec
+        deadline = time.monotonic() + START_TIMEOUT
+        while first.spec is None:
+            first.answers()
+            if first.spec is not None:
+                break
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"The {first.name} (process {first.process.pid}) was not ready after {START_TIMEOUT:.0f} s, "
+                    "so it hangs or the machine is overloaded. Use fewer workers."
                 )
-            return [
-                (positions, self._workers[number].answer(deadline))
-                for number, positions in positions_of.items()
-            ]
-        except AsyncRLError:
-            self.close()
-            raise
+            with waits.waiting(waits.SIMULATORS):
+                wait([first.pipe, first.process.sentinel], timeout=1.0)
+            if not first.process.is_alive() and not first.pipe.poll():
+                raise first.dead()
+        return first.spec
+
+    def _ask(self, slot: int, asked: _Asked) -> int:
+        """Note a request; return the slot's place in its worker."""
+        if self._closed:
+            raise RunError("The simulator pool is closed. Create a new one.")
+        if not 0 <= slot < self.slots or slot in self._asked:
+            raise ValueError(f"slot {slot} is not one of {self.slots}, or is still asked something")
+        self._asked[slot] = asked
+        return slot % self.places
+
+    def _send(self, slot: int, request: Request) -> None:
+        self._members[slot // self.places].send(request)
+
+    def _answers(self, number: int) -> list[SlotAnswer]:
+        member = self._members[number]
+        if isinstance(member, _InProcess):
+            return [self._read(number, message) for message in member.answers()]
+        try:
+            found = [self._read(number, message) for message in member.answers()]
+            if not found:
+                self._check_alive(number, member)
+            return found
+        except RunError as error:
+            return self._replace(number, member, str(error))
+
+    def _check_alive(self, number: int, member: _Remote) -> None:
+        """Raise when a worker died, or takes too long for what it was asked."""
+        if not member.process.is_alive() and not member.pipe.poll():
+            raise member.dead()
+        # The newest request: with lockstep a worker may rightly wait for it.
+        patience = self._timeout if member.arrays is not None else START_TIMEOUT
+        asked = [self._asked[slot].since for slot in self._slots_of(number) if slot in self._asked]
+        if asked and time.monotonic() - max(asked) > patience:
+            raise RunError(
+                f"The {member.name} (process {member.process.pid}) did not answer within {patience:.0f} s, so "
+                "it hangs or the machine is overloaded."
+            )
+
+    def _replace(self, number: int, member: _Remote, reason: str) -> list[SlotAnswer]:
+        """Start another worker in the place of one that is lost; tell all its slots."""
+        self._lost.append(reason)
+        _log.warning("%s Its episodes are played again (%d of %d times).", reason, len(self._lost), MOST_LOST)
+        member.close(patience=0.0)
+        if len(self._lost) >= MOST_LOST:
+            raise RunError(f"{reason} It is number {len(self._lost)} that was lost, so the pool gives up.")
+        self._members[number] = _Remote(self._source, number, self._steps)
+        slots = list(self._slots_of(number))
+        for slot in slots:
+            self._asked.pop(slot, None)
+            self._tasks.pop(slot, None)
+        return [SlotAnswer(slot=slot, lost=reason) for slot in slots]
+
+    def _slots_of(self, number: int) -> range:
+        return range(number * self.places, (number + 1) * self.places)
+
+    def _read(self, number: int, message: dict[str, Any]) -> SlotAnswer:
+        """Copy an answer out of the shared memory."""
+        arrays, place = self._members[number].arrays, message["place"]
+        assert arrays is not None
+        slot = number * self.places + place
+        asked, steps = self._asked.pop(slot), message.get("steps", 0)
+        for other in self._slots_of(number):  # Its worker lives: those that wait for it have more time.
+            if other in self._asked:
+                self._asked[other] = replace(self._asked[other], since=time.monotonic())
+        rows = slice(0, steps) if asked.every_frame and steps else slice(max(steps, 1) - 1, max(steps, 1))
+        return SlotAnswer(
+            slot=slot,
+            task=message.get("task", ""),
+            frames=arrays.frames[place, rows].copy(),
+            states=arrays.states[place, rows].copy(),
+            actions=arrays.actions[place, :steps].copy(),
+            rewards=arrays.rewards[place, :steps].copy(),
+            success=arrays.success[place, :steps].copy(),
+            terminated=message.get("terminated", False),
+            truncated=message.get("truncated", False),
+        )

@@ -1,131 +1,235 @@
-"""Serve a simulator pool as one worker: step environments, write pictures and success to shared memory.
+"""Serve a simulator pool as one worker: play the places of one simulator, answer each place by itself.
+
+Requests and answers are JSON over a pipe; numbers and pictures are in memory that both sides map. A worker
+takes all requests that have come and steps their places together; with `SimulatorSpec.lockstep` it waits
+until every place with an episode under way has one.
 
 Dimension letters:
-    E  environments of the worker      C  steps of a request at most      A  numbers per step
-    H, W  picture size in pixels (equal)
+    P  places of the worker      C  steps of a request at most      K  cameras
+    H, W  picture size in pixels (equal)      Q  numbers of state      A  numbers per action
 """
 
+from __future__ import annotations
+
 import json
+import mmap
 import os
 import signal
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl import registry
-from asyncrl.errors import ConfigError
 from asyncrl.observability.signals import die_with_parent
-from asyncrl.records import ActionSpec
-from asyncrl.simulators.interface import Simulator
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, Simulator, SimulatorSpec, SimStart
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environments:
-    """Which environments a worker has."""
+class PlaceArrays:
+    """What a worker and the parent both see of every place; row i of a place belongs to step i of a request.
 
-    simulator: str
-    """Short name, or 'package.module:Class' of the user."""
-    settings: tuple[str, ...]
-    """Keywords of the class, as 'key=value' texts."""
-    count: int
-    image_size: int
-    """Side of the pictures in pixels."""
-    action_spec: ActionSpec
-    """Steps that are carried out at once, and numbers per step."""
-
-    def build(self) -> Simulator:
-        """Build one environment.
-
-        Raises:
-            ConfigError: Nothing is called so, or the class lacks what a simulator needs or refuses a setting.
-            AssetError: A library that it needs is not there.
-        """
-        kind = registry.resolve("simulator", self.simulator)
-        keywords = registry.keywords("--simulator-settings", self.settings)
-        try:
-            return kind(image_size=self.image_size, **keywords)
-        except TypeError as error:
-            raise ConfigError(
-                f"--simulator {self.simulator} cannot be built: {error}. It is called with image_size and "
-                "the keywords of --simulator-settings."
-            ) from error
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the shared buffer that `arrays` divides."""
-        step = self.action_spec.dim * 4 + self.image_size**2 * 3 + 1
-        return self.count * self.action_spec.chunk * step
-
-    def arrays(self, buffer: Any) -> "Arrays":
-        """View one shared buffer as the three arrays (actions first: they need the alignment)."""
-        steps = (self.count, self.action_spec.chunk)
-        shapes = {
-            "actions": (np.dtype(np.float32), (*steps, self.action_spec.dim)),
-            "frames": (np.dtype(np.uint8), (*steps, self.image_size, self.image_size, 3)),
-            "success": (np.dtype(np.uint8), steps),
-        }
-        arrays, offset = {}, 0
-        for key, (dtype, shape) in shapes.items():
-            length = int(np.prod(shape))
-            arrays[key] = np.frombuffer(buffer, dtype, length, offset).reshape(shape)
-            offset += length * dtype.itemsize
-        return Arrays(**arrays)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrays:
-    """What a worker and the parent both see."""
+    After a reset, row 0 holds what is seen.
+    """
 
     actions: NDArray[np.float32]
-    """``[E, C, A]`` written by the parent."""
+    """``[P, C, A]`` written by the parent, or by the worker where an expert chooses."""
     frames: NDArray[np.uint8]
-    """``[E, C, H, W, 3]`` written by the worker; a reset writes its picture to step 0."""
-    success: NDArray[np.uint8]
-    """``[E, C]`` written by the worker, 0 or 1."""
+    """``[P, C, K, H, W, 3]``."""
+    states: NDArray[np.float32]
+    """``[P, C, Q]``."""
+    rewards: NDArray[np.float32]
+    """``[P, C]``."""
+    success: NDArray[np.bool_]
+    """``[P, C]``."""
+
+    @classmethod
+    def shapes(cls, spec: SimulatorSpec, steps: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Return type and shape by name, those of wider numbers first: they need the alignment."""
+        rows = (spec.places, steps)
+        picture = (len(spec.cameras), spec.image_size, spec.image_size, 3)
+        return {
+            "actions": (np.dtype(np.float32), (*rows, spec.action_dim)),
+            "states": (np.dtype(np.float32), (*rows, spec.state_dim)),
+            "rewards": (np.dtype(np.float32), rows),
+            "frames": (np.dtype(np.uint8), (*rows, *picture)),
+            "success": (np.dtype(np.bool_), rows),
+        }
+
+    @classmethod
+    def nbytes(cls, spec: SimulatorSpec, steps: int) -> int:
+        """Return the size of the memory that `over` divides."""
+        return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in cls.shapes(spec, steps).values())
+
+    @classmethod
+    def over(cls, buffer: Any, spec: SimulatorSpec, steps: int) -> PlaceArrays:
+        """View a buffer of `nbytes` as the arrays."""
+        arrays, offset = {}, 0
+        for name, (dtype, shape) in cls.shapes(spec, steps).items():
+            count = int(np.prod(shape))
+            arrays[name] = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
+            offset += count * dtype.itemsize
+        return cls(**arrays)
 
 
-class Server:
-    """Carries out requests on its own environments. The same code runs in a worker and in-process."""
+@dataclass(kw_only=True)
+class _Turn:
+    """A request for steps that is under way."""
 
-    def __init__(self, environments: Environments, arrays: Arrays) -> None:
-        self._arrays = arrays
-        self._simulators = [environments.build() for _ in range(environments.count)]
-
-    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Reset or step the environments ``request["envs"]``; results go to the shared arrays."""
-        if request["do"] == "reset":
-            pairs = zip(request["envs"], request["seeds"], strict=True)
-            return {"tasks": [self._reset(env, seed) for env, seed in pairs]}
-        for env in request["envs"]:
-            for step, action in enumerate(self._arrays.actions[env, : request["steps"]]):
-                seen = self._simulators[env].step(action)
-                self._arrays.frames[env, step] = seen.image
-                self._arrays.success[env, step] = seen.success
-        return {}
-
-    def _reset(self, env: int, seed: int) -> str:
-        seen = self._simulators[env].reset(seed)
-        self._arrays.frames[env, 0] = seen.image
-        return seen.task
+    place: int
+    steps: int
+    every_frame: bool
+    past_success: bool
+    by_expert: bool
+    done: int = 0
+    over: bool = False
+    """Whether it ends here: all steps are made, the episode ended, or the task is fulfilled."""
+    terminated: bool = False
+    truncated: bool = False
 
 
-def worker_main(pipe: Connection, buffer: Any, environments: Environments, parent: int) -> None:
-    """Serve requests until the pipe closes. What a worker cannot do goes to the parent as a message."""
+class Worker:
+    """Carries out requests in the places of one simulator."""
+
+    def __init__(self, simulator: Simulator, arrays: PlaceArrays) -> None:
+        self._simulator, self._arrays = simulator, arrays
+        self._experts: dict[int, Callable[[], NDArray[np.float32]]] = {}
+        self._playing: set[int] = set()
+        """Places with an episode that is not over: what lockstep waits for."""
+        self._waiting: list[_Turn] = []
+
+    def take(self, requests: Sequence[Request]) -> list[Answer]:
+        """Carry out what can be; return the answers, in no particular order."""
+        answers = []
+        for request in requests:
+            if request["do"] == "reset":
+                answers.append(self._reset(request))
+            elif request["do"] == "leave":
+                self._playing.discard(request["place"])
+            else:
+                self._waiting.append(_turn(request))
+        if self._waiting and self._complete():
+            turns, self._waiting = self._waiting, []
+            answers += self._play(turns)
+        return answers
+
+    def _complete(self) -> bool:
+        """Whether the steps that wait can be made now."""
+        if not self._simulator.spec.lockstep:
+            return True
+        return self._playing <= {turn.place for turn in self._waiting}
+
+    def _reset(self, request: Request) -> Answer:
+        place, start = request["place"], SimStart(**request["start"])
+        seen = self._simulator.reset([place], [start])
+        self._write_seen([place], [0], seen)
+        self._playing.add(place)
+        self._experts.pop(place, None)
+        if request["expert"] is not None:
+            assert isinstance(self._simulator, HasExpert)
+            values = {name: tuple(v) if isinstance(v, list) else v for name, v in request["expert"].items()}
+            rng = np.random.default_rng([start.seed, 1])
+            self._experts[place] = self._simulator.expert(place, Demonstrator(**values), rng)
+        return {"place": place, "task": seen.tasks[0]}
+
+    def _play(self, turns: list[_Turn]) -> list[Answer]:
+        """Step all places together until each has made its steps, or ended before."""
+        arrays = self._arrays
+        while going := [turn for turn in turns if not turn.over]:
+            places, rows = [turn.place for turn in going], [turn.done for turn in going]
+            for turn in going:
+                if turn.by_expert:
+                    arrays.actions[turn.place, turn.done] = self._experts[turn.place]()
+            drawn = any(turn.every_frame or turn.done == turn.steps - 1 for turn in going)
+            stepped = self._simulator.step(places, arrays.actions[places, rows], draw=drawn)
+            if stepped.seen is not None:
+                self._write_seen(places, rows, stepped.seen)
+            arrays.rewards[places, rows] = stepped.rewards
+            arrays.success[places, rows] = stepped.success
+            for row, turn in enumerate(going):
+                turn.done += 1
+                turn.terminated, turn.truncated = bool(stepped.terminated[row]), bool(stepped.truncated[row])
+                ended = turn.terminated or turn.truncated
+                solved = bool(stepped.success[row]) and not turn.past_success
+                turn.over = ended or solved or turn.done == turn.steps
+                if ended or solved:
+                    self._playing.discard(turn.place)
+                if turn.over and not drawn:  # It ended before the step whose picture was asked for.
+                    self._write_seen([turn.place], [turn.done - 1], self._simulator.look([turn.place]))
+        return [
+            {
+                "place": turn.place,
+                "steps": turn.done,
+                "terminated": turn.terminated,
+                "truncated": turn.truncated,
+            }
+            for turn in turns
+        ]
+
+    def _write_seen(self, places: list[int], rows: list[int], seen: Seen) -> None:
+        self._arrays.frames[places, rows] = seen.images
+        self._arrays.states[places, rows] = seen.states
+
+
+def _turn(request: Request) -> _Turn:
+    return _Turn(
+        place=request["place"],
+        steps=request["steps"],
+        every_frame=request["every_frame"],
+        past_success=request["past_success"],
+        by_expert=request["by_expert"],
+    )
+
+
+def spec_from_json(values: Mapping[str, Any]) -> SimulatorSpec:
+    """Read what `asdict` wrote of a spec."""
+    known = {field.name for field in fields(SimulatorSpec)}
+    return SimulatorSpec(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
+    )
+
+
+def worker_main(pipe: Connection, source: SimulatorSource, steps: int, parent: int) -> None:
+    """Serve requests until the pipe closes. What a worker cannot do goes to the parent as a message.
+
+    Args:
+        pipe: To the parent.
+        source: Of the simulator.
+        steps: ``C``.
+        parent: Process id; the worker ends with it.
+    """
     die_with_parent(parent)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As a lost terminal is:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
-    os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa draws in this thread: one core per worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe.
+    os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa draws in this thread: one core per worker.
+    simulator: Simulator | None = None
     try:
-        server = Server(environments, environments.arrays(buffer))
-        pipe.send_bytes(json.dumps({}).encode())
+        simulator = source.build()
+        spec = simulator.spec
+        memory = os.memfd_create("asyncrl-simulator")
+        os.ftruncate(memory, max(1, size := PlaceArrays.nbytes(spec, steps)))
+        pipe.send_bytes(json.dumps({"spec": asdict(spec)}).encode())
+        reduction.send_handle(pipe, memory, parent)
+        worker = Worker(simulator, PlaceArrays.over(mmap.mmap(memory, max(1, size)), spec, steps))
+        os.close(memory)
         while True:
-            request = json.loads(pipe.recv_bytes())
-            pipe.send_bytes(json.dumps(server.serve(request)).encode())
+            requests = [json.loads(pipe.recv_bytes())]
+            while pipe.poll():
+                requests.append(json.loads(pipe.recv_bytes()))
+            for answer in worker.take(requests):
+                pipe.send_bytes(json.dumps(answer).encode())
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the parent closed its end: the normal way to stop
+        return  # The parent closed its end: the normal way to stop.
     except Exception as error:
         pipe.send_bytes(json.dumps({"error": str(error), "kind": type(error).__name__}).encode())
         raise
+    finally:
+        if simulator is not None:
+            simulator.close()

@@ -1,0 +1,83 @@
+"""Build the simulator that a name on the command line stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl import registry
+from asyncrl.errors import ConfigError
+from asyncrl.simulators.interface import Simulator, SimulatorSpec
+
+_NEEDS = ("spec", "reset", "step", "look", "close")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatorSource:
+    """Says what is built; plain values, so that worker processes can be told."""
+
+    name: str
+    """Short name, or 'package.module:Class' (or function) of the user."""
+    settings: tuple[str, ...] = ()
+    """Keywords, as 'key=value' texts."""
+    places: int = 1
+    image_size: int = 0
+    """Side of the pictures in pixels; 0: the simulator's own."""
+
+    def build(self) -> Simulator:
+        """Build the simulator.
+
+        Raises:
+            ConfigError: Nothing is called so, it refuses a setting, or it makes something else.
+            AssetError: A library that it needs is not there.
+        """
+        built = self._call(registry.resolve("simulator", self.name))
+        if all(hasattr(built, name) for name in _NEEDS):
+            return built
+        if _is_vector_env(built):
+            from asyncrl.simulators.vector_env import VectorEnvSimulator
+
+            return VectorEnvSimulator(built)
+        lacking = ", ".join(name for name in _NEEDS if not hasattr(built, name))
+        raise ConfigError(
+            f"--simulator {self.name} made a {type(built).__name__}, which is no simulator (it lacks "
+            f"{lacking}) and no gymnasium.vector.VectorEnv. See docs/extending.md."
+        )
+
+    def spec(self) -> SimulatorSpec:
+        """Return the spec, without building a scene where the class can say it.
+
+        Raises:
+            ConfigError: As `build`.
+            AssetError: As `build`.
+        """
+        kind = registry.resolve("simulator", self.name)
+        if hasattr(kind, "describe"):
+            return self._call(kind.describe)
+        simulator = self.build()
+        try:
+            return simulator.spec
+        finally:
+            simulator.close()
+
+    def has_expert(self) -> bool:
+        """Whether the class has an `expert`; of a function that is known only when it was called."""
+        return hasattr(registry.resolve("simulator", self.name), "expert")
+
+    def _call(self, function: Any) -> Any:
+        keywords = registry.keywords("--simulator-settings", self.settings)
+        try:
+            return function(places=self.places, image_size=self.image_size, **keywords)
+        except TypeError as error:
+            raise ConfigError(
+                f"--simulator {self.name} cannot be built: {error}. It is called with places, image_size and "
+                "the keywords of --simulator-settings."
+            ) from error
+
+
+def _is_vector_env(built: object) -> bool:
+    """Whether it is a `gymnasium.vector.VectorEnv`. Imports nothing: who made one has imported it."""
+    return any(
+        kind.__name__ == "VectorEnv" and kind.__module__.startswith("gymnasium.vector")
+        for kind in type(built).__mro__
+    )
