@@ -15,8 +15,8 @@ from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
-from asyncrl.evaluation.starts import evaluation_plays, evaluation_seeds
 from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.starts import evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
     from asyncrl.policies.interface import Policy
