@@ -264,8 +264,8 @@ class VectorEnvSimulator:
             names = [name for name in infos if not name.startswith("_")]
             raise ConfigError(
                 f"After a reset of {self._spec.name}, info[{self._task_key!r}] is {said!r} in place {row}, "
-                f"which is no instruction (info has: {', '.join(names) or 'nothing'}). Put one there, say where "
-                "it is (VectorEnvSimulator(env, task_key=...)), or give all episodes one (task='push the dot')."
+                f"which is no instruction (info has: {', '.join(names) or 'nothing'}). Put one there, or say "
+                "where it is (VectorEnvSimulator(env, task_key=...)), or give all episodes one (task='push it')."
             )
         return _plain(said)
 
