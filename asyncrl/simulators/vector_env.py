@@ -265,7 +265,7 @@ class VectorEnvSimulator:
             raise ConfigError(
                 f"After a reset of {self._spec.name}, info[{self._task_key!r}] is {said!r} in place {row}, "
                 f"which is no instruction (info has: {', '.join(names) or 'nothing'}). Put one there, or say "
-                "where it is (VectorEnvSimulator(env, task_key=...)), or give all episodes one (task='push it')."
+                "where it is (VectorEnvSimulator(env, task_key=...)), or give all one (task='push it')."
             )
         return _plain(said)
 
