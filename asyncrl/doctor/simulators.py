@@ -121,6 +121,10 @@ def check_drawing(examination: SimulatorExamination) -> Finding | None:
         from asyncrl.simulators.rendering import require_backend
 
         return ok("OpenGL", require_backend())
+    if examination.family == "maniskill":
+        from asyncrl.simulators.maniskill.vulkan import require_device
+
+        return ok("Vulkan", require_device())
     return None
 
 
