@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError
 
 _LEARNER: Final = "asyncrl.learner"
 _TRANSPORTS: Final = "asyncrl.weights.transports"
+_LIBERO: Final = "asyncrl.simulators.libero.simulator"
 BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "policy": {
@@ -32,7 +33,14 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "world": {"wan": "asyncrl.worlds.wan.world:WanWorld"},
         "reward": {"resnet": "asyncrl.rewards.model:ResNetReward"},
-        "simulator": {"tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop"},
+        "simulator": {
+            "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",
+            "libero_spatial": f"{_LIBERO}:LiberoSpatial",
+            "libero_object": f"{_LIBERO}:LiberoObject",
+            "libero_goal": f"{_LIBERO}:LiberoGoal",
+            "libero_10": f"{_LIBERO}:Libero10",
+            "libero_90": f"{_LIBERO}:Libero90",
+        },
         "correction": {
             "none": f"{_LEARNER}.corrections:NoCorrection",
             "naive": f"{_LEARNER}.corrections:Naive",
