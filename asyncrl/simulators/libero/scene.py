@@ -119,24 +119,25 @@ class Scene:
         """Draw what belongs to `state`: see `Pictures.draw`."""
         return self._pictures.draw()
 
-    def body_position(self, name: str) -> NDArray[np.float64]:
-        """Return where an object or fixture of the task is now: ``[3]`` metres."""
-        return self.sim.data.body_xpos[self._env.obj_body_id[name]].copy()
+    def position(self, name: str) -> NDArray[np.float64]:
+        """Return where an object, fixture or region of the task is now: ``[3]`` metres."""
+        if name in self._env.obj_body_id:
+            return self.sim.data.body_xpos[self._env.obj_body_id[name]].copy()
+        return self.sim.data.get_site_xpos(name).copy()
 
-    def body_rotation(self, name: str) -> NDArray[np.float64]:
+    def rotation(self, name: str) -> NDArray[np.float64]:
         """Return the axes of an object or fixture in the world as columns: ``[3, 3]``."""
         return self.sim.data.body_xmat[self._env.obj_body_id[name]].reshape(3, 3).copy()
 
     def hand(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return where the grip is now, ``[3]`` metres, and the hand's axes as columns, ``[3, 3]``."""
-        robot = self._env.robots[0]
-        rotation = self.sim.data.site_xmat[robot.eef_site_id].reshape(3, 3)
-        return self.sim.data.site_xpos[robot.eef_site_id].copy(), rotation.copy()
+        """Return where the grip is now, ``[3]`` metres, and the hand's axes as columns, ``[3, 3]``.
 
-    def opening(self) -> float:
-        """Return the distance between the fingers: metres, 0 to 0.08."""
-        robot = self._env.robots[0]
-        return float(np.abs(self.sim.data.qpos[robot._ref_gripper_joint_pos_indexes]).sum())
+        The fingers move along the second axis, the third points out of the hand.
+        """
+        robot, body = self._env.robots[0], self.sim.model.body_name2id(self._env.robots[0].robot_model.eef_name)
+        return self.sim.data.site_xpos[robot.eef_site_id].copy(), self.sim.data.body_xmat[body].reshape(
+            3, 3
+        ).copy()
 
     def close(self) -> None:
         """Free the scene. May be called again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.libero.expert import Expert
 from asyncrl.simulators.libero.loading import libero_package, quiet
 from asyncrl.simulators.libero.pictures import drawing_device
+from asyncrl.simulators.libero.plans import PLANS
 from asyncrl.simulators.libero.scene import CAMERAS, STATE_DIM, Look, Scene
 
 TRIALS: Final = 50
@@ -166,6 +168,26 @@ class LiberoSuite:
         if self._scene is None or list(places) != [0]:
             raise ConfigError(f"{self.suite} shows place 0 after a reset; {list(places)} was asked for.")
         return self._seen()
+
+    def expert(
+        self, place: int, settings: Demonstrator, rng: np.random.Generator
+    ) -> Callable[[], NDArray[np.float32]]:
+        """Return what chooses the next action: see `HasExpert.expert`.
+
+        Raises:
+            ConfigError: There is none for the task.
+        """
+        if self._scene is None or place != 0:
+            raise ConfigError(f"an expert of {self.suite} begins after a reset of place 0, not of {place}.")
+        plans = PLANS.get(self.suite, {})
+        if self._task_id not in plans:
+            able = ", ".join(map(str, plans)) or "none"
+            raise ConfigError(
+                f"there is no scripted expert for task {self._task_id} of {self.suite} "
+                f"({self._spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or use a "
+                "policy."
+            )
+        return Expert(self._scene, plans[self._task_id], settings, rng).act
 
     def close(self) -> None:
         """Free the scene. May be called again."""

@@ -168,8 +168,8 @@ def test_a_random_start_is_decided_by_its_seed_also_where_an_object_stands_in_a_
     again = begin(simulator, start)
     np.testing.assert_array_equal(positions(simulator), qpos)
     np.testing.assert_array_equal(first.images, again.images)
-    drawer = simulator._scene.body_position("wooden_cabinet_1")
-    bowl = simulator._scene.body_position("akita_black_bowl_1")
+    drawer = simulator._scene.position("wooden_cabinet_1")
+    bowl = simulator._scene.position("akita_black_bowl_1")
     assert np.linalg.norm((bowl - drawer)[:2]) < 0.2
     assert bowl[2] > 0.95, "it fell out of the drawer"
 
@@ -186,7 +186,7 @@ def test_numpys_global_generator_goes_on_as_if_nothing_had_been_drawn(simulator)
 def test_a_point_of_the_scene_is_seen_at_its_mirrored_place(simulator):
     begin(simulator, stored_start(simulator.spec, 0, 0))
     scene = simulator._scene
-    before, plate = scene.draw()[0].astype(int), scene.body_position("plate_1")
+    before, plate = scene.draw()[0].astype(int), scene.position("plate_1")
     model, data = scene.sim.model._model, scene.sim.data._data
     camera = data.camera("agentview")
     right, up, back = camera.xmat.reshape(3, 3).T
