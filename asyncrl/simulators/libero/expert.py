@@ -27,6 +27,7 @@ OPEN: Final = -1.0
 _HAND_DOWN = np.diag([1.0, -1.0, -1.0])
 _CLEARANCE = 0.13
 """Height above the object at which the hand arrives."""
+_ROOM = 0.018
 _CLOSING_STEPS = 10
 _OPENING_STEPS = 6
 _PATIENCE = 60
@@ -59,6 +60,9 @@ class Grasp:
     one. The first is tried first, the next after a miss."""
     turns: bool = False
     """Whether the angles are counted from the object's own direction."""
+    inside: str = ""
+    """The region that the object lies in, whose walls leave room on one side: then angles whose rim is nearer
+    to its middle come first, by `_ROOM` at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class Expert:
         self._misplace[:2] += rng.normal(0.0, 1.0, 2) * settings.place_spread
         self._retry = settings.retry
         self._tries = 0
+        self._angles = self._in_order(plan.grasp)
         self._start_height = float(scene.hand()[0][2])
         self._aim()
 
@@ -128,10 +133,23 @@ class Expert:
         action[6] = self._gripper
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
+    def _in_order(self, grasp: Grasp) -> tuple[float, ...]:
+        """Return the angles in the order in which they are tried."""
+        if not grasp.inside:
+            return grasp.angles
+        out = (self._scene.position(self._plan.item) - self._scene.position(grasp.inside))[:2]
+
+        def from_middle(place: int) -> float:
+            angle = np.radians(grasp.angles[place])
+            rim = out + grasp.radius * np.array([np.cos(angle), np.sin(angle)])
+            return float(np.linalg.norm(rim)) + _ROOM * place
+
+        return tuple(grasp.angles[place] for place in sorted(range(len(grasp.angles)), key=from_middle))
+
     def _aim(self) -> None:
         """Choose how the object is grasped this time."""
         grasp = self._plan.grasp
-        angle = np.radians(grasp.angles[self._tries % len(grasp.angles)])
+        angle = np.radians(self._angles[self._tries % len(self._angles)])
         if grasp.turns:
             axes = self._scene.rotation(self._plan.item)
             angle += np.arctan2(axes[1, 0], axes[0, 0])

@@ -20,7 +20,11 @@ PLANS: Final[dict[str, dict[int, Plan]]] = {
         1: _bowl_to_plate(90, 0, 180),
         2: _bowl_to_plate(90, 0, 180),
         3: _bowl_to_plate(90, 0, 180),
-        4: _bowl_to_plate(135, 45, 90, 180),
+        4: Plan(
+            item="akita_black_bowl_1",
+            goal="plate_1",
+            grasp=replace(_BOWL, angles=(165.0, 350.0), inside="wooden_cabinet_1_top_region"),
+        ),
         5: _bowl_to_plate(90, 0, 180),
         6: _bowl_to_plate(180, 90, 0),
         7: _bowl_to_plate(90, 0, 180),
