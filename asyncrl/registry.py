@@ -41,6 +41,7 @@ _MANISKILL: Final = (
     *("put_on_plate_25", *(f"put_on_plate_25_{kind}" for kind in ("vision", "semantic", "position"))),
 )
 """As in asyncrl/simulators/maniskill/tasks.py."""
+_LIBERO: Final = "asyncrl.simulators.libero.simulator"
 BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "policy": {
@@ -52,6 +53,11 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "simulator": {
             "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",
             **{f"maniskill_{task}": f"asyncrl.simulators.maniskill.simulator:{task}" for task in _MANISKILL},
+            "libero_spatial": f"{_LIBERO}:LiberoSpatial",
+            "libero_object": f"{_LIBERO}:LiberoObject",
+            "libero_goal": f"{_LIBERO}:LiberoGoal",
+            "libero_10": f"{_LIBERO}:Libero10",
+            "libero_90": f"{_LIBERO}:Libero90",
         },
         "correction": {
             "none": f"{_LEARNER}.corrections:NoCorrection",
