@@ -231,8 +231,6 @@ def _decide(
                 )
             )
         )
-    blind = isinstance(act, Demonstrator)  # It sees the true state.
-    frames = "all" if keep_frames else "none" if blind else "last"
     for slot, actions in zip(undecided, chosen, strict=True):
         pool.step(slot, actions, frames=frames, past_success=extra_decisions >= 0)
 
