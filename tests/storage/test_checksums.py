@@ -122,7 +122,7 @@ def test_a_file_outside_of_the_folder_is_not_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[3], [0, 5], [1 << 20, 7], [40 << 20], [5 << 20, 3 << 20, 9]])
-@pytest.mark.parametrize("torn", [b"", b"x" * 100, b"y" * (3 << 20)])
+@pytest.mark.parametrize("torn", [b"", b"x" * 100, b"y" * (3 << 20)], ids=["whole", "torn", "torn late"])
 def test_whole_lines_are_summed_up_however_long_they_are(
     tmp_path: Path, sizes: list[int], torn: bytes
 ) -> None:
