@@ -41,6 +41,7 @@ _MANISKILL: Final = (
     *("put_on_plate_25", *(f"put_on_plate_25_{kind}" for kind in ("vision", "semantic", "position"))),
 )
 """As in asyncrl/simulators/maniskill/tasks.py."""
+_LIBERO: Final = "asyncrl.simulators.libero.simulator"
 BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "policy": {
@@ -52,6 +53,11 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "simulator": {
             "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",
             **{f"maniskill_{task}": f"asyncrl.simulators.maniskill.simulator:{task}" for task in _MANISKILL},
+            "libero_spatial": f"{_LIBERO}:LiberoSpatial",
+            "libero_object": f"{_LIBERO}:LiberoObject",
+            "libero_goal": f"{_LIBERO}:LiberoGoal",
+            "libero_10": f"{_LIBERO}:Libero10",
+            "libero_90": f"{_LIBERO}:Libero90",
         },
         "correction": {
             "none": f"{_LEARNER}.corrections:NoCorrection",
@@ -130,8 +136,10 @@ def split(text: str) -> tuple[str, str]:
     return (match["name"], match["folder"] or "") if match else ("", text)
 
 
-def resolve(kind: str, name: str) -> type:
+def resolve(kind: str, name: str) -> Any:
     """Return the class called `name`: a built-in one, or 'package.module:Class' of the user.
+
+    Of simulators it may also be a function that makes one.
 
     Raises:
         ConfigError: Nothing is called so, it cannot be imported, or lacks what its protocol requires.
@@ -186,7 +194,7 @@ def check_name(kind: str, name: str) -> None:
     )
 
 
-def _load(kind: str, name: str, where: str) -> type:
+def _load(kind: str, name: str, where: str) -> Any:
     module, _, attribute = where.partition(":")
     try:
         found = getattr(import_module(module), attribute)
