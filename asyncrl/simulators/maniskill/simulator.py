@@ -124,7 +124,7 @@ class ManiSkill:
             state_dim=self._states(0).shape[1],
             action_low=tuple(np.where(self._signs < 0, -high, low).tolist()),
             action_high=tuple(np.where(self._signs < 0, -low, high).tolist()),
-            idle=tuple((_idle(self.task, len(low)) * self._signs).tolist()),
+            idle=tuple((_idle(self.task, len(low)) * self._signs + 0.0).tolist()),
             reward="success" if reward == "success" else "dense",
             places=places,
             lockstep=self._batched,

@@ -16,8 +16,8 @@ from asyncrl.errors import AssetError
 
 PIP: Final = "pip install 'asyncrl[maniskill]'"
 _REMEDY: Final = (
-    "Install the GPU vendor's driver with its Vulkan part (in containers: NVIDIA_DRIVER_CAPABILITIES=all), or "
-    "Mesa 24 or newer to draw on the CPU (`apt-get install mesa-vulkan-drivers`, on Debian 12 from "
+    "Install the GPU vendor's driver with its Vulkan part (in containers: NVIDIA_DRIVER_CAPABILITIES=all), "
+    "or Mesa 24 or newer to draw on the CPU (`apt-get install mesa-vulkan-drivers`, on Debian 12 from "
     "bookworm-backports): docs/maniskill.md."
 )
 _RAY_TRACING: Final = "SAPIEN_DISABLE_RAY_TRACING"
