@@ -108,8 +108,10 @@ def split(text: str) -> tuple[str, str]:
     return (match["name"], match["folder"] or "") if match else ("", text)
 
 
-def resolve(kind: str, name: str) -> type:
+def resolve(kind: str, name: str) -> Any:
     """Return the class called `name`: a built-in one, or 'package.module:Class' of the user.
+
+    Of simulators it may also be a function that makes one.
 
     Raises:
         ConfigError: Nothing is called so, it cannot be imported, or lacks what its protocol requires.
@@ -135,7 +137,7 @@ def check_name(kind: str, name: str) -> None:
     )
 
 
-def _load(kind: str, name: str, where: str) -> type:
+def _load(kind: str, name: str, where: str) -> Any:
     module, _, attribute = where.partition(":")
     try:
         found = getattr(import_module(module), attribute)

@@ -86,7 +86,6 @@ def test_a_policy_without_tokens_learns_in_a_world_of_ones_own(
 
     def true_success(of: str) -> int:
         evaluate = [of, "--simulator", SIMULATOR, "--episodes", "128", "--workers", "1"]
-        evaluate += ["--max-decisions", "3"]  # 24 steps, as imagined.
         assert cli.run("evaluate", evaluate) == 0
         found = re.search(r"all tasks .* (\d+)/128", capsys.readouterr().out)
         assert found
