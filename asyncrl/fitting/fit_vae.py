@@ -30,6 +30,9 @@ FOREGROUND_WEIGHT = 20.0
 """How much heavier a pixel weighs per unit of difference from the average picture; a cube is 40 of 4096."""
 PRIOR_WEIGHT = 1e-4
 """Weight of the Kullback-Leibler divergence to a standard normal prior, as far as the mean matters."""
+MEASURED_CLIPS: Final = 64
+MEASUREMENTS: Final = 8
+"""Clips at a time, and how often, from which the latents' mean and deviation are measured."""
 AT_ONCE_ON_CPU: Final = 48 * 2**20
 AT_ONCE_ON_GPU: Final = 256 * 2**20
 """Bytes of pictures that are encoded or drawn side by side; on a CPU their features take a hundred times that
@@ -128,7 +131,8 @@ def fit_vae(
 
     loss = minimise("vae", vae, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)
     with torch.no_grad():
-        videos = (to_video(frames.take(_clips(recordings, 64, rng)[0])) for _ in range(8))
+        clips = (_clips(recordings, MEASURED_CLIPS, rng)[0] for _ in range(MEASUREMENTS))
+        videos = (to_video(frames.take(rows)) for rows in clips)
         raw_ZN = torch.cat([encode_stream(vae, video) for video in videos]).transpose(0, 1).flatten(1)
     vae.set_statistics(raw_ZN.mean(1).tolist(), raw_ZN.std(1).tolist())
     return loss

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -56,15 +57,18 @@ class FrameFile:
         self._row_bytes = math.prod(shape[1:])
         folder = cache_folder()
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open while self is
-            if self.nbytes:
-                os.posix_fallocate(self._file.fileno(), 0, self.nbytes)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                if self.nbytes:
+                    os.posix_fallocate(file.fileno(), 0, self.nbytes)
+                self._handle = os.dup(file.fileno())
         except OSError as error:
             free = shutil.disk_usage(folder).free if folder.is_dir() else 0
             raise AssetError(
                 f"The recordings' pictures take {self.nbytes / 1e9:.1f} GB unpacked, and {folder} has "
                 f"{free / 1e9:.1f} GB free ({error.strerror}). Set TMPDIR to a folder with more."
             ) from error
+
+        weakref.finalize(self, os.close, self._handle)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -87,7 +91,7 @@ class FrameFile:
     def _read(self, into: NDArray[np.uint8], row: int) -> None:
         left, at = into.data.cast("B"), row * self._row_bytes
         while left:
-            count = os.preadv(self._file.fileno(), [left], at)
+            count = os.preadv(self._handle, [left], at)
             if not count:
                 raise AssetError("The file of unpacked pictures became shorter. Run the command again.")
             left, at = left[count:], at + count
@@ -100,7 +104,7 @@ class FrameFile:
             return
         left, at = np.ascontiguousarray(frames).data.cast("B"), row * self._row_bytes
         while left:
-            count = os.pwrite(self._file.fileno(), left, at)
+            count = os.pwrite(self._handle, left, at)
             left, at = left[count:], at + count
 
 
