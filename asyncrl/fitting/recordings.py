@@ -174,7 +174,7 @@ def load_recordings(folders: Iterable[Path]) -> Recordings:
             sizes of picture or widths of action.
     """
     paths = [path for folder in folders for path in recording_files(folder)]
-    parts = [_read(path) for path in paths]
+    parts = [read_part(path) for path in paths]
     first = parts[0]
     for path, part in zip(paths, parts, strict=True):
         if part.made_by != first.made_by:
@@ -217,12 +217,13 @@ def recording_files(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """A file without its pictures."""
+class RecordingFile:
+    """A file without its pictures; the other arrays as in `Recordings`."""
 
     simulator: str
     cameras: tuple[str, ...]
     shape: tuple[int, int, int, int]
+    """``F, H, W, 3`` of the pictures."""
     actions: NDArray[np.float32]
     success: NDArray[np.bool_]
     offsets: NDArray[np.int64]
@@ -230,24 +231,34 @@ class _Part:
     seeds: NDArray[np.int64]
     task_ids: NDArray[np.int64]
 
+    def solved(self) -> NDArray[np.bool_]:
+        """Tell of each episode whether it was solved at any step: ``[E]`` bool."""
+        return np.logical_or.reduceat(self.success, self.offsets[:-1]) if self.tasks else np.zeros(0, bool)
+
     @property
     def made_by(self) -> tuple[object, ...]:
+        """Return what recordings that are fitted together have in common."""
         return self.simulator, self.cameras, self.shape[1:], self.actions.shape[1]
 
     def described(self) -> str:
+        """Say the same in words."""
         return (
             f"pictures of {self.shape[1]} x {self.shape[2]} pixels by {', '.join(self.cameras)} and actions "
             f"of {self.actions.shape[1]} numbers in {self.simulator}"
         )
 
 
-def _read(path: Path) -> _Part:
-    """Read everything but pictures."""
+def read_part(path: Path) -> RecordingFile:
+    """Read everything of a file but its pictures.
+
+    Raises:
+        ConfigError: It is no recording, or is damaged.
+    """
     with opened(path) as file:
         first = attribute_of(file, "format") == FORMATS[0]
         frames = dataset_in(file, "frames")
         seeds = dataset_in(file, "seeds")[:]
-        part = _Part(
+        part = RecordingFile(
             simulator=FIRST_SIMULATOR if first else str(attribute_of(file, "simulator")),
             cameras=FIRST_CAMERAS if first else tuple(json.loads(str(attribute_of(file, "cameras")))),
             shape=frames.shape,
@@ -262,7 +273,7 @@ def _read(path: Path) -> _Part:
         return part
 
 
-def _check(part: _Part, dtype: np.dtype) -> None:
+def _check(part: RecordingFile, dtype: np.dtype) -> None:
     """Raise ValueError where the arrays contradict each other."""
     shape, offsets, episodes = part.shape, part.offsets, len(part.tasks)
     if len(shape) != 4 or shape[-1] != 3 or dtype != np.uint8:
