@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "actor": "asyncrl.commands.actor:main",
     "evaluate": "asyncrl.commands.evaluate:main",
     "collect": "asyncrl.commands.collect:main",
+    "recordings": "asyncrl.commands.recordings:main",
     "fit": "asyncrl.commands.fit:main",
     "convert": "asyncrl.commands.convert:main",
     "replay": "asyncrl.commands.replay:main",
@@ -36,7 +37,7 @@ COMMANDS: dict[str, str] = {
 
 def usage() -> str:
     """Return the text of `asyncrl --help`."""
-    rows = "\n".join(f"  {name:<9} {about(name)}" for name in COMMANDS)
+    rows = "\n".join(f"  {name:<10} {about(name)}" for name in COMMANDS)
     return (
         f"asyncrl {__version__}: asynchronous reinforcement learning of robot policies "
         "inside world models\n\n"

@@ -149,8 +149,8 @@ def main() -> None:
     reward = load_reward(world_folder(settings.world), device=settings.device)
     episodes = episodes_of(recordings)
     imagined = imagine_again(world, episodes)
-    offsets = recordings.offsets[1:-1]
-    redrawn = np.split(redraw(world.vae, encode_recordings(world.vae, recordings)), offsets)
+    drawn = redraw(world.vae, encode_recordings(world.vae, recordings), recordings)
+    redrawn = [drawn[recordings.span(e)] for e in range(len(recordings))]
     still = [np.repeat(e.frames[:1], len(e.frames), 0) for e in episodes]
     result: dict[str, Any] = {"picture": pictures(reward, episodes, imagined, redrawn, still)}
     result["reward"] = verdicts(reward, episodes, imagined, settings.threshold)
