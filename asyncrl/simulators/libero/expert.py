@@ -76,6 +76,8 @@ class Plan:
     grasp: Grasp
     drop: float = 0.008
     """Height of the object's origin above the goal's when the fingers open."""
+    over: float = 0.16
+    """Height of the hand above the goal's origin, at least, on the way there."""
 
 
 class KnownScene(Protocol):
@@ -197,7 +199,7 @@ class Expert:
         if phase is Phase.GRASP:
             return self._from, self._steps >= _CLOSING_STEPS
         if phase is Phase.LIFT:
-            height = max(self._from[2] + 0.1, goal[2] + 0.16)
+            height = max(self._from[2] + 0.1, goal[2] + self._plan.over)
             return np.array([*self._from[:2], height]), abs(height - hand[2]) < 0.03
         put = goal + self._misplace
         if phase is Phase.CARRY:
