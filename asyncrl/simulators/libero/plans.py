@@ -39,14 +39,26 @@ PLANS: Final[dict[str, dict[int, Plan]]] = {
     "libero_object": {
         0: _to_basket("alphabet_soup_1", 90, 0.01),
         1: _to_basket("cream_cheese_1", 90, 0.0),
-        2: _to_basket("salad_dressing_1", 0, 0.02),
+        2: _to_basket("salad_dressing_1", 0, 0.04),
         3: _to_basket("bbq_sauce_1", 0, 0.02),
-        4: _to_basket("ketchup_1", 0, 0.02),
+        4: _to_basket("ketchup_1", 0, 0.04),
         5: _to_basket("tomato_sauce_1", 90, 0.01),
         6: _to_basket("butter_1", 90, 0.0),
-        7: _to_basket("milk_1", 0, 0.02),
+        7: _to_basket("milk_1", 0, 0.025),
         8: _to_basket("chocolate_pudding_1", 90, 0.0),
-        9: _to_basket("orange_juice_1", 0, 0.02),
+        9: _to_basket("orange_juice_1", 0, 0.025),
+    },
+    "libero_goal": {
+        1: replace(_bowl_to_plate(90, 0, 180), goal="flat_stove_1_cook_region"),
+        2: Plan(
+            item="wine_bottle_1",
+            goal="wooden_cabinet_1_top_side",
+            grasp=Grasp(angles=(90.0, 0.0), height=0.13),
+            drop=0.02,
+        ),
+        4: replace(_bowl_to_plate(90, 0, 180), goal="wooden_cabinet_1_top_side"),
+        6: Plan(item="cream_cheese_1", goal="akita_black_bowl_1", grasp=Grasp(angles=(90.0,)), drop=0.05),
+        8: _bowl_to_plate(90, 0, 180),
     },
 }
 """Suite -> task id -> plan."""
