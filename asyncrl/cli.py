@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "evaluate": "asyncrl.commands.evaluate:main",
     "collect": "asyncrl.commands.collect:main",
     "fit": "asyncrl.commands.fit:main",
+    "simulators": "asyncrl.commands.simulators:main",
     "convert": "asyncrl.commands.convert:main",
     "replay": "asyncrl.commands.replay:main",
     "check": "asyncrl.commands.check:main",
@@ -36,7 +37,7 @@ COMMANDS: dict[str, str] = {
 
 def usage() -> str:
     """Return the text of `asyncrl --help`."""
-    rows = "\n".join(f"  {name:<9} {about(name)}" for name in COMMANDS)
+    rows = "\n".join(f"  {name:<10} {about(name)}" for name in COMMANDS)
     return (
         f"asyncrl {__version__}: asynchronous reinforcement learning of robot policies "
         "inside world models\n\n"
