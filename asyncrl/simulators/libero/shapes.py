@@ -18,6 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.simulators.libero.loading import PIP
 from asyncrl.simulators.rendering import load_mujoco
 
+_EDGES = ((0, 1), (1, 2), (2, 0))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -47,6 +49,20 @@ class Shape:
         places = model.mesh_texcoord[model.mesh_texcoordadr[mesh] :]
         return cls(points=points, faces=faces, texture=places[corners].astype(np.float64))
 
+    def welded(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """Return points and faces of the surface: points that differ in their texture only are one."""
+        points, inverse = np.unique(np.round(self.points, 9), axis=0, return_inverse=True)
+        corners = inverse.reshape(-1)[self.faces].astype(np.int32)
+        whole = np.all([corners[:, a] != corners[:, b] for a, b in _EDGES], axis=0)
+        return points, corners[whole]
+
+    def open_share(self) -> float:
+        """Return the share of edges with a face on one side only: 0 of a closed surface."""
+        _, corners = self.welded()
+        edges = np.sort(np.concatenate([corners[:, edge] for edge in _EDGES]), axis=1)
+        _, sides = np.unique(edges, axis=0, return_counts=True)
+        return float((sides == 1).mean())
+
     def as_msh(self) -> bytes:
         """Return the content of MuJoCo's MSH format: counts, points, normals, texture places, faces."""
         normals = point_normals(self.points, self.faces)
@@ -62,14 +78,8 @@ class Shape:
 
 def simplified(shape: Shape, faces: int) -> Shape:
     """Return the shape with at most about `faces` faces; its texture is laid on as before."""
-    # Points that differ only in their texture or normal are one point of the surface.
-    points, inverse = np.unique(np.round(shape.points, 9), axis=0, return_inverse=True)
-    corners = inverse.reshape(-1)[shape.faces]
-    edges = ((0, 1), (1, 2), (2, 0))
-    whole = np.all([corners[:, a] != corners[:, b] for a, b in edges], axis=0)
-    reduced, new_faces = load_simplifier()(
-        points.astype(np.float32), corners[whole].astype(np.int32), target_count=faces
-    )
+    points, corners = shape.welded()
+    reduced, new_faces = load_simplifier()(points.astype(np.float32), corners, target_count=faces)
     reduced, new_faces = reduced.astype(np.float64), new_faces.astype(np.int32)
     if shape.texture is None:
         return Shape(points=reduced, faces=new_faces)
