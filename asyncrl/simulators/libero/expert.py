@@ -25,8 +25,8 @@ GAIN: Final = 2.0
 CLOSE: Final = 1.0
 OPEN: Final = -1.0
 _HAND_DOWN = np.diag([1.0, -1.0, -1.0])
-_CLEARANCE = 0.13
-"""Height above the object at which the hand arrives."""
+_CLEARANCE = 0.1
+"""Height above the grip at which the hand arrives."""
 _ROOM = 0.018
 _CLOSING_STEPS = 10
 _OPENING_STEPS = 6
@@ -76,6 +76,8 @@ class Plan:
     grasp: Grasp
     drop: float = 0.008
     """Height of the object's origin above the goal's when the fingers open."""
+    over: float = 0.16
+    """Height of the hand above the goal's origin, at least, on the way there."""
 
 
 class KnownScene(Protocol):
@@ -158,8 +160,8 @@ class Expert:
         # The fingers are alike, so the hand turns by at most 90 degrees.
         yaw = (angle - np.pi / 2 + np.pi / 2) % np.pi - np.pi / 2
         self._wanted = turned_about_z(yaw) @ _HAND_DOWN
-        item = self._scene.position(self._plan.item)
-        self._travel = max(self._start_height, item[2] + _CLEARANCE)
+        grip = self._scene.position(self._plan.item) + self._grip_offset
+        self._travel = max(self._start_height, grip[2] + _CLEARANCE)
         self._enter(Phase.REACH, self._scene.hand()[0])
 
     def _enter(self, phase: Phase, hand: NDArray[np.float64]) -> None:
@@ -189,7 +191,7 @@ class Expert:
             grip = item + self._grip_offset + self._miss
             away = float(np.linalg.norm((grip - hand)[:2]))
             turned = float(np.linalg.norm(rotation_between(axes, self._wanted)))
-            height = self._travel if away > 0.05 else item[2] + _CLEARANCE
+            height = self._travel if away > 0.05 else grip[2] + _CLEARANCE
             return np.array([*grip[:2], height]), away < 0.012 and turned < 0.12
         if phase is Phase.SINK:
             grip = item + self._grip_offset + self._miss
@@ -197,7 +199,7 @@ class Expert:
         if phase is Phase.GRASP:
             return self._from, self._steps >= _CLOSING_STEPS
         if phase is Phase.LIFT:
-            height = max(self._from[2] + 0.1, goal[2] + 0.16)
+            height = max(self._from[2] + 0.1, goal[2] + self._plan.over)
             return np.array([*self._from[:2], height]), abs(height - hand[2]) < 0.03
         put = goal + self._misplace
         if phase is Phase.CARRY:

@@ -6,6 +6,7 @@ every step, which is cheap; it is drawn, which is not, only when somebody looks.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from typing import Any
@@ -62,6 +63,7 @@ class Pictures:
         self._option.geomgroup[0] = 0  # Shapes for collisions
         self._option.geomgroup[1] = 1  # Shapes to be seen
         self._views = [self._view(name, reflections) for name in cameras]
+        atexit.register(self.close)
 
     def _view(self, name: str, reflections: bool) -> tuple[Any, Any]:
         """Return the camera, and the list of what it sees."""
@@ -99,6 +101,7 @@ class Pictures:
 
     def close(self) -> None:
         """Free the OpenGL context. May be called again."""
+        atexit.unregister(self.close)
         if self._context is not None:
             self._context.make_current()
             self._buffers.free()

