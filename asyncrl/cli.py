@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "actor": "asyncrl.commands.actor:main",
     "evaluate": "asyncrl.commands.evaluate:main",
     "collect": "asyncrl.commands.collect:main",
+    "recordings": "asyncrl.commands.recordings:main",
     "fit": "asyncrl.commands.fit:main",
     "simulators": "asyncrl.commands.simulators:main",
     "convert": "asyncrl.commands.convert:main",

@@ -34,7 +34,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
         assert any(line.startswith(f"  {command} ") for line in text)
 
 
-@pytest.mark.parametrize("command", ["fit", "replay"])
+@pytest.mark.parametrize("command", ["fit", "recordings", "replay"])
 def test_help_names_every_subcommand(command: str) -> None:
     help_of_command = python(f"from asyncrl import cli; cli.main(['{command}', '--help'])").stdout
     found = re.search(r"\{([\w,\s]+)\}", help_of_command)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from asyncrl.commands.fit_decoder import FitDecoder, fit_decoder_command
 from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
+from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.launch.placement import pick_device
 from asyncrl.storage.asset_paths import policy_folder
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
+    from asyncrl.fitting.frame_file import FrameFile
+
+Size = Literal["tiny", "small"]
 
 MOST_EXAMPLES = 65_536
 """Examples of a step: more are computed in several steps."""
@@ -32,16 +35,30 @@ class _FitSettings(Bounded):
     """Of the weights and the order of examples."""
 
 
+def _refuse_with_refine(config: FitPolicy | FitWorld, **defaults: str) -> None:
+    for name, default in defaults.items():
+        if config.refine and (value := getattr(config, name)) != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} is about fresh weights, but with --refine "
+                f"{config.refine} that is decided already. Leave one of them out."
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitPolicy(_FitSettings):
-    """Behaviour cloning of a tiny OpenVLA-OFT policy."""
+    """Behaviour cloning of an OpenVLA-OFT policy, at the recordings' picture size."""
 
     data: tuple[Path, ...]
     """Recording folders to imitate."""
     out: Path
     """Folder for the policy."""
+    size: Size = "tiny"
+    """tiny: about 2 million parameters. small: 11 million."""
+    statistics: Literal["auto", "q01_q99", "none"] = "auto"
+    """What the 256 tokens of a number span. q01_q99: the recordings' first to 99th percentile, the gripper
+    apart. none: -1 to 1. auto: none for tabletop, q01_q99 for every other simulator."""
     refine: str = ""
-    """Policy to start from instead of fresh weights."""
+    """Policy to start from instead of fresh weights: its size, statistics and words stay."""
     world: str = ""
     """World folder whose autoencoder redraws half of the frames: the policy will see imagined ones."""
     steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 10_000
@@ -55,15 +72,23 @@ class FitPolicy(_FitSettings):
     compile: bool = False
     """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_with_refine(self, size="tiny", statistics="auto")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitWorld(_FitSettings):
-    """The Wan autoencoder, then the action-conditioned Wan transformer on its latents, at tiny sizes."""
+    """The Wan autoencoder, then the action-conditioned Wan transformer, at the recordings' picture size."""
 
     data: tuple[Path, ...]
     """Recording folders to learn from."""
     out: Path
     """Folder for the world model."""
+    size: Size = "tiny"
+    """Of the transformer. tiny: 3 million parameters. small: 7 million."""
+    vae_size: Size = "tiny"
+    """Of the autoencoder. tiny: 2 million parameters. small: 4.5 million, and twice the time to decode."""
     vae_steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 7_000
     """Optimizer steps of the autoencoder."""
     vae_batch: Annotated[
@@ -89,6 +114,10 @@ class FitWorld(_FitSettings):
     compile: bool = False
     """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_with_refine(self, size="tiny", vae_size="tiny")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitReward(_FitSettings):
@@ -98,6 +127,8 @@ class FitReward(_FitSettings):
     """Recording folders to learn from."""
     world: Path
     """World folder: its autoencoder redraws half of the frames; the reward model is written into it."""
+    size: Size = "tiny"
+    """tiny: 0.4 million parameters. small: 0.7 million."""
     steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 6_000
     """Optimizer steps."""
     batch: Annotated[
@@ -170,15 +201,18 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
     """Clone the recordings and write the policy."""
     import torch
 
-    from asyncrl.fitting.fit_policy import fit_policy
+    from asyncrl.fitting.fit_policy import check_imitable, fit_policy
+    from asyncrl.fitting.fresh_models import fresh_policy, write_statistics
     from asyncrl.policies.checkpoints.folder import save_policy
-    from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-    from asyncrl.policies.openvla.policy import load_policy, new_policy
+    from asyncrl.policies.openvla.policy import load_policy
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
-    fresh = not config.refine
-    policy = new_policy(OpenVLAOFTConfig.tiny()) if fresh else load_policy(policy_folder(config.refine))
+    if config.refine:
+        policy = load_policy(policy_folder(config.refine))
+    else:
+        policy = fresh_policy(config.size, recordings, config.statistics)
+    check_imitable(policy, recordings)
     policy.to(device).requires_grad_(True)
     drawn = redrawn(Path(config.world), recordings, device) if config.world else None
     loss = fit_policy(
@@ -192,17 +226,20 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
         compiled=config.compile,
     )
     save_policy(policy, config.out, dtype=torch.bfloat16)
+    write_statistics(config.out, policy, recordings)
     print(f"policy in {config.out}: {loss:.3f} nats per action token")
 
 
-def redrawn(world: Path, recordings: Recordings, device: torch.device) -> np.ndarray:
+def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameFile:
     """Return the recordings' frames as the world's autoencoder draws them: ``[F, H, W, 3]`` uint8."""
     from asyncrl.fitting.fit_reward import redraw
     from asyncrl.fitting.fit_vae import encode_recordings
+    from asyncrl.fitting.fresh_models import check_same_size
     from asyncrl.worlds.wan.world import load_world
 
-    vae = load_world(world, device=device).vae
-    return redraw(vae, encode_recordings(vae, recordings))
+    loaded = load_world(world, device=device)
+    check_same_size(loaded, recordings, "world")
+    return redraw(loaded.vae, encode_recordings(loaded.vae, recordings), recordings)
 
 
 def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
@@ -211,20 +248,17 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
 
     from asyncrl.fitting.fit_vae import encode_recordings, fit_vae
     from asyncrl.fitting.fit_world import fit_world, windows
-    from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-    from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-    from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+    from asyncrl.fitting.fresh_models import check_same_size, fresh_world
+    from asyncrl.worlds.wan.world import load_world, save_world
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
     if config.refine:
         world = load_world(Path(config.refine), device=device)
+        check_same_size(world, recordings, "refine")
         world.transformer.requires_grad_(True)
     else:
-        size = recordings.frames.shape[1]
-        world = WanWorld(
-            ActionWanTransformer(TransformerConfig.tiny()), WanVae(VaeConfig.tiny()), image_size=size
-        )
+        world = fresh_world(config.size, config.vae_size, recordings)
         world.to(device)
         vae_loss = fit_vae(
             world.vae,
@@ -237,11 +271,9 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
         )
         print(f"autoencoder: weighted absolute error {vae_loss:.4f}", flush=True)
     world.vae.requires_grad_(False)
-    latents_W, actions_W = windows(recordings, encode_recordings(world.vae, recordings))
     loss = fit_world(
         world.transformer,
-        latents_W,
-        actions_W,
+        windows(recordings, encode_recordings(world.vae, recordings)),
         steps=config.steps,
         batch=config.batch,
         learning_rate=config.learning_rate,
@@ -261,13 +293,12 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
     import torch
 
     from asyncrl.fitting.fit_reward import fit_reward
-    from asyncrl.rewards.model import ResNetReward, save_reward
-    from asyncrl.rewards.resnet import RewardConfig, build_network
+    from asyncrl.fitting.fresh_models import fresh_reward
+    from asyncrl.rewards.model import save_reward
 
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
-    size = RewardConfig.tiny(tasks=tuple(sorted(set(recordings.tasks))))
-    reward = ResNetReward(build_network(size), size, device=device)
+    reward = fresh_reward(config.size, recordings, device)
     drawn = redrawn(config.world, recordings, device)
     loss = fit_reward(
         reward,

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
+from asyncrl.fitting.batch_source import BatchSource, shown_to
+from asyncrl.fitting.frame_file import Frames
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.policies.action_tokens import BINS, encode
+from asyncrl.policies.action_tokens import BINS, encode, normalise, opening_of
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.config import require_trainable
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.records import CHUNK
 
@@ -32,6 +34,37 @@ def examples(recordings: Recordings) -> np.ndarray:
     return np.concatenate(rows)
 
 
+def check_imitable(policy: OpenVLAOFT, recordings: Recordings) -> None:
+    """Check that the policy can say what was done and can tell the tasks apart.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    width = recordings.actions.shape[1]
+    if width != policy.config.action_dim:
+        raise ConfigError(
+            f"--data has actions of {width} numbers, but the policy makes {policy.config.action_dim}. Record "
+            f"a simulator with {policy.config.action_dim} numbers per action."
+        )
+    policy.tokenizer.batch(sorted(set(recordings.tasks)))
+
+
+def tokens_of(actions: np.ndarray, config: OpenVLAOFTConfig) -> np.ndarray:
+    """Find the bins that a policy decodes to given actions, up to half a bin: the inverse of its `decode`.
+
+    Args:
+        actions: ``[F, A]`` float32 in the environment's units.
+        config: Its statistics and its gripper's convention are used.
+
+    Returns:
+        ``[F, A]`` int32, 0..255.
+    """
+    scaled = opening_of(actions, config.gripper)
+    if config.norm_key:
+        scaled = normalise(scaled, config.norm_stats[config.norm_key])
+    return encode(scaled)
+
+
 def fit_policy(
     policy: OpenVLAOFT,
     recordings: Recordings,
@@ -40,7 +73,7 @@ def fit_policy(
     batch: int,
     learning_rate: float,
     seed: int,
-    drawn: np.ndarray | None = None,
+    drawn: Frames | None = None,
     jitter: float = 1.3,
     compiled: bool = False,
 ) -> float:
@@ -63,9 +96,11 @@ def fit_policy(
         Mean loss of the last tenth.
 
     Raises:
-        ConfigError: The policy needs more than a picture per decision, or makes other than 8 steps.
+        ConfigError: The policy needs more than a picture per decision, or makes other than 8 steps; the
+            recorded actions have another width; or it reads two of the instructions alike.
     """
     require_trainable(policy.config)
+    check_imitable(policy, recordings)
     device = next(policy.parameters()).device
     imitation = _Imitation(policy, recordings, drawn, seed=seed, jitter=jitter)
 
@@ -92,13 +127,13 @@ def fit_policy(
 
 
 class _Imitation:
-    """The recordings on the policy's device, from which examples are drawn."""
+    """The recordings, from which examples are drawn."""
 
     def __init__(
         self,
         policy: OpenVLAOFT,
         recordings: Recordings,
-        drawn: np.ndarray | None,
+        drawn: Frames | None,
         *,
         seed: int,
         jitter: float,
@@ -107,8 +142,8 @@ class _Imitation:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.jitter = jitter
         pictures = (frames for frames in (recordings.frames, drawn) if frames is not None)
-        self.sources = [policy.place_pictures(frames) for frames in pictures]
-        self.tokens = self._put(encode(recordings.actions))
+        self.sources = [BatchSource(shown_to(policy, frames), self.device) for frames in pictures]
+        self.tokens = self._put(tokens_of(recordings.actions, policy.config))
         self.rows = self._put(examples(recordings))
         names = sorted(set(recordings.tasks))
         self.prompts = policy.preprocess(recordings.frames[: len(names)], names)
@@ -131,5 +166,5 @@ class _Imitation:
         moved = self.jitter * torch.randn(imitated.shape, generator=self.generator, device=self.device)
         tokens = (imitated + moved.round().int()).clamp(0, BINS - 1)
         task = self.tasks[rows]
-        pixels = self.sources[step % len(self.sources)][rows]
+        pixels = self.sources[step % len(self.sources)].take(rows)
         return pixels, self.prompts.input_ids[task], self.prompts.attention_mask[task], tokens

@@ -5,6 +5,8 @@ It will judge frames that a world model drew, so half of what it sees has gone t
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,41 +14,53 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_signed, to_uint8
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.batch_source import BatchSource
+from asyncrl.fitting.fit_vae import Latents, rows_at_once
+from asyncrl.fitting.frame_file import FrameFile, Frames
 from asyncrl.fitting.loop import minimise
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.rewards.model import ResNetReward
 from asyncrl.worlds.wan.vae import WanVae, decode_stream
 
+EPISODES_AT_ONCE: Final = 64
+"""That are drawn side by side at most, of one length."""
+
 
 @torch.no_grad()
-def redraw(vae: WanVae, latents: list[Tensor], batch: int = 64) -> np.ndarray:
-    """Decode encoded episodes back to frames, in the recordings' order.
+def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
+    """Decode encoded episodes back to frames.
 
     Args:
         vae: Encoded the episodes.
-        latents: ``[L, z, h, w]`` float32 of each episode; see `fit_vae.encode_recordings`.
-        batch: Episodes decoded side by side, of one length.
+        latents: See `fit_vae.encode_recordings`.
+        recordings: What was encoded.
 
     Returns:
-        ``[F, H, W, 3]`` uint8.
+        ``[F, H, W, 3]`` uint8, in the recordings' order, in a temporary file.
     """
-    frames: list[np.ndarray | None] = [None] * len(latents)
+    _, height, width, _ = shape = recordings.frames.shape
+    frames = FrameFile((shape[0], height, width, 3))
     by_length: dict[int, list[int]] = {}
-    for episode, encoded in enumerate(latents):
-        by_length.setdefault(len(encoded), []).append(episode)
-    parts = [alike[i : i + batch] for alike in by_length.values() for i in range(0, len(alike), batch)]
-    for part in tqdm(parts, desc="redraw", mininterval=2.0):
-        video = decode_stream(vae, torch.stack([latents[e] for e in part]).transpose(1, 2))
-        drawn = to_uint8(video).permute(0, 2, 3, 4, 1).cpu().numpy()
-        for episode, stream in zip(part, drawn, strict=True):
-            frames[episode] = np.concatenate([stream[:1], stream[5:]])
-    return np.concatenate([f for f in frames if f is not None])
+    for episode in range(len(recordings)):
+        by_length.setdefault(len(latents[episode]), []).append(episode)
+    for length, alike in tqdm(by_length.items(), desc="redraw", mininterval=2.0):
+        batch = rows_at_once(latents.all.device, EPISODES_AT_ONCE, 1 + 4 * (length - 1), height * width * 3)
+        for begin in range(0, len(alike), batch):
+            part = alike[begin : begin + batch]
+            video = decode_stream(vae, torch.stack([latents[e] for e in part]).transpose(1, 2))
+            drawn = to_uint8(video).permute(0, 2, 3, 4, 1).cpu().numpy()
+            for episode, stream in zip(part, drawn, strict=True):
+                span = recordings.span(episode)
+                seen = np.concatenate([stream[:1], stream[5:]])
+                frames.write(span.start, seen[: span.stop - span.start])
+    return frames
 
 
 def fit_reward(
     reward: ResNetReward,
     recordings: Recordings,
-    drawn: np.ndarray,
+    drawn: Frames,
     *,
     steps: int,
     batch: int,
@@ -66,13 +80,17 @@ def fit_reward(
 
     Returns:
         Mean loss of the last tenth.
+
+    Raises:
+        ConfigError: The recordings hold no success, or no failure.
     """
     rng = np.random.default_rng(seed)
     device = next(reward.network.parameters()).device
-    sources = [torch.from_numpy(x).to(device) for x in (recordings.frames, drawn)]
+    sources = [BatchSource(frames, device) for frames in (recordings.frames, drawn)]
     tasks_F = np.repeat(reward.task_ids(recordings.tasks).cpu().numpy(), np.diff(recordings.offsets))
     solved_rows, unsolved_rows = np.flatnonzero(recordings.success), np.flatnonzero(~recordings.success)
     late_rows = _late(recordings)
+    _check_both(solved_rows, late_rows)
     num_tasks = len(reward.config.tasks)
 
     def loss_at(step: int) -> Tensor:
@@ -84,11 +102,14 @@ def fit_reward(
             ]
         )
         tasks, labels = tasks_F[rows].copy(), recordings.success[rows].copy()
-        wrong = rng.random(len(rows)) < 0.1
-        tasks[wrong] = (tasks[wrong] + rng.integers(1, num_tasks, size=int(wrong.sum()))) % num_tasks
+        wrong = (rng.random(len(rows)) < 0.1) & (num_tasks > 1)
+        shifts = rng.integers(1, max(2, num_tasks), size=int(wrong.sum()))
+        tasks[wrong] = (tasks[wrong] + shifts) % num_tasks
         labels &= ~wrong
-        source = sources[step % 2]
-        pictures = to_signed(source[torch.from_numpy(rows).to(device)]).permute(0, 3, 1, 2)
+        seen = sources[step % 2].take(torch.from_numpy(rows))
+        pictures = to_signed(seen).permute(0, 3, 1, 2)
+        if step % 2:  # The layout that a decoder draws in: in another one, convolutions round otherwise.
+            pictures = pictures.contiguous()
         logits = reward.network.logits(pictures, torch.from_numpy(tasks).to(device))
         return binary_cross_entropy_with_logits(logits, torch.from_numpy(labels).to(device).float())
 
@@ -96,6 +117,23 @@ def fit_reward(
     loss = minimise("reward", reward.network, loss_at, steps=steps, learning_rate=learning_rate)
     reward.network.eval()
     return loss
+
+
+def _check_both(solved_rows: np.ndarray, late_rows: np.ndarray) -> None:
+    """Refuse recordings that do not show both verdicts.
+
+    Raises:
+        ConfigError: No frame is solved, or none of the last ones is unsolved.
+    """
+    for rows, lacking in (
+        (solved_rows, "shows the task solved"),
+        (late_rows, "of the end shows it unsolved"),
+    ):
+        if not len(rows):
+            raise ConfigError(
+                f"No frame of --data {lacking}: a reward model learns from successes and from failures. Add "
+                "recordings of a demonstrator that is better or worse (--expert.spread, --expert.noise)."
+            )
 
 
 def _late(recordings: Recordings) -> np.ndarray:

@@ -1,26 +1,32 @@
-"""Write recordings of the simulator to HDF5 files, and read them back as arrays.
+"""Write recordings of a simulator to HDF5 files, and read them back; pictures are never all in memory.
 
 A recording folder holds `part-*.h5` files. Inside: the frames of all episodes one after another with an
 offset table, numbers and fixed-length text only, so that any HDF5 tool can read them.
 
-Letters: E episodes, F frames of all episodes, H W image size.
+Letters: E episodes, F frames of all episodes, H W image size, A numbers per action.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from asyncrl.errors import AssetError, ConfigError, first_line
+from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
+from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
@@ -28,18 +34,23 @@ from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 if TYPE_CHECKING:
     import h5py
 
-FORMAT = "asyncrl-recordings-1"
+FORMAT = "asyncrl-recordings-2"
+FORMATS = ("asyncrl-recordings-1", FORMAT)
+"""That are read; the first had neither rewards nor states nor further cameras, and its starts were seeds."""
+FIRST_SIMULATOR: Final = "tabletop"
+FIRST_CAMERAS: Final = ("main",)
+"""What all recordings of the first format were made with."""
 _UNREADABLE = (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError, zlib.error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recordings:
-    """Episodes of the simulator, concatenated. Action i produced frame i."""
+    """Episodes of one simulator, one after another. Action i produced frame i."""
 
-    frames: NDArray[np.uint8]
-    """``[F, H, W, 3]``."""
+    frames: Frames
+    """``[F, H, W, 3]`` of the first camera. Read from disk by row, where files were loaded."""
     actions: NDArray[np.float32]
-    """``[F, 7]``; the first row of each episode is the dummy action."""
+    """``[F, A]``; the first row of each episode is the dummy action."""
     success: NDArray[np.bool_]
     """``[F]``."""
     offsets: NDArray[np.int64]
@@ -48,9 +59,28 @@ class Recordings:
     """``[E]`` instructions."""
     seeds: NDArray[np.int64]
     """``[E]``."""
+    task_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """``[E]`` numbers of the tasks, -1 where they have none; empty: as if all were -1."""
+    simulator: str = FIRST_SIMULATOR
+    """Name of the simulator."""
 
     def __len__(self) -> int:
         return len(self.tasks)
+
+    @property
+    def image_size(self) -> int:
+        """Return height and width of the pictures in pixels.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        _, height, width, _ = self.frames.shape
+        if height != width:
+            raise ConfigError(
+                f"The recorded pictures are {height} x {width} pixels, but models look at square ones. "
+                "Record square pictures."
+            )
+        return height
 
     def span(self, episode: int) -> slice:
         """Return the rows of one episode."""
@@ -60,27 +90,56 @@ class Recordings:
         """Tell of each episode whether it was solved at any step: ``[E]`` bool."""
         return np.array([self.success[self.span(e)].any() for e in range(len(self))])
 
+    def scenes(self) -> NDArray[np.int64]:
+        """Number the scenes: ``[E]`` int64 from 0. Every numbered task has its own; others share one."""
+        if len(self.task_ids) != len(self) or (self.task_ids < 0).any():
+            return np.zeros(len(self), np.int64)
+        return np.unique(self.task_ids, return_inverse=True)[1].astype(np.int64)
 
-def write_part(path: Path, episodes: Iterable[SimulatedEpisode], about: dict[str, object]) -> int:
-    """Write episodes to one HDF5 file (complete or absent, never torn) and return how many."""
+
+def write_part(
+    path: Path, episodes: Iterable[SimulatedEpisode], spec: SimulatorSpec, about: dict[str, object]
+) -> int:
+    """Write episodes to one HDF5 file (complete or absent, never torn) and return how many.
+
+    Args:
+        path: Of the file.
+        episodes: With all their frames.
+        spec: Of the simulator that they were played in.
+        about: How they came to be, for who reads the file.
+    """
     import h5py
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lengths: list[int] = []
     tasks: list[bytes] = []
-    seeds: list[int] = []
+    starts: list[SimStart] = []
+    ends: list[tuple[bool, bool]] = []
     with replacing(path) as part, h5py.File(part, "w", libver=("v110", "v110")) as file:
-        file.attrs.update(format=FORMAT, about=json.dumps(about))
+        file.attrs.update(
+            format=FORMAT, simulator=spec.name, cameras=json.dumps(spec.cameras), about=json.dumps(about)
+        )
         for episode in episodes:
             _append(file, "frames", episode.frames)
             _append(file, "actions", episode.actions)
             _append(file, "success", episode.success.astype(np.uint8))
+            _append(file, "rewards", episode.rewards)
+            if episode.states.shape[1]:
+                _append(file, "states", episode.states)
+            if episode.more_frames.shape[1]:
+                _append(file, "more_frames", episode.more_frames)
             lengths.append(len(episode.frames))
             tasks.append(episode.task.encode())
-            seeds.append(episode.seed)
+            starts.append(episode.start)
+            ends.append((episode.terminated, episode.truncated))
         file["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        names = [start.name.encode() for start in starts]
         file["tasks"] = np.array(tasks, dtype=f"S{max(map(len, tasks), default=1)}")
-        file["seeds"] = np.array(seeds, dtype=np.int64)
+        file["starts"] = np.array(names, dtype=f"S{max(map(len, names), default=1)}")
+        for name in ("seed", "task_id", "trial"):
+            file[f"{name}s"] = np.array([getattr(start, name) for start in starts], dtype=np.int64)
+        for column, name in enumerate(("terminated", "truncated")):
+            file[name] = np.array([end[column] for end in ends], dtype=np.uint8)
     return len(lengths)
 
 
@@ -107,69 +166,182 @@ def _append(file: object, name: str, rows: NDArray) -> None:
 
 
 def load_recordings(folders: Iterable[Path]) -> Recordings:
-    """Read every part of the given folders.
+    """Read every part of the given folders. The pictures are unpacked into a temporary file.
 
     Raises:
-        AssetError: a folder holds no recordings.
-        ConfigError: a file is not a recording of this format.
+        AssetError: A folder holds no recordings, or there is no room for the pictures.
+        ConfigError: A file is not a recording of this format, or they are of different simulators, cameras,
+            sizes of picture or widths of action.
     """
-    parts = [part for folder in folders for part in _parts(folder)]
-    loaded = [_read(part) for part in parts]
-    starts = np.cumsum([0] + [len(part.frames) for part in loaded])
+    paths = [path for folder in folders for path in recording_files(folder)]
+    parts = [read_part(path) for path in paths]
+    first = parts[0]
+    for path, part in zip(paths, parts, strict=True):
+        if part.made_by != first.made_by:
+            raise ConfigError(
+                f"{path} has {part.described()}, but {paths[0]} has {first.described()}. What is fitted "
+                "together must look alike: give --data of one kind."
+            )
+    starts = np.cumsum([0, *(part.shape[0] for part in parts)])
+    frames = FrameFile((int(starts[-1]), *first.shape[1:]))
+    for path, start in zip(
+        tqdm(paths, desc="unpack", unit="file", delay=2, leave=False), starts, strict=False
+    ):
+        unpack_frames(path, frames, int(start))
     return Recordings(
-        frames=np.concatenate([part.frames for part in loaded]),
-        actions=np.concatenate([part.actions for part in loaded]),
-        success=np.concatenate([part.success for part in loaded]),
+        frames=frames,
+        actions=np.concatenate([part.actions for part in parts]),
+        success=np.concatenate([part.success for part in parts]),
         offsets=np.concatenate(
-            [[0], *(part.offsets[1:] + start for part, start in zip(loaded, starts[:-1], strict=True))]
+            [[0], *(part.offsets[1:] + start for part, start in zip(parts, starts[:-1], strict=True))]
         ).astype(np.int64),
-        tasks=[task for part in loaded for task in part.tasks],
-        seeds=np.concatenate([part.seeds for part in loaded]),
+        tasks=[task for part in parts for task in part.tasks],
+        seeds=np.concatenate([part.seeds for part in parts]),
+        task_ids=np.concatenate([part.task_ids for part in parts]),
+        simulator=first.simulator,
     )
 
 
-def _parts(folder: Path) -> Iterator[Path]:
+def recording_files(folder: Path) -> list[Path]:
+    """List the files of a recording in order.
+
+    Raises:
+        AssetError: There are none.
+    """
     parts = sorted(folder.glob("part-*.h5"))
     if not parts:
         raise AssetError(
             f"{folder} holds no part-*.h5 recordings. Make some with `asyncrl collect --out {folder}`."
         )
-    yield from parts
+    return parts
 
 
-def _read(path: Path) -> Recordings:
+@dataclass(frozen=True, kw_only=True)
+class RecordingFile:
+    """A file without its pictures; the other arrays as in `Recordings`."""
+
+    simulator: str
+    cameras: tuple[str, ...]
+    shape: tuple[int, int, int, int]
+    """``F, H, W, 3`` of the pictures."""
+    actions: NDArray[np.float32]
+    success: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+    tasks: list[str]
+    seeds: NDArray[np.int64]
+    task_ids: NDArray[np.int64]
+
+    def solved(self) -> NDArray[np.bool_]:
+        """Tell of each episode whether it was solved at any step: ``[E]`` bool."""
+        return np.logical_or.reduceat(self.success, self.offsets[:-1]) if self.tasks else np.zeros(0, bool)
+
+    @property
+    def made_by(self) -> tuple[object, ...]:
+        """Return what recordings that are fitted together have in common."""
+        return self.simulator, self.cameras, self.shape[1:], self.actions.shape[1]
+
+    def described(self) -> str:
+        """Say the same in words."""
+        return (
+            f"pictures of {self.shape[1]} x {self.shape[2]} pixels by {', '.join(self.cameras)} and actions "
+            f"of {self.actions.shape[1]} numbers in {self.simulator}"
+        )
+
+
+def read_part(path: Path) -> RecordingFile:
+    """Read everything of a file but its pictures.
+
+    Raises:
+        ConfigError: It is no recording, or is damaged.
+    """
+    with opened(path) as file:
+        first = attribute_of(file, "format") == FORMATS[0]
+        frames = dataset_in(file, "frames")
+        seeds = dataset_in(file, "seeds")[:]
+        part = RecordingFile(
+            simulator=FIRST_SIMULATOR if first else str(attribute_of(file, "simulator")),
+            cameras=FIRST_CAMERAS if first else tuple(json.loads(str(attribute_of(file, "cameras")))),
+            shape=frames.shape,
+            actions=dataset_in(file, "actions")[:],
+            success=dataset_in(file, "success")[:].astype(bool),
+            offsets=dataset_in(file, "offsets")[:],
+            tasks=[task.decode() for task in dataset_in(file, "tasks")[:]],
+            seeds=seeds,
+            task_ids=np.full(len(seeds), -1) if first else dataset_in(file, "task_ids")[:],
+        )
+        _check(part, frames.dtype)
+        return part
+
+
+def _check(part: RecordingFile, dtype: np.dtype) -> None:
+    """Raise ValueError where the arrays contradict each other."""
+    shape, offsets, episodes = part.shape, part.offsets, len(part.tasks)
+    if len(shape) != 4 or shape[-1] != 3 or dtype != np.uint8:
+        raise ValueError(f"frames are {dtype}{list(shape)}")
+    if part.actions.ndim != 2 or not len(part.actions) == len(part.success) == shape[0]:
+        raise ValueError(
+            f"{shape[0]} frames, but {len(part.actions)} actions and {len(part.success)} success"
+        )
+    if offsets.shape != (episodes + 1,) or not len(part.seeds) == len(part.task_ids) == episodes:
+        raise ValueError(f"{episodes} tasks, but {len(offsets)} offsets and {len(part.seeds)} seeds")
+    if offsets[0] != 0 or offsets[-1] != shape[0] or (np.diff(offsets) < 1).any():
+        raise ValueError("its offsets do not cut the frames into episodes")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[h5py.File]:
+    """Open a recording to read; what is wrong in it while the block reads is said with its name.
+
+    Raises:
+        ConfigError: It is no recording, or is damaged.
+    """
     import h5py
 
     try:
         with h5py.File(path, "r") as file:
-            if (found := attribute_of(file, "format")) != FORMAT:
+            if (found := attribute_of(file, "format")) not in FORMATS:
                 raise ConfigError(f"{path} has format {found!r}, expected {FORMAT!r}. Collect it again.")
-            return Recordings(
-                frames=_inflate(dataset_in(file, "frames")),
-                actions=dataset_in(file, "actions")[:],
-                success=dataset_in(file, "success")[:].astype(bool),
-                offsets=dataset_in(file, "offsets")[:],
-                tasks=[task.decode() for task in dataset_in(file, "tasks")[:]],
-                seeds=dataset_in(file, "seeds")[:],
-            )
-    except ConfigError:
+            yield file
+    except (ConfigError, AssetError):
         raise
     except _UNREADABLE as error:
         raise ConfigError(f"{path} is not a recording ({first_line(error)}). Collect it again.") from error
 
 
-def _inflate(dataset: h5py.Dataset) -> NDArray[np.uint8]:
-    """Read compressed frames on all cores: HDF5 itself decompresses on one."""
-    rows, most = np.empty(dataset.shape, np.uint8), math.prod(dataset.chunks or ()) + 1
+def unpack_frames(path: Path, into: FrameFile, row: int) -> None:
+    """Write the pictures of a recording from a row on.
+
+    Raises:
+        ConfigError: They are damaged.
+    """
+    with opened(path) as file:
+        frames = dataset_in(file, "frames")
+        if frames.chunks is None or frames.compression != "gzip" or frames.shuffle or frames.fletcher32:
+            for part in blocks(frames.shape):
+                into.write(row + part.start, frames[part])
+        else:
+            _inflate(frames, into, row)
+
+
+def _inflate(dataset: h5py.Dataset, into: FrameFile, row: int) -> None:
+    """Unpack compressed frames on all cores: HDF5 itself unpacks on one. A few parts are in memory."""
+    chunks, most, rows = dataset.chunks, math.prod(dataset.chunks or ()) + 1, dataset.shape[0]
+    assert chunks is not None
 
     def write(offset: int, compressed: bytes) -> None:
         unpacked = zlib.decompressobj().decompress(compressed, most)
-        chunk = np.frombuffer(unpacked, np.uint8).reshape(dataset.chunks)
-        rows[offset : offset + len(chunk)] = chunk[: len(rows) - offset]
+        part = np.frombuffer(unpacked, np.uint8).reshape(chunks)
+        into.write(row + offset, part[: rows - offset])
 
-    with ThreadPoolExecutor() as pool:
-        chunks = [dataset.id.get_chunk_info(i).chunk_offset for i in range(dataset.id.get_num_chunks())]
-        stored = ((offset[0], dataset.id.read_direct_chunk(offset)[1]) for offset in chunks)
-        for done in [pool.submit(write, *chunk) for chunk in stored]:
+    workers = os.cpu_count() or 1
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for number in range(dataset.id.get_num_chunks()):
+            offset = dataset.id.get_chunk_info(number).chunk_offset
+            if offset[1:] != (0, 0, 0):
+                raise ValueError("its frames are not stored whole")
+            waiting.append(pool.submit(write, offset[0], dataset.id.read_direct_chunk(offset)[1]))
+            if len(waiting) > 2 * workers:
+                waiting.popleft().result()
+        for done in waiting:
             done.result()
-    return rows

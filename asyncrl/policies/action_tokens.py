@@ -174,3 +174,23 @@ def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:
     else:
         command = 2 * (opening > 0.5).to(actions.dtype) - 1
     return torch.cat([actions[..., :-1], command], dim=-1)
+
+
+def opening_of(actions: NDArray[np.floating], gripper: Gripper) -> NDArray[np.floating]:
+    """Undo `with_gripper` of an open or closed gripper: the robot's command becomes 0 = closed to 1 = open.
+
+    Args:
+        actions: ``[..., A]`` of any float dtype, as the robot takes them.
+        gripper: As in `with_gripper`.
+
+    Returns:
+        ``[..., A]`` of the same dtype.
+
+    Example:
+        >>> opening_of(np.array([0.5, -1.0]), "libero").tolist()
+        [0.5, 1.0]
+    """
+    if gripper == "none":
+        return actions
+    command = actions[..., -1:] if gripper == "maniskill" else -actions[..., -1:]
+    return np.concatenate([actions[..., :-1], (command + 1) / 2], axis=-1)

@@ -34,9 +34,16 @@ class RewardConfig:
     """Height and width of the frames in pixels."""
 
     @classmethod
-    def tiny(cls, tasks: Sequence[str]) -> RewardConfig:
+    def tiny(cls, tasks: Sequence[str], image_size: int = 64) -> RewardConfig:
         """Return the embedded size."""
-        return cls(widths=(12, 24, 48, 96), tasks=tuple(tasks), embed_dim=16, hidden_dim=48, image_size=64)
+        widths = (12, 24, 48, 96)
+        return cls(widths=widths, tasks=tuple(tasks), embed_dim=16, hidden_dim=48, image_size=image_size)
+
+    @classmethod
+    def small(cls, tasks: Sequence[str], image_size: int = 128) -> RewardConfig:
+        """Return a size of 0.7 million parameters."""
+        widths = (16, 32, 64, 128)
+        return cls(widths=widths, tasks=tuple(tasks), embed_dim=16, hidden_dim=64, image_size=image_size)
 
     @classmethod
     def full(cls, tasks: Sequence[str] = ()) -> RewardConfig:

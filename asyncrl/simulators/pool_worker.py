@@ -16,18 +16,21 @@ import mmap
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import AsyncRLError
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, Simulator, SimulatorSpec, SimStart
+from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSpec
 
+Frames = Literal["none", "last", "all"]
+"""Which pictures of a request somebody looks at."""
 Request = dict[str, Any]
 Answer = dict[str, Any]
 
@@ -85,7 +88,7 @@ class _Turn:
 
     place: int
     steps: int
-    every_frame: bool
+    frames: Frames
     past_success: bool
     by_expert: bool
     done: int = 0
@@ -93,6 +96,11 @@ class _Turn:
     """Whether it ends here: all steps are made, the episode ended, or the task is fulfilled."""
     terminated: bool = False
     truncated: bool = False
+
+    @property
+    def wants_picture(self) -> bool:
+        """Whether somebody looks at what the next step shows."""
+        return self.frames == "all" or (self.frames == "last" and self.done == self.steps - 1)
 
 
 class Worker:
@@ -134,9 +142,9 @@ class Worker:
         self._experts.pop(place, None)
         if request["expert"] is not None:
             assert isinstance(self._simulator, HasExpert)
-            values = {name: tuple(v) if isinstance(v, list) else v for name, v in request["expert"].items()}
+            demonstrator = Demonstrator(**_tuples(request["expert"]))
             rng = np.random.default_rng([start.seed, 1])
-            self._experts[place] = self._simulator.expert(place, Demonstrator(**values), rng)
+            self._experts[place] = self._simulator.expert(place, demonstrator, rng)
         return {"place": place, "task": seen.tasks[0]}
 
     def _play(self, turns: list[_Turn]) -> list[Answer]:
@@ -147,7 +155,7 @@ class Worker:
             for turn in going:
                 if turn.by_expert:
                     arrays.actions[turn.place, turn.done] = self._experts[turn.place]()
-            drawn = any(turn.every_frame or turn.done == turn.steps - 1 for turn in going)
+            drawn = any(turn.wants_picture for turn in going)
             stepped = self._simulator.step(places, arrays.actions[places, rows], draw=drawn)
             if stepped.seen is not None:
                 self._write_seen(places, rows, stepped.seen)
@@ -161,7 +169,9 @@ class Worker:
                 turn.over = ended or solved or turn.done == turn.steps
                 if ended or solved:
                     self._playing.discard(turn.place)
-                if turn.over and not drawn:  # It ended before the step whose picture was asked for.
+                if (
+                    turn.over and not drawn and turn.frames != "none"
+                ):  # It ended before the step whose picture was asked for.
                     self._write_seen([turn.place], [turn.done - 1], self._simulator.look([turn.place]))
         return [
             {
@@ -182,7 +192,7 @@ def _turn(request: Request) -> _Turn:
     return _Turn(
         place=request["place"],
         steps=request["steps"],
-        every_frame=request["every_frame"],
+        frames=request["frames"],
         past_success=request["past_success"],
         by_expert=request["by_expert"],
     )
@@ -190,10 +200,11 @@ def _turn(request: Request) -> _Turn:
 
 def spec_from_json(values: Mapping[str, Any]) -> SimulatorSpec:
     """Read what `asdict` wrote of a spec."""
-    known = {field.name for field in fields(SimulatorSpec)}
-    return SimulatorSpec(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
-    )
+    return SimulatorSpec(**_tuples(values))
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def worker_main(pipe: Connection, source: SimulatorSource, steps: int, parent: int) -> None:
@@ -229,7 +240,8 @@ def worker_main(pipe: Connection, source: SimulatorSource, steps: int, parent: i
         return  # The parent closed its end: the normal way to stop.
     except Exception as error:
         pipe.send_bytes(json.dumps({"error": str(error), "kind": type(error).__name__}).encode())
-        raise
+        if not isinstance(error, AsyncRLError):
+            raise  # With a traceback: it is a fault of the simulator's, not of what was asked for.
     finally:
         if simulator is not None:
             simulator.close()

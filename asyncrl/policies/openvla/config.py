@@ -85,6 +85,15 @@ class OpenVLAOFTConfig:
         return cls(**(sizes | changes))
 
     @classmethod
+    def small(cls, **changes: Any) -> OpenVLAOFTConfig:
+        """Return a size of about eleven million parameters, for pictures of 128 pixels."""
+        tower = TowerConfig(width=192, depth=6, heads=6, mlp=384)
+        sizes: dict[str, Any] = {"image_size": 128, "patch_size": 16, "dino": tower, "siglip": tower}
+        sizes |= {"llm_width": 256, "llm_layers": 6, "llm_heads": 8, "llm_mlp": 1024}
+        sizes |= {"vocab_size": 512, "token_count": 448, "value_hidden": (128, 64)}
+        return cls(**(sizes | changes))
+
+    @classmethod
     def full(cls, **changes: Any) -> OpenVLAOFTConfig:
         """Return the size of the published 7B model."""
         dino = TowerConfig(width=1024, depth=24, heads=16, mlp=4096)

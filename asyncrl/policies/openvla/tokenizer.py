@@ -15,7 +15,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.storage.regular_files import read_text
 
 PROMPT: Final = "In: What action should the robot take to {task}?\nOut: "
@@ -88,18 +88,35 @@ WORDS: Final[tuple[str, ...]] = (
 )
 """The words the small policies know besides the prompt's own; every other word is `<unk>`."""
 
-_PIECE = r"\w+|[^\w\s]|\n"
+_PIECE: Final = r"\w+|[^\w\s]|\n"
+_OF_PROMPT: Final = re.findall(_PIECE, PROMPT.replace("{task}", ""))
+
+
+def words_for(tasks: Iterable[str]) -> tuple[str, ...]:
+    """Return `WORDS` and, behind them in the order of the alphabet, what else these instructions say.
+
+    Example:
+        >>> words_for(["pick up the ketchup", "Open the moka-pot"])[len(WORDS) :]
+        ('-', 'ketchup', 'moka', 'pot')
+    """
+    said = {piece for task in tasks for piece in re.findall(_PIECE, task.lower())}
+    return (*WORDS, *sorted(said - set(WORDS) - set(_OF_PROMPT)))
 
 
 def build_word_tokenizer(words: Iterable[str] = WORDS) -> Tokenizer:
     """Build one token per word, punctuation mark or line break; ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`."""
-    pieces = [UNKNOWN, BEGIN, END, *re.findall(_PIECE, PROMPT.replace("{task}", "")), *words]
+    pieces = [UNKNOWN, BEGIN, END, *_OF_PROMPT, *words]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [pre_tokenizers.Split(Regex(r"[^\S\n]+"), "removed"), pre_tokenizers.Split(Regex(_PIECE), "isolated")]
     )
     return tokenizer
+
+
+def _plain(task: str) -> str:
+    """Return what an instruction says: its words without case and distances."""
+    return " ".join(task.lower().split())
 
 
 class PromptTokenizer:
@@ -127,6 +144,7 @@ class PromptTokenizer:
         self.always_masked = False
         """Whether attention has a mask also where a batch needs none."""
         self._known: dict[str, tuple[int, ...]] = {}
+        self._first: dict[tuple[int, ...], str] = {}
 
     @classmethod
     def from_file(cls, path: Path, *, pad_id: int) -> PromptTokenizer:
@@ -163,7 +181,12 @@ class PromptTokenizer:
         path.write_text(self.tokenizer.to_str(pretty=False), encoding="utf-8")
 
     def ids(self, task: str) -> tuple[int, ...]:
-        """Tokenise the prompt of one task, beginning with `<s>`; the task is put into lower case."""
+        """Tokenise the prompt of one task, beginning with `<s>`; the task is put into lower case.
+
+        Raises:
+            CheckpointError: The tokenizer is another policy's.
+            ConfigError: Another instruction has the same prompt: the policy could not tell them apart.
+        """
         known = self._known.get(task)
         if known is None:
             ids = self.tokenizer.encode(PROMPT.format(task=task.lower())).ids
@@ -173,8 +196,23 @@ class PromptTokenizer:
                     f"The tokenizer gives id {max(known)} for the task {task!r}, but the policy knows ids "
                     f"below {self.pad_id}: tokenizer.json belongs to another checkpoint. Copy the right one."
                 )
+            self._refuse_second(task, known)
             self._known[task] = known
         return known
+
+    def _refuse_second(self, task: str, ids: tuple[int, ...]) -> None:
+        other = self._first.setdefault(ids, task)
+        if _plain(task) != _plain(other):
+            raise ConfigError(
+                f"The policy reads {other!r} and {task!r} as the same prompt, because its tokenizer does not "
+                f"know {' nor '.join(self._unknown(other, task))}: it cannot tell these tasks apart. Use a "
+                "policy that knows the words; `asyncrl fit policy` takes them from its recordings (not with "
+                "--refine)."
+            )
+
+    def _unknown(self, *tasks: str) -> list[str]:
+        pieces = sorted({piece for task in tasks for piece in re.findall(_PIECE, task.lower())})
+        return [repr(piece) for piece in pieces if self.tokenizer.token_to_id(piece) is None]
 
     def batch(self, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Tokenise prompts and bring them to equal length: `<s>`, padding, the rest.

@@ -80,6 +80,7 @@ class LiberoSuite:
 
     suite: ClassVar[str]
     official_horizon: ClassVar[int]
+    most_places: ClassVar[int] = 1
 
     def __init__(self, *, places: int = 1, image_size: int = 0, **settings: Any) -> None:
         self._settings = LiberoSettings(**settings)

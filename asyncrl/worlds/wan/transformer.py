@@ -124,6 +124,11 @@ class TransformerConfig:
         return cls(heads=4, head_dim=48, layers=4, ffn_dim=768, channels=32, patch=1)
 
     @classmethod
+    def small(cls) -> TransformerConfig:
+        """A size of seven million parameters, for the latents of the tiny autoencoder."""
+        return cls(heads=4, head_dim=64, layers=6, ffn_dim=1024, channels=32, patch=1)
+
+    @classmethod
     def full(cls) -> TransformerConfig:
         """The published size: 829 tensors, 5,025,334,464 parameters."""
         return cls(

@@ -1,0 +1,123 @@
+"""Pictures that are read by row from a temporary file: none of them stays in memory.
+
+The file has no name, so that it is gone as soon as nobody has it open, however the process ended. Reading
+needs no mapping: the memory of a process is what it asked for, and a disk that fails is an error of the call.
+
+Letters: F pictures, H W picture size.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import AssetError
+
+BLOCK_BYTES: Final = 64 * 2**20
+"""Of pictures that are moved at a time."""
+
+
+def cache_folder() -> Path:
+    """Return where large temporary files go: TMPDIR if it is set, else /var/tmp, else the system's folder.
+
+    /tmp is memory on many hosts, which is what these files are to save.
+    """
+    lasting = Path("/var/tmp")  # noqa: S108 - the file in it is made without a name
+    if not os.environ.get("TMPDIR") and lasting.is_dir() and os.access(lasting, os.W_OK):
+        return lasting
+    return Path(tempfile.gettempdir())
+
+
+class FrameFile:
+    """``[F, H, W, 3]`` uint8 in a temporary file, read like an array. Threads may read and write at once."""
+
+    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+        """Reserve the space.
+
+        Args:
+            shape: ``F, H, W, 3``.
+
+        Raises:
+            AssetError: The folder of temporary files has no room for it.
+        """
+        self.shape = shape
+        self.dtype = np.dtype(np.uint8)
+        self.nbytes = math.prod(shape)
+        self._rows = np.arange(shape[0])
+        self._row_bytes = math.prod(shape[1:])
+        folder = cache_folder()
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                if self.nbytes:
+                    os.posix_fallocate(file.fileno(), 0, self.nbytes)
+                self._handle = os.dup(file.fileno())
+        except OSError as error:
+            free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+            raise AssetError(
+                f"The recordings' pictures take {self.nbytes / 1e9:.1f} GB unpacked, and {folder} has "
+                f"{free / 1e9:.1f} GB free ({error.strerror}). Set TMPDIR to a folder with more."
+            ) from error
+
+        weakref.finalize(self, os.close, self._handle)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        """Read what NumPy would give for an index of rows: a number, a slice, or an array of any shape.
+
+        Returns:
+            ``[..., H, W, 3]`` uint8, a copy.
+        """
+        rows = np.asarray(self._rows[index])
+        flat = rows.reshape(-1)
+        frames = np.empty((len(flat), *self.shape[1:]), np.uint8)
+        if len(flat):
+            breaks = (np.flatnonzero(np.diff(flat) != 1) + 1).tolist()
+            for begin, end in pairwise([0, *breaks, len(flat)]):
+                self._read(frames[begin:end], int(flat[begin]))
+        return frames.reshape(*rows.shape, *self.shape[1:])
+
+    def _read(self, into: NDArray[np.uint8], row: int) -> None:
+        left, at = into.data.cast("B"), row * self._row_bytes
+        while left:
+            count = os.preadv(self._handle, [left], at)
+            if not count:
+                raise AssetError("The file of unpacked pictures became shorter. Run the command again.")
+            left, at = left[count:], at + count
+
+    def write(self, row: int, frames: NDArray[np.uint8]) -> None:
+        """Write ``[n, H, W, 3]`` from a row on."""
+        if frames.shape[1:] != self.shape[1:] or row + len(frames) > len(self):
+            raise ValueError(f"{frames.shape} from row {row} on does not fit into {self.shape}")
+        if not frames.size:
+            return
+        left, at = np.ascontiguousarray(frames).data.cast("B"), row * self._row_bytes
+        while left:
+            count = os.pwrite(self._handle, left, at)
+            left, at = left[count:], at + count
+
+
+Frames = NDArray[np.uint8] | FrameFile
+"""``[F, H, W, 3]`` uint8, in memory or in a file."""
+
+
+def blocks(shape: Sequence[int]) -> list[slice]:
+    """Cut the rows ``[F, H, W, 3]`` into parts of at most about `BLOCK_BYTES`, each a multiple of 64 rows.
+
+    Example:
+        >>> blocks((130, 512, 512, 3))
+        [slice(0, 64, None), slice(64, 128, None), slice(128, 130, None)]
+    """
+    size = max(1, BLOCK_BYTES // (64 * max(1, math.prod(shape[1:])))) * 64
+    return [slice(begin, min(begin + size, shape[0])) for begin in range(0, shape[0], size)]

@@ -1,0 +1,109 @@
+"""Write recordings as the trajectories that RLinf's world-model environments begin with.
+
+    traj00003.npy                 the first frame of episode 3
+    traj00003_step0040_kir.npy    its first frame, then the four frames up to step 40: a key frame
+
+Each file is an array of one dict per frame: `image` uint8 ``[H, W, 3]``, `delta_action` float32 ``[7]`` (the
+action that produced the frame) and `instruction`. RLinf tells the two kinds apart by the number of frames,
+and takes every file of a folder as often as any other. How it chose key frames was never published; this is
+the rule here, by which an episode has at most two, both at the end of a decision:
+
+    contact   one decision before the one in which the gripper's command changes for the first time
+    late      one decision before the one that solves the task; of an episode that was not solved, two before
+              its end: there a world's error is small and the outcome still open
+
+A key frame with nothing after it, or within the first decision, is none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.recordings import Recordings
+from asyncrl.records import ACTION_DIM, CHUNK
+from asyncrl.storage.atomic import replacing
+from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK
+
+_GRIPPER: Final = -1
+
+
+def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[int]:
+    """Choose the steps of an episode at which imagination may begin.
+
+    Args:
+        actions: ``[F, 7]``; action i produced frame i.
+        success: ``[F]``.
+
+    Returns:
+        Multiples of 8, in order.
+
+    Example:
+        >>> grasp = np.repeat(np.array([-1.0, 1.0]), [31, 19])[:, None] * np.ones(7)
+        >>> keyframes(grasp, np.arange(50) == 45)
+        [16, 32]
+    """
+    last = (len(actions) - 1) // CHUNK
+    changed = np.flatnonzero(np.diff(np.sign(actions[1:, _GRIPPER])) != 0) + 2
+    deciding = (int(changed[0]) - 1) // CHUNK if len(changed) else 0
+    solving = (int(success.argmax()) - 1) // CHUNK if success.any() else last - 1
+    chosen = {deciding - 1, solving - 1}
+    return [CHUNK * decision for decision in sorted(chosen) if 1 <= decision < last]
+
+
+def write_trajectories(
+    recordings: Recordings, folder: Path, *, with_keyframes: bool = True
+) -> tuple[int, int]:
+    """Write every episode's start and key frames.
+
+    Args:
+        recordings: Of a simulator with 7 numbers per action.
+        folder: Created when missing; must not hold trajectories.
+        with_keyframes: Whether key frames are written too.
+
+    Returns:
+        Ordinary starts and key frames that were written.
+
+    Raises:
+        ConfigError: The folder holds trajectories, or actions are not 7 numbers wide.
+    """
+    if (width := recordings.actions.shape[1]) != ACTION_DIM:
+        raise ConfigError(
+            f"DATA has actions of {width} numbers, but RLinf's trajectories hold {ACTION_DIM}. Export "
+            f"recordings of a simulator with {ACTION_DIM}."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("*.npy")):
+        raise ConfigError(f"{folder} already holds trajectories; they are not overwritten. Choose another.")
+    written = 0
+    for episode in tqdm(range(len(recordings)), desc="export", unit="episode", mininterval=2.0):
+        span = recordings.span(episode)
+        _write(folder / f"traj{episode:05d}.npy", recordings, episode, [0])
+        if not with_keyframes:
+            continue
+        for step in keyframes(recordings.actions[span], recordings.success[span]):
+            steps = [0, *range(step - CONTEXT + 1, step + 1)]
+            name = f"traj{episode:05d}_step{step:04d}{KEYFRAME_MARK}.npy"
+            _write(folder / name, recordings, episode, steps)
+            written += 1
+    return len(recordings), written
+
+
+def _write(path: Path, recordings: Recordings, episode: int, steps: list[int]) -> None:
+    rows = int(recordings.offsets[episode]) + np.array(steps)
+    frames = np.empty(len(rows), object)
+    for place, (image, action) in enumerate(
+        zip(recordings.frames[rows], recordings.actions[rows], strict=True)
+    ):
+        frames[place] = {
+            "image": image.copy(),
+            "delta_action": action.astype(np.float32),
+            "instruction": recordings.tasks[episode],
+        }
+    with replacing(path) as part, part.open("wb") as file:
+        np.save(file, frames, allow_pickle=True)  # RLinf's format is a pickle; it is written, never loaded

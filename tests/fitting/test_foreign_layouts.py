@@ -1,0 +1,239 @@
+"""LIBERO's published demonstrations in, RLinf's trajectories out, and what `asyncrl recordings` prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl.commands.recordings import main as recordings_command
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.libero_demonstrations import import_demonstrations, instruction_of
+from asyncrl.fitting.recordings import load_recordings
+from asyncrl.fitting.rlinf_trajectories import keyframes, write_trajectories
+from asyncrl.records import DUMMY_ACTION
+from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.worlds.rlinf_start_states import load_trajectories, trajectory_files
+from support.recorded import KITCHEN, recorded_spec, write_recorded
+
+TASK = SUITES["libero_goal"][3]
+
+
+def write_libero(
+    folder: Path,
+    task: str = TASK,
+    lengths: tuple[int, ...] = (21, 14),
+    *,
+    said: str = "",
+    name: str = "",
+    convention: str = "opengl",
+) -> Path:
+    """Write a file as LIBERO's script does, of noise; demo 10 comes before demo 2 in the order of names."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name or task.replace(' ', '_') + '_demo'}.hdf5"
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs["problem_info"] = json.dumps({"language_instruction": said or task, "problem_name": "x"})
+        data.attrs["macros_image_convention"] = convention
+        data.attrs["num_demos"] = len(lengths)
+        for number, steps in zip((2, 10, 11), lengths, strict=False):
+            demo = data.create_group(f"demo_{number}")
+            demo.attrs["model_file"] = "<mujoco/>"
+            demo["actions"] = rng.uniform(-1, 1, (steps, 7))
+            demo["dones"] = demo["rewards"] = (np.arange(steps) == steps - 1).astype(np.uint8)
+            demo["obs/ee_states"] = rng.normal(size=(steps, 6))
+            demo["obs/gripper_states"] = rng.normal(size=(steps, 2))
+            for camera in ("agentview_rgb", "eye_in_hand_rgb"):
+                demo[f"obs/{camera}"] = rng.integers(0, 256, (steps, 16, 16, 3), dtype=np.uint8)
+    return path
+
+
+# ---- LIBERO in -----------------------------------------------------------------------------------
+
+
+def test_demonstrations_become_recordings_as_the_simulator_would_show_them(tmp_path: Path) -> None:
+    path = write_libero(tmp_path / "published")
+    assert import_demonstrations([path], tmp_path / "data") == 2
+    read = load_recordings([tmp_path / "data"])
+    assert (read.simulator, read.tasks, read.task_ids.tolist()) == ("libero_goal", [TASK, TASK], [3, 3])
+    assert read.offsets.tolist() == [0, 21, 35]
+    with h5py.File(path) as file:
+        for episode, name in enumerate(("demo_2", "demo_10")):
+            demo, span = file[f"data/{name}"], read.span(episode)
+            turned = np.rot90(demo["obs/agentview_rgb"][:], 2, axes=(1, 2))
+            np.testing.assert_array_equal(read.frames[span], turned)
+            np.testing.assert_array_equal(read.actions[span][0], DUMMY_ACTION)
+            expected = demo["actions"][1:].astype(np.float32)
+            np.testing.assert_array_equal(read.actions[span][1:], expected)
+            assert np.flatnonzero(read.success[span]).tolist() == [len(turned) - 1]
+        demo = file["data/demo_10"]
+        with h5py.File(tmp_path / "data" / "part-00000.h5") as written:
+            wrist = np.rot90(demo["obs/eye_in_hand_rgb"][:], 2, axes=(1, 2))
+            np.testing.assert_array_equal(written["more_frames"][21:, 0], wrist)
+            states = np.concatenate([demo["obs/ee_states"][:], demo["obs/gripper_states"][:]], axis=1)
+            np.testing.assert_array_equal(written["states"][21:], states.astype(np.float32))
+            assert json.loads(written.attrs["cameras"]) == ["agentview", "wrist"]
+            assert written["starts"][1] == b"libero_goal/3/demo_10"
+            assert written["seeds"][:].tolist() == [0, 1]
+            assert written["trials"][:].tolist() == [-1, -1]
+
+
+def test_pictures_that_are_stored_upright_are_only_mirrored(tmp_path: Path) -> None:
+    path = write_libero(tmp_path, convention="opencv", lengths=(9,))
+    import_demonstrations([path], tmp_path / "data", cameras=("agentview",))
+    with h5py.File(path) as file:
+        stored = file["data/demo_2/obs/agentview_rgb"][:]
+    np.testing.assert_array_equal(load_recordings([tmp_path / "data"]).frames[:], stored[:, :, ::-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [
+        ("KITCHEN_SCENE3_turn_on_the_stove_and_put_the_moka_pot_on_it", SUITES["libero_10"]),
+        (
+            "LIVING_ROOM_SCENE2_put_both_the_alphabet_soup_and_the_tomato_sauce_in_the_basket",
+            SUITES["libero_10"],
+        ),
+        ("pick_up_the_ketchup_and_place_it_in_the_basket", SUITES["libero_object"]),
+    ],
+)
+def test_a_files_name_gives_the_simulators_instruction(name: str, instruction: tuple[str, ...]) -> None:
+    assert instruction_of(name) in instruction
+
+
+def test_the_name_counts_more_than_what_the_file_says_and_that_more_than_nothing(tmp_path: Path) -> None:
+    worded = write_libero(tmp_path / "a", said="Another wording of it", lengths=(9,))
+    import_demonstrations([worded], tmp_path / "one")
+    assert load_recordings([tmp_path / "one"]).tasks == [TASK]
+    renamed = write_libero(tmp_path / "b", said=f'"{TASK.capitalize()}."', name="mine", lengths=(9,))
+    import_demonstrations([renamed], tmp_path / "two")
+    assert load_recordings([tmp_path / "two"]).tasks == [TASK]
+
+
+def test_a_suite_that_is_not_known_is_the_folders_name_or_must_be_said(tmp_path: Path) -> None:
+    ninety = write_libero(tmp_path / "libero_90", "open the microwave", lengths=(9,))
+    other = write_libero(tmp_path / "mine", "open the microwave", lengths=(9,))
+    import_demonstrations([ninety], tmp_path / "one")
+    assert load_recordings([tmp_path / "one"]).simulator == "libero_90"
+    with pytest.raises(ConfigError, match="say it with --simulator"):
+        import_demonstrations([other], tmp_path / "two")
+    import_demonstrations([other], tmp_path / "two", simulator="libero_90")
+    assert load_recordings([tmp_path / "two"]).simulator == "libero_90"
+    with pytest.raises(ConfigError, match="libero_spatial has no task 'open the microwave'"):
+        import_demonstrations([other], tmp_path / "three", simulator="libero_spatial")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("data/demo_10/obs/agentview_rgb", "there is no"),
+        ("data/demo_10/actions", "there is no"),
+        ("length", "14 actions, but pictures"),
+        ("nan", "finite"),
+        ("data", "there is no group data"),
+        ("link", "there is no group demo_10"),
+    ],
+)
+def test_a_file_that_lacks_something_is_named_and_nothing_is_written(
+    tmp_path: Path, damage: str, said: str
+) -> None:
+    good, bad = write_libero(tmp_path / "a"), write_libero(tmp_path / "b", SUITES["libero_goal"][4])
+    with h5py.File(bad, "a") as file:
+        if damage == "length":
+            pictures = file["data/demo_10/obs/agentview_rgb"][:-1]
+            del file["data/demo_10/obs/agentview_rgb"]
+            file["data/demo_10/obs/agentview_rgb"] = pictures
+        elif damage == "nan":
+            file["data/demo_10/actions"][3, 3] = np.nan
+        elif damage == "link":
+            del file["data/demo_10"]
+            file["data/demo_10"] = h5py.ExternalLink(str(good), "/data/demo_10")
+        else:
+            del file[damage]
+    with pytest.raises(ConfigError, match=said) as refused:
+        import_demonstrations([good, bad], tmp_path / "data")
+    assert str(bad) in str(refused.value)
+    assert not list((tmp_path / "data").glob("*")) if (tmp_path / "data").exists() else True
+
+
+# ---- RLinf out -----------------------------------------------------------------------------------
+
+
+def test_trajectories_are_read_back_as_the_starts_they_were_made_from(tmp_path: Path) -> None:
+    write_recorded(tmp_path / "data", recorded_spec(32), (49, 41, 9))
+    read = load_recordings([tmp_path / "data"])
+    assert write_trajectories(read, tmp_path / "out") == (3, 4)
+    names = [path.stem for path in trajectory_files(tmp_path / "out", keyframes=True)]
+    assert names == [
+        *("traj00000", "traj00000_step0016_kir", "traj00000_step0032_kir"),
+        *("traj00001", "traj00001_step0008_kir", "traj00001_step0024_kir"),
+        "traj00002",
+    ]
+    plain = load_trajectories(tmp_path / "out", keyframes=False)
+    assert [state.task for state in plain] == list(KITCHEN)
+    for episode, state in enumerate(plain):
+        np.testing.assert_array_equal(state.frame, read.frames[read.offsets[episode]])
+        assert len(state.context_frames) == 0
+    key = load_trajectories(tmp_path / "out", keyframes=True)[2]
+    np.testing.assert_array_equal(key.frame, read.frames[0])
+    np.testing.assert_array_equal(key.context_frames, read.frames[29:33])
+    np.testing.assert_array_equal(key.context_actions, read.actions[29:33])
+
+
+def gripper(changes_at: int, steps: int) -> np.ndarray:
+    """``[steps + 1, 7]``: open until the action `changes_at`, which is the first that closes."""
+    return np.where(np.arange(steps + 1) >= changes_at, 1.0, -1.0)[:, None] * np.ones((1, 7))
+
+
+@pytest.mark.parametrize(
+    ("changes_at", "solved_at", "steps", "expected"),
+    [
+        (25, 41, 48, [16, 32]),  # in decision 3, and solved in decision 5
+        (32, 48, 48, [16, 32]),
+        (33, 40, 48, [24]),  # in decision 4, and solved in the same: one key frame
+        (5, 12, 48, []),  # nothing lies before them
+        (17, -1, 48, [8, 32]),  # not solved: two decisions before the end
+        (99, -1, 48, [32]),
+        (99, -1, 17, []),
+        (99, -1, 8, []),
+    ],
+)
+def test_key_frames_follow_the_documented_rule(
+    changes_at: int, solved_at: int, steps: int, expected: list[int]
+) -> None:
+    assert keyframes(gripper(changes_at, steps), np.arange(steps + 1) == solved_at) == expected
+
+
+def test_trajectories_are_never_overwritten(tmp_path: Path) -> None:
+    write_recorded(tmp_path / "data", recorded_spec(32), (9,))
+    read = load_recordings([tmp_path / "data"])
+    write_trajectories(read, tmp_path / "out", with_keyframes=False)
+    with pytest.raises(ConfigError, match="already holds trajectories"):
+        write_trajectories(read, tmp_path / "out")
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_imports_shows_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_libero(tmp_path / "published", lengths=(33, 14))
+    data, out = str(tmp_path / "data"), str(tmp_path / "out")
+    assert recordings_command(["import", str(tmp_path / "published"), "--out", data]) == 0
+    assert recordings_command(["list", data]) == 0
+    assert recordings_command(["stats", data]) == 0
+    assert recordings_command(["export", data, out, "--no-keyframes"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 episodes in" in shown
+    assert "libero_goal" in shown
+    assert "agentview,wrist" in shown
+    assert TASK in shown
+    assert "100%" in shown
+    assert "2 starts and 0 key frames" in shown
+    with pytest.raises(ConfigError, match="already holds recordings"):
+        recordings_command(["import", str(tmp_path / "published"), "--out", data])
+    with pytest.raises(ConfigError, match="no file, nor a folder"):
+        recordings_command(["import", str(tmp_path / "nowhere.hdf5"), "--out", str(tmp_path / "new")])

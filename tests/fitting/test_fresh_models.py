@@ -1,0 +1,327 @@
+"""Fits at the recordings' picture size, with their words and the range of their actions, up to a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl import cli
+from asyncrl.commands.fit import FitPolicy, FitWorld
+from asyncrl.commands.fit import main as fit
+from asyncrl.errors import ConfigError
+from asyncrl.fitting import fit_vae
+from asyncrl.fitting.fit_policy import check_imitable, tokens_of
+from asyncrl.fitting.fit_reward import fit_reward
+from asyncrl.fitting.fresh_models import (
+    action_statistics,
+    fresh_policy,
+    fresh_reward,
+    fresh_world,
+    patch_size,
+)
+from asyncrl.fitting.recordings import Recordings, load_recordings
+from asyncrl.policies.action_tokens import BINS, NormStats, decode, opening_of, unnormalise, with_gripper
+from asyncrl.policies.checkpoints.conventions import PublishedOptions
+from asyncrl.policies.checkpoints.convert import convert
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.parallel import count_parameters
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
+from asyncrl.policies.openvla.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer, words_for
+from asyncrl.records import DUMMY_ACTION
+from asyncrl.rewards.files import open_reward
+from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.tabletop.scene import TASKS
+from asyncrl.storage.atomic import read_json
+from asyncrl.worlds.wan.files import open_world
+from support.recorded import KITCHEN, recorded_spec, write_recorded
+
+
+def recorded(
+    image_size: int = 64,
+    *,
+    tasks: tuple[str, ...] = KITCHEN,
+    simulator: str = "kitchen",
+    actions: np.ndarray | None = None,
+) -> Recordings:
+    """One episode of 10 frames of each task; all pictures are black."""
+    frames = 10 * len(tasks)
+    drawn = np.random.default_rng(0).uniform(-1, 1, (frames, 7)).astype(np.float32)
+    return Recordings(
+        frames=np.zeros((frames, image_size, image_size, 3), np.uint8),
+        actions=drawn if actions is None else actions,
+        success=np.zeros(frames, bool),
+        offsets=np.arange(0, frames + 1, 10),
+        tasks=list(tasks),
+        seeds=np.arange(len(tasks)),
+        simulator=simulator,
+    )
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "policy", "transformer", "vae", "reward"),
+    [("tiny", 1.9, 2.9, 2.0, 0.4), ("small", 10.9, 7.2, 4.4, 0.7)],
+)
+def test_sizes_have_the_documented_numbers_of_parameters(
+    size: str, policy: float, transformer: float, vae: float, reward: float
+) -> None:
+    recordings = recorded(64 if size == "tiny" else 128)
+    world = fresh_world(size, size, recordings)
+    judge = fresh_reward(size, recordings, torch.device("cpu"))
+    clone = fresh_policy(size, recordings, "none")
+    found = [count_parameters(m) / 1e6 for m in (clone, world.transformer, world.vae, judge.network)]
+    assert found == pytest.approx([policy, transformer, vae, reward], abs=0.06)
+
+
+def test_everything_is_made_for_the_pictures_of_the_recordings() -> None:
+    recordings = recorded(96)
+    policy = fresh_policy("tiny", recordings, "none")
+    assert (policy.config.image_size, policy.config.patch_size, policy.config.patches) == (96, 12, 64)
+    assert fresh_world("tiny", "tiny", recordings).image_size == 96
+    assert fresh_reward("tiny", recordings, torch.device("cpu")).image_size == 96
+
+
+@pytest.mark.parametrize("side", [64, 80, 96, 100, 112, 128, 200, 224, 256])
+def test_patches_tile_the_picture_and_are_not_too_few(side: int) -> None:
+    patch = patch_size(side)
+    assert side % patch == 0
+    assert patch <= 16
+    assert side // patch >= 8
+
+
+def test_pictures_that_make_no_whole_latents_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pictures of 100 pixels.*multiple of 16"):
+        fresh_world("tiny", "tiny", recorded(100))
+
+
+def test_pictures_that_are_not_square_are_refused() -> None:
+    recordings = Recordings(**{**vars(recorded()), "frames": np.zeros((30, 64, 96, 3), np.uint8)})
+    with pytest.raises(ConfigError, match="64 x 96"):
+        fresh_policy("tiny", recordings, "none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (FitPolicy, {"size": "small"}),
+        (FitPolicy, {"statistics": "none"}),
+        (FitWorld, {"size": "small"}),
+        (FitWorld, {"vae_size": "small"}),
+    ],
+)
+def test_what_is_about_fresh_weights_is_refused_with_others(kind: type, changes: dict[str, str]) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value} .*--refine old"):
+        kind(data=(Path("x"),), out=Path("y"), refine="old", **changes)
+
+
+@pytest.fixture(scope="module")
+def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings of 96 pixels, and all that is fitted on them, in a few steps."""
+    folder = tmp_path_factory.mktemp("kitchen")
+    write_recorded(folder / "data", recorded_spec(96), (17, 20, 9, 17))
+    data, device = ["--data", str(folder / "data")], ["--device", "cpu"]
+    steps = ["--steps", "2", "--batch", "4", *device]
+    world = str(folder / "world")
+    fit(["policy", *data, "--out", str(folder / "policy"), *steps])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_vae, "MEASURED_CLIPS", 4)
+        fit(["world", *data, "--out", world, "--vae-steps", "1", "--vae-batch", "1", *steps])
+    fit(["reward", *data, "--world", world, *steps])
+    fit(["starts", *data, "--out", str(folder / "starts.h5")])
+    return folder
+
+
+@pytest.mark.timeout(180)
+def test_a_run_trains_in_what_was_fitted_on_recordings_of_another_size(kitchen: Path) -> None:
+    assert open_world(kitchen / "world").image_size == 96
+    assert open_reward(kitchen / "world").config.image_size == 96
+    flags = {
+        "policy": kitchen / "policy",
+        "world": kitchen / "world",
+        "start-states": kitchen / "starts.h5",
+        "run-dir": kitchen / "run",
+        "device": "cpu",
+        "updates": 1,
+        "actor.slots": 2,
+        "actor.max-decisions": 1,
+        "algorithm.group-size": 2,
+        "algorithm.groups-per-update": 1,
+    }
+    given = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    assert cli.run("train", [*given, "--inline"]) == 0
+
+
+def test_a_world_of_another_picture_size_is_refused(kitchen: Path, tmp_path: Path) -> None:
+    write_recorded(tmp_path / "data", recorded_spec(64), (9, 9))
+    data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--steps", "1"]
+    world, out = str(kitchen / "world"), str(tmp_path / "out")
+    calls = {
+        "world": ["reward", "--world", world],
+        "refine": ["world", "--refine", world, "--out", out],
+    }
+    for flag, call in calls.items():
+        with pytest.raises(ConfigError, match=f"pictures of 64 pixels, but --{flag} draws 96"):
+            fit([*call, *data])
+
+
+# ---- what a reward model learns from -------------------------------------------------------------
+
+
+def test_a_reward_model_of_one_task_can_be_fitted(tmp_path: Path) -> None:
+    write_recorded(tmp_path, recorded_spec(32, tasks=KITCHEN[:1]), (17, 17))
+    recordings = load_recordings([tmp_path])
+    reward = fresh_reward("tiny", recordings, torch.device("cpu"))
+    settings = {"steps": 3, "batch": 8, "learning_rate": 1e-3, "seed": 0}
+    assert np.isfinite(fit_reward(reward, recordings, recordings.frames, **settings))
+
+
+@pytest.mark.parametrize(("solved", "said"), [(False, "shows the task solved"), (True, "shows it unsolved")])
+def test_a_reward_model_needs_both_verdicts(solved: bool, said: str) -> None:
+    recordings = Recordings(**{**vars(recorded(32)), "success": np.full(30, solved)})
+    reward = fresh_reward("tiny", recordings, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=said):
+        fit_reward(reward, recordings, recordings.frames, steps=1, batch=4, learning_rate=1e-3, seed=0)
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def test_the_shipped_policys_tokenizer_is_what_tabletop_still_gives() -> None:
+    assets = Path(cli.__file__).parent / "assets" / "tabletop" / "policy"
+    fresh = build_word_tokenizer(words_for(TASKS))
+    assert fresh.to_str() == (assets / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize("suite", sorted(SUITES))
+def test_each_of_a_suites_instructions_has_a_prompt_of_its_own(suite: str) -> None:
+    tasks = SUITES[suite]
+    policy = fresh_policy("tiny", recorded(tasks=tasks), "none")
+    prompts = {policy.tokenizer.ids(task) for task in tasks}
+    assert len(prompts) == len(tasks) == 10
+    assert policy.tokenizer.tokenizer.token_to_id("<unk>") not in set().union(*prompts)
+
+
+def test_two_instructions_with_one_prompt_are_an_error_that_names_them() -> None:
+    tasks = tuple(task for task in SUITES["libero_object"] if "ketchup" in task or "milk" in task)
+    with pytest.raises(ConfigError) as refused:
+        check_imitable(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1)), recorded(tasks=tasks))
+    for text in (*tasks, "ketchup", "milk"):
+        assert repr(text) in str(refused.value)
+    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1))
+    frames = np.zeros((1, 64, 64, 3), np.uint8)
+    policy.preprocess(frames, tasks[:1])
+    with pytest.raises(ConfigError, match="as the same prompt"):
+        policy.preprocess(frames, tasks[1:])
+
+
+def test_one_instruction_in_two_writings_is_no_error() -> None:
+    tokenizer = PromptTokenizer(build_word_tokenizer(), pad_id=448)
+    assert tokenizer.ids("Put  the box down") == tokenizer.ids("put the box down")
+
+
+def test_a_vocabulary_grows_with_the_words_of_the_recordings(tmp_path: Path) -> None:
+    letters = "abcdefghijklmnop"
+    tasks = tuple(f"grasp the {a}{b}x" for a in letters for b in letters)
+    policy = fresh_policy("tiny", recorded(32, tasks=tasks), "none")
+    words = policy.tokenizer.tokenizer.get_vocab_size()
+    assert words > len(WORDS) + 256
+    assert policy.config.first_action_id >= words
+    policy.save(tmp_path)
+    again = load_policy(tmp_path)
+    assert again.tokenizer.ids(tasks[200]) == policy.tokenizer.ids(tasks[200])
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def test_statistics_leave_the_first_row_of_an_episode_and_the_gripper_out() -> None:
+    rng = np.random.default_rng(0)
+    actions = rng.normal(0, 0.1, (30, 7)).astype(np.float32)
+    actions[[0, 10, 20]] = 50.0
+    stats = action_statistics(recorded(actions=actions))
+    carried_out = np.concatenate([actions[1:10], actions[11:20], actions[21:]])
+    np.testing.assert_allclose(stats.q01, np.quantile(carried_out, 0.01, axis=0), rtol=1e-5)
+    np.testing.assert_allclose(stats.q99, np.quantile(carried_out, 0.99, axis=0), rtol=1e-5)
+    assert stats.mask == (True,) * 6 + (False,)
+
+
+@pytest.mark.parametrize(
+    ("simulator", "statistics", "key"),
+    [
+        ("tabletop", "auto", ""),
+        ("kitchen", "auto", "kitchen"),
+        ("kitchen", "none", ""),
+        ("tabletop", "q01_q99", "tabletop"),
+    ],
+)
+def test_statistics_are_used_where_they_are_asked_for(simulator: str, statistics: str, key: str) -> None:
+    policy = fresh_policy("tiny", recorded(simulator=simulator), statistics)
+    assert policy.config.norm_key == key
+    assert set(policy.config.norm_stats) == ({key} if key else set())
+
+
+@pytest.mark.parametrize("gripper", ["none", "libero", "maniskill"])
+def test_tokens_become_the_recorded_actions_again(gripper: str) -> None:
+    rng = np.random.default_rng(0)
+    wide = np.array([0.9, 0.5, 0.2, 0.1, 0.02, 0.001, 1.0], np.float32)
+    actions = (rng.uniform(-1, 1, (400, 7)) * wide).astype(np.float32)
+    actions[:, 6] = np.where(actions[:, 6] > 0, 1, -1)
+    stats = NormStats(q01=tuple((-wide).tolist()), q99=tuple(wide.tolist()), mask=(True,) * 6 + (False,))
+    config = OpenVLAOFTConfig.tiny(norm_key="x", norm_stats={"x": stats}, gripper=gripper)
+    tokens = torch.from_numpy(tokens_of(actions, config))
+    again = with_gripper(unnormalise(decode(tokens), stats), gripper).numpy()
+    half_a_bin = wide / (BINS - 1)
+    assert (np.abs(again - actions)[:, :6] <= half_a_bin[:6] * 1.001).all()
+    assert (np.sign(again[:, 6]) == actions[:, 6]).all()
+
+
+def test_the_grippers_convention_is_undone() -> None:
+    opening = torch.tensor([[0.3, 1.0], [0.3, 0.0]])
+    for gripper in ("none", "libero", "maniskill"):
+        robot = with_gripper(opening, gripper).numpy()
+        np.testing.assert_allclose(opening_of(robot, gripper), opening.numpy())
+
+
+def test_a_fitted_policy_acts_within_what_was_recorded_and_converts(kitchen: Path, tmp_path: Path) -> None:
+    read = load_recordings([kitchen / "data"])
+    stats = action_statistics(read)
+    policy = load_policy(kitchen / "policy")
+    assert policy.config.norm_stats == {"kitchen": stats}
+    lowest = policy.decode(torch.full((1, 7), BINS - 1))[0].numpy()
+    np.testing.assert_allclose(lowest[:6], np.array(stats.q01[:6]), atol=0.01)
+    written = read_json(kitchen / "policy" / "dataset_statistics.json")
+    assert NormStats.from_published(written["kitchen"]) == stats
+    assert written["kitchen"]["num_trajectories"] == 4
+    assert written["kitchen"]["num_transitions"] == len(read.actions) - 4
+    assert written["kitchen"]["action"]["max"][6] == 1
+    convert(kitchen / "policy", tmp_path / "published", to="openvla", choices=PublishedOptions())
+    assert json.loads((tmp_path / "published" / "dataset_statistics.json").read_text()) == written
+    convert(tmp_path / "published", tmp_path / "own", to="asyncrl", choices=PublishedOptions())
+    again = load_policy(tmp_path / "own")
+    assert again.config == replace(policy.config, dtype="bfloat16"), "as it is stored"
+    assert again.tokenizer.ids(KITCHEN[0]) == policy.tokenizer.ids(KITCHEN[0])
+
+
+def test_a_refined_policy_keeps_its_own_statistics(kitchen: Path, tmp_path: Path) -> None:
+    write_recorded(tmp_path / "data", recorded_spec(96, simulator="garage"), (17, 30))
+    steps = ["--steps", "1", "--batch", "2", "--device", "cpu"]
+    data, out = ["--data", str(tmp_path / "data")], tmp_path / "out"
+    fit(["policy", *data, "--refine", str(kitchen / "policy"), "--out", str(out), *steps])
+    assert load_policy(out).config == load_policy(kitchen / "policy").config
+    assert not (out / "dataset_statistics.json").exists()
+
+
+def test_actions_of_another_width_are_refused() -> None:
+    narrow = np.zeros((30, 4), np.float32)
+    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1))
+    with pytest.raises(ConfigError, match="actions of 4 numbers, but the policy makes 7"):
+        check_imitable(policy, recorded(actions=narrow))
+    assert DUMMY_ACTION.shape == (7,)

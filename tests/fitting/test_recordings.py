@@ -1,0 +1,363 @@
+"""Recordings are read by row from disk, in both formats, and only together where they look alike."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.errors import AssetError, ConfigError
+from asyncrl.fitting.batch_source import BatchSource, shown_to
+from asyncrl.fitting.fit_policy import fit_policy
+from asyncrl.fitting.fit_reward import redraw
+from asyncrl.fitting.fit_vae import average_pictures, encode_recordings, reconstruction_loss
+from asyncrl.fitting.fit_world import windows
+from asyncrl.fitting.frame_file import FrameFile, cache_folder
+from asyncrl.fitting.recordings import Recordings, load_recordings
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.vision import TowerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from support import ROOT
+from support.recorded import KITCHEN, recorded_spec, write_recorded
+
+# ---- pictures in a file --------------------------------------------------------------------------
+
+
+def noise(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 4, 6, 3), dtype=np.uint8)
+
+
+def filed(frames: np.ndarray) -> FrameFile:
+    file = FrameFile(frames.shape)
+    file.write(0, frames)
+    return file
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        3,
+        -1,
+        np.int64(2),
+        slice(None),
+        slice(2, 9, 3),
+        slice(9, 2),
+        np.array([5, 5, 6, 7, 0]),
+        np.array([[0, 1], [8, 3]]),
+        np.array([], np.int64),
+        np.arange(10) % 2 == 0,
+    ],
+)
+def test_a_file_of_pictures_is_indexed_like_an_array(index: object) -> None:
+    frames = noise(10)
+    found = filed(frames)[index]
+    np.testing.assert_array_equal(found, frames[index])
+    assert found.shape == frames[index].shape
+    assert found.dtype == np.uint8
+
+
+def test_a_file_of_pictures_has_the_bounds_of_an_array() -> None:
+    file = filed(noise(3))
+    assert (len(file), file.shape, file.nbytes) == (3, (3, 4, 6, 3), 3 * 72)
+    with pytest.raises(IndexError):
+        file[3]
+    with pytest.raises(ValueError, match="does not fit"):
+        file.write(2, noise(2))
+
+
+def test_a_file_of_pictures_leaves_no_name_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert cache_folder() == tmp_path
+    file = filed(noise(3))
+    assert list(tmp_path.iterdir()) == []
+    assert len(file[:]) == 3
+
+
+def test_pictures_without_room_are_refused_with_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with pytest.raises(AssetError, match=r"take 50000\.0 GB unpacked, and .* GB free .*TMPDIR"):
+        FrameFile((50_000_000, 1000, 1000, 1))
+
+
+def test_batches_are_the_rows_that_were_asked_for() -> None:
+    frames = noise(9)
+    rows = torch.tensor([[3, 1], [8, 8]])
+    for source in (frames, filed(frames)):
+        found = BatchSource(source, torch.device("cpu")).take(rows)
+        np.testing.assert_array_equal(found.numpy(), frames[rows.numpy()])
+
+
+# ---- what is read --------------------------------------------------------------------------------
+
+
+def test_episodes_of_several_files_come_in_order(tmp_path: Path) -> None:
+    spec = recorded_spec(32)
+    written = [
+        *write_recorded(tmp_path, spec, (9, 34, 17)),
+        *write_recorded(tmp_path, spec, (25, 12), part=1),
+    ]
+    read = load_recordings([tmp_path])
+    assert read.offsets.tolist() == [0, 9, 43, 60, 85, 97]
+    for number, episode in enumerate(written):
+        np.testing.assert_array_equal(read.frames[read.span(number)], episode.frames)
+        np.testing.assert_array_equal(read.actions[read.span(number)], episode.actions)
+    assert read.tasks == [KITCHEN[0], KITCHEN[1], KITCHEN[2], KITCHEN[0], KITCHEN[1]]
+    assert read.task_ids.tolist() == [0, 1, 2, 0, 1]
+    assert (read.simulator, read.image_size) == ("kitchen", 32)
+
+
+def test_pictures_that_another_program_packed_are_read_too(tmp_path: Path) -> None:
+    (episode,) = write_recorded(tmp_path, recorded_spec(32), (20,))
+    with h5py.File(tmp_path / "part-00000.h5", "a") as file:
+        del file["frames"]
+        file.create_dataset("frames", data=episode.frames, chunks=(7, 16, 32, 3), compression="lzf")
+    np.testing.assert_array_equal(load_recordings([tmp_path]).frames[:], episode.frames)
+
+
+def test_the_first_format_is_read_as_of_tabletop(tmp_path: Path) -> None:
+    (episode,) = write_recorded(tmp_path, recorded_spec(32), (20,))
+    with h5py.File(tmp_path / "part-00000.h5", "a") as file:
+        file.attrs["format"] = "asyncrl-recordings-1"
+        for name in ("simulator", "cameras"):
+            del file.attrs[name]
+        for name in ("rewards", "starts", "task_ids", "trials", "terminated", "truncated"):
+            del file[name]
+    read = load_recordings([tmp_path])
+    np.testing.assert_array_equal(read.frames[:], episode.frames)
+    assert read.simulator == "tabletop"
+    assert read.scenes().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("offsets", "do not cut the frames"),
+        ("actions", "20 frames, but 19 actions"),
+        ("tasks", "1 tasks, but 3 offsets"),
+        ("chunk", "is not a recording"),
+    ],
+)
+def test_a_damaged_recording_is_named(tmp_path: Path, damage: str, said: str) -> None:
+    write_recorded(tmp_path, recorded_spec(32), (9, 11))
+    path = tmp_path / "part-00000.h5"
+    with h5py.File(path, "a") as file:
+        if damage == "offsets":
+            file["offsets"][1] = 30
+        elif damage == "chunk":
+            file["frames"].id.write_direct_chunk((0, 0, 0, 0), b"no zlib stream")
+        else:
+            rows = file[damage][:-1]
+            del file[damage]
+            file[damage] = rows
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_recordings([tmp_path])
+    assert str(path) in str(refused.value)
+
+
+def edited(path: Path, what: str) -> None:
+    with h5py.File(path, "a") as file:
+        if what == "simulator":
+            file.attrs["simulator"] = "garage"
+        elif what == "cameras":
+            file.attrs["cameras"] = '["main", "wrist"]'
+        else:
+            actions = file["actions"][:, :4]
+            del file["actions"]
+            file["actions"] = actions
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("simulator", "in garage"),
+        ("cameras", "by main, wrist"),
+        ("actions", "actions of 4 numbers"),
+        ("size", "pictures of 48 x 48"),
+    ],
+)
+def test_recordings_that_differ_are_refused_by_name(tmp_path: Path, what: str, said: str) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    write_recorded(one, recorded_spec(32), (9,))
+    write_recorded(other, recorded_spec(48 if what == "size" else 32), (9,))
+    if what != "size":
+        edited(other / "part-00000.h5", what)
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_recordings([one, other])
+    for folder in (one, other):
+        assert str(folder / "part-00000.h5") in str(refused.value)
+
+
+# ---- what is fitted ------------------------------------------------------------------------------
+
+
+def in_memory(read: Recordings) -> Recordings:
+    return Recordings(
+        **{
+            name: getattr(read, name)
+            for name in ("actions", "success", "offsets", "tasks", "seeds", "task_ids", "simulator")
+        },
+        frames=read.frames[:],
+    )
+
+
+@pytest.mark.parametrize("pipeline", ["rlinf", "oft"])
+def test_a_policy_is_the_same_whether_pictures_are_in_memory_or_in_a_file(
+    tmp_path: Path, pipeline: str
+) -> None:
+    write_recorded(tmp_path, recorded_spec(32), (20, 33))
+    read = load_recordings([tmp_path])
+    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
+
+    def weights(recordings: Recordings) -> torch.Tensor:
+        torch.manual_seed(0)
+        config = OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1, image_pipeline=pipeline)
+        policy = OpenVLAOFTPolicy(config)
+        fit_policy(policy, recordings, steps=2, batch=4, learning_rate=1e-2, seed=0, drawn=recordings.frames)
+        return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+    assert torch.equal(weights(read), weights(in_memory(read)))
+
+
+def test_pictures_of_the_oft_pipeline_are_what_the_policy_is_shown(tmp_path: Path) -> None:
+    write_recorded(tmp_path, recorded_spec(32), (70,))
+    frames = load_recordings([tmp_path]).frames
+    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
+    policy = OpenVLAOFTPolicy(
+        OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1, image_pipeline="oft")
+    )
+    shown = shown_to(policy, frames)
+    assert shown.shape == (70, 64, 64, 3)
+    for row in (0, 65):
+        alone = policy.preprocess(frames[row : row + 1], ["push the plate"]).pixels
+        np.testing.assert_array_equal(shown[row], alone[0].numpy())
+
+
+def tiny_vae() -> WanVae:
+    torch.manual_seed(0)
+    return WanVae(VaeConfig.tiny())
+
+
+def test_an_episode_that_ends_within_a_decision_is_encoded_with_its_last_frame_repeated(
+    tmp_path: Path,
+) -> None:
+    (short, _) = write_recorded(tmp_path, recorded_spec(32), (12, 17))
+    read, vae = load_recordings([tmp_path]), tiny_vae()
+    latents = encode_recordings(vae, read)
+    assert [len(episode) for episode in latents] == [2 + 3, 2 + 4]
+    filled = in_memory(read)
+    frames = np.concatenate([short.frames, short.frames[-1:]])
+    alone = Recordings(
+        frames=frames,
+        actions=filled.actions[:13],
+        success=filled.success[:13],
+        offsets=np.array([0, 13]),
+        tasks=filled.tasks[:1],
+        seeds=filled.seeds[:1],
+    )
+    torch.testing.assert_close(latents[0], encode_recordings(vae, alone)[0], atol=1e-5, rtol=0)
+    drawn = redraw(vae, latents, read)
+    assert drawn.shape == read.frames.shape
+    assert len(windows(read, latents)) == 1 + 2
+
+
+def test_redrawn_frames_lie_where_the_recorded_ones_do(tmp_path: Path) -> None:
+    """Each episode alone gives what all of them gave: no frame is in another's place."""
+    write_recorded(tmp_path, recorded_spec(32), (17, 9, 17))
+    read, vae = load_recordings([tmp_path]), tiny_vae()
+    drawn = redraw(vae, encode_recordings(vae, read), read)
+    for episode in range(3):
+        span = read.span(episode)
+        alone = Recordings(
+            frames=read.frames[span],
+            actions=read.actions[span],
+            success=read.success[span],
+            offsets=np.array([0, span.stop - span.start]),
+            tasks=read.tasks[:1],
+            seeds=read.seeds[:1],
+        )
+        again = redraw(vae, encode_recordings(vae, alone), alone)
+        assert np.abs(drawn[span].astype(int) - again[:]).max() <= 1
+
+
+def test_every_numbered_task_has_its_own_background(tmp_path: Path) -> None:
+    write_recorded(tmp_path / "numbered", recorded_spec(32), (30,) * 6)
+    read = load_recordings([tmp_path / "numbered"])
+    means = average_pictures(read)
+    assert means.shape == (3, 3, 32, 32)
+    for task in range(3):
+        own = np.concatenate([read.frames[read.span(e)] for e in range(6) if read.task_ids[e] == task])
+        expected = torch.from_numpy(own.astype(np.float64).mean(0) / 127.5 - 1).permute(2, 0, 1).float()
+        torch.testing.assert_close(means[task], expected, atol=1e-5, rtol=0)
+
+
+def test_tasks_without_numbers_share_one_background(tmp_path: Path) -> None:
+    write_recorded(tmp_path, recorded_spec(32, trials=0), (30,) * 4)
+    read = load_recordings([tmp_path])
+    (mean,) = average_pictures(read)
+    whole = torch.from_numpy(read.frames[:]).float() / 127.5 - 1
+    assert torch.equal(mean, whole.mean(0).permute(2, 0, 1)), "bit for bit: results repeat"
+
+
+def test_a_row_is_weighed_against_the_background_of_its_own_scene() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn, wanted = (torch.rand(2, 3, 4, 8, 8, generator=generator) for _ in range(2))
+    scenes = torch.rand(2, 3, 8, 8, generator=generator)
+    apart = [reconstruction_loss(drawn[i : i + 1], wanted[i : i + 1], scenes[i]) for i in range(2)]
+    torch.testing.assert_close(reconstruction_loss(drawn, wanted, scenes), torch.stack(apart).mean())
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+MEASURED = """
+import sys, numpy as np, torch
+from pathlib import Path
+from asyncrl.fitting.fit_policy import fit_policy
+from asyncrl.fitting.recordings import load_recordings
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.vision import TowerConfig
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
+policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1))
+def fit(folder):
+    read = load_recordings([Path(folder)])
+    fit_policy(policy, read, steps=4, batch=64, learning_rate=1e-3, seed=0, drawn=read.frames)
+    return read.frames.nbytes
+fit(sys.argv[1])
+before = peak()
+print(fit(sys.argv[2]), peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_fitting_takes_a_fraction_of_the_pictures_memory(tmp_path: Path) -> None:
+    """164 MB of pictures after 2 MB: the larger recording raises the peak by less than a fifth of itself."""
+    write_recorded(tmp_path / "small", recorded_spec(128), (41,))
+    for part in range(2):
+        write_recorded(tmp_path / "large", recorded_spec(128), (209,) * 8, part=part)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path / "small"), str(tmp_path / "large")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    pictures, grown = map(int, done.stdout.split())
+    assert pictures > 160e6
+    assert grown < 0.2 * pictures, f"{grown / pictures:.2f}"

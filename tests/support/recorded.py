@@ -1,0 +1,66 @@
+"""Recordings of scenes that a program draws: a coloured square that moves on a background of its task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from asyncrl.fitting.recordings import write_part
+from asyncrl.records import DUMMY_ACTION
+from asyncrl.simulators.interface import SimStart, SimulatorSpec
+from asyncrl.simulators.rollout import SimulatedEpisode
+
+KITCHEN: Final = ("open the middle drawer", "push the plate", "turn on the stove")
+
+
+def recorded_spec(
+    image_size: int, *, simulator: str = "kitchen", tasks: tuple[str, ...] = KITCHEN, trials: int = 50
+) -> SimulatorSpec:
+    """Of a simulator with numbered tasks."""
+    return SimulatorSpec(name=simulator, tasks=tasks, trials=trials, max_steps=400, image_size=image_size)
+
+
+def recorded_episode(seed: int, spec: SimulatorSpec, frames: int) -> SimulatedEpisode:
+    """An episode of task ``seed mod tasks``; every second one is solved in its last five frames."""
+    rng, size, task_id = np.random.default_rng(seed), spec.image_size, seed % len(spec.tasks)
+    coarse = np.random.default_rng(1000 + task_id).integers(60, 196, (8, 8, 3))
+    background = coarse.repeat(size // 8, 0).repeat(size // 8, 1)
+    pictures = np.broadcast_to(background, (frames, size, size, 3)).astype(np.uint8)
+    edge = size // 8
+    for number, at in enumerate(rng.integers(0, size - edge, (frames, 2))):
+        pictures[number, at[0] : at[0] + edge, at[1] : at[1] + edge] = rng.integers(0, 256, 3)
+    actions = (rng.uniform(-0.3, 0.5, (frames, 7)) * np.arange(1, 8) / 7).astype(np.float32)
+    actions[:, 6] = np.where(np.arange(frames) > frames // 2, 1, -1)
+    actions[0] = DUMMY_ACTION
+    success = (np.arange(frames) >= frames - 5) & (seed % 2 == 1)
+    numbered = spec.trials > 0
+    return SimulatedEpisode(
+        start=SimStart(
+            name=f"{spec.name}/seed-{seed}",
+            task=spec.tasks[task_id],
+            task_id=task_id if numbered else -1,
+            seed=seed,
+        ),
+        repeat=0,
+        task=spec.tasks[task_id],
+        frames=pictures,
+        more_frames=np.zeros((frames, 0, size, size, 3), np.uint8),
+        states=np.zeros((frames, 0), np.float32),
+        actions=actions,
+        rewards=success.astype(np.float32),
+        success=success,
+        terminated=False,
+        truncated=not success.any(),
+        seconds=1.0,
+    )
+
+
+def write_recorded(
+    folder: Path, spec: SimulatorSpec, lengths: tuple[int, ...], *, part: int = 0
+) -> list[SimulatedEpisode]:
+    """Write one file of episodes of so many frames each; their seeds count from 0."""
+    episodes = [recorded_episode(seed, spec, frames) for seed, frames in enumerate(lengths)]
+    write_part(folder / f"part-{part:05d}.h5", episodes, spec, {})
+    return episodes
