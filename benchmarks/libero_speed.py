@@ -3,7 +3,8 @@
     python benchmarks/libero_speed.py
     python benchmarks/libero_speed.py --settings scene=light multisampling=false reflections=false
 
-The first table is CPU time in this process, which other work on the host hardly changes; the second is wall time.
+The first table is CPU time in this process, which other work on the host hardly changes; the second is wall
+time.
 """
 
 from __future__ import annotations
