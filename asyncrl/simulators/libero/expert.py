@@ -56,7 +56,7 @@ class Grasp:
     height: float = 0.0
     """Of the grip above the object's origin."""
     angles: tuple[float, ...] = (90.0,)
-    """Directions in which the fingers close, in the world (0: x, 90: y): from the axis to the rim, where it has
+    """Directions in which the fingers close, in the world (0: x, 90: y): from the axis to the rim, if it has
     one. The first is tried first, the next after a miss."""
     turns: bool = False
     """Whether the angles are counted from the object's own direction."""
@@ -206,11 +206,11 @@ class Expert:
             way = put - item
             return np.array([*(hand + way)[:2], self._from[2]]), float(np.linalg.norm(way[:2])) < 0.018
         if phase is Phase.LOWER:
-            way = put + [0.0, 0.0, self._plan.drop] - item
+            way = put + np.array([0.0, 0.0, self._plan.drop]) - item
             return hand + way, float(np.linalg.norm(way)) < 0.012
         if phase is Phase.RELEASE:
             return self._from, self._steps >= _OPENING_STEPS
-        return self._from + [0.0, 0.0, 0.12], False
+        return self._from + np.array([0.0, 0.0, 0.12]), False
 
 
 _HOLDING: Final = (Phase.GRASP, Phase.LIFT, Phase.CARRY, Phase.LOWER)

@@ -1,8 +1,8 @@
 """Make light files of a suite's shapes and pictures, for scenes that are drawn several times faster.
 
-What is only looked at is simplified: shapes of many faces, and large textures. What things collide with stays,
-so the physics is the same. The files go to the user's cache; they are made of the installed package and are
-never shipped.
+What is only looked at is simplified: shapes of many faces, and large textures. What things collide with
+stays, so the physics is the same. The files go to the user's cache; they are made of the installed package
+and are never shipped.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def make_light(
 
 
 def _sources(bddl: Path) -> Iterator[tuple[str, Any, int]]:
-    """Yield file, compiled model and number of every shape that is only looked at, and of textures with -1."""
+    """Yield file, compiled model and number of each shape that is only looked at; of textures with -1."""
     with quiet(), numpy_generator([0]):
         environment = build_environment(bddl, {})
     try:

@@ -88,8 +88,8 @@ class Pictures:
         """Draw what was noted down last.
 
         Returns:
-            ``[K, size, size, 3]`` uint8, a new array. Both axes of what OpenGL gives are reversed, as published
-            policies are given them: upright, and a mirror image.
+            ``[K, size, size, 3]`` uint8, a new array. Both axes of what OpenGL gives are reversed, as
+            published policies are given them: upright, and a mirror image.
         """
         self._context.make_current()
         area = self._mujoco.MjrRect(0, 0, self._size, self._size)
@@ -122,7 +122,7 @@ def drawing_device() -> str:
     first = visible.split(",")[0].strip()
     if visible and not first.isdecimal():
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES is {visible!r}, which does not tell what device LIBERO shall draw with: EGL "
-            "numbers them. Set MUJOCO_EGL_DEVICE_ID to the number (0 where there is one)."
+            f"CUDA_VISIBLE_DEVICES is {visible!r}, which does not tell what device LIBERO shall draw with: "
+            "EGL numbers them. Set MUJOCO_EGL_DEVICE_ID to the number (0 where there is one)."
         )
     return first if first and int(first) < count_egl_devices() else ""

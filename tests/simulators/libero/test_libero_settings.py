@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.libero import loading, pictures
+from asyncrl.simulators.libero.tasks import stored_states
 from asyncrl.simulators.rendering import find_backend
 
 SUITES = {
@@ -118,6 +120,19 @@ def test_instructions_are_those_of_the_file_names():
     )
     spec = SimulatorSource(name="libero_10").spec()
     assert spec.tasks[2] == "turn on the stove and put the moka pot on it"
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_instructions_and_stored_starts_are_the_benchmarks(suite):
+    benchmark = pytest.importorskip("libero.libero.benchmark", reason="the extra libero is not installed")
+    with loading.quiet():
+        official = benchmark.get_benchmark(suite)()
+    spec = SimulatorSource(name=suite).spec()
+    assert list(spec.tasks) == [task.language.lower() for task in official.tasks]
+    for number in (0, len(spec.tasks) - 1):
+        states = stored_states(suite, number)
+        assert len(states) == spec.trials
+        np.testing.assert_array_equal(states, official.get_task_init_states(number))
 
 
 def test_horizon_and_wrist_are_settings():
