@@ -70,7 +70,7 @@ REQUIRED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "policy": _POLICY,
         "world": ("check", "load", "image_size", "action_spec", "modules", "start", "imagine"),
         "reward": ("check", "load", "image_size", "modules", "score"),
-        "simulator": ("spec", "reset", "step", "look", "close"),
+        "simulator": ("reset", "step", "look", "close"),
         "correction": ("weights",),
         "advantage": ("estimate",),
         "objective": ("loss",),

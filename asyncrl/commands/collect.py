@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.evaluate import HELD_OUT, acting
-from asyncrl.fitting.collect import record_expert, record_policy
+from asyncrl.evaluation.evaluate import acting, check_fits
+from asyncrl.evaluation.starts import HELD_OUT
+from asyncrl.fitting.collect import must_be_new, record, training_starts
 from asyncrl.launch.placement import pick_device
-from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import Demonstrator, SimStart
+from asyncrl.simulators.pool import SimulatorPool
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig(Bounded):
-    """Record episodes of the true simulator as HDF5: from a scripted expert, or from a policy."""
+    """Record episodes of a true simulator as HDF5: from a scripted expert, or from a policy."""
 
     out: Path
     """Folder for the recordings; must not hold any yet."""
@@ -31,6 +35,12 @@ class CollectConfig(Bounded):
     """Episodes to record."""
     seed: Annotated[int, AtLeast(0, "seeds are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """First simulator seed. Below 1000000, which is where the seeds of `asyncrl evaluate` begin."""
+    tasks: tuple[str, ...] = ()
+    """Tasks to record, as numbers or instructions, of simulators with stored starts; none: all in turn."""
+    stored: bool = False
+    """Record from the stored starts, trial by trial. They are what `asyncrl evaluate` plays: --force too."""
+    force: bool = False
+    """Record stored starts although a policy that is fitted on them is not evaluated fairly any more."""
     policy: str = ""
     """Record this policy (folder, run, shipped name, package.module:Class@FOLDER) instead of the expert."""
     policy_settings: tuple[str, ...] = ()
@@ -41,18 +51,25 @@ class CollectConfig(Bounded):
     """Sampling temperature of the policy."""
     expert: Demonstrator = field(default_factory=Demonstrator)
     """How good the expert is."""
-    max_decisions: Annotated[int, AtLeast(1, "an episode has a decision.", "Use 6.", highest=10_000)] = 6
-    """Longest episode, in decisions of 8 steps."""
-    image_size: Annotated[int, AtLeast(8, "something has to be seen.", "Use 64.", highest=PIXELS)] = 64
-    """Height and width of the pictures."""
+    horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
+    """Steps until an episode is given up; 0: what the simulator's protocol says."""
+    image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
+    """Height and width of the pictures; 0: the simulator's own."""
     workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = (
         os.cpu_count() or 1
     )
     """Simulator processes."""
+    places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0
+    """Episodes that each process plays at once; 0: as many as the simulator likes, at most 8."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.seed <= self.seed + self.episodes <= HELD_OUT:
+        if self.stored and not self.force:
+            raise ConfigError(
+                "--stored records the starts that `asyncrl evaluate` plays: what is fitted on them would be "
+                "evaluated on what it has seen. Leave it out for random starts, or add --force."
+            )
+        if self.seed + self.episodes > HELD_OUT:
             raise ConfigError(
                 f"--seed {self.seed} with --episodes {self.episodes} reaches the held-out seeds from "
                 f"{HELD_OUT}. Use smaller ones."
@@ -62,47 +79,66 @@ class CollectConfig(Bounded):
 def main(arguments: list[str]) -> int:
     """Record, with a progress bar."""
     config = tyro.cli(CollectConfig, args=arguments, prog="asyncrl collect")
-    written = _record_policy(config) if config.policy else _record_expert(config)
+    source = SimulatorSource(
+        name=config.simulator,
+        settings=config.simulator_settings,
+        image_size=config.image_size,
+        horizon=config.horizon,
+    )
+    most = min(8, source.most_places(), -(-config.episodes // config.workers))
+    source = source.with_(places=config.places or max(1, most))
+    if not config.policy and not source.has_expert():
+        raise ConfigError(
+            f"--simulator {config.simulator} has no expert to record. Record a policy in it with --policy, "
+            "or add the method `expert`: docs/extending.md."
+        )
+    registry.resolve("simulator", config.simulator)
+    must_be_new(config.out)
+    written = _record_policy(config, source) if config.policy else _record_expert(config, source)
     print(f"{written} episodes in {config.out}. Next: asyncrl fit policy --data {config.out} --out POLICY")
     return 0
 
 
-def _record_expert(config: CollectConfig) -> int:
-    return record_expert(
-        config.out,
-        config.expert,
-        episodes=config.episodes,
-        first_seed=config.seed,
-        max_decisions=config.max_decisions,
-        workers=config.workers,
-        image_size=config.image_size,
-        simulator=config.simulator,
-        settings=config.simulator_settings,
-    )
+def _record_expert(config: CollectConfig, source: SimulatorSource) -> int:
+    with SimulatorPool(source, workers=config.workers) as pool:
+        return record(
+            config.out,
+            pool,
+            config.expert,
+            _starts(config, pool),
+            extra_decisions=config.expert.extra_decisions,
+            about={"demonstrator": asdict(config.expert), "source": source.as_dict()},
+        )
 
 
-def _record_policy(config: CollectConfig) -> int:
+def _record_policy(config: CollectConfig, source: SimulatorSource) -> int:
     from asyncrl.launch.named_models import named_policy
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.simulators.pool import SimulatorPool
 
     named = named_policy(config.policy, config.policy_settings)
     policy = named.kind.load(named.folder, pick_device("auto"), **named.settings)
     sampling = SamplingParams(temperature=config.temperature, top_k=0)
-    with SimulatorPool(
-        config.simulator,
-        workers=config.workers,
-        envs_per_worker=8,
-        image_size=config.image_size,
-        settings=config.simulator_settings,
-        action_spec=policy.action_spec,
-    ) as pool:
-        return record_policy(
+    with SimulatorPool(source, workers=config.workers, steps=policy.action_spec.chunk) as pool:
+        check_fits(policy, pool.spec)
+        return record(
             config.out,
             pool,
-            acting(policy, sampling),
-            episodes=config.episodes,
-            first_seed=config.seed,
-            max_decisions=config.max_decisions,
-            about={"policy": config.policy, "temperature": config.temperature},
+            acting(policy, sampling, rows=8),
+            _starts(config, pool),
+            extra_decisions=0,
+            about={
+                "policy": config.policy,
+                "temperature": config.temperature,
+                "source": source.as_dict(),
+            },
         )
+
+
+def _starts(config: CollectConfig, pool: SimulatorPool) -> list[SimStart]:
+    return training_starts(
+        pool.spec,
+        episodes=config.episodes,
+        seed=config.seed,
+        tasks=config.tasks,
+        stored=config.stored,
+    )

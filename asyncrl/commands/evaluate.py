@@ -1,52 +1,78 @@
-"""`asyncrl evaluate CHECKPOINT`: measure the success rate of a policy in the true simulator."""
+"""`asyncrl evaluate CHECKPOINT`: measure the success rate of a policy in a true simulator."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from asyncrl import registry
-from asyncrl.config.bounds import SEEDS, THREADS, AtLeast, Bounded, Within
-from asyncrl.evaluation.evaluate import Evaluation, acting, evaluate, evaluation_seeds
+from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
+from asyncrl.evaluation.starts import evaluation_plays, evaluation_seeds
+from asyncrl.simulators.interface import Demonstrator
 
 if TYPE_CHECKING:
-    from asyncrl.launch.named_models import NamedModel
+    from asyncrl.policies.interface import Policy
+    from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.simulators.pool import SimulatorPool
     from asyncrl.simulators.rollout import SimulatedEpisode
+
+EXPERT = "expert"
+"""Names the simulator's own demonstrator in the place of a policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Bounded):
-    """Play a policy from held-out start states in the true simulator and count successes."""
+    """Play a policy from held-out starts in a true simulator and count successes."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[str, tyro.conf.Positional] = ""
     """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy); of a
-    class of your own: package.module:Class@FOLDER."""
+    class of your own: package.module:Class@FOLDER; 'expert': the simulator's scripted expert."""
+    policy: str = ""
+    """The same, as a flag."""
     policy_settings: tuple[str, ...] = ()
     """Keywords of the policy's class: key=value ..."""
     simulator: str = "tabletop"
-    """Simulator to play in: a built-in one, or package.module:Class."""
+    """Simulator to play in: a built-in one, or package.module:Class (or a function that makes one)."""
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
     episodes: Annotated[int, AtLeast(1, "a rate needs an episode.", "Use 256.", highest=1_000_000)] = 256
-    """Episodes, each from its own start state."""
+    """Episodes, each from its own start; of simulators whose starts are seeds."""
     seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
-    """Which held-out start states; the same seed gives the same ones."""
+    """Which held-out starts, of simulators whose starts are seeds; the same seed gives the same ones."""
+    tasks: tuple[str, ...] = ()
+    """Tasks to play, as numbers or instructions, of simulators with stored starts; none: all."""
+    trials: Annotated[int, AtLeast(0, "it counts starts.", "Use 0 for all.", highest=1_000_000)] = 0
+    """Stored starts to play of each task, from the first on; 0: all."""
+    repeats: Annotated[int, AtLeast(1, "each start is played.", "Use 1.", highest=10_000)] = 1
+    """How often each start is played; a policy that samples decides anew each time."""
+    horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
+    """Steps until an episode is given up; 0: what the simulator's protocol says."""
+    settle: Annotated[int, AtLeast(-1, "it counts steps.", "Use -1.", highest=10_000)] = -1
+    """Idle steps after a reset until objects rest, of simulators with such; -1: what its protocol says."""
+    image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
+    """Side of the pictures; 0: what the simulator's protocol says, else what the policy is best shown."""
     temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
         1.0
     )
     """Sampling temperature of the action tokens, as in training; 0 = always the most likely token."""
-    max_decisions: Annotated[int, AtLeast(1, "an episode has a decision.", "Use 6.", highest=10_000)] = 6
-    """Longest episode, in decisions of 8 steps."""
+    expert: Demonstrator = field(default_factory=Demonstrator)
+    """How good the expert is, where it plays."""
     workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
         8, os.cpu_count() or 1
     )
     """Simulator processes."""
+    places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0
+    """Episodes that each process plays at once; 0: as many as the simulator likes."""
+    rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 8.", highest=65536)] = 8
+    """Rows of every pass of the policy, filled up with copies: so results do not depend on --workers."""
     device: str = "auto"
     """Where the policy runs: cpu, cuda, or auto."""
     video: str = ""
@@ -55,51 +81,144 @@ class EvaluateConfig(Bounded):
     """World model that imagines the episodes of --video; see `asyncrl train --world`."""
     world_settings: tuple[str, ...] = ()
     """Keywords of the world's class: key=value ..."""
+    movies: str = ""
+    """Write a movie of every episode into this folder: .mp4 with the extra 'video', else .gif."""
     json: str = ""
-    """Also write the result to this file."""
+    """Also write the result, with every episode, to this file."""
+    tensorboard: str = ""
+    """Also write eval/* there; of a checkpoint of a run, at its update."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.checkpoint) == bool(self.policy):
+            raise ConfigError(
+                "Say once what is evaluated: `asyncrl evaluate CHECKPOINT`, or --policy CHECKPOINT; 'expert' "
+                "is the simulator's scripted expert."
+            )
+
+    @property
+    def player(self) -> str:
+        """Return what plays."""
+        return self.checkpoint or self.policy
 
 
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="asyncrl evaluate")
     evaluation_seeds(config.seed, config.episodes)
-    from asyncrl.launch.named_models import named_policy
-
     registry.resolve("simulator", config.simulator)
-    policy = named_policy(config.checkpoint, config.policy_settings)
-    result = _play(config, policy)
+    _check_outputs(config)
+    if config.player == EXPERT:
+        result, episodes, settings = _play_expert(config)
+        folder = EXPERT
+    else:
+        result, episodes, settings, folder = _play_policy(config)
     print(table(result))
+    if config.movies:
+        print(f"{_write_movies(Path(config.movies), episodes)} movies in {config.movies}")
     if config.json:
-        content = {"checkpoint": str(policy.folder), "seed": config.seed, "temperature": config.temperature}
-        Path(config.json).write_text(json.dumps(content | result.as_dict(), indent=2) + "\n")
+        content = {"checkpoint": folder, "seed": config.seed, "temperature": config.temperature}
+        rows = {"episodes": [episode_row(episode) for episode in episodes]}
+        whole = content | {"simulator": settings} | result.as_dict() | rows
+        Path(config.json).write_text(json.dumps(whole, indent=2) + "\n")
+    if config.tensorboard:
+        _write_curves(Path(config.tensorboard), folder, config.simulator, result)
     return 0
 
 
-def _play(config: EvaluateConfig, named: NamedModel) -> Evaluation:
+def _check_outputs(config: EvaluateConfig) -> None:
+    """Refuse what could not be written before anything is played."""
+    if config.json and not Path(config.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {config.json}: there is no folder {Path(config.json).parent}. Make it.")
+    for flag, folder in (("--movies", config.movies), ("--tensorboard", config.tensorboard)):
+        if folder and Path(folder).exists() and not Path(folder).is_dir():
+            raise ConfigError(f"{flag} {folder} is a file, where a folder is expected. Choose another name.")
+
+
+def _source(config: EvaluateConfig, wanted_size: int, episodes: int) -> SimulatorSource:
+    """Say what every worker builds.
+
+    Args:
+        config: Of the command.
+        wanted_size: What the policy is best shown, in pixels; 0: anything.
+        episodes: That are played.
+    """
+    from asyncrl.simulators.build import SimulatorSource
+
+    settle = (f"settle={config.settle}",) if config.settle >= 0 else ()
+    source = SimulatorSource(
+        name=config.simulator,
+        settings=(*config.simulator_settings, *settle),
+        image_size=config.image_size,
+        horizon=config.horizon,
+    )
+    kind = registry.resolve("simulator", config.simulator)
+    if not config.image_size and getattr(kind, "any_image_size", False):
+        source = source.with_(image_size=wanted_size)
+    most = -(-episodes // config.workers)
+    return source.with_(places=config.places or max(1, min(source.most_places(), most)))
+
+
+def _episodes(config: EvaluateConfig) -> int:
+    """Bound the number of episodes from above, before the simulator says what it has."""
+    return max(config.episodes, config.trials * max(1, len(config.tasks))) * config.repeats
+
+
+def _plays(config: EvaluateConfig, pool: SimulatorPool) -> list:
+    return evaluation_plays(
+        pool.spec,
+        episodes=config.episodes,
+        seed=config.seed,
+        tasks=config.tasks,
+        trials=config.trials,
+        repeats=config.repeats,
+    )
+
+
+def _play_expert(
+    config: EvaluateConfig,
+) -> tuple[Evaluation, list[SimulatedEpisode], dict[str, object]]:
+    from asyncrl.simulators.pool import SimulatorPool
+
+    source = _source(config, 0, _episodes(config))
+    if not source.has_expert():
+        raise ConfigError(
+            f"--simulator {config.simulator} has no expert. Name a policy, or add the method `expert`: "
+            "docs/extending.md."
+        )
+    if config.video:
+        raise ConfigError("--video draws what a policy did beside a world. Use --movies with the expert.")
+    with SimulatorPool(source, workers=config.workers) as pool:
+        result, episodes = evaluate(
+            pool, config.expert, _plays(config, pool), keep_frames=bool(config.movies)
+        )
+        return result, episodes, source.as_dict() | {"max_steps": pool.spec.max_steps}
+
+
+def _play_policy(
+    config: EvaluateConfig,
+) -> tuple[Evaluation, list[SimulatedEpisode], dict[str, object], str]:
+    from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.placement import pick_device
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.pool import SimulatorPool
 
+    named = named_policy(config.player, config.policy_settings)
     device = pick_device(config.device)
     write_video = _video_writer(config) if config.video else None
-    policy = named.kind.load(named.folder, device, **named.settings)
-    act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0))
-    envs = max(1, min(16, -(-config.episodes // config.workers)))
-    with SimulatorPool(
-        config.simulator,
-        workers=config.workers,
-        envs_per_worker=envs,
-        image_size=policy.image_size,
-        settings=config.simulator_settings,
-        action_spec=policy.action_spec,
-    ) as pool:
+    policy: Policy = named.kind.load(named.folder, device, **named.settings)
+    source = _source(config, policy.image_size, _episodes(config))
+    act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0), config.rows)
+    with SimulatorPool(source, workers=config.workers, steps=policy.action_spec.chunk) as pool:
+        check_fits(policy, pool.spec)
         result, episodes = evaluate(
-            pool, act, episodes=config.episodes, seed=config.seed, max_decisions=config.max_decisions
+            pool, act, _plays(config, pool), keep_frames=bool(config.movies or config.video)
         )
+        settings = source.as_dict() | {"max_steps": pool.spec.max_steps}
     if write_video is not None:
         write_video(episodes)
         print(f"contact sheet in {config.video}")
-    return result
+    return result, episodes, settings, str(named.folder)
 
 
 def _video_writer(config: EvaluateConfig) -> Callable[[list[SimulatedEpisode]], None]:
@@ -114,6 +233,40 @@ def _video_writer(config: EvaluateConfig) -> Callable[[list[SimulatedEpisode]], 
     named = named_world(config.world, config.world_settings)
     world = named.kind.load(named.folder, torch.device("cpu"), ImaginationSettings(), **named.settings)
     return lambda episodes: write_contact_sheet(Path(config.video), episodes, world)
+
+
+def _write_movies(folder: Path, episodes: Sequence[SimulatedEpisode]) -> int:
+    """Write each episode's pictures, named by its start and by what became of it."""
+    from asyncrl.storage.movies import movie_suffix, write_movie
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for episode in episodes:
+        outcome = "solved" if episode.solved else "failed"
+        name = f"{episode.start.name.replace('/', '_')}_{episode.repeat}_{outcome}{movie_suffix()}"
+        write_movie(folder / name, episode.frames, rate=20)
+    return len(episodes)
+
+
+def _write_curves(folder: Path, checkpoint: str, simulator: str, result: Evaluation) -> None:
+    """Write the rates as one point of the curves eval/*: at the update that the checkpoint's name says."""
+    import time
+
+    from asyncrl.observability import curves
+    from asyncrl.observability import metrics_training as m
+
+    number = Path(checkpoint).name.rpartition("_")[2]
+    step = int(number) if Path(checkpoint).name.startswith("update_") and number.isdecimal() else 0
+    values = {
+        m.EVAL_SUCCESS: result.overall.rate,
+        m.EVAL_LOW: result.overall.low,
+        m.EVAL_HIGH: result.overall.high,
+        m.EVAL_EPISODES: float(result.overall.episodes),
+        m.EVAL_STEPS: result.mean_steps,
+    }
+    (folder / simulator.replace(":", "_")).mkdir(parents=True, exist_ok=True)
+    file = curves.event_file(folder / simulator.replace(":", "_"))
+    now = time.time()
+    file.write_bytes(curves.beginning(step, now) + curves.scalars(step, values, now))
 
 
 def table(result: Evaluation) -> str:

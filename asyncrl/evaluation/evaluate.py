@@ -1,4 +1,4 @@
-"""Measure a policy's success rates in the true simulator, with 95 % intervals."""
+"""Measure success rates in true simulators, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.rollout import Act, Pool, SimulatedEpisode, rollout
+from asyncrl.simulators.interface import Demonstrator, SimulatorSpec
+from asyncrl.simulators.pool import Pool
+from asyncrl.simulators.rollout import Act, Observations, Play, SimulatedEpisode, rollout
 
 if TYPE_CHECKING:
     from asyncrl.policies.interface import Policy, SamplingParams
-
-HELD_OUT = 1_000_000
-"""Simulator seeds from here on are never used for recordings or start states."""
-SEEDS_PER_EVALUATION = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,65 +64,116 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluation_seeds(seed: int, episodes: int) -> list[int]:
-    """Return the simulator seeds of evaluation number `seed`, which nothing else ever uses.
-
-    Raises:
-        ConfigError: more episodes were asked for than one evaluation owns, or the seed is negative.
-    """
-    if seed < 0 or not 0 < episodes <= SEEDS_PER_EVALUATION:
-        raise ConfigError(
-            f"--seed {seed} with --episodes {episodes}: the seed must be 0 or more and the episodes 1 to "
-            f"{SEEDS_PER_EVALUATION}. Use --seed 0 --episodes 256."
-        )
-    return [HELD_OUT + seed * SEEDS_PER_EVALUATION + i for i in range(episodes)]
-
-
 def summarise(episodes: Sequence[SimulatedEpisode]) -> Evaluation:
     """Compute success rates over all episodes and by task."""
-    solved = [bool(e.success.any()) for e in episodes]
-    tasks = sorted({e.task for e in episodes})
     by_task = {
         task: SuccessRate.of(
-            sum(s for s, e in zip(solved, episodes, strict=True) if e.task == task),
-            sum(e.task == task for e in episodes),
+            sum(e.solved for e in episodes if e.task == task), sum(e.task == task for e in episodes)
         )
-        for task in tasks
+        for task in sorted({e.task for e in episodes})
     }
-    steps = [int(e.success.argmax()) for e, s in zip(episodes, solved, strict=True) if s]
+    steps = [e.steps for e in episodes if e.solved]
     return Evaluation(
-        overall=SuccessRate.of(sum(solved), len(episodes)),
+        overall=SuccessRate.of(sum(e.solved for e in episodes), len(episodes)),
         by_task=by_task,
         mean_steps=float(np.mean(steps)) if steps else math.nan,
     )
 
 
-def acting(policy: Policy, sampling: SamplingParams) -> Act:
-    """Turn a policy into the function that a rollout calls."""
+def episode_row(episode: SimulatedEpisode) -> dict[str, object]:
+    """Return what is written of an episode: where it began, what became of it, and how long it took."""
+    start = episode.start
+    where = {"seed": start.seed} if start.trial < 0 else {"task_id": start.task_id, "trial": start.trial}
+    return {
+        "start": start.name,
+        "task": episode.task,
+        **where,
+        "repeat": episode.repeat,
+        "success": episode.solved,
+        "steps": episode.steps,
+        "end": "success" if episode.solved else "terminated" if episode.terminated else "truncated",
+        "seconds": round(episode.seconds, 3),
+    }
+
+
+def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
+    """Turn a policy into the function that a rollout calls.
+
+    Args:
+        policy: Decides.
+        sampling: How.
+        rows: Of every pass. Fewer are filled up with copies of the first: what is computed of a row depends,
+            in the last digits, on how many there are, and that must not depend on who answered first.
+    """
     import torch
 
     @torch.inference_mode()
-    def act(frames: np.ndarray, tasks: list[str], seeds: list[int]) -> np.ndarray:
-        acted = policy.act(policy.preprocess(frames, tasks), sampling, seeds)
-        return acted.actions.float().cpu().numpy()
+    def act_alike(shown: Observations) -> NDArray[np.float32]:
+        states = shown.states if shown.states.shape[1] else None
+        inputs = policy.preprocess(shown.images, shown.tasks, states)
+        return policy.act(inputs, sampling, shown.seeds).actions.float().cpu().numpy()
+
+    def act(shown: Observations) -> NDArray[np.float32]:
+        parts = []
+        for first in range(0, len(shown.tasks), rows):
+            real = range(first, min(first + rows, len(shown.tasks)))
+            filled = [*real, *[first] * (rows - len(real))]
+            parts.append(act_alike(_rows(shown, filled))[: len(real)])
+        return np.concatenate(parts)
 
     return act
 
 
+def _rows(shown: Observations, rows: Sequence[int]) -> Observations:
+    return Observations(
+        images=shown.images[rows],
+        states=shown.states[rows],
+        tasks=[shown.tasks[row] for row in rows],
+        seeds=[shown.seeds[row] for row in rows],
+    )
+
+
+def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
+    """Refuse a policy that cannot play in a simulator, before an episode is begun.
+
+    Raises:
+        ConfigError: Its actions have another width, or it needs a camera or a state that is not there.
+    """
+    if policy.action_spec.dim != spec.action_dim:
+        raise ConfigError(
+            f"--policy makes {policy.action_spec.dim} numbers per step, but --simulator {spec.name} takes "
+            f"{spec.action_dim}. Choose a policy and a simulator that belong together."
+        )
+    images = np.zeros((1, len(spec.cameras), spec.image_size, spec.image_size, 3), np.uint8)
+    states = np.zeros((1, spec.state_dim), np.float32) if spec.state_dim else None
+    for task in spec.tasks[:1] or ("do it",):
+        try:
+            policy.preprocess(images, [task], states)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--policy cannot play in --simulator {spec.name}, which shows {len(spec.cameras)} pictures "
+                f"({', '.join(spec.cameras)}) and {spec.state_dim} numbers of state: {error}"
+            ) from error
+
+
 def evaluate(
-    pool: Pool, act: Act, *, episodes: int, seed: int, max_decisions: int
+    pool: Pool, act: Act | Demonstrator, plays: Sequence[Play], *, keep_frames: bool = False
 ) -> tuple[Evaluation, list[SimulatedEpisode]]:
-    """Play `episodes` held-out start states and count; shows a progress bar."""
+    """Play every episode once and count; shows a progress bar.
+
+    Returns:
+        Success rates, and the episodes in the order of `plays`.
+    """
     from tqdm import tqdm
 
-    seeds = evaluation_seeds(seed, episodes)
+    order = {(play.start.name, play.repeat): place for place, play in enumerate(plays)}
     played: list[SimulatedEpisode] = []
     solved = 0
-    with tqdm(total=episodes, desc="evaluate", unit="episode", mininterval=1.0) as bar:
-        for episode in rollout(pool, act, seeds, max_decisions=max_decisions):
+    with tqdm(total=len(plays), desc="evaluate", unit="episode", mininterval=1.0) as bar:
+        for episode in rollout(pool, act, plays, keep_frames=keep_frames):
             played.append(episode)
-            solved += bool(episode.success.any())
+            solved += episode.solved
             bar.update(1)
             bar.set_postfix(success=f"{solved / len(played):.1%}")
-    played.sort(key=lambda e: e.seed)
+    played.sort(key=lambda e: order[e.start.name, e.repeat])
     return summarise(played), played

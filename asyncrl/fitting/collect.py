@@ -1,120 +1,120 @@
-"""Record a scripted expert of adjustable quality, or a policy, in the simulator."""
+"""Record a scripted expert of adjustable quality, or a policy, in a simulator."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from asyncrl import registry
 from asyncrl.errors import ConfigError
+from asyncrl.evaluation.starts import HELD_OUT, task_id
 from asyncrl.fitting.recordings import write_part
-from asyncrl.observability.signals import die_with_parent
-from asyncrl.records import CHUNK, ActionSpec
-from asyncrl.simulators.interface import Demonstrator, HasExpert, Simulator
-from asyncrl.simulators.pool_worker import Environments
-from asyncrl.simulators.rollout import Act, Pool, SimulatedEpisode, first_action, rollout
+from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
+from asyncrl.simulators.pool import Pool
+from asyncrl.simulators.rollout import Act, Play, SimulatedEpisode, rollout
 
-EPISODES_PER_PART = 32
+EPISODES_PER_PART: Final = 32
+"""At most."""
+PART_BYTES: Final = 256 * 2**20
+"""Pictures of a file, before compression, if all its episodes last as long as they can."""
 
 
-def record_expert(
+def training_starts(
+    spec: SimulatorSpec, *, episodes: int, seed: int, tasks: Sequence[str], stored: bool
+) -> list[SimStart]:
+    """List the starts of a recording, task by task.
+
+    Args:
+        spec: Of the simulator.
+        episodes: How many.
+        seed: The first one.
+        tasks: Of simulators with stored starts: numbers or instructions; none: all, in turn.
+        stored: Record the stored starts, which evaluation is about.
+
+    Raises:
+        ConfigError: The seeds reach those of evaluation, or the simulator does not have what was asked for.
+    """
+    if not 0 <= seed <= seed + episodes <= HELD_OUT:
+        raise ConfigError(
+            f"--seed {seed} with --episodes {episodes} reaches the held-out seeds from {HELD_OUT}. Use "
+            "smaller ones."
+        )
+    if (stored or tasks) and not spec.trials:
+        raise ConfigError(
+            f"--stored and --tasks choose among stored starts, but in {spec.name} every seed is a start. "
+            "Leave them out."
+        )
+    chosen = [task_id(spec, task) for task in tasks] or list(range(len(spec.tasks)))
+    if stored:
+        of_all = [stored_start(spec, task, trial) for trial in range(spec.trials) for task in chosen]
+        return sorted(of_all[:episodes], key=lambda start: (start.task_id, start.trial))
+    if not spec.trials:
+        return [random_start(spec, one) for one in range(seed, seed + episodes)]
+    per_task = len(spec.tasks)  # A seed's task is its remainder: these are all seeds of the chosen ones.
+    seeds = [
+        one * per_task + task for one in range(seed, seed + -(-episodes // len(chosen))) for task in chosen
+    ]
+    starts = [random_start(spec, one) for one in seeds[:episodes]]
+    return sorted(starts, key=lambda start: (start.task_id, start.seed))
+
+
+def record(
     folder: Path,
-    demonstrator: Demonstrator,
+    pool: Pool,
+    act: Act | Demonstrator,
+    starts: Sequence[SimStart],
     *,
-    episodes: int,
-    first_seed: int,
-    max_decisions: int,
-    workers: int,
-    image_size: int,
-    simulator: str = "tabletop",
-    settings: Sequence[str] = (),
+    extra_decisions: int,
+    about: dict[str, object],
 ) -> int:
-    """Record the expert of a simulator on ``episodes`` seeds from ``first_seed`` on.
+    """Record one episode from each start, whole decisions with all frames, in files that hold them in order.
 
     Args:
         folder: Where the recordings go.
-        demonstrator: How good the expert is.
-        episodes: How many, each of its own seed.
-        first_seed: Of the simulator.
-        max_decisions: Longest episode, in decisions of 8 steps.
-        workers: Processes.
-        image_size: Side of the pictures in pixels.
-        simulator: Short name, or 'package.module:Class'.
-        settings: Keywords of its class, as 'key=value' texts.
+        pool: Plays.
+        act: Chooses the actions, or says how good the simulator's expert is.
+        starts: Of the episodes.
+        extra_decisions: Recorded after the decision that solves the task.
+        about: What the files say of how they were made.
 
     Returns:
         The episodes written.
 
     Raises:
-        ConfigError: the folder already holds recordings, or the simulator has no expert.
+        ConfigError: the folder already holds recordings.
     """
     from tqdm import tqdm
 
-    _must_be_new(folder)
-    if not hasattr(registry.resolve("simulator", simulator), "expert"):
-        raise ConfigError(
-            f"--simulator {simulator} has no expert to record. Record a policy in it with --policy, or add "
-            "the method `expert`: docs/extending.md."
-        )
-    environments = Environments(
-        simulator=simulator,
-        settings=tuple(settings),
-        count=1,
-        image_size=image_size,
-        action_spec=ActionSpec(),
-    )
-    jobs = [
-        (str(folder / f"part-{number:05d}.h5"), environments, demonstrator, seed,
-         min(EPISODES_PER_PART, first_seed + episodes - seed), max_decisions)
-        for number, seed in enumerate(range(first_seed, first_seed + episodes, EPISODES_PER_PART))
-    ]  # fmt: skip
+    must_be_new(folder)
+    per_part = _episodes_per_part(pool.spec)
+    places = {start.name: number for number, start in enumerate(starts)}
+    parts: dict[int, dict[int, SimulatedEpisode]] = {}
+    plays = [Play(start=start) for start in starts]
     written = 0
-    with (
-        ProcessPoolExecutor(
-            workers, get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),)
-        ) as pool,
-        tqdm(total=episodes, desc=f"record {folder.name}", unit="episode", mininterval=2.0) as bar,
-    ):
-        for done in as_completed([pool.submit(_record_part, *job) for job in jobs]):
-            written += done.result()
-            bar.update(done.result())
+    with tqdm(total=len(starts), desc=f"record {folder.name}", unit="episode", mininterval=2.0) as bar:
+        for episode in rollout(pool, act, plays, keep_frames=True, extra_decisions=extra_decisions):
+            place = places[episode.start.name]
+            number = place // per_part
+            part = parts.setdefault(number, {})
+            part[place] = episode
+            if len(part) == min(per_part, len(starts) - number * per_part):
+                episodes = [part[i] for i in sorted(parts.pop(number))]
+                written += write_part(folder / f"part-{number:05d}.h5", episodes, pool.spec, about)
+            bar.update(1)
     return written
 
 
-def record_policy(
-    folder: Path,
-    pool: Pool,
-    act: Act,
-    *,
-    episodes: int,
-    first_seed: int,
-    max_decisions: int,
-    about: dict[str, object],
-) -> int:
-    """Record a policy playing ``episodes`` seeds from ``first_seed`` on; an episode ends with success."""
-    from tqdm import tqdm
-
-    _must_be_new(folder)
-    seeds = list(range(first_seed, first_seed + episodes))
-    finished: list[SimulatedEpisode] = []
-    bar = tqdm(
-        rollout(pool, act, seeds, max_decisions=max_decisions), total=episodes, desc=f"record {folder.name}"
-    )
-    for episode in bar:
-        finished.append(episode)
-    for number, start in enumerate(range(0, len(finished), EPISODES_PER_PART)):
-        write_part(folder / f"part-{number:05d}.h5", finished[start : start + EPISODES_PER_PART], about)
-    return len(finished)
+def _episodes_per_part(spec: SimulatorSpec) -> int:
+    nbytes = (spec.max_steps + 1) * len(spec.cameras) * spec.image_size**2 * 3
+    return max(1, min(EPISODES_PER_PART, PART_BYTES // max(1, nbytes)))
 
 
-def _must_be_new(folder: Path) -> None:
+def must_be_new(folder: Path) -> None:
+    """Make the folder of a recording.
+
+    Raises:
+        ConfigError: It holds recordings, or cannot be made.
+    """
     if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
         raise ConfigError(f"--out {folder} is a file, where a folder is expected. Choose another name.")
     try:
@@ -127,50 +127,3 @@ def _must_be_new(folder: Path) -> None:
         raise ConfigError(
             f"--out {folder} already holds recordings; they are not overwritten. Choose another folder."
         )
-
-
-def _record_part(
-    path: str,
-    environments: Environments,
-    demonstrator: Demonstrator,
-    seed: int,
-    episodes: int,
-    max_decisions: int,
-) -> int:
-    """Run in a worker process: record consecutive seeds into one file."""
-    simulator = environments.build()
-    play = (_demonstrate(simulator, demonstrator, s, max_decisions) for s in range(seed, seed + episodes))
-    return write_part(Path(path), play, {"demonstrator": asdict(demonstrator)})
-
-
-def _demonstrate(
-    simulator: Simulator, settings: Demonstrator, seed: int, max_decisions: int
-) -> SimulatedEpisode:
-    """Play one episode with the expert, to a whole number of decisions."""
-    assert isinstance(simulator, HasExpert)
-    seen = simulator.reset(seed)
-    choose = simulator.expert(settings, np.random.default_rng([seed, 1]))
-    frames, actions, success = [seen.image], list[NDArray[np.float32]](), [False]
-    decisions_left = max_decisions
-    while decisions_left:
-        for _ in range(CHUNK):
-            action = choose().astype(np.float32)
-            seen = simulator.step(action)
-            frames.append(seen.image)
-            actions.append(action)
-            success.append(seen.success)
-        decisions_left -= 1
-        if any(success):
-            decisions_left = min(decisions_left, settings.extra_decisions - _decisions_since(success))
-    return SimulatedEpisode(
-        seed=seed,
-        task=seen.task,
-        frames=np.stack(frames),
-        actions=np.stack([first_action(len(actions[0])), *actions]),
-        success=np.array(success),
-    )
-
-
-def _decisions_since(success: list[bool]) -> int:
-    """Count the whole decisions recorded after the one in which the task was first solved."""
-    return (len(success) - 2) // CHUNK - (success.index(True) - 1) // CHUNK

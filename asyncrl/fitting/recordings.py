@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError, first_line
+from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
@@ -28,7 +29,9 @@ from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 if TYPE_CHECKING:
     import h5py
 
-FORMAT = "asyncrl-recordings-1"
+FORMAT = "asyncrl-recordings-2"
+FORMATS = ("asyncrl-recordings-1", FORMAT)
+"""That are read; the first had neither rewards nor states nor further cameras, and its starts were seeds."""
 _UNREADABLE = (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError, zlib.error)
 
 
@@ -61,26 +64,49 @@ class Recordings:
         return np.array([self.success[self.span(e)].any() for e in range(len(self))])
 
 
-def write_part(path: Path, episodes: Iterable[SimulatedEpisode], about: dict[str, object]) -> int:
-    """Write episodes to one HDF5 file (complete or absent, never torn) and return how many."""
+def write_part(
+    path: Path, episodes: Iterable[SimulatedEpisode], spec: SimulatorSpec, about: dict[str, object]
+) -> int:
+    """Write episodes to one HDF5 file (complete or absent, never torn) and return how many.
+
+    Args:
+        path: Of the file.
+        episodes: With all their frames.
+        spec: Of the simulator that they were played in.
+        about: How they came to be, for who reads the file.
+    """
     import h5py
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lengths: list[int] = []
     tasks: list[bytes] = []
-    seeds: list[int] = []
+    starts: list[SimStart] = []
+    ends: list[tuple[bool, bool]] = []
     with replacing(path) as part, h5py.File(part, "w", libver=("v110", "v110")) as file:
-        file.attrs.update(format=FORMAT, about=json.dumps(about))
+        file.attrs.update(
+            format=FORMAT, simulator=spec.name, cameras=json.dumps(spec.cameras), about=json.dumps(about)
+        )
         for episode in episodes:
             _append(file, "frames", episode.frames)
             _append(file, "actions", episode.actions)
             _append(file, "success", episode.success.astype(np.uint8))
+            _append(file, "rewards", episode.rewards)
+            if episode.states.shape[1]:
+                _append(file, "states", episode.states)
+            if episode.more_frames.shape[1]:
+                _append(file, "more_frames", episode.more_frames)
             lengths.append(len(episode.frames))
             tasks.append(episode.task.encode())
-            seeds.append(episode.seed)
+            starts.append(episode.start)
+            ends.append((episode.terminated, episode.truncated))
         file["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        names = [start.name.encode() for start in starts]
         file["tasks"] = np.array(tasks, dtype=f"S{max(map(len, tasks), default=1)}")
-        file["seeds"] = np.array(seeds, dtype=np.int64)
+        file["starts"] = np.array(names, dtype=f"S{max(map(len, names), default=1)}")
+        for name in ("seed", "task_id", "trial"):
+            file[f"{name}s"] = np.array([getattr(start, name) for start in starts], dtype=np.int64)
+        for column, name in enumerate(("terminated", "truncated")):
+            file[name] = np.array([end[column] for end in ends], dtype=np.uint8)
     return len(lengths)
 
 
@@ -142,7 +168,7 @@ def _read(path: Path) -> Recordings:
 
     try:
         with h5py.File(path, "r") as file:
-            if (found := attribute_of(file, "format")) != FORMAT:
+            if (found := attribute_of(file, "format")) not in FORMATS:
                 raise ConfigError(f"{path} has format {found!r}, expected {FORMAT!r}. Collect it again.")
             return Recordings(
                 frames=_inflate(dataset_in(file, "frames")),

@@ -321,3 +321,27 @@ EVAL_SUCCESS = define(
     "The number that counts. Training does not write it, `asyncrl evaluate` measures it; compare it with "
     "`env/success_once` to see what the world model promises too much.",
 )
+EVAL_LOW, EVAL_HIGH = (
+    define(
+        f"eval/success_{end}",
+        Reduction.LAST,
+        "share",
+        f"{what} end of the 95 % interval (Wilson) of `eval/success_once`.",
+        "Two rates whose intervals lie apart differ; more --episodes or --trials make them narrower.",
+    )
+    for end, what in (("low", "Lower"), ("high", "Upper"))
+)
+EVAL_EPISODES = define(
+    "eval/episodes",
+    Reduction.LAST,
+    "episodes",
+    "Episodes of the evaluation.",
+    "What --episodes, or --trials times the tasks, said.",
+)
+EVAL_STEPS = define(
+    "eval/steps",
+    Reduction.LAST,
+    "steps",
+    "Mean steps to success, over the episodes that succeeded.",
+    "Falls as the policy hesitates less. Not comparable between policies that solve different episodes.",
+)

@@ -166,7 +166,8 @@ class Policy(Protocol):
         """Turn frames and B instructions into inputs on the policy's device.
 
         Args:
-            frames: ``[B, H, W, 3]`` (one picture per row) or ``[B, N, H, W, 3]``, uint8.
+            frames: ``[B, H, W, 3]`` (one picture per row) or ``[B, N, H, W, 3]``, uint8; of N pictures it
+                reads the first as many as it needs.
             tasks: B instructions.
             proprio: ``[B, Q]``, any float dtype, in the environment's units, for policies that see it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from asyncrl import registry
@@ -23,6 +23,16 @@ class SimulatorSource:
     places: int = 1
     image_size: int = 0
     """Side of the pictures in pixels; 0: the simulator's own."""
+    horizon: int = 0
+    """Steps until an episode is truncated; 0: the simulator's own."""
+
+    def with_(self, **changes: Any) -> SimulatorSource:
+        """Return a copy with other fields."""
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values, for JSON."""
+        return asdict(self)
 
     def build(self) -> Simulator:
         """Build the simulator.
@@ -60,18 +70,24 @@ class SimulatorSource:
         finally:
             simulator.close()
 
+    def most_places(self) -> int:
+        """Return how many places one object can have: what the class says (`most_places`), else 16."""
+        return int(getattr(registry.resolve("simulator", self.name), "most_places", 16))
+
     def has_expert(self) -> bool:
         """Whether the class has an `expert`; of a function that is known only when it was called."""
         return hasattr(registry.resolve("simulator", self.name), "expert")
 
     def _call(self, function: Any) -> Any:
         keywords = registry.keywords("--simulator-settings", self.settings)
+        if self.horizon:
+            keywords["horizon"] = self.horizon
         try:
             return function(places=self.places, image_size=self.image_size, **keywords)
         except TypeError as error:
             raise ConfigError(
-                f"--simulator {self.name} cannot be built: {error}. It is called with places, image_size and "
-                "the keywords of --simulator-settings."
+                f"--simulator {self.name} cannot be built: {error}. It is called with places, image_size, "
+                "horizon where --horizon is set, and the keywords of --simulator-settings."
             ) from error
 
 

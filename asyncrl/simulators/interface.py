@@ -104,9 +104,12 @@ class Simulator(Protocol):
     """Places with true physics and true success.
 
     Built by calling its class, or a function of the user's, with ``places=`` (at least 1) and ``image_size=``
-    in pixels (0: its own size), and the keywords of --simulator-settings. One that can only have a single
-    place refuses more with a `ConfigError`. A class may have ``describe(**the same) -> SimulatorSpec``, a
-    class method which says the spec without building a scene.
+    in pixels (0: its own size), ``horizon=`` (steps until truncation) where --horizon is set, and the
+    keywords of --simulator-settings.
+
+    A class may say more: ``most_places = 1`` when it can only have so many (more are refused with a
+    `ConfigError`); ``any_image_size = True`` when it has no official picture; and a class method ``describe``
+    with the same arguments, which returns the spec without building a scene.
     """
 
     @property

@@ -17,7 +17,6 @@ import mmap
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import reduction
 from multiprocessing.connection import wait
@@ -31,7 +30,7 @@ from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
 from asyncrl.observability import waits
 from asyncrl.records import CHUNK
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, Simulator, SimulatorSpec, SimStart
+from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSpec
 from asyncrl.simulators.pool_worker import PlaceArrays, Request, Worker, spec_from_json, worker_main
 
 _log = logging.getLogger(__name__)
@@ -282,9 +281,7 @@ class SimulatorPool:
         place = self._ask(slot, _Asked(since=time.monotonic()))
         self._tasks[slot] = start.task_id
         demonstrator = None if expert is None else asdict(expert)
-        self._send(
-            slot, {"do": "reset", "place": place, "start": asdict(start), "expert": demonstrator}
-        )
+        self._send(slot, {"do": "reset", "place": place, "start": asdict(start), "expert": demonstrator})
 
     def step(
         self,
@@ -388,8 +385,8 @@ class SimulatorPool:
                 break
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"The {first.name} (process {first.process.pid}) was not ready after {START_TIMEOUT:.0f} s, "
-                    "so it hangs or the machine is overloaded. Use fewer workers."
+                    f"The {first.name} (process {first.process.pid}) was not ready after {START_TIMEOUT:.0f} "
+                    "s, so it hangs or the machine is overloaded. Use fewer workers."
                 )
             with waits.waiting(waits.SIMULATORS):
                 wait([first.pipe, first.process.sentinel], timeout=1.0)
@@ -430,8 +427,8 @@ class SimulatorPool:
         asked = [self._asked[slot].since for slot in self._slots_of(number) if slot in self._asked]
         if asked and time.monotonic() - max(asked) > patience:
             raise RunError(
-                f"The {member.name} (process {member.process.pid}) did not answer within {patience:.0f} s, so "
-                "it hangs or the machine is overloaded."
+                f"The {member.name} (process {member.process.pid}) did not answer within {patience:.0f} s, "
+                "so it hangs or the machine is overloaded."
             )
 
     def _replace(self, number: int, member: _Remote, reason: str) -> list[SlotAnswer]:

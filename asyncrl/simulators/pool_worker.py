@@ -16,7 +16,7 @@ import mmap
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, Simulator, SimulatorSpec, SimStart
+from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSpec
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -134,9 +134,9 @@ class Worker:
         self._experts.pop(place, None)
         if request["expert"] is not None:
             assert isinstance(self._simulator, HasExpert)
-            values = {name: tuple(v) if isinstance(v, list) else v for name, v in request["expert"].items()}
+            demonstrator = Demonstrator(**_tuples(request["expert"]))
             rng = np.random.default_rng([start.seed, 1])
-            self._experts[place] = self._simulator.expert(place, Demonstrator(**values), rng)
+            self._experts[place] = self._simulator.expert(place, demonstrator, rng)
         return {"place": place, "task": seen.tasks[0]}
 
     def _play(self, turns: list[_Turn]) -> list[Answer]:
@@ -190,10 +190,11 @@ def _turn(request: Request) -> _Turn:
 
 def spec_from_json(values: Mapping[str, Any]) -> SimulatorSpec:
     """Read what `asdict` wrote of a spec."""
-    known = {field.name for field in fields(SimulatorSpec)}
-    return SimulatorSpec(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
-    )
+    return SimulatorSpec(**_tuples(values))
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def worker_main(pipe: Connection, source: SimulatorSource, steps: int, parent: int) -> None:

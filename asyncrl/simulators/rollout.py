@@ -1,93 +1,139 @@
-"""Play a policy in the true simulator and yield finished episodes.
+"""Play episodes in simulators, by a policy or by the simulator's expert, and yield them as they end.
 
-Slots are filled continuously: as soon as an episode ends, the next seed starts in its slot.
+Slots are filled continuously, with a start of the task that is loaded there where one is left. All slots
+whose answer is there are decided together, while the others step; no episode depends on that.
+
+Dimension letters:
+    B  slots that are decided      C  steps per decision      F  frames of an episode, the first included
+    K  cameras                     H, W  picture size in pixels (equal)
+    Q  numbers of state            A  numbers per action
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import RunError
 from asyncrl.records import CHUNK, DUMMY_ACTION
 from asyncrl.seeds import simulated_sampling_seed
+from asyncrl.simulators.interface import Demonstrator, SimStart
+from asyncrl.simulators.pool import Pool, SlotAnswer
 
-Act = Callable[[NDArray[np.uint8], list[str], list[int]], NDArray[np.float32]]
-"""``(frames [B, H, W, 3] uint8, tasks, sampling seeds) -> actions [B, C, A] float32``."""
+PATIENCE: Final = 600.0
+"""Seconds without any answer after which something is wrong beyond what the pool sees."""
+REPEAT_STRIDE: Final = 1 << 40
+"""What the sampling seeds of an episode's further plays are apart from those of its first."""
 
 
-class Pool(Protocol):
-    """What `rollout` needs of a simulator pool."""
+@dataclass(frozen=True, kw_only=True)
+class Observations:
+    """What B slots show, and what is to be done there."""
 
-    slots: int
+    images: NDArray[np.uint8]
+    """``[B, K, H, W, 3]``."""
+    states: NDArray[np.float32]
+    """``[B, Q]``."""
+    tasks: list[str]
+    seeds: list[int]
+    """Of the policy's sampling."""
 
-    def reset(self, indices: Sequence[int], seeds: Sequence[int]) -> tuple[NDArray[np.uint8], list[str]]:
-        """Start an episode in each of the given slots.
 
-        Returns:
-            Pictures ``[n, H, W, 3]`` uint8 and n instructions.
-        """
-        ...
+Act = Callable[[Observations], NDArray[np.float32]]
+"""Chooses ``[B, C, A]`` float32 actions."""
 
-    def step_chunk(
-        self, indices: Sequence[int], actions: NDArray[np.float32]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Carry out C actions in each of the given slots.
 
-        Args:
-            indices: ``n`` slots.
-            actions: ``[n, C, A]`` float32.
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """One episode to be played."""
 
-        Returns:
-            Pictures ``[n, C, H, W, 3]`` uint8 and success ``[n, C]`` bool.
-        """
-        ...
+    start: SimStart
+    repeat: int = 0
+    """How often the start was played before: a policy samples anew."""
 
 
 @dataclass(kw_only=True)
 class SimulatedEpisode:
-    """One episode of the true simulator; frame i was produced by action i."""
+    """One episode of a simulator; frame i was produced by action i."""
 
-    seed: int
+    start: SimStart
+    repeat: int
     task: str
     frames: NDArray[np.uint8]
-    """``[F, H, W, 3]``; frame 0 is the first observation and F - 1 whole decisions of the policy follow."""
+    """``[F, H, W, 3]`` of the first camera, from the first observation on; ``[1, ...]``, only that one, where
+    frames are not kept."""
+    more_frames: NDArray[np.uint8]
+    """``[F, K - 1, H, W, 3]`` of the others; as `frames`."""
+    states: NDArray[np.float32]
+    """``[F, Q]``; as `frames`."""
     actions: NDArray[np.float32]
     """``[F, A]``; row 0 is `DUMMY_ACTION`, or zeros where A is not 7."""
+    rewards: NDArray[np.float32]
+    """``[F]``; row 0 is 0."""
     success: NDArray[np.bool_]
     """``[F]`` whether the task was solved in that frame."""
+    terminated: bool
+    """It could not go on."""
+    truncated: bool
+    """Time ran out."""
+    seconds: float
+    """From the reset until its end."""
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of its start."""
+        return self.start.seed
+
+    @property
+    def solved(self) -> bool:
+        """Tell whether the task was fulfilled at any step."""
+        return bool(self.success.any())
+
+    @property
+    def steps(self) -> int:
+        """Count the steps to success, or all of them."""
+        return int(self.success.argmax()) if self.solved else len(self.success) - 1
 
 
 @dataclass(kw_only=True)
 class _Running:
-    seed: int
-    task: str
-    frames: list[NDArray[np.uint8]]
-    actions: list[NDArray[np.float32]] = field(default_factory=list)
-    success: list[NDArray[np.bool_]] = field(default_factory=lambda: [np.zeros(1, bool)])
+    play: Play
+    began: float = field(default_factory=time.monotonic)
+    task: str = ""
+    answers: list[SlotAnswer] = field(default_factory=list)
+    """The first is the reset's, each further one a decision's."""
+    solved_for: int = -1
+    """Decisions since the task was solved; -1: it is not."""
 
     @property
-    def decisions(self) -> int:
-        return len(self.frames) - 1
+    def sampling_seed(self) -> int:
+        seed = self.play.start.seed + self.play.repeat * REPEAT_STRIDE
+        return simulated_sampling_seed(seed, len(self.answers) - 1)
 
-    @property
-    def steps(self) -> int:
-        return sum(map(len, self.frames)) - 1
-
-    @property
-    def solved(self) -> bool:
-        return any(part.any() for part in self.success)
-
-    def finish(self) -> SimulatedEpisode:
+    def finish(self, keep_frames: bool) -> SimulatedEpisode:
+        first, *others = self.answers
+        shown = self.answers if keep_frames else [first]
+        images = np.concatenate([answer.frames for answer in shown])
+        width = others[0].actions.shape[1]
         return SimulatedEpisode(
-            seed=self.seed,
+            start=self.play.start,
+            repeat=self.play.repeat,
             task=self.task,
-            frames=np.concatenate(self.frames),
-            actions=np.concatenate([first_action(self.actions[0].shape[1])[None], *self.actions]),
-            success=np.concatenate(self.success),
+            frames=images[:, 0].copy(),
+            more_frames=images[:, 1:].copy(),
+            states=np.concatenate([answer.states for answer in shown]),
+            actions=np.concatenate([first_action(width)[None], *(answer.actions for answer in others)]),
+            rewards=np.concatenate([np.zeros(1, np.float32), *(answer.rewards for answer in others)]),
+            success=np.concatenate([np.zeros(1, np.bool_), *(answer.success for answer in others)]),
+            terminated=others[-1].terminated,
+            truncated=others[-1].truncated,
+            seconds=time.monotonic() - self.began,
         )
 
 
@@ -96,36 +142,117 @@ def first_action(width: int) -> NDArray[np.float32]:
     return DUMMY_ACTION if width == len(DUMMY_ACTION) else np.zeros(width, np.float32)
 
 
-def rollout(pool: Pool, act: Act, seeds: Sequence[int], *, max_decisions: int) -> Iterator[SimulatedEpisode]:
-    """Play every seed once and yield the episodes in the order they end.
+def rollout(
+    pool: Pool,
+    act: Act | Demonstrator,
+    plays: Sequence[Play],
+    *,
+    keep_frames: bool = False,
+    extra_decisions: int = -1,
+) -> Iterator[SimulatedEpisode]:
+    """Play every start once and yield the episodes in the order they end.
 
-    An episode ends after the decision in which the task was solved, or which reaches `max_decisions` times
-    8 steps: a policy that makes fewer steps per decision gets as much time as the others.
+    An episode ends when it is truncated or terminated, or with success. One whose worker is lost is played
+    again from its start, with the same seeds.
+
+    Args:
+        pool: Plays.
+        act: Chooses the actions; or how good the simulator's expert is that chooses them.
+        plays: Episodes.
+        keep_frames: Whether every frame and state is drawn and kept.
+        extra_decisions: Decisions that are made after the one with the success, which then is carried out as
+            a whole; -1: the episode ends with the very step that succeeds.
+
+    Raises:
+        RunError: The pool gives up, or does not answer.
     """
-    waiting = list(reversed(seeds))
-    running: dict[int, _Running] = {}
+    expert = act if isinstance(act, Demonstrator) else None
+    waiting, running = _Waiting(plays), dict[int, _Running]()
     while waiting or running:
-        _fill(pool, waiting, running)
-        slots = sorted(running)
-        live = [running[slot] for slot in slots]
-        frames = np.stack([episode.frames[-1][-1] for episode in live])
-        noise = [simulated_sampling_seed(episode.seed, episode.decisions) for episode in live]
-        actions = act(frames, [episode.task for episode in live], noise)
-        new_frames, success = pool.step_chunk(slots, actions)
-        for row, (slot, episode) in enumerate(zip(slots, live, strict=True)):
-            episode.frames.append(new_frames[row].copy())
-            episode.actions.append(actions[row].copy())
-            episode.success.append(success[row].copy())
-            if episode.solved or episode.steps >= max_decisions * CHUNK:
-                del running[slot]
-                yield episode.finish()
+        for slot in range(pool.slots):
+            if slot not in running and waiting:
+                running[slot] = _Running(play=waiting.take(pool, slot))
+                pool.reset(slot, running[slot].play.start, expert)
+        answers = pool.ready(PATIENCE)
+        if not answers:
+            raise RunError(f"The simulators did not answer within {PATIENCE:.0f} s.")
+        undecided = []
+        for answer in answers:
+            episode = running.get(answer.slot)
+            if episode is None:
+                continue
+            if answer.lost:
+                del running[answer.slot]
+                waiting.put_back(episode.play)
+            elif _goes_on(episode, answer, extra_decisions):
+                undecided.append(answer.slot)
+            else:
+                pool.leave(answer.slot)
+                yield running.pop(answer.slot).finish(keep_frames)
+        _decide(pool, act, {slot: running[slot] for slot in sorted(undecided)}, keep_frames, extra_decisions)
 
 
-def _fill(pool: Pool, waiting: list[int], running: dict[int, _Running]) -> None:
-    free = [slot for slot in range(pool.slots) if slot not in running][: len(waiting)]
-    if not free:
+def _goes_on(episode: _Running, answer: SlotAnswer, extra_decisions: int) -> bool:
+    """Take what became of a decision (or of the reset); return whether another one follows."""
+    episode.answers.append(answer)
+    if not answer.steps:
+        episode.task = answer.task
+        return True
+    if episode.solved_for >= 0 or answer.success.any():
+        episode.solved_for += 1
+    solved = episode.solved_for >= max(0, extra_decisions)
+    return not (answer.terminated or answer.truncated or solved)
+
+
+def _decide(
+    pool: Pool,
+    act: Act | Demonstrator,
+    undecided: dict[int, _Running],
+    keep_frames: bool,
+    extra_decisions: int,
+) -> None:
+    """Ask for the next decision of slots, all at once."""
+    if not undecided:
         return
-    seeds = [waiting.pop() for _ in free]
-    images, tasks = pool.reset(free, seeds)
-    for slot, seed, image, task in zip(free, seeds, images, tasks, strict=True):
-        running[slot] = _Running(seed=seed, task=task, frames=[image[None].copy()])
+    if isinstance(act, Demonstrator):
+        chosen: list[NDArray[np.float32] | int] = [CHUNK] * len(undecided)
+    else:
+        live = list(undecided.values())
+        chosen = list(
+            act(
+                Observations(
+                    images=np.stack([episode.answers[-1].frames[-1] for episode in live]),
+                    states=np.stack([episode.answers[-1].states[-1] for episode in live]),
+                    tasks=[episode.task for episode in live],
+                    seeds=[episode.sampling_seed for episode in live],
+                )
+            )
+        )
+    for slot, actions in zip(undecided, chosen, strict=True):
+        pool.step(slot, actions, every_frame=keep_frames, past_success=extra_decisions >= 0)
+
+
+class _Waiting:
+    """Plays that have not begun.
+
+    A slot gets one of the task it has loaded, else of the task that most wait for and fewest have loaded.
+    """
+
+    def __init__(self, plays: Sequence[Play]) -> None:
+        self._plays = list(plays)
+
+    def __len__(self) -> int:
+        return len(self._plays)
+
+    def put_back(self, play: Play) -> None:
+        self._plays.insert(0, play)
+
+    def take(self, pool: Pool, slot: int) -> Play:
+        loaded = pool.loaded_task(slot)
+        of_task = next((i for i, play in enumerate(self._plays) if play.start.task_id == loaded), None)
+        if of_task is None:
+            elsewhere = Counter(pool.loaded_task(other) for other in range(pool.slots))
+            left = Counter(play.start.task_id for play in self._plays)
+            best = max(left, key=lambda task: left[task] / (1 + elsewhere[task]))
+            of_task = next(i for i, play in enumerate(self._plays) if play.start.task_id == best)
+        return self._plays.pop(of_task)

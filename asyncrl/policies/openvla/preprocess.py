@@ -158,13 +158,16 @@ def build_inputs(
         config: Of the policy.
         tokenizer: Of the policy.
         device: Of the result.
-        frames: ``[B, H, W, 3]`` uint8, or ``[B, N, H, W, 3]`` for a policy of N pictures.
+        frames: ``[B, H, W, 3]`` uint8, or ``[B, N, H, W, 3]``: a policy reads the first as many of the N
+            pictures as it was made for.
         tasks: ``B`` instructions.
         proprio: ``[B, Q]`` of any float dtype, in the environment's units.
 
     Raises:
         ConfigError: The frames or the proprioception are missing, or not of the type and shape needed.
     """
+    if frames.ndim == 5:
+        frames = frames[:, : config.images]
     _check_frames(config, frames, len(tasks))
     if config.images == 1 and frames.ndim == 5:
         frames = frames[:, 0]

@@ -1,0 +1,81 @@
+"""Choose the episodes of an evaluation: which nothing that is trained on ever contains."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Final
+
+from asyncrl.errors import ConfigError
+from asyncrl.simulators.interface import SimulatorSpec, random_start, stored_start
+from asyncrl.simulators.rollout import Play
+
+HELD_OUT: Final = 1_000_000
+"""Seeds from here on are never used for recordings, start states or training."""
+SEEDS_PER_EVALUATION: Final = 100_000
+
+
+def evaluation_seeds(seed: int, episodes: int) -> list[int]:
+    """Return the simulator seeds of evaluation number `seed`, which nothing else ever uses.
+
+    Raises:
+        ConfigError: more episodes were asked for than one evaluation owns, or the seed is negative.
+    """
+    if seed < 0 or not 0 < episodes <= SEEDS_PER_EVALUATION:
+        raise ConfigError(
+            f"--seed {seed} with --episodes {episodes}: the seed must be 0 or more and the episodes 1 to "
+            f"{SEEDS_PER_EVALUATION}. Use --seed 0 --episodes 256."
+        )
+    return [HELD_OUT + seed * SEEDS_PER_EVALUATION + i for i in range(episodes)]
+
+
+def evaluation_plays(
+    spec: SimulatorSpec, *, episodes: int, seed: int, tasks: Sequence[str], trials: int, repeats: int
+) -> list[Play]:
+    """List every episode of an evaluation once: of stored starts trial by trial, else by seed.
+
+    Args:
+        spec: Of the simulator.
+        episodes: Where every seed is a start: how many.
+        seed: Which of them.
+        tasks: Where starts are stored: their tasks, as numbers or instructions; none: all.
+        trials: Of each task; 0: all that are stored.
+        repeats: How often each start is played.
+
+    Raises:
+        ConfigError: The simulator does not have what was asked for.
+    """
+    if not spec.trials:
+        if tasks or trials:
+            raise ConfigError(
+                f"--tasks and --trials choose stored starts, but in {spec.name} every seed is a start. Leave "
+                "them out; --episodes and --seed say which starts are played."
+            )
+        starts = [random_start(spec, one) for one in evaluation_seeds(seed, episodes)]
+    else:
+        if trials > spec.trials:
+            raise ConfigError(
+                f"--trials {trials}: {spec.name} has {spec.trials} stored starts per task. Use that or less."
+            )
+        chosen = [task_id(spec, task) for task in tasks] or list(range(len(spec.tasks)))
+        starts = [
+            stored_start(spec, task, trial) for trial in range(trials or spec.trials) for task in chosen
+        ]
+    return [Play(start=start, repeat=repeat) for repeat in range(repeats) for start in starts]
+
+
+def task_id(spec: SimulatorSpec, text: str) -> int:
+    """Return the number of a task that is named by it or by its instruction.
+
+    Raises:
+        ConfigError: There is no such task; says the nearest instruction.
+    """
+    if text.isdecimal() and int(text) < len(spec.tasks):
+        return int(text)
+    if text in spec.tasks:
+        return spec.tasks.index(text)
+    near = difflib.get_close_matches(text, spec.tasks, n=1, cutoff=0.0)
+    raise ConfigError(
+        f"--tasks {text!r}: {spec.name} has no such task. Its tasks are 0..{len(spec.tasks) - 1}; the "
+        f"nearest is {spec.tasks.index(near[0])}, {near[0]!r}."
+    )
