@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.pipeline import split_slots
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
@@ -171,6 +171,11 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
         environment.world,
         environment.reward,
         sampling,
+        rule=EndRule(
+            max_decisions=config.actor.max_decisions,
+            threshold=config.actor.success_threshold,
+            success_frames=config.actor.success_frames,
+        ),
         policy_device=policy.device,
         world_device=environment.world.device,
         rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,

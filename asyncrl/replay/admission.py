@@ -243,9 +243,14 @@ def _task(episode: Episode, expected: Expected) -> str | None:
 def _simulated_start(episode: Episode, simulator: SimulatorFormat) -> str | None:
     if simulator.tasks and episode.task not in simulator.tasks:
         return f"task {episode.task[:60]!r} is none of the {len(simulator.tasks)} of {simulator.name}"
-    if not _START.fullmatch(episode.start_state.removeprefix(simulator.name)):
+    if not is_start_of(simulator.name, episode.start_state):
         return f"start_state {episode.start_state[:60]!r} is no start of {simulator.name}"
     return _instruction(episode.task)
+
+
+def is_start_of(simulator: str, name: str) -> bool:
+    """Tell whether a start of this simulator can be called `name`."""
+    return name.startswith(simulator) and _START.fullmatch(name.removeprefix(simulator)) is not None
 
 
 def _instruction(task: str) -> str | None:
