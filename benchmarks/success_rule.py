@@ -11,8 +11,7 @@ wrong is not in the table.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +20,17 @@ import tyro
 from numpy.typing import NDArray
 
 from asyncrl.config.run import SuccessFrames
-from asyncrl.evaluation.evaluate import acting, evaluation_seeds
+from asyncrl.evaluation.evaluate import acting
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.records import CHUNK
 from asyncrl.rewards.model import load_reward
 from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import random_start
 from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.rollout import Pool, rollout
+from asyncrl.simulators.rollout import Play, rollout
+from asyncrl.simulators.starts import evaluation_seeds
 from asyncrl.storage.asset_paths import policy_folder, world_folder
 from asyncrl.storage.atomic import write_json
 
@@ -59,48 +61,22 @@ class Settings:
     """Also write the rows here."""
 
 
-@dataclass(kw_only=True)
-class PlaysOn:
-    """A pool whose episodes do not end with their success; what is true is kept by seed."""
-
-    pool: Pool
-    slots: int = field(init=False)
-    truth: dict[int, list[NDArray[np.bool_]]] = field(default_factory=dict)
-    """Seed -> ``[C]`` of every decision: whether the task is solved in that frame."""
-    _seeds: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.slots = self.pool.slots
-
-    def reset(self, indices: Sequence[int], seeds: Sequence[int]) -> tuple[NDArray[np.uint8], list[str]]:
-        """See `Pool.reset`."""
-        self._seeds |= dict(zip(indices, seeds, strict=True))
-        self.truth |= {seed: [] for seed in seeds}
-        return self.pool.reset(indices, seeds)
-
-    def step_chunk(
-        self, indices: Sequence[int], actions: NDArray[np.float32]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """See `Pool.step_chunk`; says of no frame that it is solved."""
-        frames, success = self.pool.step_chunk(indices, actions)
-        for index, solved in zip(indices, success, strict=True):
-            self.truth[self._seeds[index]].append(solved.copy())
-        return frames, np.zeros_like(success)
-
-
 def play(settings: Settings) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
     """Play and score: truth ``[E, N, C]`` bool and scores ``[E, N, C]`` float32."""
     policy = load_policy(policy_folder(settings.policy))
     reward = load_reward(world_folder(settings.world))
-    act = acting(policy, SamplingParams(temperature=settings.temperature, top_k=0))
+    act = acting(policy, SamplingParams(temperature=settings.temperature, top_k=0), rows=16)
+    source = SimulatorSource(
+        name="tabletop", places=16, image_size=policy.image_size, horizon=settings.decisions * CHUNK
+    )
+    plays = [
+        Play(start=random_start(source.spec(), s)) for s in evaluation_seeds(settings.seed, settings.episodes)
+    ]
     truth, scores = [], []
-    with SimulatorPool(
-        "tabletop", workers=settings.workers, envs_per_worker=16, image_size=policy.image_size
-    ) as pool:
-        plays_on = PlaysOn(pool=pool)
-        seeds = evaluation_seeds(settings.seed, settings.episodes)
-        for episode in rollout(plays_on, act, seeds, max_decisions=settings.decisions):
-            truth.append(np.stack(plays_on.truth.pop(episode.seed)))
+    with SimulatorPool(source, workers=settings.workers) as pool:
+        # No episode ends with its success.
+        for episode in rollout(pool, act, plays, keep_frames=True, extra_decisions=settings.decisions):
+            truth.append(episode.success[1:].reshape(-1, CHUNK))
             frames = torch.from_numpy(episode.frames[1:]).unflatten(0, (-1, CHUNK))
             scores.append(reward.score(frames, [episode.task] * len(frames)).numpy())
     return np.stack(truth), np.stack(scores)

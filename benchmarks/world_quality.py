@@ -25,16 +25,17 @@ import tyro
 from asyncrl.devices.tensors import to_signed
 from asyncrl.evaluation.contact_sheet import imagine_again
 from asyncrl.evaluation.evaluate import acting
-from asyncrl.fitting.collect import record_expert, record_policy
+from asyncrl.fitting.collect import record as record_starts
 from asyncrl.fitting.fit_reward import redraw
 from asyncrl.fitting.fit_vae import encode_recordings
 from asyncrl.fitting.recordings import Recordings, load_recordings
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.rewards.model import ResNetReward, load_reward
-from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import Demonstrator, random_start
 from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.simulators.rollout import Act
 from asyncrl.storage.asset_paths import policy_folder, world_folder
 from asyncrl.worlds.wan.world import load_world
 
@@ -85,10 +86,21 @@ def features(reward: ResNetReward, frames: np.ndarray) -> np.ndarray:
     return torch.cat([o.mean((2, 3)) if o.ndim == 4 else o for o in outputs]).cpu().double().numpy()
 
 
-def episodes_of(recordings: Recordings) -> list[SimulatedEpisode]:
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """One episode: frame i was produced by action i; see `Recordings`."""
+
+    seed: int
+    task: str
+    frames: np.ndarray
+    actions: np.ndarray
+    success: np.ndarray
+
+
+def episodes_of(recordings: Recordings) -> list[Recorded]:
     """Recordings as episodes."""
     return [
-        SimulatedEpisode(
+        Recorded(
             seed=int(recordings.seeds[e]),
             task=recordings.tasks[e],
             frames=recordings.frames[recordings.span(e)],
@@ -99,9 +111,7 @@ def episodes_of(recordings: Recordings) -> list[SimulatedEpisode]:
     ]
 
 
-def scores(
-    reward: ResNetReward, episodes: list[SimulatedEpisode], frames: list[np.ndarray]
-) -> list[np.ndarray]:
+def scores(reward: ResNetReward, episodes: list[Recorded], frames: list[np.ndarray]) -> list[np.ndarray]:
     """Success probability of every frame but the first, per episode."""
     return [
         reward.score(torch.from_numpy(f[None, 1:]), [e.task])[0].cpu().numpy()
@@ -117,15 +127,16 @@ def precision_recall(predicted: np.ndarray, true: np.ndarray) -> tuple[float, fl
 
 def record(folder: Path, settings: Settings) -> None:
     """Record up to 64 steps per episode: a demonstrator of mixed quality, or a policy until it succeeds."""
-    common: dict[str, Any] = {"episodes": settings.episodes, "first_seed": FIRST_SEED, "max_decisions": 8}
-    if not settings.policy:
-        mixed = Demonstrator(noise=(0.0, 0.5), spread=0.012, retry=True, extra_decisions=8)
-        record_expert(folder, mixed, workers=settings.workers, image_size=64, **common)
-        return
-    policy = load_policy(policy_folder(settings.policy), device=settings.device)
-    act = acting(policy, SamplingParams(temperature=1.0, top_k=0))
-    with SimulatorPool("tabletop", workers=settings.workers, envs_per_worker=8, image_size=64) as pool:
-        record_policy(folder, pool, act, about={"policy": settings.policy}, **common)
+    source = SimulatorSource(name="tabletop", places=8, image_size=64, horizon=64)
+    seeds = range(FIRST_SEED, FIRST_SEED + settings.episodes)
+    starts = [random_start(source.spec(), seed) for seed in seeds]
+    act: Act | Demonstrator = Demonstrator(noise=(0.0, 0.5), spread=0.012, retry=True, extra_decisions=8)
+    if settings.policy:
+        policy = load_policy(policy_folder(settings.policy), device=settings.device)
+        act = acting(policy, SamplingParams(temperature=1.0, top_k=0), rows=16)
+    extra = act.extra_decisions if isinstance(act, Demonstrator) else 0
+    with SimulatorPool(source, workers=settings.workers) as pool:
+        record_starts(folder, pool, act, starts, extra_decisions=extra, about={"policy": settings.policy})
 
 
 def main() -> None:
@@ -148,7 +159,7 @@ def main() -> None:
 
 
 def pictures(
-    reward: ResNetReward, episodes: list[SimulatedEpisode], *drawn: list[np.ndarray]
+    reward: ResNetReward, episodes: list[Recorded], *drawn: list[np.ndarray]
 ) -> list[dict[str, float]]:
     """Print and return PSNR and feature distance up to each horizon."""
     baselines = f"{'VAE alone':>10} {'still':>7}"
@@ -175,7 +186,7 @@ def pictures(
 
 
 def verdicts(
-    reward: ResNetReward, episodes: list[SimulatedEpisode], imagined: list[np.ndarray], threshold: float
+    reward: ResNetReward, episodes: list[Recorded], imagined: list[np.ndarray], threshold: float
 ) -> dict[str, float]:
     """Print and return precision and recall on true frames, and of imagined episodes against the truth."""
     horizon = slice(0, 48)

@@ -18,7 +18,7 @@ noise="--expert.noise 0.02 0.08 --expert.spread 0.008"
 
 # 1. A policy that can do the task, and a world model that has seen the whole range from careful to clumsy.
 record careful 16000 0 $noise --expert.offset 0.012 0.0
-record explore 8000 100000 --expert.noise 0.0 0.4 --expert.spread 0.015 --expert.retry --max-decisions 8
+record explore 8000 100000 --expert.noise 0.0 0.4 --expert.spread 0.015 --expert.retry --horizon 64
 fit policy --data "$WORK/careful" --out "$WORK/policy0" --batch 512 --steps "$(n 12400)" $COMPILE
 fit world --data "$WORK/explore" --out "$WORK/world0" --vae-steps "$(n 6900)" --vae-batch 48 \
     --steps "$(n 6950)" --batch 512 --context-sigma 0.1 $COMPILE
@@ -42,7 +42,7 @@ record places 6000 120000 --expert.noise 0.02 0.1 --expert.spread 0.015 \
     --expert.place-offset 0.0 0.018 --expert.place-spread 0.025
 record rollouts 3000 200000 --policy "$ASSETS/policy"
 record hot 2000 300000 --policy "$ASSETS/policy" --temperature 1.3
-record clumsy 2000 100000 --expert.noise 0.0 0.4 --expert.spread 0.015 --expert.retry --max-decisions 8
+record clumsy 2000 100000 --expert.noise 0.0 0.4 --expert.spread 0.015 --expert.retry --horizon 64
 fit world --refine "$WORK/world1" --out "$ASSETS/world" --batch 1024 --steps "$(n 7500)" --context-sigma 0.05 \
     --data "$WORK"/{demos,clumsy,places,rollouts,hot} $COMPILE
 fit reward --data "$WORK"/{places,rollouts,hot} --world "$ASSETS/world" --batch 128 --steps "$(n 5000)"

@@ -130,18 +130,15 @@ def _check_reward(config: CheckConfig) -> Iterator[str]:
 
 def _check_simulator(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance_parts import check_simulator
-    from asyncrl.records import ActionSpec
-    from asyncrl.simulators.pool_worker import Environments
+    from asyncrl.simulators.build import SimulatorSource
 
-    simulator = Environments(
-        simulator=config.name,
-        settings=config.settings,
-        count=1,
-        image_size=config.image_size or 64,
-        action_spec=ActionSpec(dim=config.action_dim),
-    ).build()
-    yield "built"
-    yield from check_simulator(simulator, config.action_dim)
+    source = SimulatorSource(name=config.name, settings=config.settings, image_size=config.image_size)
+    simulator = source.with_(places=min(2, source.most_places())).build()
+    try:
+        yield "built"
+        yield from check_simulator(simulator)
+    finally:
+        simulator.close()
 
 
 def _check_recipe(config: CheckConfig) -> Iterator[str]:

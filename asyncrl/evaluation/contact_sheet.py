@@ -7,16 +7,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
-from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.movies import GREEN, RED, write_movie
 from asyncrl.worlds.interface import State, World
+
+
+class Shown(Protocol):
+    """What is drawn of an episode: a `SimulatedEpisode`, or one that was read from recordings."""
+
+    @property
+    def seed(self) -> int:
+        """Of its start."""
+        ...
+
+    @property
+    def task(self) -> str:
+        """Its instruction."""
+        ...
+
+    @property
+    def frames(self) -> NDArray[np.uint8]:
+        """``[F, H, W, 3]``."""
+        ...
+
+    @property
+    def actions(self) -> NDArray[np.float32]:
+        """``[F, A]``; row i made frame i."""
+        ...
+
+    @property
+    def success(self) -> NDArray[np.bool_]:
+        """``[F]``."""
+        ...
+
 
 ROWS, COLUMNS = 4, 4
 BATCH = 32
@@ -24,7 +53,7 @@ FRAMES_PER_SECOND = 10
 ENLARGE = 2
 
 
-def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
+def imagine_again(world: World[State], episodes: Sequence[Shown]) -> list[NDArray[np.uint8]]:
     """Imagine what the recorded actions lead to.
 
     Args:
@@ -44,7 +73,7 @@ def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> 
     return [drawn[i] for i in range(len(episodes))]
 
 
-def _imagine_alike(world: World[State], episodes: Sequence[SimulatedEpisode]) -> NDArray[np.uint8]:
+def _imagine_alike(world: World[State], episodes: Sequence[Shown]) -> NDArray[np.uint8]:
     """Imagine episodes of one length: ``[B, F, H, W, 3]`` uint8."""
     actions_BFA = np.stack([episode.actions for episode in episodes])
     length = actions_BFA.shape[1]
@@ -60,7 +89,7 @@ def _imagine_alike(world: World[State], episodes: Sequence[SimulatedEpisode]) ->
     return np.concatenate(parts, axis=1)[:, :length]
 
 
-def _start_of(episode: SimulatedEpisode) -> StartState:
+def _start_of(episode: Shown) -> StartState:
     return StartState(
         name=f"seed-{episode.seed}",
         task=episode.task,
@@ -80,7 +109,7 @@ def check_suffix(path: Path) -> None:
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
 
 
-def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world: World[Any]) -> None:
+def write_contact_sheet(path: Path, episodes: Sequence[Shown], world: World[Any]) -> None:
     """Write up to 16 pairs (true left, imagined right; green edge: solved) as .gif or .mp4.
 
     Raises:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.conformance import Reporter
@@ -16,42 +17,86 @@ from asyncrl.learner.losses import log_ratio
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.recipe import Recipe
 from asyncrl.records import Episode
-from asyncrl.simulators.interface import Observation, Simulator
+from asyncrl.simulators.interface import (
+    Seen,
+    Simulator,
+    SimulatorSpec,
+    Stepped,
+    random_start,
+    stored_start,
+)
 
 
-def check_simulator(simulator: Simulator, action_dim: int) -> Iterator[str]:
+def check_simulator(simulator: Simulator) -> Iterator[str]:
     """Check all that `evaluate` and `collect` need of a simulator; yields a line for everything that holds.
 
     Args:
-        simulator: Just built.
-        action_dim: Numbers of an action.
+        simulator: Just built; all of its places are used.
 
     Raises:
         ConfigError: Something does not.
     """
-    report = Reporter("simulator", simulator)
-    report.require(bool(simulator.tasks), "tasks", simulator.tasks, "at least one instruction")
-    report.require(simulator.max_steps >= 1, "max_steps", simulator.max_steps, "at least 1")
-    actions = np.random.default_rng(0).uniform(-1, 1, (8, action_dim)).astype(np.float32)
+    report, spec = Reporter("simulator", simulator), simulator.spec
+    report.require(isinstance(spec, SimulatorSpec), "spec", type(spec).__name__, "a SimulatorSpec")
+    report.require(spec.max_steps >= 1, "spec.max_steps", spec.max_steps, "at least 1")
+    report.require(spec.places >= 1, "spec.places", spec.places, "at least 1")
+    widths = {len(spec.action_low), len(spec.action_high), len(spec.idle)}
+    report.require(len(widths) == 1, "spec", "action_low, action_high and idle", "of one length")
+    low, high = np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32)
+    steps = min(8, spec.max_steps)
+    actions = np.random.default_rng(0).uniform(low, high, (steps, len(low))).astype(np.float32)
 
-    def play(seed: int) -> list[Observation]:
-        return [simulator.reset(seed), *map(simulator.step, actions)]
+    (first, stepped), (other, _), (again, _) = (_play(simulator, number, actions) for number in (1, 2, 1))
+    for method, seen in zip(["reset", *["step"] * len(stepped)], first, strict=True):
+        _check_seen(report, spec, method, seen)
+    for one in stepped:
+        for name, kind in (("rewards", "f"), ("success", "b"), ("terminated", "b"), ("truncated", "b")):
+            array = getattr(one, name)
+            fits = isinstance(array, np.ndarray) and (array.shape, array.dtype.kind) == ((spec.places,), kind)
+            report.require(fits, f"step().{name}", repr(array)[:80], f"[{spec.places}] of kind {kind!r}")
+    tasks = first[0].tasks
+    known = len(tasks) == spec.places and all(not spec.tasks or task in spec.tasks for task in tasks)
+    report.require(known, "reset().tasks", tasks, "one instruction per place, each of spec.tasks")
+    yield f"reset, step: {len(spec.cameras)} pictures of {spec.image_size} pixels, {len(spec.tasks)} tasks"
+    same = all(np.array_equal(a.images, b.images) for a, b in zip(first, again, strict=True))
+    report.require(same, "reset", "another episode for the same start and actions", "the same")
+    alike = all((seen.images == seen.images[:1]).all() for seen in first)
+    report.require(alike, "reset", "another episode in another place", "the same")
+    differs = any(not np.array_equal(a.images, b.images) for a, b in zip(first, other, strict=False))
+    report.require(differs, "reset", "the same episode for two starts", "one that follows from the start")
+    yield f"reset: everything follows from the start, in all {spec.places} places"
 
-    first, other, again = play(1), play(2), play(1)
-    for method, seen in zip(["reset", *["step"] * len(actions)], first, strict=True):
-        report.require(isinstance(seen, Observation), method, type(seen).__name__, "an Observation")
-        size, image = simulator.image_size, seen.image
-        fits = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape == (size, size, 3)
-        came = f"{image.dtype}{list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
-        report.require(fits, f"{method}().image", came, f"uint8[{size}, {size}, 3]")
-        report.require(seen.task in simulator.tasks, f"{method}().task", seen.task, "one of tasks")
-        report.require(isinstance(seen.success, bool), f"{method}().success", seen.success, "a bool")
-    yield f"reset, step: pictures of {simulator.image_size} pixels, {len(simulator.tasks)} tasks"
-    same = all(np.array_equal(a.image, b.image) for a, b in zip(first, again, strict=True))
-    report.require(same, "reset", "another episode for the same seed and actions", "the same")
-    differs = any(not np.array_equal(a.image, b.image) for a, b in zip(first, other, strict=True))
-    report.require(differs, "reset", "the same episode for two seeds", "one that follows from the seed")
-    yield "reset: everything follows from the seed"
+
+def _play(
+    simulator: Simulator, number: int, actions: NDArray[np.float32]
+) -> tuple[list[Seen], list[Stepped]]:
+    """Play one start in all places at once, by the same actions ``[S, A]``."""
+    spec = simulator.spec
+    places = list(range(spec.places))
+    start = stored_start(spec, 0, number % spec.trials) if spec.trials else random_start(spec, number)
+    seen, done = [simulator.reset(places, [start] * len(places))], []
+    for action in actions:
+        stepped = simulator.step(places, np.repeat(action[None], len(places), axis=0), draw=True)
+        if stepped.seen is None:
+            raise ConfigError("step(draw=True) shows nothing, expected pictures.")
+        seen.append(stepped.seen)
+        done.append(stepped)
+        if bool((stepped.terminated | stepped.truncated).any()):
+            break
+    return seen, done
+
+
+def _check_seen(report: Reporter, spec: SimulatorSpec, method: str, seen: Seen) -> None:
+    size = spec.image_size
+    for name, array, dtype, shape in (
+        ("images", seen.images, np.uint8, (len(spec.cameras), size, size, 3)),
+        ("states", seen.states, np.float32, (spec.state_dim,)),
+    ):
+        fits = isinstance(array, np.ndarray) and array.dtype == dtype
+        fits = fits and array.shape == (spec.places, *shape)
+        came = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        wanted = f"{np.dtype(dtype)}{[spec.places, *shape]}"
+        report.require(fits, f"{method}().{name}", came, wanted)
 
 
 def check_recipe(recipe: Recipe) -> Iterator[str]:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import AsyncRLError
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSpec
@@ -230,7 +231,8 @@ def worker_main(pipe: Connection, source: SimulatorSource, steps: int, parent: i
         return  # The parent closed its end: the normal way to stop.
     except Exception as error:
         pipe.send_bytes(json.dumps({"error": str(error), "kind": type(error).__name__}).encode())
-        raise
+        if not isinstance(error, AsyncRLError):
+            raise  # With a traceback: it is a fault of the simulator's, not of what was asked for.
     finally:
         if simulator is not None:
             simulator.close()

@@ -20,6 +20,7 @@ from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
+from support.simulated import simulated_episode
 
 
 def episode(seed: int, decisions: int, *, solved: bool = False, size: int = 2) -> SimulatedEpisode:
@@ -28,8 +29,8 @@ def episode(seed: int, decisions: int, *, solved: bool = False, size: int = 2) -
     numbers = np.arange(count)
     success = np.zeros(count, bool)
     success[-1] = solved
-    return SimulatedEpisode(
-        seed=seed,
+    return simulated_episode(
+        seed,
         task="put the red cube on the white plate",
         frames=np.broadcast_to((10 * seed + numbers)[:, None, None, None], (count, size, size, 3)).astype(
             np.uint8

@@ -1,4 +1,4 @@
-"""Counting successes in the true simulator, with a pool that is decided by the seeds alone."""
+"""Counting successes in a simulator that is decided by the seeds alone."""
 
 from __future__ import annotations
 
@@ -10,47 +10,34 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.evaluate import HELD_OUT, SuccessRate, evaluate, evaluation_seeds, summarise
+from asyncrl.evaluation.evaluate import SuccessRate, episode_row, evaluate, summarise
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.seeds import simulated_sampling_seed
-from asyncrl.simulators.rollout import SimulatedEpisode, rollout
-
-TASKS = ["put a on b", "put c on d"]
-
-
-class CountingPool:
-    """Seed s has task s mod 2 and is solved at step s mod 100 (never when 0); pixels hold the steps made."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.seed: dict[int, int] = {}
-        self.steps: dict[int, int] = {}
-        self.log: list[tuple[list[int], list[int]]] = []
-        """Places and seeds of every reset."""
-
-    def reset(self, indices: Sequence[int], seeds: Sequence[int]) -> tuple[np.ndarray, list[str]]:
-        self.log.append((list(indices), list(seeds)))
-        for place, seed in zip(indices, seeds, strict=True):
-            self.seed[place], self.steps[place] = seed, 0
-        return np.zeros((len(indices), 2, 2, 3), np.uint8), [TASKS[seed % 2] for seed in seeds]
-
-    def step_chunk(self, indices: Sequence[int], actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        chunk = actions.shape[1]
-        assert actions.shape == (len(indices), chunk, 7)
-        frames = np.zeros((len(indices), chunk, 2, 2, 3), np.uint8)
-        success = np.zeros((len(indices), chunk), bool)
-        for row, place in enumerate(indices):
-            made = self.steps[place] + np.arange(1, chunk + 1)
-            frames[row] = made[:, None, None, None]
-            success[row] = made == self.seed[place] % 100
-            self.steps[place] += chunk
-        return frames, success
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import SimStart
+from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.rollout import Observations, Play, rollout
+from asyncrl.simulators.starts import HELD_OUT, evaluation_plays, evaluation_seeds
+from support.simulated import COUNTING, TASKS, simulated_episode
 
 
-def act(frames: np.ndarray, tasks: list[str], seeds: list[int]) -> np.ndarray:
-    """Actions that hold the first pixel of what was seen."""
-    assert len(frames) == len(tasks) == len(seeds)
-    return np.broadcast_to(frames[:, :1, 0, 0, None], (len(frames), 8, 7)).astype(np.float32)
+def act(shown: Observations) -> np.ndarray:
+    """Actions that hold the steps made, as both cameras and the state show them."""
+    assert shown.images.shape == (len(shown.tasks), 2, 2, 2, 3)
+    assert len(shown.tasks) == len(shown.seeds) == len(shown.states)
+    steps = shown.images[:, 0, 0, 0, 0]
+    np.testing.assert_array_equal(shown.images[:, 1, 0, 0, 0], shown.states[:, 1])
+    return np.broadcast_to(steps[:, None, None], (len(steps), 8, 7)).astype(np.float32)
+
+
+def pool(slots: int = 1, *settings: str, horizon: int = 24) -> SimulatorPool:
+    return SimulatorPool(
+        SimulatorSource(name=COUNTING, places=slots, settings=settings, horizon=horizon), workers=0
+    )
+
+
+def plays(seeds: Sequence[int]) -> list[Play]:
+    return [Play(start=SimStart(name=f"seed-{seed}", task="", seed=seed)) for seed in seeds]
 
 
 @pytest.mark.parametrize(
@@ -97,47 +84,76 @@ def test_impossible_numbers_of_episodes_are_refused(seed: int, episodes: int) ->
         evaluation_seeds(seed, episodes)
 
 
-def test_an_episode_ends_with_the_decision_that_solves_it_or_the_last_one() -> None:
+def test_an_episode_ends_with_the_step_that_solves_it_or_when_time_is_up() -> None:
     seeds = [101, 108, 109, 100]  # solved at step 1, 8, 9, never
-    played = {e.seed: e for e in rollout(CountingPool(4), act, seeds, max_decisions=3)}
-    assert {seed: len(e.frames) for seed, e in played.items()} == {101: 9, 108: 9, 109: 17, 100: 25}
-    assert {seed: np.flatnonzero(e.success).tolist() for seed, e in played.items()} == {
-        101: [1],
-        108: [8],
-        109: [9],
-        100: [],
+    played = {e.seed: e for e in rollout(pool(4), act, plays(seeds))}
+    assert {seed: (len(e.actions) - 1, e.steps) for seed, e in played.items()} == {
+        101: (1, 1),
+        108: (8, 8),
+        109: (9, 9),
+        100: (24, 24),
     }
+    assert [played[seed].solved for seed in seeds] == [True, True, True, False]
+    assert [played[seed].truncated for seed in seeds] == [False, False, False, True]
+    assert all(len(e.frames) == 1 for e in played.values()), "nobody looks at them"
+
+
+def test_a_horizon_need_not_be_whole_decisions() -> None:
+    (episode,) = rollout(pool(1, horizon=11), act, plays([100]))
+    assert (episode.steps, episode.truncated, episode.terminated) == (11, True, False)
+
+
+def test_what_cannot_go_on_is_told_from_what_runs_out_of_time() -> None:
+    (episode,) = rollout(pool(1), act, plays([545]))
+    assert (episode.steps, episode.solved, episode.terminated, episode.truncated) == (5, False, True, False)
+    (episode,) = rollout(pool(1, horizon=5), act, plays([545]))
+    assert (episode.terminated, episode.truncated) == (True, True)
+    (episode,) = rollout(pool(1, horizon=4), act, plays([545]))
+    assert (episode.terminated, episode.truncated) == (False, True)
+
+
+def test_recorded_decisions_are_whole_and_go_on_behind_the_success() -> None:
+    seeds = [101, 108, 109, 100]
+    for extra, frames in ((0, [9, 9, 17, 25]), (1, [17, 17, 25, 25])):
+        found = {
+            e.seed: e for e in rollout(pool(2), act, plays(seeds), keep_frames=True, extra_decisions=extra)
+        }
+        assert [len(found[seed].frames) for seed in seeds] == frames
+        assert np.flatnonzero(found[109].success).tolist() == [9]
+        assert found[109].rewards.tolist() == found[109].success.tolist()
 
 
 def test_action_i_made_frame_i() -> None:
-    (episode,) = rollout(CountingPool(1), act, [100], max_decisions=2)
+    (episode,) = rollout(pool(1, horizon=16), act, plays([100]), keep_frames=True)
     assert episode.frames[:, 0, 0, 0].tolist() == list(range(17))
+    assert episode.more_frames[:, 0, 1, 1, 2].tolist() == episode.states[:, 1].tolist() == list(range(17))
     np.testing.assert_array_equal(episode.actions[0], DUMMY_ACTION)
     assert episode.actions[1:9].max() == 0  # decided on frame 0
     assert (episode.actions[9:17] == 8).all()  # decided on frame 8
 
 
-@pytest.mark.parametrize(
-    ("chunk", "lengths"), [(1, {101: 2, 109: 10, 100: 25}), (5, {101: 6, 109: 11, 100: 26})]
-)
-def test_a_policy_of_another_chunk_gets_as_many_steps(chunk: int, lengths: dict[int, int]) -> None:
-    def short(frames: np.ndarray, tasks: list[str], seeds: list[int]) -> np.ndarray:
-        return act(frames, tasks, seeds)[:, :chunk]
-
-    played = {e.seed: e for e in rollout(CountingPool(2), short, list(lengths), max_decisions=3)}
-    assert {seed: len(e.frames) for seed, e in played.items()} == lengths
-    for episode in played.values():
-        assert len(episode.actions) == len(episode.success) == len(episode.frames)
-        decided_on = [0] + [(step - 1) // chunk * chunk for step in range(1, len(episode.frames))]
-        assert episode.actions[1:, 0].tolist() == decided_on[1:]
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_policy_of_another_chunk_gets_as_many_steps(chunk: int) -> None:
+    found = {e.seed: e for e in rollout(pool(2), lambda shown: act(shown)[:, :chunk], plays([101, 109, 100]))}
+    assert {seed: e.steps for seed, e in found.items()} == {101: 1, 109: 9, 100: 24}
+    for episode in found.values():
+        decided_on = [(step - 1) // chunk * chunk for step in range(1, len(episode.actions))]
+        assert episode.actions[1:, 0].tolist() == decided_on
 
 
-def test_a_place_is_refilled_as_soon_as_it_is_free() -> None:
-    pool = CountingPool(2)
-    order = [e.seed for e in rollout(pool, act, [100, 101, 102, 116, 103], max_decisions=3)]
-    assert pool.log == [([0, 1], [100, 101]), ([1], [102]), ([1], [116]), ([0], [103])]
-    assert sorted(order) == [100, 101, 102, 103, 116]
-    assert order[:2] == [101, 102]
+def test_a_slot_is_refilled_as_soon_as_it_is_free() -> None:
+    order = [e.seed for e in rollout(pool(2), act, plays([100, 101, 102, 116, 103]))]
+    assert order == [101, 100, 102, 103, 116], "100 takes three decisions, the others one and a reset"
+
+
+def test_a_slot_keeps_to_the_task_that_it_has_loaded() -> None:
+    spec = pool(1, "trials=4").spec
+    wanted = evaluation_plays(spec, episodes=9, seed=0, tasks=(), trials=0, repeats=1)
+    assert [(p.start.trial, p.start.task_id) for p in wanted[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    order = [e.start.task_id for e in rollout(pool(1, "trials=4"), act, wanted)]
+    assert order == [0, 0, 0, 0, 1, 1, 1, 1]
+    both = [e.start.task_id for e in rollout(pool(2, "trials=4"), act, wanted)]
+    assert sorted(both[:2]) == [0, 1], "two slots, two tasks"
 
 
 def test_sampling_seeds_differ_between_episodes_and_decisions() -> None:
@@ -146,9 +162,25 @@ def test_sampling_seeds_differ_between_episodes_and_decisions() -> None:
     assert all(0 <= seed < 2**62 for seed in seeds)
 
 
-def test_an_evaluation_counts_by_task_and_does_not_depend_on_the_places() -> None:
-    one, played = evaluate(CountingPool(1), act, episodes=100, seed=0, max_decisions=2)
-    many, again = evaluate(CountingPool(7), act, episodes=100, seed=0, max_decisions=2)
+def test_repeated_plays_are_sampled_anew() -> None:
+    spec, seen = pool(1).spec, []
+
+    def noting(shown: Observations) -> np.ndarray:
+        seen.extend(shown.seeds)
+        return act(shown)
+
+    wanted = evaluation_plays(spec, episodes=2, seed=0, tasks=(), trials=0, repeats=3)
+    played = list(rollout(pool(1), noting, wanted))
+    assert sorted((e.seed, e.repeat) for e in played) == [
+        (seed, repeat) for seed in evaluation_seeds(0, 2) for repeat in range(3)
+    ]
+    assert len(set(seen)) == len(seen)
+
+
+def test_an_evaluation_counts_by_task_and_does_not_depend_on_the_slots() -> None:
+    wanted = evaluation_plays(pool(1).spec, episodes=100, seed=0, tasks=(), trials=0, repeats=1)
+    one, played = evaluate(pool(1, horizon=16), act, wanted)
+    many, again = evaluate(pool(7, horizon=16), act, wanted)
     assert one == many
     assert [e.seed for e in played] == [e.seed for e in again] == evaluation_seeds(0, 100)
     # Held-out seed 1000000 + i is solved at step i; 16 steps are allowed.
@@ -157,19 +189,38 @@ def test_an_evaluation_counts_by_task_and_does_not_depend_on_the_places() -> Non
     assert one.mean_steps == 8.5
 
 
+def test_stored_starts_are_chosen_by_number_or_instruction() -> None:
+    spec = pool(1, "trials=4").spec
+    chosen = evaluation_plays(spec, episodes=1, seed=0, tasks=("put c on d",), trials=2, repeats=1)
+    assert [play.start.name for play in chosen] == ["counting/1/000", "counting/1/001"]
+    with pytest.raises(ConfigError, match=r"its tasks are 0\.\.1|Its tasks are 0\.\.1"):
+        evaluation_plays(spec, episodes=1, seed=0, tasks=("7",), trials=0, repeats=1)
+    with pytest.raises(ConfigError, match="--trials 5: counting has 4 stored starts"):
+        evaluation_plays(spec, episodes=1, seed=0, tasks=(), trials=5, repeats=1)
+    with pytest.raises(ConfigError, match="every seed is a start"):
+        evaluation_plays(pool(1).spec, episodes=1, seed=0, tasks=("0",), trials=0, repeats=1)
+
+
 def test_without_a_success_there_are_no_steps_to_average() -> None:
-    failed = SimulatedEpisode(
-        seed=1,
-        task="t",
-        frames=np.zeros((9, 2, 2, 3), np.uint8),
-        actions=np.zeros((9, 7), np.float32),
-        success=np.zeros(9, bool),
+    failed = simulated_episode(
+        1, np.zeros((9, 2, 2, 3), np.uint8), np.zeros((9, 7), np.float32), np.zeros(9, bool)
     )
     assert math.isnan(summarise([failed]).mean_steps)
 
 
 def test_a_result_is_plain_values() -> None:
-    result, _ = evaluate(CountingPool(3), act, episodes=10, seed=0, max_decisions=2)
+    wanted = evaluation_plays(pool(1).spec, episodes=10, seed=0, tasks=(), trials=0, repeats=1)
+    result, played = evaluate(pool(3), act, wanted)
     read = json.loads(json.dumps(result.as_dict()))
     assert read["overall"]["episodes"] == 10
     assert set(read["by_task"]) == set(TASKS)
+    assert json.loads(json.dumps(episode_row(played[3]))) | {"seconds": 0} == {
+        "start": "counting/seed-1000003",
+        "task": TASKS[1],
+        "seed": 1_000_003,
+        "repeat": 0,
+        "success": True,
+        "steps": 3,
+        "end": "success",
+        "seconds": 0,
+    }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import AssetError, ConfigError, RunError
-from asyncrl.fitting.collect import _decisions_since, _demonstrate, record_expert
+from asyncrl.fitting.collect import must_be_new, record, training_starts
 from asyncrl.fitting.fit_policy import examples, fit_policy
 from asyncrl.fitting.fit_vae import stream_of
 from asyncrl.fitting.fit_world import windows
@@ -24,9 +24,14 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import DUMMY_ACTION
-from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import Demonstrator, SimulatorSpec, random_start
+from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import find_backend
-from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.simulators.rollout import Observations, SimulatedEpisode
+from support.simulated import COUNTING, simulated_episode
+
+SPEC = SimulatorSpec(name="table", tasks=("put a on b",), trials=0, max_steps=48, image_size=4)
 
 
 def episode(seed: int, decisions: int, *, solved_at: int = -1, task: str = "put a on b") -> SimulatedEpisode:
@@ -37,8 +42,8 @@ def episode(seed: int, decisions: int, *, solved_at: int = -1, task: str = "put 
     success = np.zeros(count, bool)
     if solved_at >= 0:
         success[solved_at] = True
-    return SimulatedEpisode(
-        seed=seed,
+    return simulated_episode(
+        seed,
         task=task,
         frames=np.random.default_rng(seed).integers(0, 256, (count, 4, 4, 3), dtype=np.uint8),
         actions=actions,
@@ -63,7 +68,7 @@ def recordings_of(*episodes: SimulatedEpisode) -> Recordings:
 def test_recordings_come_back_as_they_were(tmp_path: Path) -> None:
     parts = [[episode(1, 2, solved_at=12), episode(2, 1, task="a longer task")], [episode(3, 3)]]
     for number, part in enumerate(parts):
-        assert write_part(tmp_path / f"part-{number:05d}.h5", part, {"policy": "x"}) == len(part)
+        assert write_part(tmp_path / f"part-{number:05d}.h5", part, SPEC, {"policy": "x"}) == len(part)
     read, expected = load_recordings([tmp_path]), recordings_of(*parts[0], *parts[1])
     for name in ("frames", "actions", "success", "offsets", "seeds"):
         found, wanted = getattr(read, name), getattr(expected, name)
@@ -91,11 +96,9 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_recordings_are_never_overwritten(tmp_path: Path) -> None:
-    write_part(tmp_path / "part-00000.h5", [episode(1, 1)], {})
+    write_part(tmp_path / "part-00000.h5", [episode(1, 1)], SPEC, {})
     with pytest.raises(ConfigError, match="already holds recordings"):
-        record_expert(
-            tmp_path, Demonstrator(), episodes=1, first_seed=0, max_decisions=1, workers=1, image_size=64
-        )
+        must_be_new(tmp_path)
 
 
 # ---- what a world model learns from --------------------------------------------------------------
@@ -243,32 +246,69 @@ def test_cloning_makes_the_demonstrated_actions_likely() -> None:
 # ---- the demonstrator ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("solved_at", "frames", "decisions"), [(1, 9, 0), (8, 9, 0), (8, 17, 1), (9, 17, 0), (1, 25, 2)]
-)
-def test_decisions_are_counted_from_the_one_that_solved_the_task(
-    solved_at: int, frames: int, decisions: int
-) -> None:
-    assert _decisions_since([i >= solved_at for i in range(frames)]) == decisions
+def demonstrations(folder: Path, expert: Demonstrator, horizon: int, seeds: range) -> Recordings:
+    source = SimulatorSource(name="tabletop", places=2, horizon=horizon)
+    with SimulatorPool(source, workers=0) as pool:
+        starts = [random_start(pool.spec, seed) for seed in seeds]
+        record(folder, pool, expert, starts, extra_decisions=expert.extra_decisions, about={})
+    return load_recordings([folder])
 
 
 @pytest.mark.render
 @pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
-def test_a_demonstration_follows_from_its_seed_and_ends_with_a_decision() -> None:
-    from asyncrl.simulators.tabletop.simulator import Tabletop
-
-    simulator = Tabletop(image_size=64)
+def test_a_demonstration_follows_from_its_seed_and_ends_with_a_decision(tmp_path: Path) -> None:
     careful = Demonstrator(extra_decisions=1)
     clumsy = Demonstrator(noise=(0.2, 0.4), offset=(0.01, 0.0), spread=0.01)
-    first = _demonstrate(simulator, careful, 3, 6)
-    other = _demonstrate(simulator, clumsy, 3, 2)
-    again = _demonstrate(simulator, careful, 3, 6)
-    np.testing.assert_array_equal(first.frames, again.frames)
-    np.testing.assert_array_equal(first.actions, again.actions)
-    assert (len(first.frames) - 1) % 8 == (len(other.frames) - 1) % 8 == 0
+    first = demonstrations(tmp_path / "first", careful, 48, range(3, 6))
+    other = demonstrations(tmp_path / "other", clumsy, 16, range(3, 4))
+    again = demonstrations(tmp_path / "again", careful, 48, range(3, 4))
+    alone = first.span(0)
+    np.testing.assert_array_equal(first.frames[alone], again.frames)
+    np.testing.assert_array_equal(first.actions[alone], again.actions)
+    assert first.seeds.tolist() == [3, 4, 5]
+    assert (len(again.frames) - 1) % 8 == (len(other.frames) - 1) % 8 == 0
     assert len(other.frames) <= 17
     assert (first.actions[1:9] != other.actions[1:9]).any()
     np.testing.assert_array_equal(first.actions[0], DUMMY_ACTION)
-    assert first.success.any()
-    solving = (int(first.success.argmax()) - 1) // 8
-    assert len(first.frames) == 1 + 8 * min(6, solving + 2)
+    assert again.success.any()
+    solving = (int(again.success.argmax()) - 1) // 8
+    assert len(again.frames) == 1 + 8 * min(6, solving + 2)
+
+
+def test_files_hold_the_episodes_in_the_order_of_their_starts(tmp_path: Path) -> None:
+    def idle(shown: Observations) -> np.ndarray:
+        return np.zeros((len(shown.tasks), 8, 7), np.float32)
+
+    with SimulatorPool(SimulatorSource(name=COUNTING, places=3), workers=0) as pool:
+        starts = training_starts(pool.spec, episodes=40, seed=100, tasks=(), stored=False)
+        assert record(tmp_path, pool, idle, starts, extra_decisions=0, about={}) == 40
+    read = load_recordings([tmp_path])
+    assert read.seeds.tolist() == list(range(100, 140))
+    with h5py.File(tmp_path / "part-00000.h5") as file:
+        assert len(file["seeds"]) == 32
+        assert file.attrs["simulator"] == "counting"
+        assert file["states"].shape == (len(file["frames"]), 2)
+        assert file["more_frames"].shape == (len(file["frames"]), 1, 2, 2, 3)
+        assert file["starts"][1] == b"counting/seed-101"
+        assert file["rewards"][:].sum() == file["success"][:].sum() == 24  # Of seeds 101 to 124.
+        # Seed 100 is never solved: 24 steps. Seed 101 is in its first one, and its decision is carried out.
+        assert file["offsets"][:3].tolist() == [0, 25, 34]
+        assert file["truncated"][:2].tolist() == [1, 0]
+
+
+def test_training_starts_keep_away_from_those_of_evaluation() -> None:
+    with SimulatorPool(SimulatorSource(name=COUNTING, settings=("trials=3",)), workers=0) as pool:
+        spec = pool.spec
+    starts = training_starts(spec, episodes=5, seed=0, tasks=(), stored=False)
+    assert [start.name for start in starts] == [
+        *("counting/0/seed-0", "counting/0/seed-2", "counting/0/seed-4"),
+        *("counting/1/seed-1", "counting/1/seed-3"),
+    ]
+    chosen = training_starts(spec, episodes=2, seed=7, tasks=("put c on d",), stored=False)
+    assert [start.name for start in chosen] == ["counting/1/seed-15", "counting/1/seed-17"]
+    stored = training_starts(spec, episodes=4, seed=0, tasks=(), stored=True)
+    assert [(start.task_id, start.trial) for start in stored] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with pytest.raises(ConfigError, match="held-out seeds"):
+        training_starts(spec, episodes=2, seed=999_999, tasks=(), stored=False)
+    with pytest.raises(ConfigError, match="the nearest is 0, 'put a on b'"):
+        training_starts(spec, episodes=2, seed=0, tasks=("put a on a b",), stored=False)

@@ -1,36 +1,41 @@
 import ctypes.util
-import itertools
-import os
-import select
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from asyncrl.errors import AssetError, ConfigError, RunError
+from asyncrl.errors import AssetError, ConfigError
 from asyncrl.simulators import rendering
-from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.interface import SimStart, random_start
 from asyncrl.simulators.rendering import box_average, find_backend, require_backend
 from asyncrl.simulators.tabletop import scene
 from asyncrl.simulators.tabletop.expert import Expert
-from asyncrl.simulators.tabletop.scene import TRANSLATION, rotation_matrix
-from asyncrl.simulators.tabletop.simulator import MAX_STEPS, TASKS, Tabletop
+from asyncrl.simulators.tabletop.scene import TASKS, TRANSLATION, rotation_matrix
+from asyncrl.simulators.tabletop.simulator import MAX_STEPS, Tabletop
+from asyncrl.simulators.tabletop.table import Table
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 
 
+def table(render=False):
+    return Table(64, render=render, supersample=3)
+
+
+def after(simulator, action):
+    """The table after an action."""
+    simulator.step(action)
+    return simulator
+
+
 def success_rate(seeds, noise=0.0, grasp_offset=(0.0, 0.0)):
     """Share of episodes in which the expert fulfils the task within the allowed steps."""
-    simulator = Tabletop(render=False)
+    simulator = table()
     return np.mean([fulfils(simulator, seed, noise, grasp_offset) for seed in seeds])
 
 
 def fulfils(simulator, seed, noise, grasp_offset):
     simulator.reset(seed)
     expert = Expert(noise, grasp_offset, np.random.default_rng(seed))
-    return any(simulator.step(expert.act(simulator)).success for _ in range(MAX_STEPS))
+    return any(after(simulator, expert.act(simulator)).success for _ in range(MAX_STEPS))
 
 
 def put(simulator, cube, plate):
@@ -54,16 +59,22 @@ def test_the_nine_tasks_have_a_fixed_order():
 
 
 def test_every_task_occurs():
-    simulator = Tabletop(render=False)
-    assert {simulator.reset(seed).task for seed in range(100)} == set(TASKS)
+    simulator = table()
+    tasks = set()
+    for seed in range(100):
+        simulator.reset(seed)
+        tasks.add(simulator.task)
+    assert tasks == set(TASKS)
 
 
 def test_a_seed_decides_everything_whatever_happened_before():
-    fresh, used = Tabletop(render=False), Tabletop(render=False)
+    fresh, used = table(), table()
     used.reset(7)
     for action in random_actions((10,), seed=1):
         used.step(action)
-    assert fresh.reset(3).task == used.reset(3).task
+    fresh.reset(3)
+    used.reset(3)
+    assert fresh.task == used.task
     for action in random_actions((12,)):
         fresh.step(action)
         used.step(action)
@@ -73,33 +84,38 @@ def test_a_seed_decides_everything_whatever_happened_before():
 @pytest.mark.render
 @needs_opengl
 def test_pictures_are_the_same_under_the_same_seed_and_differ_between_seeds():
-    one, two = Tabletop(), Tabletop()
-    np.testing.assert_array_equal(one.reset(5).image, two.reset(5).image)
+    one, two = table(render=True), table(render=True)
+    for simulator in (one, two):
+        simulator.reset(5)
     for action in random_actions((6,)):
-        np.testing.assert_array_equal(one.step(action).image, two.step(action).image)
-    assert one.reset(5).image.shape == (64, 64, 3)
-    assert (one.reset(5).image != two.reset(6).image).any(axis=-1).sum() > 50
+        np.testing.assert_array_equal(one.picture(), two.picture())
+        one.step(action)
+        two.step(action)
+    one.reset(5)
+    two.reset(6)
+    assert one.picture().shape == (64, 64, 3)
+    assert (one.picture() != two.picture()).any(axis=-1).sum() > 50
 
 
 @pytest.mark.render
 @needs_opengl
 def test_the_named_cube_and_plate_are_in_the_picture_in_their_colours():
-    simulator = Tabletop()
+    simulator = table(render=True)
     names = [*scene.CUBE_COLOURS, *scene.PLATE_COLOURS]
     palette = {**scene.CUBE_COLOURS, **scene.PLATE_COLOURS}
     for seed in range(6):
-        seen = simulator.reset(seed)
-        for name in (name for name in names if name in seen.task.split()):
+        simulator.reset(seed)
+        for name in (name for name in names if name in simulator.task.split()):
             colour = np.array([float(x) for x in palette[name].split()])
             direction = colour / np.linalg.norm(colour)
-            pixels = seen.image.reshape(-1, 3) / 255.0
+            pixels = simulator.picture().reshape(-1, 3) / 255.0
             brightness = np.linalg.norm(pixels, axis=1)
             alike = (pixels @ direction) / np.maximum(brightness, 1e-6) > 0.985
             assert (alike & (brightness > 0.35)).sum() >= 15, (seed, name)
 
 
 def test_only_the_named_cube_on_the_named_plate_is_a_success():
-    simulator = Tabletop(render=False)
+    simulator = table()
     for seed in range(4):
         for cube in range(2):
             for plate in range(2):
@@ -109,17 +125,17 @@ def test_only_the_named_cube_on_the_named_plate_is_a_success():
 
 
 def test_a_cube_that_is_still_held_is_no_success():
-    simulator = Tabletop(render=False)
+    simulator = table()
     simulator.reset(0)
     put(simulator, simulator.cube, simulator.plate)
     assert simulator.success
-    assert not simulator.step(np.array([0, 0, 0, 0, 0, 0, 1.0])).success
+    assert not after(simulator, np.array([0, 0, 0, 0, 0, 0, 1.0])).success
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_a_translation_moves_the_tool_along_that_axis(axis, sign):
-    simulator = Tabletop(render=False)
+    simulator = table()
     simulator.reset(0)
     before = simulator.tool_position
     action = np.zeros(7)
@@ -133,7 +149,7 @@ def test_a_translation_moves_the_tool_along_that_axis(axis, sign):
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_rotation_turns_the_tool_about_that_world_axis(axis):
-    simulator = Tabletop(render=False)
+    simulator = table()
     simulator.reset(0)
     before = simulator.tool_rotation
     action = np.zeros(7)
@@ -147,7 +163,7 @@ def test_a_rotation_turns_the_tool_about_that_world_axis(axis):
 
 
 def test_plus_one_closes_the_gripper_and_minus_one_opens_it():
-    simulator = Tabletop(render=False)
+    simulator = table()
     simulator.reset(0)
     openings = []
     for command in (1.0, -1.0):
@@ -159,7 +175,7 @@ def test_plus_one_closes_the_gripper_and_minus_one_opens_it():
 
 
 def test_actions_beyond_one_are_clipped_and_ragged_ones_refused():
-    one, two = Tabletop(render=False), Tabletop(render=False)
+    one, two = table(), table()
     one.reset(0)
     two.reset(0)
     one.step(np.full(7, 9.0))
@@ -186,7 +202,7 @@ def test_the_expert_succeeds_and_each_flaw_makes_it_worse():
 
 @pytest.mark.parametrize("offset", [(0.0, 0.0), (0.0, 0.03), (-0.02, 0.0)])
 def test_a_badly_calibrated_expert_sets_the_cube_down_beside_the_centre(offset):
-    simulator, beside = Tabletop(render=False), []
+    simulator, beside = table(), []
     for seed in range(6):
         simulator.reset(seed)
         expert = Expert(0.0, (0.0, 0.0), np.random.default_rng(seed), place_offset=offset)
@@ -199,18 +215,18 @@ def test_a_badly_calibrated_expert_sets_the_cube_down_beside_the_centre(offset):
 
 @pytest.mark.parametrize("retry", [True, False])
 def test_only_a_retrying_expert_recovers_from_a_dropped_cube(retry):
-    simulator = Tabletop(render=False)
+    simulator = table()
     simulator.reset(3)
     expert = Expert(0.0, (0.0, 0.0), np.random.default_rng(0), retry=retry)
     while simulator.cube_position(simulator.cube)[2] < 0.05:
         simulator.step(expert.act(simulator))
     for _ in range(3):
         simulator.step(np.array([0, 0, 0, 0, 0, 0, -1.0]))
-    assert any(simulator.step(expert.act(simulator)).success for _ in range(MAX_STEPS)) == retry
+    assert any(after(simulator, expert.act(simulator)).success for _ in range(MAX_STEPS)) == retry
 
 
 def test_expert_actions_are_calm():
-    simulator = Tabletop(render=False)
+    simulator = table()
     simulator.reset(2)
     expert = Expert(0.0, (0.0, 0.0), np.random.default_rng(0))
     actions = []
@@ -248,96 +264,28 @@ def test_a_missing_opengl_library_is_an_error_that_says_what_to_install(monkeypa
 
 def test_an_impossible_picture_size_is_refused():
     with pytest.raises(ConfigError, match="image_size is 8"):
-        Tabletop(8, render=False)
+        Tabletop(image_size=8, render=False)
 
 
-def test_an_unknown_simulator_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="tabletop"):
-        SimulatorPool("table", 0, 1, 64)
-
-
-@pytest.mark.render
-@needs_opengl
-def test_a_pool_of_processes_equals_the_same_environments_in_process():
-    actions = random_actions((3, 2, 8))
-    results = []
-    for workers, per_worker in ((0, 4), (2, 2)):
-        with SimulatorPool("tabletop", workers, per_worker, 32) as pool:
-            assert pool.slots == 4
-            images, tasks = pool.reset([3, 0, 2], [11, 12, 13])
-            chunks = [pool.step_chunk([3, 0, 2], actions[:, decision]) for decision in range(2)]
-            results.append((images, tasks, *chunks[0], *chunks[1]))
-    assert results[0][1] == results[1][1]
-    for here, there in zip(results[0], results[1], strict=True):
-        np.testing.assert_array_equal(here, there)
-    alone = Tabletop(32)
-    np.testing.assert_array_equal(alone.reset(12).image, results[1][0][1])
-    for step in range(8):
-        np.testing.assert_array_equal(alone.step(actions[1, 0, step]).image, results[1][2][1, step])
+def test_its_starts_are_seeds():
+    with pytest.raises(ConfigError, match="is a stored start"):
+        Tabletop(render=False).reset([0], [SimStart(name="tabletop/0/003", task="", task_id=0, trial=3)])
 
 
 @pytest.mark.render
 @needs_opengl
-def test_a_dead_worker_stops_the_pool_with_its_exit_code():
-    with SimulatorPool("tabletop", 1, 1, 32) as pool:
-        pool.reset([0], [0])
-        os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
-        with pytest.raises(RunError, match="exit code -9"):
-            pool.step_chunk([0], random_actions((1, 8)))
-        with pytest.raises(RunError, match="closed"):
-            pool.reset([0], [0])
-
-
-@pytest.mark.render
-@needs_opengl
-def test_a_pool_refuses_indices_and_actions_that_do_not_fit():
-    with SimulatorPool("tabletop", 0, 2, 32) as pool:
-        with pytest.raises(ValueError, match=r"different and in 0\.\.1"):
-            pool.reset([0, 0], [1, 2])
-        with pytest.raises(ValueError, match="actions must be finite"):
-            pool.step_chunk([0], random_actions((1, 7))[..., :6])
-        with pytest.raises(ValueError, match="actions must be finite"):
-            pool.step_chunk([0], random_actions((1, 0)))
-
-
-@pytest.mark.render
-@needs_opengl
-def test_a_pool_makes_as_many_steps_as_there_are_actions():
-    actions = random_actions((2, 11))
-    results = []
-    for cuts in ([1] * 11, [8, 3], [11]):
-        with SimulatorPool("tabletop", 0, 2, 32) as pool:
-            pool.reset([0, 1], [4, 5])
-            ends = np.cumsum([0, *cuts])
-            parts = [pool.step_chunk([0, 1], actions[:, a:b]) for a, b in itertools.pairwise(ends)]
-        assert [part[0].shape[1] for part in parts] == [part[1].shape[1] for part in parts] == cuts
-        results.append([np.concatenate(made, axis=1) for made in zip(*parts, strict=True)])
-    for frames, success in results[1:]:
-        np.testing.assert_array_equal(frames, results[0][0])
-        np.testing.assert_array_equal(success, results[0][1])
+def test_places_do_not_know_of_each_other():
+    actions = random_actions((2, 6))
+    both, alone = Tabletop(places=2, image_size=32), Tabletop(image_size=32)
+    both.reset([1, 0], [random_start(both.spec, seed) for seed in (11, 12)])
+    seen = [both.step([1, 0], actions[:, step], draw=True).seen.images for step in range(6)]
+    alone.reset([0], [random_start(alone.spec, 12)])
+    for step in range(6):
+        drawn = alone.step([0], actions[1:, step], draw=True).seen.images[0]
+        np.testing.assert_array_equal(drawn, seen[step][1])
 
 
 def test_a_library_that_loads_but_is_not_egl_is_not_usable(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "egl")
     monkeypatch.setattr(rendering, "LIBRARIES", {"egl": (ctypes.util.find_library("c"),)})
     assert find_backend() is None
-
-
-@pytest.mark.render
-@needs_opengl
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-def test_workers_die_when_their_parent_is_killed():
-    script = (
-        "from asyncrl.simulators.pool import SimulatorPool\n"
-        "if __name__ == '__main__':\n"
-        "    pool = SimulatorPool('tabletop', 1, 1, 32)\n"
-        "    print(pool._workers[0]._process.pid, flush=True)\n"
-        "    input()\n"
-    )
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        worker = os.pidfd_open(int(parent.stdout.readline()))
-        assert select.select([worker], [], [], 0)[0] == []
-        parent.kill()
-        assert select.select([worker], [], [], 20)[0] == [worker]
-        os.close(worker)

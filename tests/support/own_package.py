@@ -44,11 +44,13 @@ import numpy as np
 from asyncrl.records import StartState
 from asyncrl.worlds.start_states import save_start_states
 from my_robot.simulator import TASK, DotSimulator
+from asyncrl.simulators.interface import random_start
 simulator, none = DotSimulator(), np.zeros((0, 32, 32, 3), np.uint8)
 save_start_states(Path("starts.h5"), [
-    StartState(name=f"seed-{seed}", task=TASK, frame=simulator.reset(seed).image, context_frames=none,
+    StartState(name=f"seed-{seed}", task=TASK, frame=seen.images[0, 0], context_frames=none,
                context_actions=np.zeros((0, 7), np.float32))
     for seed in range(64)
+    for seen in [simulator.reset([0], [random_start(simulator.spec, seed)])]
 ])
 """
     subprocess.run([sys.executable, "-c", program + starts], cwd=folder, check=True, timeout=120)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec
+from asyncrl.simulators.one_by_one import OneByOne, Outcome
 from asyncrl.simulators.tabletop.expert import Expert
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.simulators.tabletop.table import Table
@@ -19,7 +20,27 @@ MAX_STEPS: Final = 48
 IMAGE_SIZE: Final = 64
 
 
-class Tabletop:
+class _TablePlace:
+    """Plays episodes at one table."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def reset(self, start: SimStart) -> str:
+        if start.trial >= 0:
+            raise ConfigError(f"{start.name} is a stored start, but tabletop's starts are seeds.")
+        self.table.reset(start.seed)
+        return self.table.task
+
+    def step(self, action: NDArray[np.float32]) -> Outcome:
+        self.table.step(action)
+        return Outcome(self.table.success)
+
+    def look(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        return self.table.picture()[None], np.zeros(0, np.float32)
+
+
+class Tabletop(OneByOne[_TablePlace]):
     """`Table`s beside each other. Deterministic: a start's seed and the actions decide everything.
 
     Args:
@@ -46,10 +67,10 @@ class Tabletop:
         render: bool = True,
         supersample: int = 3,
     ) -> None:
-        self.spec = self.describe(places=places, image_size=image_size, horizon=horizon, render=render)
-        drawn = self.spec.image_size or IMAGE_SIZE
-        self.tables = [Table(drawn, render=render, supersample=supersample) for _ in range(places)]
-        self._steps = [0] * places
+        spec = self.describe(places=places, image_size=image_size, horizon=horizon, render=render)
+        size = spec.image_size or IMAGE_SIZE
+        tables = [Table(size, render=render, supersample=supersample) for _ in range(places)]
+        super().__init__(spec, [_TablePlace(table) for table in tables])
 
     @classmethod
     def describe(
@@ -76,38 +97,6 @@ class Tabletop:
             places=places,
         )
 
-    def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """Lay out the scenes of the starts' seeds. See `Simulator.reset`."""
-        for place, start in zip(places, starts, strict=True):
-            if start.trial >= 0:
-                raise ConfigError(f"{start.name} is a stored start, but tabletop's starts are seeds.")
-            self.tables[place].reset(start.seed)
-            self._steps[place] = 0
-        seen = self.look(places)
-        return Seen(seen.images, seen.states, tuple(self.tables[place].task for place in places))
-
-    def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """Carry out one action of 0.1 s at each table; see `Table.step`, and `Simulator.step`."""
-        for place, action in zip(places, actions, strict=True):
-            self.tables[place].step(action)
-            self._steps[place] += 1
-        success = np.array([self.tables[place].success for place in places])
-        return Stepped(
-            seen=self.look(places) if draw else None,
-            rewards=success.astype(np.float32),
-            success=success,
-            terminated=np.zeros(len(places), np.bool_),
-            truncated=np.array([self._steps[place] >= self.spec.max_steps for place in places]),
-        )
-
-    def look(self, places: Sequence[int]) -> Seen:
-        """Draw the tables as they are. See `Simulator.look`."""
-        images = np.stack([self.tables[place].picture() for place in places])
-        return Seen(images[:, None], np.zeros((len(places), 0), np.float32))
-
-    def close(self) -> None:
-        """Do nothing: the OpenGL context is shared by the process."""
-
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
@@ -121,5 +110,5 @@ class Tabletop:
             retry=settings.retry,
             rng=rng,
         )
-        table = self.tables[place]
+        table = self.places[place].table
         return lambda: expert.act(table)

@@ -1,0 +1,237 @@
+"""The pool of simulators: answers come as they are ready, and what is lost is played again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.simulators import pool as pools
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import Demonstrator, SimStart, random_start
+from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
+from asyncrl.simulators.rendering import find_backend
+from asyncrl.simulators.rollout import Observations, Play, rollout
+from support.simulated import COUNTING
+
+needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
+
+
+def source(places: int = 1, *settings: str, name: str = COUNTING, horizon: int = 0) -> SimulatorSource:
+    return SimulatorSource(name=name, places=places, settings=settings, horizon=horizon)
+
+
+def take(pool: SimulatorPool, count: int) -> dict[int, SlotAnswer]:
+    """Wait for the answers of so many slots."""
+    found: dict[int, SlotAnswer] = {}
+    deadline = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found |= {answer.slot: answer for answer in pool.ready(10)}
+    return found
+
+
+def actions(steps: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(-1, 1, (steps, 7)).astype(np.float32)
+
+
+def still(shown: Observations) -> np.ndarray:
+    return np.zeros((len(shown.tasks), 8, 7), np.float32)
+
+
+def plays(*seeds: int) -> list[Play]:
+    return [Play(start=SimStart(name=f"seed-{seed}", task="", seed=seed)) for seed in seeds]
+
+
+def test_an_answer_holds_what_was_asked_for() -> None:
+    with SimulatorPool(source(2), workers=0) as pool:
+        pool.reset(1, random_start(pool.spec, 6))
+        first = take(pool, 1)[1]
+        assert (first.task, first.steps, first.frames.shape) == ("put a on b", 0, (1, 2, 2, 2, 3))
+        pool.step(1, actions(8))
+        last = take(pool, 1)[1]
+        assert (last.steps, last.success.tolist()) == (6, [False] * 5 + [True]), "it ends with success"
+        assert last.frames[:, 0, 0, 0, 0].tolist() == [6]
+        np.testing.assert_array_equal(last.actions, actions(8)[:6])
+        pool.reset(1, random_start(pool.spec, 6))
+        take(pool, 1)
+        pool.step(1, actions(8), every_frame=True, past_success=True)
+        every = take(pool, 1)[1]
+        assert every.frames[:, 0, 0, 0, 0].tolist() == every.states[:, 1].tolist() == list(range(1, 9))
+        assert every.rewards.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.multiprocess
+def test_nobody_waits_for_the_slowest(tmp_path: Path) -> None:
+    with SimulatorPool(source(1, f"accident=hang@{tmp_path / 'hung'}"), workers=2) as pool:
+        for slot in range(2):
+            pool.reset(slot, random_start(pool.spec, 100))
+        take(pool, 2)
+        pool.step(0, actions(8))
+        while not (tmp_path / "hung").exists():
+            time.sleep(0.01)
+        began = time.monotonic()
+        for _ in range(3):
+            pool.step(1, actions(8))
+            assert list(take(pool, 1)) == [1]
+        assert time.monotonic() - began < 30
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["kill", "raise", "hang"])
+def test_what_a_lost_worker_played_is_played_again_with_the_same_result(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def results(*settings: str) -> list[tuple[int, int, list[float]]]:
+        with SimulatorPool(source(2, *settings), workers=2, timeout=8) as pool:
+            played = rollout(pool, still, plays(*range(101, 113)), keep_frames=True)
+            return sorted((e.seed, e.steps, e.states[:, 1].tolist()) for e in played)
+
+    undisturbed = results()
+    assert results(f"accident={kind}@{tmp_path / 'happened'}") == undisturbed
+    assert (tmp_path / "happened").exists()
+    said = {"kill": "exit code -9", "raise": "the robot fell over", "hang": "did not answer within 8 s"}[kind]
+    assert "The simulator worker" in caplog.text
+    assert said in caplog.text
+
+
+@pytest.mark.multiprocess
+def test_a_pool_that_loses_worker_after_worker_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_LOST", 2)
+    pool = SimulatorPool(source(1, "accident=raise@/dev/null/never"), workers=1)
+    with pool, pytest.raises(RunError, match="It is number 2 that was lost, so the pool gives up"):
+        list(rollout(pool, still, plays(100)))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.render
+@needs_opengl
+def test_a_pool_of_processes_equals_the_same_places_in_process() -> None:
+    results = []
+    for workers, places in ((0, 4), (2, 2), (4, 1)):
+        with SimulatorPool(source(places, "supersample=1", name="tabletop"), workers=workers) as pool:
+            assert pool.slots == 4
+            found = []
+            for slot, seed in ((3, 11), (0, 12), (2, 13)):
+                pool.reset(slot, random_start(pool.spec, seed))
+            found.append(take(pool, 3))
+            for decision in range(2):
+                for slot in (3, 0, 2):
+                    pool.step(slot, actions(8, decision), every_frame=slot > 0)
+                found.append(take(pool, 3))
+            results.append(found)
+    for other in results[1:]:
+        for here, there in zip(results[0], other, strict=True):
+            assert {s: a.task for s, a in here.items()} == {s: a.task for s, a in there.items()}
+            for slot in here:
+                np.testing.assert_array_equal(here[slot].frames, there[slot].frames)
+    assert results[0][1][0].frames.shape[0] == 1
+    assert results[0][1][3].frames.shape[0] == 8
+
+
+@pytest.mark.render
+@needs_opengl
+def test_the_last_picture_is_the_same_whether_the_others_are_drawn_or_not() -> None:
+    found = []
+    for every in (True, False):
+        with SimulatorPool(source(1, name="tabletop"), workers=0) as pool:
+            pool.reset(0, random_start(pool.spec, 5))
+            take(pool, 1)
+            pool.step(0, actions(8), every_frame=every)
+            found.append(take(pool, 1)[0].frames[-1])
+    np.testing.assert_array_equal(*found)
+
+
+def test_steps_may_be_cut_anywhere() -> None:
+    made = actions(11)
+    results = []
+    for cuts in ([1] * 11, [8, 3], [5, 6]):
+        with SimulatorPool(source(1), workers=0) as pool:
+            pool.reset(0, random_start(pool.spec, 100))
+            take(pool, 1)
+            parts = []
+            for a, b in itertools.pairwise(np.cumsum([0, *cuts])):
+                pool.step(0, made[a:b], every_frame=True)
+                parts.append(take(pool, 1)[0].states)
+            results.append(np.concatenate(parts))
+    for states in results[1:]:
+        np.testing.assert_array_equal(states, results[0])
+
+
+def test_requests_that_do_not_fit_are_refused() -> None:
+    with SimulatorPool(source(1), workers=0) as pool:
+        pool.reset(0, random_start(pool.spec, 1))
+        with pytest.raises(ValueError, match="still asked"):
+            pool.reset(0, random_start(pool.spec, 1))
+        with pytest.raises(ValueError, match="slot 1 is not one of 1"):
+            pool.reset(1, random_start(pool.spec, 1))
+        take(pool, 1)
+        for wrong in (actions(8)[:, :6], np.full((8, 7), np.nan, np.float32), actions(8)[0]):
+            with pytest.raises(ValueError, match="actions must be finite"):
+                pool.step(0, wrong)
+        for count in (0, 9):
+            with pytest.raises(ValueError, match="takes 1 to 8"):
+                pool.step(0, actions(count))
+    with pytest.raises(RunError, match="closed"):
+        pool.ready(1)
+
+
+def test_a_pool_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tabletop"):
+        SimulatorPool(source(name="table"), workers=0)
+    with pytest.raises(ConfigError, match="at least 1 place"):
+        SimulatorPool(source(0), workers=1)
+    with pytest.raises(ConfigError, match="unexpected keyword"):
+        SimulatorPool(source(1, "colour=red"), workers=0)
+    with pytest.raises(ConfigError, match="made a SimStart, which is no simulator"):
+        SimulatorPool(source(name="support.simulated:no_simulator"), workers=0)
+
+
+@pytest.mark.multiprocess
+def test_a_worker_that_cannot_be_built_says_so_at_once() -> None:
+    with pytest.raises(ConfigError, match="unexpected keyword"):
+        SimulatorPool(source(1, "colour=red"), workers=2)
+
+
+@pytest.mark.multiprocess
+def test_an_expert_chooses_in_the_worker() -> None:
+    results = []
+    for workers in (0, 1):
+        with SimulatorPool(source(1, "render=false", name="tabletop"), workers=workers) as pool:
+            pool.reset(0, random_start(pool.spec, 3), Demonstrator(noise=(0.1, 0.2)))
+            take(pool, 1)
+            pool.step(0, 8, every_frame=True)
+            results.append(take(pool, 1)[0].actions)
+    assert results[0].shape == (8, 7)
+    assert np.abs(results[0]).max() > 0.05
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+def test_workers_die_when_their_parent_is_killed() -> None:
+    script = (
+        "from asyncrl.simulators.build import SimulatorSource\n"
+        "from asyncrl.simulators.pool import SimulatorPool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = SimulatorPool(SimulatorSource(name='tabletop', settings=('render=false',)), workers=1)\n"
+        "    print(pool._members[0].process.pid, flush=True)\n"
+        "    input()\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = os.pidfd_open(int(parent.stdout.readline()))
+        assert select.select([worker], [], [], 0)[0] == []
+        parent.send_signal(signal.SIGKILL)
+        assert select.select([worker], [], [], 20)[0] == [worker]
+        os.close(worker)
