@@ -109,6 +109,10 @@ class Acting(Protocol):
         """Say how an episode ended that has just made a decision; None while it goes on."""
         ...
 
+    def close(self) -> None:
+        """End the processes it has started. May be called again."""
+        ...
+
     def pop_device_seconds(self) -> dict[Metric, float]:
         """Return the seconds that policy and others were busy, by metric, since this was asked."""
         ...

@@ -187,6 +187,9 @@ class Imagination(Generic[State]):
             rewards[solved] = 1.0
         return Ending(reason="truncated" if solved is None else "success", rewards=rewards)
 
+    def close(self) -> None:
+        """Do nothing: there are no other processes."""
+
     def pop_device_seconds(self) -> dict[Metric, float]:
         """Return the seconds that policy, world and reward kept the devices busy since this was asked."""
         seconds, self._seconds = self._seconds, {}

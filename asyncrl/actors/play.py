@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -48,6 +48,14 @@ _AT_ONCE: Final = 1.0
 """Seconds after which a wait for answers looks at its deadline again."""
 Row = dict[str, NDArray[Any]]
 """One decision of one slot, as in `EpisodeInProgress.decisions`."""
+
+
+class ClosesPool(Pool, Protocol):
+    """A pool with something to end."""
+
+    def close(self) -> None:
+        """End the workers. May be called again."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -79,7 +87,7 @@ class Play:
     def __init__(
         self,
         policy: Policy,
-        pool: Pool,
+        pool: ClosesPool,
         sampling: SamplingParams,
         *,
         max_decisions: int,
@@ -195,6 +203,10 @@ class Play:
             rewards=np.stack([row["rewards"] for row in episode.decisions]),
             steps_taken=place.taken,
         )
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.close()
 
     def pop_device_seconds(self) -> dict[Metric, float]:
         """Return the seconds of the policy, and those that simulators were waited for."""

@@ -345,6 +345,21 @@ class ChecksTraining(Protocol):
         ...
 
 
+@runtime_checkable
+class SaysInputs(Protocol):
+    """A policy that says what it looks at; any other is shown all that a simulator has."""
+
+    @property
+    def pictures(self) -> int:
+        """Return how many pictures it reads: those of a simulator's first cameras."""
+        ...
+
+    @property
+    def proprio_numbers(self) -> int:
+        """Return how many numbers of proprioception it reads; 0: none."""
+        ...
+
+
 class PolicyModule(nn.Module):
     """What most policies share; a subclass adds `load`, `save`, `preprocess`, `act` and `evaluate`."""
 

@@ -101,6 +101,9 @@ class TimedImagination:
     def release(self, slots: Slots, stage: Stage[Any]) -> None:
         """Nothing is kept."""
 
+    def close(self) -> None:
+        """Nothing to end."""
+
     def ending(self, episode: EpisodeInProgress) -> Ending | None:
         rewards = np.zeros((len(episode.decisions), STEPS), np.float32)
         rewards[-1, 0] = episode.decisions[-1]["success_scores"][0]
