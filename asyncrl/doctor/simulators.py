@@ -253,7 +253,7 @@ def _time_steps(pool: SimulatorPool, every_frame: bool) -> float:
     idle = np.tile(np.asarray(pool.spec.idle, np.float32), (steps, 1))
     begun = time.monotonic()
     for slot in range(pool.slots):
-        pool.step(slot, idle, every_frame=every_frame, past_success=True)
+        pool.step(slot, idle, frames="all" if every_frame else "none", past_success=True)
     answers = _answers(pool, pool.slots)
     seconds = time.monotonic() - begun
     for answer in answers:
