@@ -363,7 +363,7 @@ class Play:
             place = self._places[index]
             place.decision, place.asked = row, True
             keep_video = slots.episode(index).pending.grant.keep_video
-            self.pool.step(index, row["actions"], every_frame=keep_video)
+            self.pool.step(index, row["actions"], frames="all" if keep_video else "last")
         return failed
 
 

@@ -338,7 +338,7 @@ class CountsActivations(Protocol):
 
 @runtime_checkable
 class ChecksTraining(Protocol):
-    """A policy that not every run can train."""
+    """A policy that not every run in a world model can train."""
 
     def check_trainable(self) -> None:
         """Raise `ConfigError` when the world cannot show it what it looks at."""
