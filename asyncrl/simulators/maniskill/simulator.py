@@ -15,7 +15,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +149,7 @@ class ManiSkill:
             shown, info = env.reset(seed=[start.seed] * env.num_envs, options=options)
             self._shown[index] = shown
             self._steps[place], self._playing[place] = 0, True
-            self._shaped.begin(place, self._flag(info, self.task.grasped, row))
+            self._shaped.begin(place, bool(_flags(info, self.task.grasped, env.num_envs)[row]))
             tasks.append(self.task.instruction or _plain(env.get_language_instruction()[row]))
         return self.look(places)._replace(tasks=tuple(tasks))
 
@@ -170,11 +170,13 @@ class ManiSkill:
         rewards, success, failed = np.zeros(len(rows), np.float32), [False] * len(rows), [False] * len(rows)
         for index, members in self._by_environment(rows).items():
             given, info = self._step_environment(index, members, clipped)
+            count = self._envs[index].num_envs
+            solved, fell = _flags(info, "success", count), _flags(info, "fail", count)
+            held = _flags(info, self.task.grasped, count)
             for i, row in members:
-                success[i], failed[i] = self._flag(info, "success", row), self._flag(info, "fail", row)
-                held = self._flag(info, self.task.grasped, row)
+                success[i], failed[i] = bool(solved[row]), bool(fell[row])
                 if self._reward == "shaped":
-                    rewards[i] = self._shaped.step(rows[i], success[i], held)
+                    rewards[i] = self._shaped.step(rows[i], success[i], bool(held[row]))
                 else:
                     rewards[i] = success[i] if self._reward == "success" else given[row]
         self._steps[rows] += 1
@@ -228,9 +230,6 @@ class ManiSkill:
         self._shown[index], rewards, _, _, info = env.step(given)
         return rewards.float().cpu().numpy(), info
 
-    def _flag(self, info: dict[str, Any], key: str, row: int) -> bool:
-        return bool(info[key][row]) if key in info else False
-
     def _draw(self, index: int) -> NDArray[np.uint8]:
         """Return the pictures ``[rows, K, H, W, 3]`` of one environment."""
         env = self._envs[index]
@@ -280,10 +279,8 @@ class ManiSkillWithExpert(ManiSkill):
 
 def _class_of(name: str) -> type[ManiSkill]:
     base = ManiSkillWithExpert if name in EXPERTS else ManiSkill
-    task = TASKS[name]
-    return type(
-        name, (base,), {"name": f"maniskill_{name}", "task": task, "any_image_size": not task.published}
-    )
+    known = {"name": f"maniskill_{name}", "task": TASKS[name], "any_image_size": not TASKS[name].published}
+    return cast("type[ManiSkill]", type(name, (base,), known))
 
 
 _CLASSES: Final = {name: _class_of(name) for name in TASKS}
@@ -394,6 +391,11 @@ def _renderer(render: str) -> str:
         return "gpu" if load_sapien().Device("cuda").can_render() else "cpu"
     except RuntimeError:  # It finds no such device.
         return "cpu"
+
+
+def _flags(info: dict[str, Any], key: str, rows: int) -> NDArray[np.bool_]:
+    """Return ``[rows]`` what info says of each row; where it says nothing, no."""
+    return info[key].cpu().numpy().astype(np.bool_) if key in info else np.zeros(rows, np.bool_)
 
 
 def _bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
