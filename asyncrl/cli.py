@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "collect": "asyncrl.commands.collect:main",
     "recordings": "asyncrl.commands.recordings:main",
     "fit": "asyncrl.commands.fit:main",
+    "simulators": "asyncrl.commands.simulators:main",
     "convert": "asyncrl.commands.convert:main",
     "replay": "asyncrl.commands.replay:main",
     "check": "asyncrl.commands.check:main",

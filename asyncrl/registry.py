@@ -3,6 +3,7 @@
     --world wan                                a short name of `BUILT_IN`
     --world FOLDER                             a folder; what lies in it says which built-in class reads it
     --world my_package.worlds:Mine@FOLDER      a class that can be imported here, and the folder that it loads
+    --simulator pouring                        what an installed package calls so, in its entry points
 
 Only the user names code: on the command line or in a TOML file of theirs. A file that was downloaded, a
 checkpoint and a peer never do.
@@ -15,7 +16,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from importlib import import_module
+from importlib import import_module, metadata
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
@@ -24,6 +25,23 @@ from asyncrl.errors import ConfigError
 
 _LEARNER: Final = "asyncrl.learner"
 _TRANSPORTS: Final = "asyncrl.weights.transports"
+_MANISKILL: Final = (
+    *("pick_cube", "push_cube", "pull_cube", "pull_cube_tool", "poke_cube", "stack_cube", "stack_pyramid"),
+    *(
+        "lift_peg_upright",
+        "peg_insertion_side",
+        "plug_charger",
+        "place_sphere",
+        "roll_ball",
+        "assemble_board",
+    ),
+    *("push_t", "draw_triangle", "two_robot_pick_cube", "two_robot_stack_cube", "place_apple_in_bowl"),
+    *("transport_box", *(f"rotate_valve_{i}" for i in range(5)), "rotate_in_hand_0", "rotate_in_hand_1"),
+    *(f"rotate_cube_{i}" for i in range(5)),
+    *("put_on_plate_25", *(f"put_on_plate_25_{kind}" for kind in ("vision", "semantic", "position"))),
+)
+"""As in asyncrl/simulators/maniskill/tasks.py."""
+_LIBERO: Final = "asyncrl.simulators.libero.simulator"
 BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "policy": {
@@ -32,7 +50,15 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "world": {"wan": "asyncrl.worlds.wan.world:WanWorld"},
         "reward": {"resnet": "asyncrl.rewards.model:ResNetReward"},
-        "simulator": {"tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop"},
+        "simulator": {
+            "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",
+            **{f"maniskill_{task}": f"asyncrl.simulators.maniskill.simulator:{task}" for task in _MANISKILL},
+            "libero_spatial": f"{_LIBERO}:LiberoSpatial",
+            "libero_object": f"{_LIBERO}:LiberoObject",
+            "libero_goal": f"{_LIBERO}:LiberoGoal",
+            "libero_10": f"{_LIBERO}:Libero10",
+            "libero_90": f"{_LIBERO}:Libero90",
+        },
         "correction": {
             "none": f"{_LEARNER}.corrections:NoCorrection",
             "naive": f"{_LEARNER}.corrections:Naive",
@@ -60,6 +86,8 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     }
 )
 """Kind of part -> short name -> 'module:Class'."""
+ENTRY_POINTS: Final = MappingProxyType({"simulator": "asyncrl.simulators"})
+"""Kinds of parts that installed packages may give short names to, and the group of entry points for that."""
 _POLICY: Final = (
     *("load", "save", "saved_tensors", "action_spec", "sample_arrays", "image_size", "device", "dtype"),
     *("preprocess", "act", "evaluate", "parameter_groups", "trainable_parameters", "trainable_tensors"),
@@ -117,11 +145,36 @@ def resolve(kind: str, name: str) -> Any:
         ConfigError: Nothing is called so, it cannot be imported, or lacks what its protocol requires.
     """
     check_name(kind, name)
-    return _load(kind, name, BUILT_IN[kind].get(name, name))
+    where = BUILT_IN[kind].get(name, name)
+    return _load(kind, name, where if names_code(where) else _registered_class(kind, name))
+
+
+def registered(kind: str) -> dict[str, tuple[str, ...]]:
+    """Return short name -> 'module:Class' of all installed packages that register it. Imports none of it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for point in metadata.entry_points(group=ENTRY_POINTS[kind]) if kind in ENTRY_POINTS else ():
+        known = found.get(point.name, ())
+        found[point.name] = known if point.value in known else (*known, point.value)
+    return found
+
+
+def _registered_class(kind: str, name: str) -> str:
+    where, *others = registered(kind)[name]
+    if others:
+        raise ConfigError(
+            f"{FLAGS[kind]} is {name!r}, but several installed packages register that name. Write the class "
+            f"that is meant: {' or '.join([where, *others])}."
+        )
+    if not names_code(where):
+        raise ConfigError(
+            f"{FLAGS[kind]} is {name!r}, which an installed package registers as {where!r}: that names no "
+            f"class. Its entry point in the group {ENTRY_POINTS[kind]} must be package.module:Class."
+        )
+    return where
 
 
 def check_name(kind: str, name: str) -> None:
-    """Refuse a name that is neither a built-in part's nor a class's. Imports nothing.
+    """Refuse a name that is neither a built-in part's, nor registered, nor a class's. Imports nothing.
 
     Raises:
         ConfigError: Says the nearest name and all of them.
@@ -129,11 +182,15 @@ def check_name(kind: str, name: str) -> None:
     built_in = BUILT_IN[kind]
     if name in built_in or names_code(name):
         return
-    near = difflib.get_close_matches(name, built_in, n=1)
+    installed = registered(kind)
+    if name in installed:
+        return
+    near = difflib.get_close_matches(name, [*built_in, *installed], n=1)
     hint = f"Perhaps you meant {near[0]!r}. " if near else ""
+    others = f" Of installed packages: {', '.join(installed)}." if installed else ""
     raise ConfigError(
         f"{FLAGS[kind]} is {name!r}, but nothing of that kind is called so. {hint}"
-        f"Built in: {', '.join(built_in)}. A class of your own is named package.module:Class."
+        f"Built in: {', '.join(built_in)}.{others} A class of your own is named package.module:Class."
     )
 
 

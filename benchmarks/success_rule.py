@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from asyncrl.config.run import SuccessFrames
 from asyncrl.evaluation.evaluate import acting
-from asyncrl.evaluation.starts import evaluation_seeds
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.records import CHUNK
@@ -31,6 +30,7 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Play, rollout
+from asyncrl.simulators.starts import evaluation_seeds
 from asyncrl.storage.asset_paths import policy_folder, world_folder
 from asyncrl.storage.atomic import write_json
 

@@ -13,12 +13,12 @@ from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
-from asyncrl.evaluation.starts import HELD_OUT
 from asyncrl.fitting.collect import must_be_new, record, training_starts
 from asyncrl.launch.placement import pick_device
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart
 from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.starts import HELD_OUT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,50 @@
-"""`asyncrl doctor [CONFIG.toml] [--flags]`: check everything a run needs on this host."""
+"""`asyncrl doctor [CONFIG.toml] [--flags]`: check everything a run needs on this host, or a simulator."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import doctor
+from asyncrl.doctor.checks import doctor, doctor_simulator
 from asyncrl.doctor.findings import Examination
 
+if TYPE_CHECKING:
+    from asyncrl.doctor.simulators import SimulatorExamination
+
 JSON = "--json"
+SIMULATOR = "--simulator"
 ABOUT = (
     "Check everything that `asyncrl train` with the same settings needs on this host; nothing is started. "
     f"Exit code 1 when it cannot run. {JSON}: print the findings as a JSON list, each with name, verdict "
-    "(ok, warning or BROKEN), seen and advice."
+    f"(ok, warning or BROKEN), seen and advice. {SIMULATOR} NAME: check a simulator instead, see "
+    f"`asyncrl doctor {SIMULATOR} NAME --help`."
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulatorConfig(Bounded):
+    """Check whether a simulator can be played in on this host, and how fast: one worker process plays."""
+
+    simulator: str
+    """A built-in one, one of an installed package, or package.module:Class (or a function that makes one)."""
+    simulator_settings: tuple[str, ...] = ()
+    """Keywords of the simulator's class: key=value ..."""
+    places: Annotated[int, AtLeast(1, "somebody has to play.", "Use 1.", highest=65536)] = 1
+    """Episodes that the process plays at once."""
+    image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
+    """Side of the pictures; 0: the simulator's own."""
+    horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
+    """Steps until an episode is given up; 0: the simulator's own."""
+
+
 def main(arguments: list[str]) -> int:
-    """Print what works and what is missing; exit code 1 when training cannot run."""
+    """Print what works and what is missing; exit code 1 when it is needed."""
     as_json = JSON in arguments
     arguments = [argument for argument in arguments if argument != JSON]
+    if any(argument.partition("=")[0] == SIMULATOR for argument in arguments):
+        return doctor_simulator(_read_simulator(arguments), as_json=as_json)
     examination = _read(arguments) if arguments else Examination(config=TrainConfig())
     return doctor(examination, as_json=as_json)
 
@@ -28,3 +55,28 @@ def _read(arguments: list[str]) -> Examination:
 
     config = read_settings(arguments, f"asyncrl doctor [{JSON}]", ABOUT)
     return Examination(config=config, where=" ".join(arguments))
+
+
+def _read_simulator(arguments: list[str]) -> SimulatorExamination:
+    """Read the settings of a simulator; a name that nothing has is refused.
+
+    Raises:
+        ConfigError: Such a name, or one whose module cannot be imported.
+    """
+    import tyro
+
+    from asyncrl import registry
+    from asyncrl.doctor.simulators import SimulatorExamination
+    from asyncrl.simulators.build import SimulatorSource
+
+    config = tyro.cli(SimulatorConfig, args=arguments, prog=f"asyncrl doctor [{JSON}]")
+    registry.check_name("simulator", config.simulator)
+    source = SimulatorSource(
+        name=config.simulator,
+        settings=config.simulator_settings,
+        places=config.places,
+        image_size=config.image_size,
+        horizon=config.horizon,
+    )
+    registry.keywords("--simulator-settings", source.settings)
+    return SimulatorExamination(source=source)

@@ -15,8 +15,8 @@ from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
-from asyncrl.evaluation.starts import evaluation_plays, evaluation_seeds
 from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.starts import evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
     from asyncrl.policies.interface import Policy
@@ -88,27 +88,29 @@ class EvaluateConfig(Bounded):
     tensorboard: str = ""
     """Also write eval/* there; of a checkpoint of a run, at its update."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @property
+    def player(self) -> str:
+        """Return what plays.
+
+        Raises:
+            ConfigError: It is said twice, or not at all.
+        """
         if bool(self.checkpoint) == bool(self.policy):
             raise ConfigError(
                 "Say once what is evaluated: `asyncrl evaluate CHECKPOINT`, or --policy CHECKPOINT; 'expert' "
                 "is the simulator's scripted expert."
             )
-
-    @property
-    def player(self) -> str:
-        """Return what plays."""
         return self.checkpoint or self.policy
 
 
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="asyncrl evaluate")
+    player = config.player
     evaluation_seeds(config.seed, config.episodes)
     registry.resolve("simulator", config.simulator)
     _check_outputs(config)
-    if config.player == EXPERT:
+    if player == EXPERT:
         result, episodes, settings = _play_expert(config)
         folder = EXPERT
     else:

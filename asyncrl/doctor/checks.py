@@ -1,16 +1,19 @@
-"""Check the settings of a run and yield one line per finding, each as soon as it is known."""
+"""Check the settings of a run, or a simulator, and yield each finding as soon as it is known."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asyncrl.doctor.findings import Examination, Finding, Verdict, ok, render, run_check
 from asyncrl.doctor.packages import NEEDED, check_package
+
+if TYPE_CHECKING:
+    from asyncrl.doctor.simulators import SimulatorExamination
 
 DEADLINE: Final = 60.0
 """Seconds of a check that has no deadline of its own."""
@@ -52,12 +55,31 @@ CHECKS: Final = (
     Check(name="links", where="links:check_links", deadline=180.0),
 )
 """In the order of the report; what the models need comes after them."""
+SIMULATOR_CHECKS: Final = (
+    Check(name="drawing", where="simulators:check_drawing"),
+    Check(name="simulator", where="simulators:check_play", deadline=900.0),
+    Check(name="reset", where="simulators:check_reset"),
+    Check(name="step", where="simulators:check_step"),
+    Check(name="memory", where="simulators:check_simulator_memory"),
+)
+"""Of a simulator. What it was seen to do comes after it was played in."""
 
 
 def doctor(examination: Examination, *, as_json: bool) -> int:
     """Print the report, as lines or as a JSON list. Returns 0 when training can run here, else 1."""
+    return _report(examine(examination), as_json, "Training can run: asyncrl train", "Training cannot run")
+
+
+def doctor_simulator(examination: SimulatorExamination, *, as_json: bool) -> int:
+    """Print the report on a simulator. Returns 0 when it can be played in here, else 1."""
+    name = examination.source.name
+    works = f"It can be played in: asyncrl evaluate CHECKPOINT --simulator {name}"
+    return _report(examine_simulator(examination), as_json, works, f"{name} cannot be played in")
+
+
+def _report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> int:
     findings = []
-    for finding in examine(examination):
+    for finding in found:
         findings.append(finding)
         if not as_json:
             print(render(finding), flush=True)
@@ -66,8 +88,7 @@ def doctor(examination: Examination, *, as_json: bool) -> int:
         rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
         print(json.dumps(rows, indent=2))
     else:
-        end = f"Training cannot run: {', '.join(broken)}." if broken else "Training can run: asyncrl train"
-        print(f"\n{end}")
+        print(f"\n{fails}: {', '.join(broken)}." if broken else f"\n{works}")
     return int(bool(broken))
 
 
@@ -82,7 +103,29 @@ def examine(examination: Examination) -> Iterator[Finding]:
             yield finding
 
 
-def _call(where: str, examination: Examination) -> Finding | None:
+def examine_simulator(examination: SimulatorExamination) -> Iterator[Finding]:
+    """Check a simulator. It is not played in where what it needs is not there."""
+    from asyncrl.doctor.simulators import PINNED, check_pinned
+
+    source = examination.source
+    settings = "".join(f", {text}" for text in source.settings)
+    yield ok("settings", f"{source.name}, --places {source.places}{settings}")
+    checks = [("Python", partial(_call, "packages:check_python", examination), DEADLINE)]
+    pins = PINNED.get(examination.family, ())
+    checks += [(pinned.package, partial(check_pinned, pinned), DEADLINE) for pinned in pins]
+    checks += [
+        (check.name, partial(_call, check.where, examination), check.deadline) for check in SIMULATOR_CHECKS
+    ]
+    unfit = False
+    for name, action, deadline in checks:
+        if name == "simulator" and unfit:
+            return
+        if finding := run_check(name, action, deadline):
+            unfit |= finding.verdict is Verdict.BROKEN
+            yield finding
+
+
+def _call(where: str, examination: object) -> Finding | None:
     module, _, function = where.partition(":")
     return getattr(importlib.import_module(f"asyncrl.doctor.{module}"), function)(examination)
 

@@ -42,7 +42,7 @@ def check_package(package: str, lowest: str) -> Finding:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return broken(package, "not installed.", f"Install it with: pip install '{package}>={lowest}'")
-    if _numbers(version) < _numbers(lowest):
+    if numbers(version) < numbers(lowest):
         return broken(package, f"{version} is too old.", f"Update it with: pip install '{package}>={lowest}'")
     try:
         return ok(package, version + _library_beneath(package))
@@ -62,7 +62,7 @@ def _library_beneath(package: str) -> str:
     return ""
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """Read the leading numbers of a version; '2.13.0+cpu' is (2, 13, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -110,7 +110,7 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
     @torch.inference_mode()
     def act_alike(shown: Observations) -> NDArray[np.float32]:
         states = shown.states if shown.states.shape[1] else None
-        inputs = policy.preprocess(shown.images, shown.tasks, states)
+        inputs = policy.preprocess(pictures(shown.images), shown.tasks, states)
         return policy.act(inputs, sampling, shown.seeds).actions.float().cpu().numpy()
 
     def act(shown: Observations) -> NDArray[np.float32]:
@@ -122,6 +122,11 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
         return np.concatenate(parts)
 
     return act
+
+
+def pictures(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return ``[B, K, H, W, 3]`` as policies take it: of one camera ``[B, H, W, 3]``."""
+    return images[:, 0] if images.shape[1] == 1 else images
 
 
 def _rows(shown: Observations, rows: Sequence[int]) -> Observations:
@@ -148,7 +153,7 @@ def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
     states = np.zeros((1, spec.state_dim), np.float32) if spec.state_dim else None
     for task in spec.tasks or ("do it",):  # All of them: a policy must be able to tell them apart.
         try:
-            policy.preprocess(images, [task], states)
+            policy.preprocess(pictures(images), [task], states)
         except ConfigError as error:
             raise ConfigError(
                 f"--policy cannot play in --simulator {spec.name}, which shows {len(spec.cameras)} pictures "

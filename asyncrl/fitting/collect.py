@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.starts import HELD_OUT, task_id
 from asyncrl.fitting.recordings import write_part
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import Pool
 from asyncrl.simulators.rollout import Act, Play, SimulatedEpisode, rollout
+from asyncrl.simulators.starts import HELD_OUT, task_id
 
 EPISODES_PER_PART: Final = 32
 """At most."""

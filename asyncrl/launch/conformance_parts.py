@@ -45,7 +45,6 @@ def check_simulator(simulator: Simulator) -> Iterator[str]:
     low, high = np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32)
     steps = min(8, spec.max_steps)
     actions = np.random.default_rng(0).uniform(low, high, (steps, len(low))).astype(np.float32)
-    every = range(spec.places)
 
     (first, stepped), (other, _), (again, _) = (_play(simulator, number, actions) for number in (1, 2, 1))
     for method, seen in zip(["reset", *["step"] * len(stepped)], first, strict=True):

@@ -327,7 +327,7 @@ EVAL_LOW, EVAL_HIGH = (
         Reduction.LAST,
         "share",
         f"{what} end of the 95 % interval (Wilson) of `eval/success_once`.",
-        "Two rates whose intervals lie apart differ; more --episodes or --trials make them narrower.",
+        "Two rates whose intervals lie apart differ; more episodes make them narrower.",
     )
     for end, what in (("low", "Lower"), ("high", "Upper"))
 )
@@ -336,7 +336,7 @@ EVAL_EPISODES = define(
     Reduction.LAST,
     "episodes",
     "Episodes of the evaluation.",
-    "What --episodes, or --trials times the tasks, said.",
+    "As many as were asked for: an episode whose worker is lost is played again.",
 )
 EVAL_STEPS = define(
     "eval/steps",

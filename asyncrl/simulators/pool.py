@@ -31,7 +31,7 @@ from asyncrl.observability import waits
 from asyncrl.records import CHUNK
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSpec
-from asyncrl.simulators.pool_worker import PlaceArrays, Request, Worker, spec_from_json, worker_main
+from asyncrl.simulators.pool_worker import Frames, PlaceArrays, Request, Worker, spec_from_json, worker_main
 
 _log = logging.getLogger(__name__)
 _KINDS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "ConfigError": ConfigError}
@@ -93,7 +93,7 @@ class Pool(Protocol):
         slot: int,
         actions: NDArray[np.float32] | int,
         *,
-        every_frame: bool = False,
+        frames: Frames = "last",
         past_success: bool = False,
     ) -> None:
         """See `SimulatorPool.step`."""
@@ -220,7 +220,7 @@ class _Asked:
     """What a slot was asked."""
 
     since: float
-    every_frame: bool = False
+    frames: Frames = "last"
 
 
 class SimulatorPool:
@@ -288,7 +288,7 @@ class SimulatorPool:
         slot: int,
         actions: NDArray[np.float32] | int,
         *,
-        every_frame: bool = False,
+        frames: Frames = "last",
         past_success: bool = False,
     ) -> None:
         """Ask for steps; the answer comes with `ready`. They stop early where the episode ends.
@@ -297,7 +297,8 @@ class SimulatorPool:
             slot: One with an episode that is not over, and that is asked nothing else.
             actions: ``[S, A]`` float32, finite; or how many steps the expert shall choose. At most the steps
                 of the pool.
-            every_frame: Whether all pictures are wanted; else only the last one is drawn.
+            frames: Which pictures are drawn: of every step, the last one, or none (what the answer then
+                has is without meaning).
             past_success: Whether the steps behind a success are made too.
 
         Raises:
@@ -314,7 +315,7 @@ class SimulatorPool:
                 )
         if not 1 <= steps <= self._steps:
             raise ValueError(f"{steps} steps were asked for, this pool takes 1 to {self._steps} at once")
-        place = self._ask(slot, _Asked(since=time.monotonic(), every_frame=every_frame))
+        place = self._ask(slot, _Asked(since=time.monotonic(), frames=frames))
         arrays = self._members[slot // self.places].arrays
         assert arrays is not None, "an episode is begun before it is stepped"
         if chosen is not None:
@@ -325,7 +326,7 @@ class SimulatorPool:
                 "do": "step",
                 "place": place,
                 "steps": steps,
-                "every_frame": every_frame,
+                "frames": frames,
                 "past_success": past_success,
                 "by_expert": chosen is None,
             },
@@ -457,7 +458,7 @@ class SimulatorPool:
         for other in self._slots_of(number):  # Its worker lives: those that wait for it have more time.
             if other in self._asked:
                 self._asked[other] = replace(self._asked[other], since=time.monotonic())
-        rows = slice(0, steps) if asked.every_frame and steps else slice(max(steps, 1) - 1, max(steps, 1))
+        rows = slice(0, steps) if asked.frames == "all" and steps else slice(max(steps, 1) - 1, max(steps, 1))
         return SlotAnswer(
             slot=slot,
             task=message.get("task", ""),

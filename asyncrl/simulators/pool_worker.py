@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSpec
 
+Frames = Literal["none", "last", "all"]
+"""Which pictures of a request somebody looks at."""
 Request = dict[str, Any]
 Answer = dict[str, Any]
 
@@ -86,7 +88,7 @@ class _Turn:
 
     place: int
     steps: int
-    every_frame: bool
+    frames: Frames
     past_success: bool
     by_expert: bool
     done: int = 0
@@ -94,6 +96,11 @@ class _Turn:
     """Whether it ends here: all steps are made, the episode ended, or the task is fulfilled."""
     terminated: bool = False
     truncated: bool = False
+
+    @property
+    def wants_picture(self) -> bool:
+        """Whether somebody looks at what the next step shows."""
+        return self.frames == "all" or (self.frames == "last" and self.done == self.steps - 1)
 
 
 class Worker:
@@ -148,7 +155,7 @@ class Worker:
             for turn in going:
                 if turn.by_expert:
                     arrays.actions[turn.place, turn.done] = self._experts[turn.place]()
-            drawn = any(turn.every_frame or turn.done == turn.steps - 1 for turn in going)
+            drawn = any(turn.wants_picture for turn in going)
             stepped = self._simulator.step(places, arrays.actions[places, rows], draw=drawn)
             if stepped.seen is not None:
                 self._write_seen(places, rows, stepped.seen)
@@ -162,7 +169,9 @@ class Worker:
                 turn.over = ended or solved or turn.done == turn.steps
                 if ended or solved:
                     self._playing.discard(turn.place)
-                if turn.over and not drawn:  # It ended before the step whose picture was asked for.
+                if (
+                    turn.over and not drawn and turn.frames != "none"
+                ):  # It ended before the step whose picture was asked for.
                     self._write_seen([turn.place], [turn.done - 1], self._simulator.look([turn.place]))
         return [
             {
@@ -183,7 +192,7 @@ def _turn(request: Request) -> _Turn:
     return _Turn(
         place=request["place"],
         steps=request["steps"],
-        every_frame=request["every_frame"],
+        frames=request["frames"],
         past_success=request["past_success"],
         by_expert=request["by_expert"],
     )

@@ -6,6 +6,7 @@ tracebacks.
 """
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import os
@@ -90,6 +91,14 @@ def _usable(backend: str) -> bool:
     return False
 
 
+def count_egl_devices() -> int:
+    """Count the devices that EGL can draw with; 0 without EGL."""
+    for name in LIBRARIES["egl"]:
+        with contextlib.suppress(OSError):
+            return _egl_devices(ctypes.CDLL(name))
+    return 0
+
+
 def _egl_devices(library: ctypes.CDLL) -> int:
     """Count the devices EGL can draw with; a loader without a driver has none."""
     if not hasattr(library, "eglGetProcAddress"):
@@ -106,7 +115,7 @@ def _egl_devices(library: ctypes.CDLL) -> int:
     return count.value if query(0, None, ctypes.byref(count)) else 0
 
 
-def _open_context(backend: str, size: int) -> Any:
+def open_context(backend: str, size: int) -> Any:
     """Create the off-screen context of this backend, whatever ``MUJOCO_GL`` was when mujoco was imported."""
     try:
         module = backend if backend in ("egl", "osmesa", "cgl") else "glfw"
@@ -132,7 +141,7 @@ class Renderer:
         mujoco = load_mujoco()
         side = size * supersample
         self._size, self._supersample = size, supersample
-        self._context: Any = _open_context(require_backend(), side)
+        self._context: Any = open_context(require_backend(), side)
         self._context.make_current()
         self._scene = mujoco.MjvScene(model, maxgeom=100)
         self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0

@@ -25,6 +25,7 @@ from asyncrl.records import CHUNK, DUMMY_ACTION
 from asyncrl.seeds import simulated_sampling_seed
 from asyncrl.simulators.interface import Demonstrator, SimStart
 from asyncrl.simulators.pool import Pool, SlotAnswer
+from asyncrl.simulators.pool_worker import Frames
 
 PATIENCE: Final = 600.0
 """Seconds without any answer after which something is wrong beyond what the pool sees."""
@@ -214,7 +215,9 @@ def _decide(
     """Ask for the next decision of slots, all at once."""
     if not undecided:
         return
+    frames: Frames = "all" if keep_frames else "last"
     if isinstance(act, Demonstrator):
+        frames = "all" if keep_frames else "none"  # It sees the true state.
         chosen: list[NDArray[np.float32] | int] = [CHUNK] * len(undecided)
     else:
         live = list(undecided.values())
@@ -229,7 +232,7 @@ def _decide(
             )
         )
     for slot, actions in zip(undecided, chosen, strict=True):
-        pool.step(slot, actions, every_frame=keep_frames, past_success=extra_decisions >= 0)
+        pool.step(slot, actions, frames=frames, past_success=extra_decisions >= 0)
 
 
 class _Waiting:

@@ -56,7 +56,8 @@ def checksum_of_lines(path: Path) -> Checksum | None:
     Raises:
         OSError: It cannot be read.
     """
-    whole, open_line, length = hashlib.sha256(), b"", 0
+    whole, length = hashlib.sha256(), 0
+    all_of_it, read = whole.copy(), 0  # Summed up as it is read: a line may be as long as the file.
     try:
         file = _open(path)
     except FileNotFoundError:
@@ -65,11 +66,10 @@ def checksum_of_lines(path: Path) -> Checksum | None:
         while piece := file.read(_PIECE):
             lines, feed, torn_line = piece.rpartition(b"\n")
             if feed:
-                whole.update(open_line + lines + feed)
-                length += len(open_line) + len(lines) + 1
-                open_line = torn_line
-            else:
-                open_line += piece
+                all_of_it.update(lines + feed)
+                whole, length = all_of_it.copy(), read + len(lines) + 1
+            all_of_it.update(torn_line)
+            read += len(piece)
     return Checksum(bytes=length, sha256=whole.hexdigest())
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import SuccessRate, episode_row, evaluate, summarise
-from asyncrl.evaluation.starts import HELD_OUT, evaluation_plays, evaluation_seeds
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.seeds import simulated_sampling_seed
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations, Play, rollout
+from asyncrl.simulators.starts import HELD_OUT, evaluation_plays, evaluation_seeds
 from support.simulated import COUNTING, TASKS, simulated_episode
 
 

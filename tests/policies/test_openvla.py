@@ -308,7 +308,8 @@ def test_one_picture_may_come_with_an_axis_of_its_own(policy: OpenVLAOFTPolicy) 
 )
 def test_what_no_world_can_train_is_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"--policy cannot be trained: it .*{said}.*evaluated in simulators"
+        ConfigError,
+        match=rf"--policy cannot be trained in a world model: it .*{said}.*evaluated and trained in simulators",
     ):
         require_trainable(OpenVLAOFTConfig.tiny(**changes))
     require_trainable(OpenVLAOFTConfig.tiny())

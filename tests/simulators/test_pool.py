@@ -21,7 +21,7 @@ from asyncrl.simulators.interface import Demonstrator, SimStart, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import Observations, Play, rollout
-from support.simulated import COUNTING
+from support.simulated import COUNTING, CountingPlace
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 
@@ -64,7 +64,7 @@ def test_an_answer_holds_what_was_asked_for() -> None:
         np.testing.assert_array_equal(last.actions, actions(8)[:6])
         pool.reset(1, random_start(pool.spec, 6))
         take(pool, 1)
-        pool.step(1, actions(8), every_frame=True, past_success=True)
+        pool.step(1, actions(8), frames="all", past_success=True)
         every = take(pool, 1)[1]
         assert every.frames[:, 0, 0, 0, 0].tolist() == every.states[:, 1].tolist() == list(range(1, 9))
         assert every.rewards.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
@@ -126,7 +126,7 @@ def test_a_pool_of_processes_equals_the_same_places_in_process() -> None:
             found.append(take(pool, 3))
             for decision in range(2):
                 for slot in (3, 0, 2):
-                    pool.step(slot, actions(8, decision), every_frame=slot > 0)
+                    pool.step(slot, actions(8, decision), frames="all" if slot else "last")
                 found.append(take(pool, 3))
             results.append(found)
     for other in results[1:]:
@@ -146,9 +146,29 @@ def test_the_last_picture_is_the_same_whether_the_others_are_drawn_or_not() -> N
         with SimulatorPool(source(1, name="tabletop"), workers=0) as pool:
             pool.reset(0, random_start(pool.spec, 5))
             take(pool, 1)
-            pool.step(0, actions(8), every_frame=every)
+            pool.step(0, actions(8), frames="all" if every else "last")
             found.append(take(pool, 1)[0].frames[-1])
     np.testing.assert_array_equal(*found)
+
+
+def test_what_nobody_looks_at_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    look = CountingPlace.look
+    monkeypatch.setattr(CountingPlace, "look", lambda place: (drawn.append(place.steps), look(place))[1])
+    with SimulatorPool(source(1), workers=0) as pool:
+        for frames, seed, wanted in (
+            ("none", 100, [0]),
+            ("last", 100, [0, 8]),
+            ("all", 100, list(range(9))),
+            ("last", 103, [0, 3]),  # It ends before the step whose picture was asked for.
+            ("none", 103, [0]),
+        ):
+            drawn.clear()
+            pool.reset(0, random_start(pool.spec, seed))
+            take(pool, 1)
+            pool.step(0, actions(8), frames=frames)
+            take(pool, 1)
+            assert drawn == wanted, (frames, seed)
 
 
 def test_steps_may_be_cut_anywhere() -> None:
@@ -160,7 +180,7 @@ def test_steps_may_be_cut_anywhere() -> None:
             take(pool, 1)
             parts = []
             for a, b in itertools.pairwise(np.cumsum([0, *cuts])):
-                pool.step(0, made[a:b], every_frame=True)
+                pool.step(0, made[a:b], frames="all")
                 parts.append(take(pool, 1)[0].states)
             results.append(np.concatenate(parts))
     for states in results[1:]:
@@ -209,7 +229,7 @@ def test_an_expert_chooses_in_the_worker() -> None:
         with SimulatorPool(source(1, "render=false", name="tabletop"), workers=workers) as pool:
             pool.reset(0, random_start(pool.spec, 3), Demonstrator(noise=(0.1, 0.2)))
             take(pool, 1)
-            pool.step(0, 8, every_frame=True)
+            pool.step(0, 8, frames="all")
             results.append(take(pool, 1)[0].actions)
     assert results[0].shape == (8, 7)
     assert np.abs(results[0]).max() > 0.05

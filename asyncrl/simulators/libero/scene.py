@@ -1,0 +1,291 @@
+"""Build the scene of one LIBERO task, begin its episodes and step them.
+
+The physics is robosuite's, unchanged. What is added decides an episode by its start alone, whatever was
+played before: where fixtures (cabinet, stove) stand is not part of LIBERO's stored states, and a reset that
+keeps the compiled scene leaves the gripper's last command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError
+from asyncrl.simulators.libero.loading import load_robosuite, quiet
+from asyncrl.simulators.libero.pictures import Pictures
+
+CAMERAS: Final = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
+"""Names of the cameras, and what robosuite calls them."""
+STATE_DIM: Final = 8
+CONTROL_HZ: Final = 20
+_STATE: Final = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
+_LAYOUT_TRIES: Final = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What is drawn, and how."""
+
+    image_size: int
+    cameras: tuple[str, ...]
+    """Of `CAMERAS`."""
+    multisampling: bool = True
+    reflections: bool = True
+    files: Mapping[str, str] | None = None
+    """Drawn in place of other files, by their paths."""
+
+
+class Scene:
+    """The scene of one task, with at most one episode under way.
+
+    Args:
+        bddl: The task's file.
+        look: How it is drawn.
+
+    Raises:
+        ConfigError: See `check_versions`.
+        AssetError: There is no OpenGL library.
+    """
+
+    def __init__(self, bddl: Path, look: Look) -> None:
+        load_robosuite()
+        with quiet(), numpy_generator([0]):
+            self._env: Any = build_environment(bddl, look.files or {})
+        self.sim: Any = self._env.sim
+        cameras = tuple(CAMERAS[name] for name in look.cameras)
+        self._pictures = Pictures(
+            self.sim.model._model,
+            self.sim.data._data,
+            cameras,
+            size=look.image_size,
+            multisampling=look.multisampling,
+            reflections=look.reflections,
+        )
+        self._fixtures = _take_over_fixtures(self._env)
+        self._watch()
+
+    def begin(self, entropy: Sequence[int], stored: NDArray[np.float64] | None) -> None:
+        """Begin an episode.
+
+        Args:
+            entropy: What all random draws follow from.
+            stored: ``[1 + positions + velocities]``, the state to begin in; None: a random one.
+
+        Raises:
+            ConfigError: The stored state is of another scene, or no random layout was found.
+        """
+        env = self._env
+        with quiet(), numpy_generator(entropy):
+            for fixture in self._fixtures:
+                fixture.draw()
+                self._write(fixture)
+            self._lay_out()
+            for fixture in self._fixtures:
+                self._write(fixture)
+            env.robots[0].gripper.current_action = np.zeros_like(env.robots[0].gripper.current_action)
+            state = self.sim.get_state().flatten() if stored is None else stored
+            if state.shape != (1 + self.sim.model.nq + self.sim.model.nv,):
+                raise ConfigError(
+                    f"a stored state has {state.shape[0]} numbers, but the scene of {env.bddl_file_name} has "
+                    f"{1 + self.sim.model.nq + self.sim.model.nv}. The package is damaged: install it anew."
+                )
+            # What the official `set_init_state` does.
+            self.sim.set_state_from_flattened(state)
+            self.sim.forward()
+            env._check_success()
+            env._post_process()
+            env._update_observables(force=True)
+            self._seen = env._get_observations()
+
+    def step(self, action: NDArray[np.float64]) -> bool:
+        """Carry out an action ``[7]``; return whether the task is fulfilled at its end."""
+        self._seen, _, success, _ = self._env.step(action)
+        return bool(success)
+
+    def state(self) -> NDArray[np.float32]:
+        """Return ``[8]``: hand position (m), its rotation as axis times angle (rad), two fingers (m)."""
+        position, quaternion, fingers = (self._seen[name] for name in _STATE)
+        return np.concatenate([position, axis_angle(quaternion), fingers]).astype(np.float32)
+
+    def draw(self) -> NDArray[np.uint8]:
+        """Draw what belongs to `state`: see `Pictures.draw`."""
+        return self._pictures.draw()
+
+    def position(self, name: str) -> NDArray[np.float64]:
+        """Return where an object, fixture or region of the task is now: ``[3]`` metres."""
+        if name in self._env.obj_body_id:
+            return self.sim.data.body_xpos[self._env.obj_body_id[name]].copy()
+        return self.sim.data.get_site_xpos(name).copy()
+
+    def rotation(self, name: str) -> NDArray[np.float64]:
+        """Return the axes of an object or fixture in the world as columns: ``[3, 3]``."""
+        return self.sim.data.body_xmat[self._env.obj_body_id[name]].reshape(3, 3).copy()
+
+    def hand(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return where the grip is now, ``[3]`` metres, and the hand's axes as columns, ``[3, 3]``.
+
+        The fingers move along the second axis, the third points out of the hand.
+        """
+        robot, body = (
+            self._env.robots[0],
+            self.sim.model.body_name2id(self._env.robots[0].robot_model.eef_name),
+        )
+        return self.sim.data.site_xpos[robot.eef_site_id].copy(), self.sim.data.body_xmat[body].reshape(
+            3, 3
+        ).copy()
+
+    def close(self) -> None:
+        """Free the scene. May be called again."""
+        if self._env is not None:
+            self._pictures.close()
+            with quiet():
+                self._env.close()
+            self._env, self.sim, self._fixtures = None, None, []
+            gc.collect()  # Its parts refer to each other, and the next scene is as large.
+
+    def _lay_out(self) -> None:
+        """Let robosuite reset, which draws the objects' places; a layout without room is drawn again."""
+        failure = importlib.import_module("robosuite.utils.errors").RandomizationError
+        for _ in range(_LAYOUT_TRIES):
+            with contextlib.suppress(failure):
+                self._env.reset()
+                return
+        raise ConfigError(
+            f"no random layout of {self._env.bddl_file_name} was found in {_LAYOUT_TRIES} tries. "
+            "Use another seed."
+        )
+
+    def _write(self, fixture: _Fixture) -> None:
+        body = self.sim.model.body_name2id(fixture.root)
+        self.sim.model.body_pos[body] = fixture.position
+        self.sim.model.body_quat[body] = fixture.rotation
+
+    def _watch(self) -> None:
+        """Look at cameras and state when the official environment does, and at nothing else.
+
+        An observable of the same rate as the cameras' is due at the same physics step.
+        """
+        observables = importlib.import_module("robosuite.utils.observables")
+
+        @observables.sensor(modality="image")
+        def noted(_: Any) -> float:
+            self._pictures.note()
+            return 0.0
+
+        for name, observable in self._env._observables.items():
+            observable._enabled = name in _STATE
+        self._env.add_observable(
+            observables.Observable(name="noted", sensor=noted, sampling_rate=CONTROL_HZ, active=False)
+        )
+
+
+def axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the rotation of a quaternion (x, y, z, w) as ``[3]``: its axis times its angle in [0, 2 pi] rad.
+
+    The angle is not brought into [0, pi]: published statistics belong to this form.
+
+    Example:
+        >>> axis_angle(np.array([1.0, 0.0, 0.0, 0.0])).round(4).tolist()
+        [3.1416, 0.0, 0.0]
+        >>> axis_angle(np.array([0.0, 0.0, -0.5**0.5, -0.5**0.5])).round(4).tolist()
+        [0.0, 0.0, -4.7124]
+    """
+    cosine = float(np.clip(quaternion[3], -1.0, 1.0))
+    sine = np.sqrt(1.0 - cosine * cosine)
+    if np.isclose(sine, 0.0):
+        return np.zeros(3)
+    return quaternion[:3] * 2.0 * np.arccos(cosine) / sine
+
+
+@contextlib.contextmanager
+def numpy_generator(entropy: Sequence[int]) -> Iterator[None]:
+    """Seed numpy's global generator, which LIBERO draws from, for a while; then it goes on as before."""
+    before = np.random.get_state()
+    np.random.seed(np.random.SeedSequence(list(entropy)).generate_state(8))
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
+
+
+class _Fixture:
+    """Stands in for the sampler of a fixture: says the pose that was drawn for the episode."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._body = sampler.mujoco_objects[0]
+        self.root: str = self._body.root_body
+        self.position: tuple[float, ...] = ()
+        self.rotation: NDArray[np.float64] = np.zeros(4)
+
+    def draw(self) -> None:
+        """Draw a pose within the region of the task's file, by LIBERO's own sampler."""
+        self.position, self.rotation, _ = self._sampler.sample()[self._body.name]
+
+    def sample(self, fixtures: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
+        """Return the placements that there were and this one, as LIBERO's samplers do."""
+        return {**(fixtures or {}), self._body.name: (self.position, self.rotation, self._body)}
+
+
+def _take_over_fixtures(env: Any) -> list[_Fixture]:
+    """Put `_Fixture` in the place of the fixtures' samplers; return them in the order of the task's file."""
+    samplers = env.placement_initializer.samplers
+    taken = {
+        name: _Fixture(sampler)
+        for name, sampler in samplers.items()
+        if sampler.mujoco_objects[0].name in env.fixtures_dict
+    }
+    samplers.update(taken)
+    return list(taken.values())
+
+
+def build_environment(bddl: Path, files: Mapping[str, str]) -> Any:
+    """Construct robosuite's environment as the official wrapper does, but for cameras and resets.
+
+    Args:
+        bddl: The task's file.
+        files: Paths of shapes and textures, and of what is read in their place.
+    """
+    robosuite = importlib.import_module("robosuite")
+    parser = importlib.import_module("libero.libero.envs.bddl_utils")
+    kinds = importlib.import_module("libero.libero.envs.bddl_base_domain").TASK_MAPPING
+    kind = kinds[parser.get_problem_info(str(bddl))["problem_name"]]
+    if files:
+        kind = _with_files(kind, files)
+    return kind(
+        bddl_file_name=str(bddl),
+        robots=["Panda"],
+        controller_configs=robosuite.load_controller_config(default_controller="OSC_POSE"),
+        gripper_types="default",
+        initialization_noise=None,
+        use_camera_obs=False,
+        has_renderer=False,
+        has_offscreen_renderer=False,
+        control_freq=CONTROL_HZ,
+        ignore_done=True,
+        hard_reset=False,
+    )
+
+
+def _with_files(kind: type, files: Mapping[str, str]) -> Callable[..., Any]:
+    """Derive a class of scenes that reads other files in the place of some."""
+
+    def initialize(self: Any, xml_string: str | None = None) -> None:
+        def other(match: re.Match[str]) -> str:
+            return f'file="{files.get(os.path.realpath(match[1]), match[1])}"'
+
+        text = re.sub(r'file="([^"]+)"', other, xml_string or self.model.get_xml())
+        kind._initialize_sim(self, text)  # type: ignore[attr-defined]
+
+    # robosuite compares the class's name with the task's file.
+    return type(kind)(kind.__name__, (kind,), {"_initialize_sim": initialize})

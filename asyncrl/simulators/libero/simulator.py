@@ -1,0 +1,267 @@
+"""LIBERO's suites as simulators: official starts, pictures, states, instructions and horizons.
+
+One object plays one episode. Another start of the same task costs a fraction of a second, of another task
+seconds: its scene is built anew.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError
+from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.libero.expert import Expert
+from asyncrl.simulators.libero.light import light_files
+from asyncrl.simulators.libero.pictures import drawing_device
+from asyncrl.simulators.libero.plans import PLANS
+from asyncrl.simulators.libero.scene import CAMERAS, STATE_DIM, Look, Scene
+from asyncrl.simulators.libero.tasks import TRIALS, bddl_file, instruction, stored_states, task_names
+
+IMAGE_SIZE: Final = 256
+IDLE: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
+_SCENES: Final = ("stock", "light")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiberoSettings:
+    """The keywords of --simulator-settings."""
+
+    settle: int = 10
+    """Idle steps before an episode begins, while objects come to rest. They do not count."""
+    horizon: int = 0
+    """Steps until truncation; 0: the suite's own."""
+    wrist: bool = True
+    """Whether the camera at the wrist is drawn too, which doubles what pictures cost."""
+    scene: str = "stock"
+    """`stock`: the shapes and pictures that LIBERO ships. `light`: those that `asyncrl simulators lite` made
+    of them, which are drawn faster and look slightly different; the physics is the same."""
+    multisampling: bool = True
+    """Whether edges are smoothed, as they are officially."""
+    reflections: bool = True
+    """Whether shiny materials mirror the scene, as they do officially."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("settle", 0), ("horizon", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= 100_000:
+                raise ConfigError(
+                    f"--simulator-settings {name}={value} counts steps. Use a whole number from {least} on."
+                )
+        for name in ("wrist", "multisampling", "reflections"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(
+                    f"--simulator-settings {name}={getattr(self, name)} is a switch. Use true or false."
+                )
+        if self.scene not in _SCENES:
+            raise ConfigError(f"--simulator-settings scene={self.scene} is neither stock nor light.")
+
+
+class LiberoSuite:
+    """A suite of LIBERO: one place, actions of robosuite's OSC_POSE controller at 20 Hz.
+
+    An action is 7 numbers in [-1, 1]: translation (5 cm at 1), rotation vector (0.5 rad at 1), gripper (+1
+    closes). What lies outside is clipped. A success ends nothing; `terminated` is never set.
+
+    Args:
+        places: 1.
+        image_size: Side of the pictures in pixels, 16 to 1024; 0: 256.
+        settings: Fields of `LiberoSettings`.
+
+    Raises:
+        ConfigError: A setting cannot work, or the extra `libero` is not installed as it must be.
+        AssetError: There is no OpenGL library, or the files of the light scene were not made.
+    """
+
+    suite: ClassVar[str]
+    official_horizon: ClassVar[int]
+    most_places: ClassVar[int] = 1
+
+    def __init__(self, *, places: int = 1, image_size: int = 0, **settings: Any) -> None:
+        self._settings = LiberoSettings(**settings)
+        self._spec = self.describe(places=places, image_size=image_size, **settings)
+        drawing_device()  # What is wrong with drawing is said before scenes are built.
+        self._files = light_files(self.suite) if self._settings.scene == "light" else None
+        self._scene: Scene | None = None
+        self._task_id = -1
+        self._steps = 0
+        self._success = False
+
+    @classmethod
+    def describe(cls, *, places: int = 1, image_size: int = 0, **settings: Any) -> SimulatorSpec:
+        """Return the spec; builds no scene and imports no robosuite."""
+        chosen = LiberoSettings(**settings)
+        if places != 1:
+            raise ConfigError(
+                f"--simulator {cls.suite} plays one episode per process, but {places} places were asked for "
+                "in one. Use more workers."
+            )
+        if type(image_size) is not int or (image_size != 0 and not 16 <= image_size <= 1024):
+            raise ConfigError(
+                f"image_size is {image_size}, but {cls.suite} draws pictures of 16 to 1024 pixels. Use 256."
+            )
+        return SimulatorSpec(
+            name=cls.suite,
+            tasks=tuple(instruction(task) for task in task_names(cls.suite)),
+            trials=TRIALS,
+            max_steps=chosen.horizon or cls.official_horizon,
+            image_size=image_size or IMAGE_SIZE,
+            cameras=tuple(CAMERAS)[: 2 if chosen.wrist else 1],
+            state_dim=STATE_DIM,
+            idle=IDLE,
+        )
+
+    @property
+    def spec(self) -> SimulatorSpec:
+        """Return what is known of it."""
+        return self._spec
+
+    def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
+        """Begin the start's episode: see `Simulator.reset`."""
+        if list(places) != [0] or len(starts) != 1:
+            raise ConfigError(f"{self.suite} has the one place 0; a reset of {list(places)} was asked for.")
+        start = starts[0]
+        self._check(start)
+        scene = self._scene_of(start.task_id)
+        key = [zlib.crc32(self.suite.encode()), start.task_id]
+        if start.trial >= 0:
+            scene.begin([*key, 0, start.trial], stored_states(self.suite, start.task_id)[start.trial])
+        else:
+            scene.begin([*key, 1, start.seed], None)
+        for _ in range(self._settings.settle):
+            scene.step(np.array(IDLE))
+        self._steps, self._success = 0, False
+        return self._seen((self._spec.tasks[start.task_id],))
+
+    def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
+        """Carry out one action: see `Simulator.step`. After the horizon nothing moves any more."""
+        if self._scene is None or list(places) != [0]:
+            raise ConfigError(f"{self.suite} plays in place 0 after a reset; a step of {list(places)} came.")
+        if actions.shape != (1, len(IDLE)) or not np.isfinite(actions).all():
+            raise ConfigError(
+                f"an action of {self.suite} is {len(IDLE)} finite numbers, got {actions.tolist()}. "
+                "Look at the policy that chose it."
+            )
+        over = self._steps >= self._spec.max_steps
+        if not over:
+            self._success = self._scene.step(np.clip(actions[0].astype(np.float64), -1.0, 1.0))
+            self._steps += 1
+        return Stepped(
+            seen=self._seen() if draw else None,
+            rewards=np.array([self._success and not over], np.float32),
+            success=np.array([self._success]),
+            terminated=np.array([False]),
+            truncated=np.array([self._steps >= self._spec.max_steps]),
+        )
+
+    def look(self, places: Sequence[int]) -> Seen:
+        """Show what `step` would have shown with its pictures drawn; nothing depends on it."""
+        if self._scene is None or list(places) != [0]:
+            raise ConfigError(f"{self.suite} shows place 0 after a reset; {list(places)} was asked for.")
+        return self._seen()
+
+    def expert(
+        self, place: int, settings: Demonstrator, rng: np.random.Generator
+    ) -> Callable[[], NDArray[np.float32]]:
+        """Return what chooses the next action: see `HasExpert.expert`.
+
+        Raises:
+            ConfigError: There is none for the task.
+        """
+        if self._scene is None or place != 0:
+            raise ConfigError(f"an expert of {self.suite} begins after a reset of place 0, not of {place}.")
+        plans = PLANS.get(self.suite, {})
+        if self._task_id not in plans:
+            able = ", ".join(map(str, plans)) or "none"
+            raise ConfigError(
+                f"there is no scripted expert for task {self._task_id} of {self.suite} "
+                f"({self._spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or use a "
+                "policy."
+            )
+        return Expert(self._scene, plans[self._task_id], settings, rng).act
+
+    def close(self) -> None:
+        """Free the scene. May be called again."""
+        if self._scene is not None:
+            self._scene.close()
+        self._scene, self._task_id = None, -1
+
+    def _seen(self, tasks: tuple[str, ...] = ()) -> Seen:
+        assert self._scene is not None
+        return Seen(images=self._scene.draw()[None], states=self._scene.state()[None], tasks=tasks)
+
+    def _check(self, start: SimStart) -> None:
+        """Refuse a start that the suite does not have."""
+        tasks = self._spec.tasks
+        if not 0 <= start.task_id < len(tasks):
+            raise ConfigError(
+                f"start {start.name} is of task {start.task_id}, but {self.suite} has tasks 0 to "
+                f"{len(tasks) - 1}."
+            )
+        if start.task and start.task != tasks[start.task_id]:
+            raise ConfigError(
+                f"start {start.name} says {start.task!r}, but task {start.task_id} of {self.suite} is "
+                f"{tasks[start.task_id]!r}. It belongs to another simulator."
+            )
+        if not -1 <= start.trial < TRIALS:
+            raise ConfigError(
+                f"start {start.name} is trial {start.trial}, but each task of {self.suite} has trials 0 to "
+                f"{TRIALS - 1} (-1: a random start)."
+            )
+        if start.seed < 0:
+            raise ConfigError(f"start {start.name} has the seed {start.seed}. Seeds begin at 0.")
+
+    def _scene_of(self, task_id: int) -> Scene:
+        """Return the task's scene; that of another task is freed first, for the memory."""
+        if self._scene is None or self._task_id != task_id:
+            self.close()
+            look = Look(
+                image_size=self._spec.image_size,
+                cameras=self._spec.cameras,
+                multisampling=self._settings.multisampling,
+                reflections=self._settings.reflections,
+                files=self._files,
+            )
+            self._scene = Scene(bddl_file(self.suite, task_id), look)
+            self._task_id = task_id
+        return self._scene
+
+
+class LiberoSpatial(LiberoSuite):
+    """Ten tasks: the same bowl in ten places, to be put on the plate."""
+
+    suite = "libero_spatial"
+    official_horizon = 220
+
+
+class LiberoObject(LiberoSuite):
+    """Ten tasks: ten groceries, to be put into the basket."""
+
+    suite = "libero_object"
+    official_horizon = 280
+
+
+class LiberoGoal(LiberoSuite):
+    """Ten tasks: ten goals in one scene."""
+
+    suite = "libero_goal"
+    official_horizon = 300
+
+
+class Libero10(LiberoSuite):
+    """Ten long tasks, most of them of two parts."""
+
+    suite = "libero_10"
+    official_horizon = 520
+
+
+class Libero90(LiberoSuite):
+    """Ninety short tasks."""
+
+    suite = "libero_90"
+    official_horizon = 400

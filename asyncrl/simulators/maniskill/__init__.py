@@ -1,0 +1,1 @@
+"""ManiSkill3's tasks as simulators."""

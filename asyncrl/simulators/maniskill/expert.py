@@ -1,0 +1,247 @@
+"""Demonstrate three tasks of ManiSkill by scripts that know the true state.
+
+To pick and to stack: reach over the cube, sink, close, carry, and for a stack sink and let go. To push: go
+behind the cube with closed fingers, and through it to the target. Lengths in metres; actions in our own
+convention (rotations right-handed, gripper -1 = open).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.maniskill.rotations import matrix, turn_between
+
+TRANSLATION: Final = 0.1
+"""Metres of an action of 1."""
+ROTATION: Final = 0.1
+"""Radians of an action of 1."""
+OPEN: Final = -1.0
+CLOSE: Final = 1.0
+HOVER: Final = 0.08
+"""Height above the cube at which the hand travels to it."""
+LIFT: Final = 0.05
+"""Height above the lower cube at which the upper one travels."""
+BEHIND: Final = 0.08
+"""Distance behind the cube from which it is pushed."""
+_DOWN: Final = np.diag([1.0, -1.0, -1.0])
+_CLOSING_STEPS: Final = 3
+_MISSED: Final = 0.03
+"""Distance between cube and tool while it is carried, beyond which it was lost."""
+_PATIENCE: Final = 20
+"""Steps in one phase after which the expert goes on regardless: a bad grasp is made, not waited for."""
+
+Array = NDArray[np.float64]
+
+
+class SceneView:
+    """One row of an environment of ManiSkill, as arrays of float64.
+
+    Args:
+        env: The environment without wrappers.
+        row: Which of its scenes.
+    """
+
+    def __init__(self, env: Any, row: int) -> None:
+        self._env, self._row = env, row
+
+    @property
+    def tool(self) -> Array:
+        """Return the point between the finger tips: ``[3]``."""
+        return self._of(self._env.agent.tcp.pose.p)
+
+    @property
+    def tool_rotation(self) -> Array:
+        """Return the tool's axes as columns: ``[3, 3]``."""
+        return matrix(self._of(self._env.agent.tcp.pose.q))
+
+    def position(self, thing: str) -> Array:
+        """Return where an object of the scene is: ``[3]``."""
+        return self._of(getattr(self._env, thing).pose.p)
+
+    def yaw(self, thing: str) -> float:
+        """Return the direction of a cube's sides about the vertical: radians in [-pi/4, pi/4)."""
+        rotation = matrix(self._of(getattr(self._env, thing).pose.q))
+        return float((np.arctan2(rotation[1, 0], rotation[0, 0]) + np.pi / 4) % (np.pi / 2) - np.pi / 4)
+
+    def _of(self, values: Any) -> Array:
+        return values[self._row].cpu().numpy().astype(np.float64)
+
+
+class Flaws:
+    """What an episode's expert does wrong; drawn once."""
+
+    def __init__(self, settings: Demonstrator, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._noise = float(rng.uniform(*settings.noise))
+        self.grasp = np.array([*(np.asarray(settings.offset) + rng.normal(0, settings.spread, 2)), 0.0])
+        """``[3]`` where it grasps beside the middle of the cube."""
+        place = np.asarray(settings.place_offset) + rng.normal(0, settings.place_spread, 2)
+        self.place = np.array([*place, 0.0])
+        """``[3]`` where it sets down beside the goal."""
+        self.retry = settings.retry
+
+    def noisy(self, action: Array) -> Array:
+        """Add noise to the motion of an action ``[7]``, and clip it."""
+        motion = action[:6] + self._noise * self._rng.normal(size=6)
+        return np.array([*np.clip(motion, -1, 1), action[6]])
+
+
+class _Phase(Enum):
+    REACH = auto()
+    SINK = auto()
+    GRASP = auto()
+    LIFT = auto()
+    CARRY = auto()
+    RELEASE = auto()
+
+
+class PickExpert:
+    """Takes a cube to a goal.
+
+    Args:
+        scene: What it sees.
+        cube: Name of the cube in ManiSkill's environment.
+        goal: Where the cube's middle shall come to ``[3]``; asked at every step.
+        stack: Whether it comes from above and lets go.
+        flaws: What it does wrong.
+    """
+
+    def __init__(
+        self, scene: SceneView, cube: str, goal: Callable[[], Array], *, stack: bool, flaws: Flaws
+    ) -> None:
+        self._scene, self._cube, self._goal, self._stack, self._flaws = scene, cube, goal, stack, flaws
+        self._begin(_Phase.REACH)
+
+    def __call__(self) -> Array:
+        """Choose the next action ``[7]``."""
+        self._advance()
+        self._steps += 1
+        tool, grip = self._scene.tool, CLOSE
+        if self._phase in (_Phase.REACH, _Phase.SINK):
+            above = np.array([0, 0, HOVER if self._phase is _Phase.REACH else 0])
+            target, grip = self._grasp_point() + above, OPEN
+        elif self._phase is _Phase.LIFT:
+            target = np.array([*tool[:2], self._goal()[2] + LIFT])
+        elif self._phase is _Phase.CARRY:
+            target = tool + self._carry()
+        else:
+            target, grip = tool, OPEN if self._phase is _Phase.RELEASE else CLOSE
+        return self._flaws.noisy(np.array([*_motion(target - tool, TRANSLATION), *self._turn(), grip]))
+
+    def _begin(self, phase: _Phase) -> None:
+        self._phase, self._steps = phase, 0
+
+    def _advance(self) -> None:
+        """Go on to the next phase when this one is done."""
+        scene, way = self._scene, self._grasp_point() - self._scene.tool
+        late = self._steps > _PATIENCE
+        if self._phase is _Phase.REACH and (np.hypot(*way[:2]) < 0.012 or late):
+            self._begin(_Phase.SINK)
+        elif self._phase is _Phase.SINK and (np.linalg.norm(way) < 0.008 or late):
+            self._begin(_Phase.GRASP)
+        elif self._phase is _Phase.GRASP and self._steps > _CLOSING_STEPS:
+            self._begin(_Phase.LIFT if self._stack else _Phase.CARRY)
+        elif self._phase is _Phase.LIFT and (abs(self._goal()[2] + LIFT - scene.tool[2]) < 0.02 or late):
+            self._begin(_Phase.CARRY)
+        elif self._phase is _Phase.CARRY:
+            missed = np.linalg.norm(scene.position(self._cube) - scene.tool) > _MISSED + self._error()
+            if missed and self._flaws.retry:
+                self._begin(_Phase.REACH)
+            elif self._stack and (self._rests() or late):
+                self._begin(_Phase.RELEASE)
+
+    def _grasp_point(self) -> Array:
+        return self._scene.position(self._cube) + self._flaws.grasp
+
+    def _error(self) -> float:
+        return float(np.linalg.norm(self._flaws.grasp))
+
+    def _left(self) -> Array:
+        """Return the way from the cube to the goal ``[3]``."""
+        return self._goal() + self._flaws.place - self._scene.position(self._cube)
+
+    def _carry(self) -> Array:
+        """Return the way that the cube shall go now: onto another one only from straight above."""
+        left = self._left()
+        if self._stack and np.hypot(*left[:2]) >= 0.008:
+            return left + np.array([0, 0, 0.03])
+        return left
+
+    def _rests(self) -> bool:
+        left = self._left()
+        return bool(np.hypot(*left[:2]) < 0.008 and abs(left[2]) < 0.004)
+
+    def _turn(self) -> Array:
+        """Return the rotation ``[3]`` that brings the fingers along the cube's sides, pointing down."""
+        if self._phase not in (_Phase.REACH, _Phase.SINK):
+            return np.zeros(3)
+        yaw = self._scene.yaw(self._cube)
+        about = np.array([[np.cos(yaw), -np.sin(yaw), 0], [np.sin(yaw), np.cos(yaw), 0], [0, 0, 1]])
+        return _motion(turn_between(self._scene.tool_rotation, about @ _DOWN), ROTATION)
+
+
+class PushExpert:
+    """Pushes a cube along x to the target.
+
+    Args:
+        scene: What it sees.
+        flaws: What it does wrong: `grasp` is where it pushes beside the middle of the cube, `place` where it
+            stops.
+    """
+
+    def __init__(self, scene: SceneView, flaws: Flaws) -> None:
+        self._scene, self._flaws, self._behind, self._steps = scene, flaws, False, 0
+
+    def __call__(self) -> Array:
+        """Choose the next action ``[7]``."""
+        tool, cube = self._scene.tool, self._scene.position("obj")
+        start = cube + self._flaws.grasp - [BEHIND, 0, 0]
+        self._steps += 1
+        if not self._behind:
+            self._behind = bool(np.linalg.norm(start - tool) < 0.015) or self._steps > _PATIENCE
+        if (
+            self._flaws.retry
+            and self._behind
+            and abs(cube[1] - tool[1]) > _MISSED + abs(self._flaws.grasp[1])
+        ):
+            self._behind, self._steps = False, 0
+        target = start
+        if self._behind:
+            goal = self._scene.position("goal_region") + self._flaws.place
+            target = np.array([goal[0], cube[1] + self._flaws.grasp[1], cube[2]])
+        return self._flaws.noisy(np.array([*_motion(target - tool, TRANSLATION), 0, 0, 0, CLOSE]))
+
+
+def _motion(way: Array, unit: float) -> Array:
+    """Return an action that goes a way ``[3]``, as far as one action can."""
+    return np.clip(way / unit, -1, 1)
+
+
+def _pick(scene: SceneView, flaws: Flaws) -> Callable[[], Array]:
+    return PickExpert(scene, "cube", lambda: scene.position("goal_site"), stack=False, flaws=flaws)
+
+
+def _stack(scene: SceneView, flaws: Flaws) -> Callable[[], Array]:
+    above = np.array([0, 0, 0.04])  # The cubes are 4 cm high.
+    return PickExpert(scene, "cubeA", lambda: scene.position("cubeB") + above, stack=True, flaws=flaws)
+
+
+EXPERTS: Final[dict[str, Callable[[SceneView, Flaws], Callable[[], Array]]]] = {
+    "pick_cube": _pick,
+    "stack_cube": _stack,
+    "push_cube": PushExpert,
+}
+"""By task."""
+
+
+def make_expert(
+    task: str, scene: SceneView, settings: Demonstrator, rng: np.random.Generator
+) -> Callable[[], Array]:
+    """Return what chooses the actions ``[7]`` of an episode that was just begun."""
+    return EXPERTS[task](scene, Flaws(settings, rng))

@@ -1,0 +1,335 @@
+"""Play episodes in any `gymnasium.vector.VectorEnv` that shows a picture.
+
+An environment of this kind steps all its places together, and depending on its mode resets by itself those
+that ended. Neither shows here: a place whose episode ended waits for `reset`, and what happens in it
+meanwhile is nobody's episode. So the three modes give the same episodes for the same starts and actions:
+
+    DISABLED     an ended place may not be stepped: it is reset, with its own seed, before the others step
+    NEXT_STEP    the step after the end resets it; that step, and all until `reset`, are ignored
+    SAME_STEP    the step of the end resets it; what the episode ended with is in info["final_obs"]
+
+Dimension letters:
+    n  places addressed      P  places in all      H, W  picture size in pixels (equal)
+    Q  numbers of state      A  numbers per action
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.vector_spaces import action_bounds, find_picture, state_width, value_at
+
+_MODES: Final = ("DISABLED", "NEXT_STEP", "SAME_STEP")
+
+
+class VectorEnvSimulator:
+    """The places of a vector environment, one for each of its environments.
+
+    A success is what the environment says in ``info[success_key]``; in a step in which it says nothing, an
+    episode that ended (`terminated`, not by its length) with a positive reward. Rewards are dense. An episode
+    is truncated when the environment says so, or after `max_steps`.
+
+    A place whose episode was begun must be in every `step` until it is over; one that is left out is stepped
+    with the idle action, which ends its episode without a result.
+
+    Args:
+        env: Its resets must follow ``options["reset_mask"]``, as those of `SyncVectorEnv` and
+            `AsyncVectorEnv` do, and its episodes from their seeds.
+        image_key: Path of the picture in the observation, like ``sensors/rgb``: uint8 ``[H, W, 3]``, square.
+            Empty: the only one that looks like one.
+        task: The instruction of every episode; empty: each reset says its own.
+        task_key: Where `info` of a reset says it; empty: under ``task``.
+        state_key: Path of what policies are given as the robot's state, flattened. Empty: nothing.
+        success_key: Where `info` of a step says whether the task is fulfilled.
+        idle: ``[A]`` the action that moves nothing, for places without an episode. None: zeros, or the bound
+            next to zero.
+        max_steps: Steps until an episode is truncated; 0: ``max_episode_steps`` of the environment's
+            registration.
+        name: In starts and recordings; empty: the environment's registered name.
+
+    Raises:
+        ConfigError: The environment does not have what a policy needs, or an option does not fit it.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        image_key: str = "",
+        task: str = "",
+        task_key: str = "",
+        state_key: str = "",
+        success_key: str = "success",
+        idle: Sequence[float] | None = None,
+        max_steps: int = 0,
+        name: str = "",
+    ) -> None:
+        if task and task_key:
+            raise ConfigError(
+                f"task is {task!r} and task_key is {task_key!r}, but the instruction comes from one of them. "
+                "Leave one out."
+            )
+        self._env, self._mode = env, _mode_of(env)
+        space = env.single_observation_space
+        self._image_key, size = find_picture(space, image_key)
+        self._state_key, self._success_key = state_key, success_key
+        self._task_key = "" if task else task_key or "task"
+        self._bounds = action_bounds(env.single_action_space)
+        self._idle = _idle_action(idle, self._bounds.low, self._bounds.high)
+        places, width = int(env.num_envs), state_width(space, state_key)
+        self._spec = SimulatorSpec(
+            name=name or _registered_name(env),
+            tasks=(_plain(task),) if task else (),
+            trials=0,
+            max_steps=max_steps or _registered_steps(env),
+            image_size=size,
+            state_dim=width,
+            action_low=tuple(map(float, self._bounds.low)),
+            action_high=tuple(map(float, self._bounds.high)),
+            idle=tuple(map(float, self._idle)),
+            reward="dense",
+            places=places,
+            lockstep=True,
+        )
+        self._playing = np.zeros(places, np.bool_)
+        """Places with an episode under way."""
+        self._must_reset = np.ones(places, np.bool_)
+        """Places that the environment cannot step before it reset them."""
+        self._steps = np.zeros(places, np.int64)
+        self._seeds = np.zeros(places, np.int64)
+        """Of each place's last episode."""
+        self._images = np.zeros((places, size, size, 3), np.uint8)
+        """What each place's episode showed last."""
+        self._states = np.zeros((places, width), np.float32)
+        self._shown: NDArray[np.uint8] | None = None
+        """``[P, H, W, 3]`` what the environment itself showed last."""
+        self._closed = False
+
+    @property
+    def spec(self) -> SimulatorSpec:
+        """Return what is known of it."""
+        return self._spec
+
+    def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
+        """See `Simulator.reset`.
+
+        Raises:
+            ConfigError: A stored start, or the environment says no instruction.
+            RunError: The environment resets other places too.
+        """
+        rows = list(places)
+        for start in starts:
+            if start.trial >= 0 or start.seed < 0:
+                raise ConfigError(
+                    f"The start {start.name!r} is a stored one, but {self._spec.name} has none: every seed "
+                    "from 0 is a start."
+                )
+        self._seeds[rows] = [start.seed for start in starts]
+        mask = self._must_reset.copy()
+        mask[rows] = True
+        observation, infos = self._reset_env(mask)
+        self._note_seen(observation, rows)
+        tasks = tuple(self._task_of(infos, row) for row in rows)
+        self._playing[rows], self._steps[rows] = True, 0
+        return self.look(rows)._replace(tasks=tasks)
+
+    def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
+        """See `Simulator.step`.
+
+        Raises:
+            ValueError: A place has no episode under way, or an action is not finite or of another width.
+            RunError: The environment gave a reward that is not finite, or hides how an episode ended.
+        """
+        rows = list(places)
+        self._check_actions(rows, actions)
+        left_out = np.ones(len(self._playing), np.bool_)
+        left_out[rows] = False
+        self._playing[left_out] = False
+        if self._must_reset.any():
+            self._reset_env(self._must_reset.copy())
+        batch = np.tile(self._idle, (len(self._playing), 1))
+        batch[rows] = np.clip(actions, self._bounds.low, self._bounds.high)
+        observation, *numbers, infos = self._env.step(batch.astype(self._bounds.dtype))
+        all_rewards, all_terminated, all_truncated = map(_array, numbers)
+        self._shown = self._pictures(observation)
+        if self._mode == "DISABLED":
+            self._must_reset = (all_terminated | all_truncated).astype(np.bool_)
+        rewards = all_rewards[rows].astype(np.float32)
+        if not np.isfinite(rewards).all():
+            raise RunError(f"{self._spec.name} gave the rewards {rewards} in the places {rows}: not finite.")
+        terminated, truncated = all_terminated[rows].astype(bool), all_truncated[rows].astype(bool)
+        ended = [row for row, over in zip(rows, terminated | truncated, strict=True) if over]
+        self._note_seen(observation, rows)
+        if self._mode == "SAME_STEP":
+            self._note_last(infos, ended)
+        self._steps[rows] += 1
+        truncated = (truncated | (self._steps[rows] >= self._spec.max_steps)) & ~terminated
+        self._playing[rows] = ~(terminated | truncated)
+        solved = terminated & (rewards > 0)
+        success = np.array(
+            [
+                self._success_of(infos, row, row in ended, bool(other))
+                for row, other in zip(rows, solved, strict=True)
+            ],
+            np.bool_,
+        )
+        return Stepped(self.look(rows) if draw else None, rewards, success, terminated, truncated)
+
+    def look(self, places: Sequence[int]) -> Seen:
+        """See `Simulator.look`."""
+        rows = list(places)
+        return Seen(self._images[rows][:, None].copy(), self._states[rows].copy())
+
+    def close(self) -> None:
+        """See `Simulator.close`."""
+        if not self._closed:
+            self._closed = True
+            self._env.close()
+
+    def _check_actions(self, rows: list[int], actions: NDArray[np.float32]) -> None:
+        width = self._spec.action_dim
+        if actions.shape != (len(rows), width) or not np.isfinite(actions).all():
+            raise ValueError(f"actions must be finite [{len(rows)}, {width}], got shape {actions.shape}")
+        if over := [row for row in rows if not self._playing[row]]:
+            raise ValueError(f"places {over} have no episode under way: it ended, or was left out of a step")
+
+    def _reset_env(self, mask: NDArray[np.bool_]) -> tuple[Any, Mapping[str, Any]]:
+        """Reset the places of a mask ``[P]``, each with its seed; return observation and infos of all.
+
+        Raises:
+            RunError: Others changed too.
+        """
+        seeds = [int(seed) if masked else None for seed, masked in zip(self._seeds, mask, strict=True)]
+        observation, infos = self._env.reset(seed=seeds, options={"reset_mask": mask.copy()})
+        shown = self._pictures(observation)
+        if self._shown is not None:
+            kept = [int(i) for i in np.flatnonzero(~mask) if not np.array_equal(shown[i], self._shown[i])]
+            if kept:
+                raise RunError(
+                    f"{self._spec.name} was asked to reset the places {np.flatnonzero(mask).tolist()}, but "
+                    f"{kept} show something else now too. Its reset must follow options['reset_mask'], as "
+                    "gymnasium.vector.SyncVectorEnv does it; else use one place: SyncVectorEnv([make])."
+                )
+        self._shown = shown
+        self._must_reset &= ~mask
+        return observation, infos
+
+    def _pictures(self, observation: Any) -> NDArray[np.uint8]:
+        """Copy the pictures of all places ``[P, H, W, 3]`` out of an observation."""
+        return np.array(_array(value_at(observation, self._image_key)), np.uint8)
+
+    def _note_seen(self, observation: Any, rows: list[int]) -> None:
+        """Keep what places show."""
+        self._images[rows] = _array(value_at(observation, self._image_key))[rows]
+        if self._spec.state_dim:
+            states = _array(value_at(observation, self._state_key))[rows]
+            self._states[rows] = states.reshape(len(rows), -1)
+
+    def _note_last(self, infos: Mapping[str, Any], ended: list[int]) -> None:
+        """Keep what episodes showed at their end: with SAME_STEP the observation is the next one's first.
+
+        Raises:
+            RunError: It is not there.
+        """
+        for row in ended:
+            last = _row_of(infos, "final_obs", row)
+            if last is None:
+                raise RunError(
+                    f"{self._spec.name} says autoreset_mode SAME_STEP, but info['final_obs'] does not have "
+                    f"what the episode in place {row} ended with. Use NEXT_STEP or DISABLED."
+                )
+            self._images[row] = _array(value_at(last, self._image_key))
+            if self._spec.state_dim:
+                self._states[row] = _array(value_at(last, self._state_key)).reshape(-1)
+
+    def _success_of(self, infos: Mapping[str, Any], row: int, ended: bool, otherwise: bool) -> bool:
+        """Say whether the task is fulfilled in a place; `otherwise` where the environment does not say it."""
+        if ended and self._mode == "SAME_STEP":
+            infos = infos.get("final_info", {})
+        said = _row_of(infos, self._success_key, row)
+        return otherwise if said is None else bool(said)
+
+    def _task_of(self, infos: Mapping[str, Any], row: int) -> str:
+        """Return the instruction of the episode that was just begun in a place."""
+        if not self._task_key:
+            return self._spec.tasks[0]
+        said = _row_of(infos, self._task_key, row)
+        if not isinstance(said, str) or not _plain(said):
+            names = [name for name in infos if not name.startswith("_")]
+            raise ConfigError(
+                f"After a reset of {self._spec.name}, info[{self._task_key!r}] is {said!r} in place {row}, "
+                f"which is no instruction (info has: {', '.join(names) or 'nothing'}). Put one there, or say "
+                "where it is (VectorEnvSimulator(env, task_key=...)), or give all one (task='push it')."
+            )
+        return _plain(said)
+
+
+def _array(values: Any) -> NDArray[Any]:
+    """Return numbers as an array of numpy, also those of a tensor on a device."""
+    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+
+
+def _row_of(infos: Mapping[str, Any], key: str, row: int) -> Any:
+    """Return what info says of one place, or None. Beside a key there may be a mask of places, ``_key``."""
+    if key not in infos or not bool(_array(infos.get(f"_{key}", np.ones(row + 1, np.bool_)))[row]):
+        return None
+    values = infos[key]
+    if isinstance(values, Mapping):  # Some keep what ended as one observation of all places.
+        return {name: _row_of(values, name, row) for name in values}
+    return values[row]
+
+
+def _plain(task: str) -> str:
+    return task.strip().rstrip(".").lower()
+
+
+def _mode_of(env: Any) -> str:
+    mode = getattr(env.metadata.get("autoreset_mode"), "name", "")
+    if mode not in _MODES:
+        raise ConfigError(
+            f"{type(env).__name__} does not say when it resets by itself. Set metadata['autoreset_mode'] to "
+            f"one of gymnasium.vector.AutoresetMode: {', '.join(_MODES)}."
+        )
+    return mode
+
+
+def _registration(env: Any) -> Any:
+    """Return gymnasium's registration of the environments, or None: made without `gymnasium.make`."""
+    if env.spec is not None or not hasattr(env, "get_attr"):
+        return env.spec
+    return next(iter(env.get_attr("spec")), None)
+
+
+def _registered_name(env: Any) -> str:
+    registration = _registration(env)
+    return "vector_env" if registration is None else registration.id.replace("/", "_")
+
+
+def _registered_steps(env: Any) -> int:
+    steps = getattr(_registration(env), "max_episode_steps", None)
+    if not steps:
+        raise ConfigError(
+            "The environment does not say after how many steps an episode is truncated. Say it: "
+            "VectorEnvSimulator(env, max_steps=200)."
+        )
+    return int(steps)
+
+
+def _idle_action(
+    idle: Sequence[float] | None, low: NDArray[np.float64], high: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    if idle is None:
+        return np.clip(np.zeros(len(low)), low, high)
+    action = np.asarray(idle, np.float64)
+    if action.shape != low.shape or not ((action >= low) & (action <= high)).all():
+        raise ConfigError(
+            f"idle is {list(idle)}, but an action is {len(low)} numbers between {low.tolist()} and "
+            f"{high.tolist()}."
+        )
+    return action

@@ -1,0 +1,258 @@
+"""LIBERO against its own code: the same pictures, states and success, bit for bit, whatever came before."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("libero", reason="the extra libero is not installed")
+
+from asyncrl.errors import ConfigError
+from asyncrl.simulators.interface import random_start, stored_start
+from asyncrl.simulators.libero.loading import cache_folder
+from asyncrl.simulators.libero.simulator import LiberoSpatial
+from asyncrl.simulators.rendering import find_backend
+
+pytestmark = [
+    pytest.mark.render,
+    pytest.mark.skipif(find_backend() is None, reason="no OpenGL library"),
+]
+OFFICIAL = Path(__file__).parents[2] / "support" / "official_libero.py"
+SIZE = 96
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    made = LiberoSpatial(image_size=SIZE)
+    yield made
+    made.close()
+
+
+def random_actions(count, seed=0):
+    """Wild actions with a gripper that opens and closes, some outside the bounds."""
+    rng = np.random.default_rng(seed)
+    actions = rng.uniform(-1.2, 1.2, (count, 7)).astype(np.float32)
+    actions[:, 6] = np.where(np.arange(count) // 6 % 2, -1.0, 1.0)
+    return actions
+
+
+def begin(simulator, start):
+    return simulator.reset([0], [start])
+
+
+def play(simulator, actions, drawn=lambda index: True):
+    return [simulator.step([0], action[None], draw=drawn(index)) for index, action in enumerate(actions)]
+
+
+def positions(simulator):
+    return simulator._scene.sim.data.qpos.copy()
+
+
+def fixtures(simulator):
+    """Root body and pose of every fixture in the scene."""
+    scene = simulator._scene
+    bodies = {fixture.root: scene.sim.model.body_name2id(fixture.root) for fixture in scene._fixtures}
+    poses = {f"pos:{name}": scene.sim.model.body_pos[body].copy() for name, body in bodies.items()}
+    return poses | {f"quat:{name}": scene.sim.model.body_quat[body].copy() for name, body in bodies.items()}
+
+
+def officially(tmp_path, simulator, start, actions, settle=10):
+    """What LIBERO's own environment shows, with a hard reset, when its fixtures stand where ours do."""
+    request, answer = tmp_path / "request.npz", tmp_path / "answer.npz"
+    np.savez(
+        request,
+        suite=simulator.suite,
+        task=start.task_id,
+        trial=start.trial,
+        size=simulator.spec.image_size,
+        settle=settle,
+        actions=np.clip(actions.astype(np.float64), -1, 1),
+        **fixtures(simulator),
+    )
+    subprocess.run(
+        [sys.executable, OFFICIAL, request, answer],
+        check=True,
+        timeout=200,
+        capture_output=True,
+        env={name: value for name, value in os.environ.items() if name != "MUJOCO_GL"}
+        | {"NUMBA_CACHE_DIR": str(cache_folder() / "numba")},
+    )
+    return np.load(answer)
+
+
+def equals_the_official_environment(tmp_path, simulator, task, steps):
+    other, start = (stored_start(simulator.spec, task, trial) for trial in (9, 3))
+    begin(simulator, other)
+    play(simulator, random_actions(12, seed=1), drawn=lambda index: False)
+    seen = begin(simulator, start)
+    qpos = [positions(simulator)]
+    actions = random_actions(steps)
+    expected = officially(tmp_path, simulator, start, actions)
+    np.testing.assert_array_equal(seen.images[0], expected["pictures"][0])
+    np.testing.assert_array_equal(seen.states[0], expected["states"][0].astype(np.float32))
+    assert seen.tasks == (str(expected["language"]),)
+    for index, action in enumerate(actions):
+        stepped = simulator.step([0], action[None], draw=True)
+        qpos.append(positions(simulator))
+        np.testing.assert_array_equal(stepped.seen.images[0], expected["pictures"][index + 1])
+        np.testing.assert_array_equal(
+            stepped.seen.states[0], expected["states"][index + 1].astype(np.float32)
+        )
+        assert stepped.success[0] == expected["success"][index]
+    np.testing.assert_array_equal(qpos, expected["positions"])
+
+
+def test_a_soft_reset_shows_and_does_what_the_official_environment_does_after_a_hard_one(tmp_path, simulator):
+    equals_the_official_environment(tmp_path, simulator, task=0, steps=10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("task", range(10))
+def test_every_spatial_task_equals_the_official_environment(tmp_path, simulator, task):
+    equals_the_official_environment(tmp_path, simulator, task, steps=25)
+
+
+def test_a_frame_is_the_same_whether_the_seven_before_it_were_drawn_or_not(simulator):
+    start, actions = stored_start(simulator.spec, 0, 5), random_actions(16)
+    first = begin(simulator, start)
+    every = play(simulator, actions)
+    again = begin(simulator, start)
+    last = play(simulator, actions, drawn=lambda index: index % 8 == 7)
+    np.testing.assert_array_equal(first.images, again.images)
+    assert [stepped.seen is not None for stepped in last] == [index % 8 == 7 for index in range(16)]
+    for index in (7, 15):
+        np.testing.assert_array_equal(every[index].seen.images, last[index].seen.images)
+        np.testing.assert_array_equal(every[index].seen.states, last[index].seen.states)
+    moved = every[7].seen.images.astype(int) - every[6].seen.images
+    assert np.abs(moved).max() > 20, "the frames do not differ anyway, so this test shows nothing"
+
+
+def test_a_look_shows_what_was_not_drawn_and_changes_nothing_after_it(simulator):
+    start, actions = stored_start(simulator.spec, 0, 5), random_actions(6)
+    begin(simulator, start)
+    every = play(simulator, actions)
+    begin(simulator, start)
+    for index, action in enumerate(actions):
+        simulator.step([0], action[None], draw=False)
+        for _ in range(index % 3):
+            seen = simulator.look([0])
+            np.testing.assert_array_equal(seen.images, every[index].seen.images)
+            np.testing.assert_array_equal(seen.states, every[index].seen.states)
+
+
+def test_fixtures_stand_where_the_trial_says_within_their_regions(simulator):
+    spec, found = simulator.spec, {}
+    for trial in (0, 1, 2, 1, 0):
+        begin(simulator, stored_start(spec, 0, trial))
+        pose = fixtures(simulator)
+        for name, value in pose.items():
+            np.testing.assert_array_equal(found.setdefault((trial, name), value), value)
+    cabinets = np.array([found[trial, "pos:wooden_cabinet_1_main"] for trial in range(3)])
+    assert len(np.unique(cabinets[:, 0])) == 3
+    # The region of the task's file: x 0.02 to 0.04 and y -0.28 to -0.26 m.
+    assert (np.abs(cabinets[:, :2] - [0.03, -0.27]) <= 0.01).all()
+
+
+def test_a_random_start_is_decided_by_its_seed_also_where_an_object_stands_in_a_fixture(simulator):
+    start = random_start(simulator.spec, 1234)  # Task 4: the bowl lies in the cabinet's drawer.
+    assert start.task_id == 4
+    simulator.close()
+    first = begin(simulator, start)
+    qpos = positions(simulator)
+    begin(simulator, random_start(simulator.spec, 1244))
+    assert (positions(simulator) != qpos).any()
+    play(simulator, random_actions(5), drawn=lambda index: False)
+    again = begin(simulator, start)
+    np.testing.assert_array_equal(positions(simulator), qpos)
+    np.testing.assert_array_equal(first.images, again.images)
+    drawer = simulator._scene.position("wooden_cabinet_1")
+    bowl = simulator._scene.position("akita_black_bowl_1")
+    assert np.linalg.norm((bowl - drawer)[:2]) < 0.2
+    assert bowl[2] > 0.95, "it fell out of the drawer"
+
+
+def test_numpys_global_generator_goes_on_as_if_nothing_had_been_drawn(simulator):
+    np.random.seed(3)
+    begin(simulator, stored_start(simulator.spec, 0, 0))
+    begin(simulator, random_start(simulator.spec, 10))
+    drawn = np.random.random(4)
+    np.random.seed(3)
+    np.testing.assert_array_equal(drawn, np.random.random(4))
+
+
+def test_a_point_of_the_scene_is_seen_at_its_mirrored_place(simulator):
+    begin(simulator, stored_start(simulator.spec, 0, 0))
+    scene = simulator._scene
+    before, plate = scene.draw()[0].astype(int), scene.position("plate_1")
+    model, data = scene.sim.model._model, scene.sim.data._data
+    camera = data.camera("agentview")
+    right, up, back = camera.xmat.reshape(3, 3).T
+    way = plate - camera.xpos
+    scale = SIZE / 2 / np.tan(np.radians(model.camera("agentview").fovy[0]) / 2) / (way @ -back)
+    column, row = SIZE / 2 + way @ right * scale, SIZE / 2 - way @ up * scale
+    data.joint("plate_1_joint0").qpos[2] -= 5  # Out of sight
+    scene.sim.forward()
+    scene._pictures.note()
+    changed = np.argwhere(np.abs(scene.draw()[0] - before).max(axis=-1) > 30)
+    assert len(changed) > 40
+    seen_row, seen_column = changed.mean(axis=0)
+    assert abs(seen_row - row) < 3
+    assert abs(seen_column - (SIZE - 1 - column)) < 3
+    assert abs(column - SIZE / 2) > 6, "in the middle a mirror image cannot be told"
+
+
+def test_the_end_comes_after_the_horizon_and_nothing_moves_after_it():
+    simulator = LiberoSpatial(image_size=16, horizon=3, settle=0, wrist=False)
+    try:
+        spec = simulator.spec
+        seen = begin(simulator, stored_start(spec, 0, 0))
+        assert seen.images.shape == (1, 1, 16, 16, 3)
+        stepped = play(simulator, random_actions(3))
+        assert [bool(one.truncated[0]) for one in stepped] == [False, False, True]
+        assert not any(one.terminated[0] or one.success[0] or one.rewards[0] for one in stepped)
+        before = positions(simulator)
+        after = simulator.step([0], random_actions(1, seed=8), draw=True)
+        np.testing.assert_array_equal(positions(simulator), before)
+        np.testing.assert_array_equal(after.seen.images, stepped[-1].seen.images)
+        assert after.truncated[0]
+    finally:
+        simulator.close()
+
+
+def test_success_is_said_at_each_step_and_ends_nothing(simulator):
+    begin(simulator, stored_start(simulator.spec, 0, 0))
+    scene = simulator._scene
+    plate = scene.sim.data._data.joint("plate_1_joint0").qpos
+    bowl = scene.sim.data._data.joint("akita_black_bowl_1_joint0").qpos
+    idle = np.array([[0, 0, 0, 0, 0, 0, -1]], np.float32)
+    before = simulator.step([0], idle, draw=False)
+    bowl[:3] = [*plate[:2], plate[2] + 0.03]
+    during = [simulator.step([0], idle, draw=False) for _ in range(12)]
+    bowl[:3] = [*plate[:2] + 0.3, plate[2] + 0.1]
+    after = simulator.step([0], idle, draw=False)
+    assert not before.success[0]
+    assert [during[-1].success[0], during[-1].rewards[0]] == [True, 1.0]
+    assert not any(one.terminated[0] or one.truncated[0] for one in during)
+    assert [after.success[0], after.rewards[0]] == [False, 0.0]
+
+
+def test_starts_and_actions_that_cannot_be_are_refused(simulator):
+    spec = simulator.spec
+    good = stored_start(spec, 0, 0)
+    for start, words in (
+        (replace(good, task_id=10, task=""), "tasks 0 to 9"),
+        (replace(good, trial=50), "trials 0 to 49"),
+        (replace(good, task="open the window"), "another simulator"),
+        (replace(good, trial=-1, seed=-1), "Seeds begin at 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            begin(simulator, start)
+    begin(simulator, good)
+    for action in (np.full((1, 7), np.nan, np.float32), np.zeros((1, 6), np.float32)):
+        with pytest.raises(ConfigError, match="7 finite numbers"):
+            simulator.step([0], action, draw=False)

