@@ -1,7 +1,7 @@
 """How much host memory `asyncrl fit` takes, and how much of that grows with the recordings.
 
     python benchmarks/fit_memory.py                                        some minutes on two cores
-    python benchmarks/fit_memory.py --episodes 400 --only policy starts    what needs no autoencoder
+    python benchmarks/fit_memory.py --episodes 400 --only policy           what needs no autoencoder
     python benchmarks/fit_memory.py --episodes 2000 --frames 107 --device cuda
 
 Recordings are drawn by a program, of 128 pixels. Each fit runs a few steps in a process of its own, once on
@@ -55,7 +55,6 @@ def calls(data: Path, work: Path, device: str) -> dict[str, list[str]]:
         "policy": ["policy", *common, "--batch", "16", "--out", str(work / "policy")],
         "world": ["world", *common, "--batch", "16", "--vae-steps", "2", "--vae-batch", "2", "--out", world],
         "reward": ["reward", *common, "--batch", "16", "--world", world],
-        "starts": ["starts", "--data", str(data), "--out", str(work / "starts.h5")],
     }
 
 
@@ -86,7 +85,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=41)
     parser.add_argument("--image-size", type=int, default=128)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", nargs="*", default=["policy", "world", "reward", "starts"])
+    parser.add_argument("--only", nargs="*", default=["policy", "world", "reward"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in options.only}
