@@ -166,7 +166,7 @@ class ManiSkill:
             raise ValueError(f"places {over} have no episode under way: it ended, or was left out of a step")
         if self._batched:
             self._playing[:] = False
-        clipped = np.clip(actions, self.spec.action_low, self.spec.action_high)
+        clipped = np.clip(actions.astype(np.float64), self.spec.action_low, self.spec.action_high)
         rewards, success, failed = np.zeros(len(rows), np.float32), [False] * len(rows), [False] * len(rows)
         for index, members in self._by_environment(rows).items():
             given, info = self._step_environment(index, members, clipped)
