@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 WIDOWX: Final = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"
 """How published policies of put_on_plate_25 move the arm: metres and radians."""
