@@ -285,6 +285,8 @@ def test_pictures_or_proprioception_that_are_missing_are_named() -> None:
     complete = state.preprocess(some_frames(1), [LONG], np.zeros((1, 8)))
     with pytest.raises(ConfigError, match="got none"):
         state.act(replace(complete, proprio=None), AS_IS, [1])
+    with pytest.raises(ConfigError, match=r"reads 2 uint8 .* got pixels \[1, 64, 64, 3\]"):
+        two.act(complete, AS_IS, [1])
 
 
 def test_of_more_pictures_than_it_reads_a_policy_takes_the_first() -> None:
@@ -294,8 +296,6 @@ def test_of_more_pictures_than_it_reads_a_policy_takes_the_first() -> None:
         shown = frames[:1] if images == 1 else frames[None, :2]
         of_all, of_few = policy.preprocess(frames[None], [LONG]), policy.preprocess(shown, [LONG])
         assert bool((of_all.pixels == of_few.pixels).all())
-    with pytest.raises(ConfigError, match=r"reads 2 uint8 .* got pixels \[1, 64, 64, 3\]"):
-        two.act(complete, AS_IS, [1])
 
 
 def test_one_picture_may_come_with_an_axis_of_its_own(policy: OpenVLAOFTPolicy) -> None:
