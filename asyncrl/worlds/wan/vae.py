@@ -135,8 +135,12 @@ def use_channels_last(vae: WanVae) -> None:
 def _statistics(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation, ``[1, Z, 1, 1, 1]`` each; kept, for a copy to a device would wait for it."""
-    both = torch.tensor([mean, std], device=device, dtype=dtype)[:, None, :, None, None, None]
+    """Return mean and deviation, ``[1, Z, 1, 1, 1]`` each; kept, for a copy to a device would wait for it.
+
+    A tensor made in inference mode could not take part in a gradient later.
+    """
+    with torch.inference_mode(False):
+        both = torch.tensor([mean, std], device=device, dtype=dtype)[:, None, :, None, None, None]
     return both[0], both[1]
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ SUITES = {
     "libero_10": (10, 520),
     "libero_90": (90, 400),
 }
+needs_libero = pytest.mark.skipif(find_spec("libero") is None, reason="the extra libero is not installed")
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 
 
@@ -92,6 +94,7 @@ def test_the_first_visible_device_draws_where_egl_has_it(monkeypatch, visible, d
     assert pictures.drawing_device() == chosen
 
 
+@needs_libero
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_suite_is_described_without_robosuite(suite):
     pytest.importorskip("libero", reason="the extra libero is not installed")
@@ -112,6 +115,7 @@ def test_a_suite_is_described_without_robosuite(suite):
     assert "scene" not in task
 
 
+@needs_libero
 def test_instructions_are_those_of_the_file_names():
     pytest.importorskip("libero", reason="the extra libero is not installed")
     spec = SimulatorSource(name="libero_spatial").spec()
@@ -122,6 +126,7 @@ def test_instructions_are_those_of_the_file_names():
     assert spec.tasks[2] == "turn on the stove and put the moka pot on it"
 
 
+@needs_libero
 @pytest.mark.parametrize("suite", SUITES)
 def test_instructions_and_stored_starts_are_the_benchmarks(suite):
     benchmark = pytest.importorskip("libero.libero.benchmark", reason="the extra libero is not installed")
@@ -135,6 +140,7 @@ def test_instructions_and_stored_starts_are_the_benchmarks(suite):
         np.testing.assert_array_equal(states, official.get_task_init_states(number))
 
 
+@needs_libero
 def test_horizon_and_wrist_are_settings():
     pytest.importorskip("libero", reason="the extra libero is not installed")
     source = SimulatorSource(
@@ -167,6 +173,7 @@ def test_more_places_than_one_and_odd_picture_sizes_are_refused():
         SimulatorSource(name="libero_goal", image_size=8).spec()
 
 
+@needs_libero
 @needs_opengl
 def test_loading_prints_nothing_and_leaves_no_log_file(tmp_path):
     pytest.importorskip("libero", reason="the extra libero is not installed")
