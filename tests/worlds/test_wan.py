@@ -729,3 +729,12 @@ def test_a_stream_visits_every_start_state_once_per_turn_wherever_it_is_continue
 def test_a_stream_of_nothing_is_refused() -> None:
     with pytest.raises(AssetError, match="at least one"):
         StartStateStream([], seed=0)
+
+
+def test_a_vae_that_imagined_before_can_be_fitted_in_the_same_process() -> None:
+    vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4, latents_mean=(0.25,) * 12))
+    video = torch.rand(1, 3, 1, 16, 16)
+    with torch.inference_mode():
+        encode_stream(vae, video)
+    encode_stream(vae, video).sum().backward()
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in vae.parameters())
