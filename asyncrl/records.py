@@ -3,6 +3,7 @@
 Dimension letters:
     N  decisions in the episode      C  steps per decision          A  numbers per step
     H, W  image size in pixels       K  context frames (0 or 4)
+    V  cameras beside the first      Q  numbers of the robot's state
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,17 @@ ACTION_DIM: Final = 7
 """(dx, dy, dz, droll, dpitch, dyaw, gripper)."""
 SCHEMA_VERSION: Final = 1
 """Version of messages, and of an `Episode` whose sample is action tokens, on the wire and on disk."""
-SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2)
+COUNTED_SCHEMA_VERSION: Final = 3
+"""Of an `Episode` that says how many of its steps count."""
+SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION)
 """Versions of an `Episode` that are read; 2: its sample is other arrays than the action tokens alone."""
 
-EndReason = Literal["success", "truncated"]
+EndReason = Literal["success", "terminated", "truncated"]
+"""The task was fulfilled; the episode cannot go on for another reason, like an object that fell; time ran
+out, and it could have gone on."""
+END_REASONS: Final[tuple[EndReason, ...]] = get_args(EndReason)
+REWARDED: Final = -1
+"""`Episode.steps_taken` of an episode whose rewards tell it."""
 
 Uint8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -110,7 +118,7 @@ class Episode:
     """Name of the process that made it."""
     task: str
     start_state: str
-    """`StartState.name`."""
+    """`StartState.name`, or `SimStart.name`."""
     world_version: int
     """Which world model imagined it; -1 for a simulator."""
     seed: int
@@ -133,9 +141,11 @@ class Episode:
     actions: Float32
     """``[N, C, A]`` what the world received."""
     rewards: Float32
-    """``[N, C]`` any number per step; after a success positive at the episode's last step, 0 behind it."""
+    """``[N, C]`` any number per step, 0 behind the episode's last one. Where `steps_taken` does not say which
+    that is, it is positive at the last step after a success."""
     success_scores: Float32
-    """``[N, C]`` probability of success per step by the reward model, in [0, 1]."""
+    """``[N, C]`` probability of success per step by the reward model, in [0, 1]; of a simulator 1 where the
+    task was fulfilled, else 0."""
     policy_versions: Int64
     """``[N]`` version that sampled each decision."""
     noise_seeds: Int64
@@ -143,7 +153,19 @@ class Episode:
     final_frame: Uint8
     """``[H, W, 3]`` what was seen after the last step."""
     video: Uint8
-    """``[M, H, W, 3]`` every frame drawn, for inspection; M = N * C, or 0 when they are not kept."""
+    """``[M, H, W, 3]`` every frame drawn, for inspection; M = N * C, or `steps_taken` where that is said, or
+    0 when they are not kept."""
+    steps_taken: int = REWARDED
+    """Steps that were carried out, the last of them in the last decision: what a simulator says. `REWARDED`:
+    all of a world model's, which draws whole decisions; `steps` says how many count."""
+    more_frames: Uint8 | None = None
+    """``[N, V, H, W, 3]`` what the other cameras saw when `frames` were seen; None: there is one camera."""
+    states: Float32 | None = None
+    """``[N, Q]`` the robot's state when `frames` were seen; None: it is not known."""
+    final_more_frames: Uint8 | None = None
+    """``[V, H, W, 3]`` with `more_frames`: what they saw after the last step."""
+    final_state: Float32 | None = None
+    """``[Q]`` with `states`: the state after the last step."""
 
     @property
     def success(self) -> bool:
@@ -157,10 +179,13 @@ class Episode:
 
     @property
     def steps(self) -> int:
-        """Count the steps until the end. A success ends with the last step that has a positive reward.
+        """Count the steps until the end: `steps_taken` where that is said.
 
-        A decision chooses C actions at once: those behind that step were drawn but changed nothing.
+        Else a success ends with the last step that has a positive reward. A decision chooses C actions at
+        once: those behind that step were drawn but changed nothing.
         """
+        if self.steps_taken != REWARDED:
+            return self.steps_taken
         rewarded = np.flatnonzero(self.rewards.reshape(-1) > 0)
         return int(rewarded[-1]) + 1 if self.success and rewarded.size else self.rewards.size
 
@@ -192,6 +217,14 @@ EPISODE_ARRAYS: Final[dict[str, ArraySpec]] = {
 }
 """The arrays that every `Episode` has, in wire and file order; those of its sample come after the first."""
 
+OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
+    "more_frames": ArraySpec(dtype="uint8", shape=("N", "V", "H", "W", 3)),
+    "states": ArraySpec(dtype="float32", shape=("N", "Q")),
+    "final_more_frames": ArraySpec(dtype="uint8", shape=("V", "H", "W", 3)),
+    "final_state": ArraySpec(dtype="float32", shape=("Q",)),
+}
+"""The arrays that an `Episode` of `COUNTED_SCHEMA_VERSION` may have besides, behind all others."""
+
 TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
     {"tokens": ArraySpec(dtype="int32", shape=("N", "C", "A"))}
 )
@@ -217,16 +250,37 @@ EPISODE_SCALARS: Final[dict[str, type]] = {
 }
 """The scalars of an `Episode` with their types, in wire and file order."""
 
+COUNTED_SCALARS: Final[dict[str, type]] = {**EPISODE_SCALARS, "steps_taken": int}
+"""The scalars of an `Episode` of `COUNTED_SCHEMA_VERSION`."""
+
 _FIELDS: Final = tuple(field.name for field in fields(Episode))
 _IMAGES, *_OTHERS = EPISODE_ARRAYS
-assert (*EPISODE_SCALARS, _IMAGES, "sample", *_OTHERS) == _FIELDS
-RESERVED: Final = frozenset({*_FIELDS, "group", "episodes", "checksums"})
-"""Names that no array of a sample can have: the fields of an `Episode` and the tables of its file."""
+assert (*EPISODE_SCALARS, _IMAGES, "sample", *_OTHERS, "steps_taken", *OPTIONAL_ARRAYS) == _FIELDS
+RESERVED: Final = frozenset(
+    {*EPISODE_SCALARS, "sample", *EPISODE_ARRAYS, "steps_taken", "group", "episodes", "checksums"}
+)
+"""Names that no array of a sample can have: the fields of an `Episode` and the tables of its file. Those of
+`OPTIONAL_ARRAYS` are taken only where there may be such."""
 
 
-def schema_version(sample: Iterable[str]) -> int:
-    """Return the schema version of an episode whose sample has arrays of these names."""
-    return SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
+def schema_version(sample: Iterable[str], *, counted: bool = False) -> int:
+    """Return the schema version of an episode.
+
+    Args:
+        sample: Names of the arrays of its sample.
+        counted: Whether it says how many of its steps count.
+    """
+    return COUNTED_SCHEMA_VERSION if counted else SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
+
+
+def version_of(episode: Episode) -> int:
+    """Return the schema version of an episode."""
+    return schema_version(episode.sample, counted=episode.steps_taken != REWARDED)
+
+
+def scalar_types(version: int) -> dict[str, type]:
+    """Return the scalars of an `Episode` of a schema version with their types, in wire and file order."""
+    return COUNTED_SCALARS if version == COUNTED_SCHEMA_VERSION else EPISODE_SCALARS
 
 
 def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
@@ -261,9 +315,54 @@ def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
     return specs
 
 
-def array_specs(sample: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
-    """Return the arrays of an episode with this sample, in wire and file order."""
-    return {_IMAGES: EPISODE_ARRAYS[_IMAGES], **sample, **{name: EPISODE_ARRAYS[name] for name in _OTHERS}}
+def array_specs(
+    sample: Mapping[str, ArraySpec], optional: Iterable[str] = (), *, counted: bool = False
+) -> dict[str, ArraySpec]:
+    """Return the arrays of an episode, in wire and file order.
+
+    Args:
+        sample: Those of its sample.
+        optional: Names of its `OPTIONAL_ARRAYS`.
+        counted: Whether it may have any.
+
+    Raises:
+        ValueError: These optional arrays do not belong together, or one is called like one of the sample.
+    """
+    others = {name: EPISODE_ARRAYS[name] for name in _OTHERS}
+    named = list(optional)
+    if named or counted:
+        _check_optional(sample, named, counted)
+    return {_IMAGES: EPISODE_ARRAYS[_IMAGES], **sample, **others} | {n: OPTIONAL_ARRAYS[n] for n in named}
+
+
+def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> None:
+    known = [name for name in OPTIONAL_ARRAYS if name in named]
+    if known != named:
+        raise ValueError(
+            f"{', '.join(map(str, named))} are not {', '.join(OPTIONAL_ARRAYS)}, or some of them"
+        )
+    if named and not counted:
+        raise ValueError(f"{named[0]} belongs to episodes that say how many steps were taken")
+    if taken := sorted(OPTIONAL_ARRAYS.keys() & set(sample)):
+        raise ValueError(f"{taken[0]} cannot be the name of a sample's array: it is taken")
+    for one, final in (("more_frames", "final_more_frames"), ("states", "final_state")):
+        if (one in named) != (final in named):
+            raise ValueError(f"{one} and {final} belong together, but one of them is missing")
+
+
+def optional_of(episode: Episode) -> tuple[str, ...]:
+    """Return the names of the `OPTIONAL_ARRAYS` that an episode has."""
+    return tuple(name for name in OPTIONAL_ARRAYS if getattr(episode, name) is not None)
+
+
+def specs_of(episode: Episode) -> dict[str, ArraySpec]:
+    """Return the arrays of an episode, in wire and file order.
+
+    Raises:
+        ValueError: Its sample, or its optional arrays, cannot be those of an episode.
+    """
+    sample = sample_specs((name, array.dtype.name, array.shape) for name, array in episode.sample.items())
+    return array_specs(sample, optional_of(episode), counted=episode.steps_taken != REWARDED)
 
 
 def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
@@ -271,13 +370,17 @@ def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
 
     Dtypes and shapes are those of `array_specs`, for example frames ``[N, H, W, 3]`` uint8.
     """
-    others = {name: getattr(episode, name) for name in _OTHERS}
+    others = {name: getattr(episode, name) for name in (*_OTHERS, *optional_of(episode))}
     return {_IMAGES: getattr(episode, _IMAGES), **episode.sample, **others}
 
 
 def decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return type and shape of one decision's log-probs and sample: the same throughout a group."""
+    """Return type and shape of one decision's log-probs, sample and optional arrays.
+
+    They are the same throughout a group.
+    """
     arrays = {"logprobs": episode.logprobs, **episode.sample}
+    arrays |= {n: array for n in ("more_frames", "states") if (array := getattr(episode, n)) is not None}
     return {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}
 
 
@@ -286,16 +389,20 @@ def problem_with(episode: Episode) -> str | None:
 
     Checks dtypes, ranks, that every letter stands for one size everywhere, 1 <= N, member < group_size,
     finite numbers, log-probs of tokens that are not positive (densities may be), versions that are not
-    negative, sampling that can have been, and a reward where the task is said to be fulfilled.
+    negative, sampling that can have been, and an end that fits the steps and the rewards.
     """
-    sizes: dict[str, int] = {}
     try:
-        sample = sample_specs((name, array.dtype.name, array.shape) for name, array in episode.sample.items())
+        specs = specs_of(episode)
     except ValueError as error:
         return str(error)
-    for (name, array), spec in zip(
-        episode_arrays(episode).items(), array_specs(sample).values(), strict=True
-    ):
+    return (
+        _problem_with_shapes(episode, specs) or _problem_with_numbers(episode) or _problem_with_end(episode)
+    )
+
+
+def _problem_with_shapes(episode: Episode, specs: Mapping[str, ArraySpec]) -> str | None:
+    sizes: dict[str, int] = {}
+    for (name, array), spec in zip(episode_arrays(episode).items(), specs.values(), strict=True):
         if array.dtype != np.dtype(spec.dtype) or array.ndim != len(spec.shape):
             return (
                 f"{name} is {array.dtype}{list(array.shape)}, expected {spec.dtype} with shape {spec.shape}"
@@ -304,10 +411,15 @@ def problem_with(episode: Episode) -> str | None:
             expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
             if size != expected:
                 return f"{name} has shape {list(array.shape)}, expected {letter} = {expected}"
-    if sizes["N"] < 1 or sizes["M"] not in (0, sizes["N"] * sizes["C"]):
+    drawn = sizes["N"] * sizes["C"] if episode.steps_taken == REWARDED else episode.steps_taken
+    if sizes["N"] < 1 or sizes["M"] not in (0, drawn):
         return f"{sizes['N']} decisions and {sizes['M']} video frames do not belong together"
     if not 0 <= episode.member < episode.group_size:
         return f"member {episode.member} of a group of {episode.group_size}"
+    return None
+
+
+def _problem_with_numbers(episode: Episode) -> str | None:
     tokens = episode.sample.get("tokens")
     if not np.isfinite(episode.logprobs).all() or (tokens is not None and (episode.logprobs > 0).any()):
         return "behaviour log-probs must be finite, and those of tokens at most 0"
@@ -315,15 +427,26 @@ def problem_with(episode: Episode) -> str | None:
         return "action tokens must lie in 0..255"
     if (episode.policy_versions < 0).any():
         return "policy versions must not be negative"
-    for name in ("actions", "rewards", "success_scores"):
-        if not np.isfinite(getattr(episode, name)).all():
+    for name in ("actions", "rewards", "success_scores", "states", "final_state"):
+        array = getattr(episode, name)
+        if array is not None and not np.isfinite(array).all():
             return f"{name} must be finite"
     if not (math.isfinite(episode.temperature) and episode.temperature >= 0) or episode.top_k < 0:
         return f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
-    if episode.success and not (episode.rewards[-1] > 0).any():
-        return "end_reason is 'success', but no step of the last decision has a positive reward"
+    return None
+
+
+def _problem_with_end(episode: Episode) -> str | None:
+    decisions, chunk = episode.rewards.shape
+    if episode.end_reason not in END_REASONS:
+        return f"end_reason is {episode.end_reason!r}, expected one of {', '.join(END_REASONS)}"
+    if episode.steps_taken == REWARDED:
+        if episode.end_reason == "terminated":
+            return "end_reason is 'terminated', but it does not say how many steps were taken"
+        if episode.success and not (episode.rewards[-1] > 0).any():
+            return "end_reason is 'success', but no step of the last decision has a positive reward"
+    elif not (decisions - 1) * chunk < episode.steps_taken <= decisions * chunk:
+        return f"{episode.steps_taken} steps were taken in {decisions} decisions of {chunk}"
     if episode.rewards.reshape(-1)[episode.steps :].any():
         return "there are rewards behind the step with which the episode ended"
-    if episode.end_reason not in ("success", "truncated"):
-        return f"end_reason is {episode.end_reason!r}, expected 'success' or 'truncated'"
     return None

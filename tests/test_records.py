@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.records import Episode, problem_with
+from asyncrl.records import EndReason, Episode, episode_arrays, problem_with, version_of
+from support.episodes import make_episode, simulated, with_chain
 from support.table_policy import episode
 
 
@@ -76,3 +77,59 @@ def test_an_episode_without_decisions_is_unsound() -> None:
     arrays += ("policy_versions", "noise_seeds")
     empty = {name: getattr(sound(), name)[:0] for name in arrays} | {"sample": {"tokens": TOKENS[:0]}}
     assert "0 decisions" in (problem_with(sound(**empty)) or "nothing")
+
+
+# ---- episodes of a simulator ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["success", "terminated", "truncated"])
+@pytest.mark.parametrize("steps", [9, 12, 16])
+def test_a_simulator_says_how_many_steps_count_whatever_the_rewards_are(end: EndReason, steps: int) -> None:
+    played = simulated(make_episode(video=True), steps=steps, end=end)
+    assert problem_with(played) is None
+    assert (played.steps, played.success, version_of(played)) == (steps, end == "success", 3)
+    by_hand = sum(float(x) for x in played.rewards.reshape(-1)[:steps])
+    assert played.total_reward == pytest.approx(by_hand, abs=1e-5)
+
+
+def test_what_tells_episodes_apart_is_what_is_said_not_what_could_be() -> None:
+    assert version_of(sound()) == 1
+    assert version_of(with_chain(make_episode())) == 2
+    assert version_of(replace(sound(), steps_taken=20)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"steps_taken": 8}, "8 steps were taken in 2 decisions of 8"),
+        ({"steps_taken": 17}, "17 steps were taken in 2 decisions of 8"),
+        ({"steps_taken": -2}, "-2 steps were taken"),
+        ({"steps_taken": -1}, "belongs to episodes that say how many steps"),
+        ({"steps_taken": 11}, "rewards behind the step"),
+        ({"video": np.zeros((16, 4, 4, 3), np.uint8)}, "16 video frames"),
+        ({"final_state": None}, "states and final_state belong together"),
+        ({"more_frames": None}, "more_frames and final_more_frames belong together"),
+        ({"more_frames": np.zeros((2, 2, 4, 4, 3), np.uint8)}, "final_more_frames has shape [1, 4, 4, 3]"),
+        ({"more_frames": np.zeros((2, 1, 5, 4, 3), np.uint8)}, "expected H = 4"),
+        ({"states": np.full((2, 3), np.nan, np.float32)}, "states must be finite"),
+        ({"states": np.zeros((2, 3), np.float64)}, "states is float64[2, 3]"),
+        ({"final_state": np.full(3, np.inf, np.float32)}, "final_state must be finite"),
+        ({"sample": {"states": np.zeros((2, 3), np.float32)}}, "cannot be the name of a sample's array"),
+    ],
+)
+def test_an_unsound_episode_of_a_simulator_is_told_what_is_wrong(
+    changes: dict[str, Any], problem: str
+) -> None:
+    assert problem in (problem_with(replace(simulated(make_episode()), **changes)) or "nothing")
+
+
+def test_only_what_counts_its_steps_is_terminated_or_has_states() -> None:
+    assert "how many steps" in (problem_with(sound(end_reason="terminated")) or "nothing")
+    states = {"states": np.zeros((3, 2), np.float32), "final_state": np.zeros(2, np.float32)}
+    assert "how many steps" in (problem_with(sound(**states)) or "nothing")
+
+
+def test_a_policy_whose_sample_is_called_like_an_optional_array_is_still_read() -> None:
+    named = sound(sample={"states": np.zeros((3, 2), np.float32)})
+    assert problem_with(named) is None
+    assert list(episode_arrays(named))[:2] == ["frames", "states"]

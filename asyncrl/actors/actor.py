@@ -1,8 +1,8 @@
-"""Imagines episodes with the newest weights, in slots that are refilled as their episodes end.
+"""Acts with the newest weights in a world model or a simulator, in slots refilled as their episodes end.
 
 consumes   weights      waits for: version 0           ended by: the learner publishes or leaves, deadline
 consumes   grants       waits for: credit              ended by: the learner uses a batch, or the run stops
-           decisions    waits for: the devices         ended by: the devices, --hang-timeout
+           decisions    waits for: devices, simulators ended by: these, --hang-timeout
 produces   episodes     never waits: the replay port keeps them until they are durable
 
 With two stages a round launches the decision of one half of the slots and then collects that of the other
@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncrl.actors.acting import Acting, Starts
 from asyncrl.actors.failures import RowFailure
-from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage, split_slots
-from asyncrl.actors.slots import Slots, finished_episode
+from asyncrl.actors.slots import Slots, Start, finished_episode
 from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.run import ActorSettings
 from asyncrl.devices.memory import peak_memory
@@ -29,10 +29,8 @@ from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import set_activity
-from asyncrl.records import StartState
 from asyncrl.replay.interface import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
-from asyncrl.worlds.start_states import StartStateStream
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +41,13 @@ SPARE = 4
 
 
 class Actor:
-    """Imagines episodes until the run stops. Weights change only between two launches of decisions."""
+    """Makes episodes until the run stops. Weights change only between two launches of decisions."""
 
     def __init__(
         self,
         name: str,
-        imagination: Imagination[Any],
-        starts: StartStateStream,
+        acting: Acting,
+        starts: Starts,
         port: ActorPort,
         receiver: Receiver,
         settings: ActorSettings,
@@ -64,20 +62,20 @@ class Actor:
 
         Args:
             name: Of this actor, in every episode.
-            imagination: Its models.
-            starts: Start states by the number of a grant.
+            acting: Its models, and what they act in.
+            starts: Where episodes begin, by the number of a grant.
             port: The replay.
             receiver: Of weights.
             settings: Section ``--actor`` of the run's settings.
-            group_size: Episodes per start state.
+            group_size: Episodes per start.
             run_seed: Of the run; all random numbers follow from it.
             startup_timeout: Seconds until the first weights must have arrived; the learner may be loading.
             hang_timeout: Seconds that one round may take.
-            offload: Moves the models to host memory while there is nothing to imagine.
+            offload: Moves the models to host memory while there is nothing to do.
         """
         assert settings.max_decisions  # 0 was replaced by what the world says.
         self.name = name
-        self.imagination = imagination
+        self.acting = acting
         self.starts = starts
         self.port = port
         self.receiver = receiver
@@ -95,7 +93,7 @@ class Actor:
         self._logged: set[str] = set()
         """Start states whose failure is in the log."""
         self._memory_said = False
-        self.telemetry = ActorTelemetry(imagination, offload)
+        self.telemetry = ActorTelemetry(acting, offload)
 
     def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
         """Imagine until the replay (or, before there are weights, the learner) says that the run is over.
@@ -126,9 +124,9 @@ class Actor:
         self._acquire(0.0)
         # Between two launches: those before read the old weights first, for copies keep the stream's order.
         self.version = self.receiver.swap_into(
-            lambda: self.offload.host_views(self.imagination.policy.acting_tensors())
+            lambda: self.offload.host_views(dict(self.acting.policy.acting_tensors()))
         )
-        set_activity(f"imagining with version {self.version}", self.hang_timeout)
+        set_activity(f"deciding with version {self.version}", self.hang_timeout)
         launched = any(self._launch(stage) for stage in list(self._idle_stages))
         if launched:
             self.telemetry.add_live_slots(len(self.slots.live), len(self.slots.episodes))
@@ -142,17 +140,17 @@ class Actor:
 
     def _launch(self, stage: Stage[Any]) -> bool:
         """Refill a stage and begin its next decision; returns whether there was anything to do."""
-        begun = self.slots.fill(self.version, stage.indices)
+        begun = self.slots.fill(self.version, stage.indices, self.acting.suits)
         live = self._live(stage)
         if not live:
-            stage.keep([])
+            self.acting.release(self.slots, stage)
             return False
         self.offload.restore()
         if begun:
-            self._give_up(self.imagination.begin(self.slots, stage, begun))
+            self._give_up(self.acting.begin(self.slots, stage, begun))
             live = self._live(stage)
         if live:
-            self._give_up(self.imagination.launch(self.slots, stage, live, self.version))
+            self._give_up(self.acting.launch(self.slots, stage, live, self.version))
         if stage.in_flight:
             self._idle_stages.remove(stage)
             self._busy_stages.append(stage)
@@ -162,8 +160,8 @@ class Actor:
         return [index for index in stage.indices if self.slots.episodes[index] is not None]
 
     def _collect(self, stage: Stage[Any]) -> None:
-        """Take a decision from the devices and hand over the episodes that it ends."""
-        failed, waited = self.imagination.collect(self.slots, stage, self.hang_timeout)
+        """Take what became of a decision and hand over the episodes that it ends."""
+        failed, waited = self.acting.collect(self.slots, stage, self.hang_timeout)
         self.telemetry.add_device_wait(waited)
         self._idle_stages.append(stage)
         self._give_up(failed)
@@ -223,17 +221,14 @@ class Actor:
             self._log_failure(pending.grant, pending.start, failure)
             self._report_failure(pending.grant, pending.start, failure, pending.member)
 
-    def _report_failure(
-        self, grant: GroupGrant, start: StartState, failure: RowFailure, member: int = -1
-    ) -> None:
-        quarantined = self.port.quarantined
+    def _report_failure(self, grant: GroupGrant, start: Start, failure: RowFailure, member: int = -1) -> None:
         group_failure = GroupFailure(
             number=grant.number,
             member=member,
             cause=failure.cause,
             start_state=start.name,
             reason=failure.reason,
-            left=sum(state.name not in quarantined for state in self.starts.states),
+            left=self.starts.left(self.port.quarantined),
         )
         self.port.fail(group_failure)
 
@@ -241,10 +236,10 @@ class Actor:
         """Say once, after the first decision, what the models really took: what doctor only estimates."""
         if not self._memory_said:
             self._memory_said = True
-            peak = peak_memory(self.imagination.devices) / 2**30
+            peak = peak_memory(set(self.acting.devices)) / 2**30
             _log.info("peak memory after the first decision: %.2f GiB (actor/peak_memory)", peak)
 
-    def _log_failure(self, grant: GroupGrant, start: StartState, failure: RowFailure) -> None:
+    def _log_failure(self, grant: GroupGrant, start: Start, failure: RowFailure) -> None:
         if start.name not in self._logged:
             self._logged.add(start.name)
             _log.warning(
@@ -256,22 +251,25 @@ class Actor:
             )
 
     def _hand_over(self, stage: Stage[Any]) -> None:
-        sampling, settings = self.imagination.sampling, self.settings
+        sampling = self.acting.sampling
         for index in self._live(stage):
-            imagined = len(self.slots.episode(index).decisions[-1]["success_scores"])
-            episode = finished_episode(
-                self.slots.episode(index),
-                threshold=settings.success_threshold,
-                success_frames=settings.success_frames,
-                max_decisions=settings.max_decisions,
+            episode = self.slots.episode(index)
+            if len(episode.decisions) == episode.counted:
+                continue  # Its simulator has not answered.
+            episode.counted = len(episode.decisions)
+            chosen = len(episode.decisions[-1]["success_scores"])
+            ending = self.acting.ending(episode)
+            if ending is None:
+                self.telemetry.add_steps(chosen, chosen)
+                continue
+            finished = finished_episode(
+                self.slots.clear(index),
+                ending,
                 group_size=self.group_size,
                 actor=self.name,
-                world_version=self.imagination.world.version,
+                world_version=self.acting.version,
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
             )
-            behind = 0 if episode is None else episode.rewards.size - episode.steps
-            self.telemetry.add_steps(imagined - behind, imagined)
-            if episode is not None:
-                self.slots.clear(index)
-                self.port.push(episode)
+            self.telemetry.add_steps(chosen - (finished.rewards.size - finished.steps), chosen)
+            self.port.push(finished)

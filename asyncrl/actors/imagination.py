@@ -11,9 +11,10 @@ two devices, copying the actions makes the world's stream wait for the policy's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic
+from typing import Final, Generic, cast
 
 import numpy as np
 import torch
@@ -22,19 +23,32 @@ from torch import Tensor
 
 from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
-from asyncrl.actors.slots import Slots
+from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
+from asyncrl.config.run import SuccessFrames
 from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
-from asyncrl.records import SAMPLE_DTYPES
+from asyncrl.records import SAMPLE_DTYPES, StartState
 from asyncrl.replay.interface import Cause
 from asyncrl.rewards.interface import RewardModel
+from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
 
 CPU: Final = torch.device("cpu")
-_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
+TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
+"""Of the arrays of a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRule:
+    """When an imagined episode is over."""
+
+    max_decisions: int = 6
+    threshold: float = 0.7
+    success_frames: SuccessFrames = 1
+    """All three as in `ActorSettings`."""
 
 
 class Imagination(Generic[State]):
@@ -47,6 +61,7 @@ class Imagination(Generic[State]):
         reward: RewardModel,
         sampling: SamplingParams,
         *,
+        rule: EndRule = EndRule(),
         policy_device: torch.device = CPU,
         world_device: torch.device = CPU,
         rows: int = 0,
@@ -58,6 +73,7 @@ class Imagination(Generic[State]):
             world: Draws frames.
             reward: Scores them.
             sampling: How decisions are sampled.
+            rule: When an episode is over.
             policy_device: Where the policy is.
             world_device: Where world and reward model are.
             rows: Rows of every pass of every model; where fewer slots take part, copies of the first fill it
@@ -68,6 +84,7 @@ class Imagination(Generic[State]):
         self.world = world
         self.reward = reward
         self.sampling = sampling
+        self.rule = rule
         self.policy_device, self.world_device = policy_device, world_device
         self.rows = rows
         self.decisions = 0
@@ -79,6 +96,20 @@ class Imagination(Generic[State]):
         """Where the models are."""
         return {self.policy_device, self.world_device}
 
+    @property
+    def version(self) -> int:
+        """Which world model it is."""
+        return self.world.version
+
+    @property
+    def counts(self) -> Mapping[Metric, int]:
+        """What was counted since the actor began."""
+        return {m.ACTOR_DECISIONS: self.decisions}
+
+    def suits(self, index: int, start: Start) -> bool:
+        """Say that any slot takes any start state."""
+        return True
+
     @torch.inference_mode()
     def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[RowFailure]:
         """Open the world for the episodes that were just put into slots of a stage that is not in flight.
@@ -86,6 +117,9 @@ class Imagination(Generic[State]):
         Returns:
             Slots for whose start state the world raises; they have no state and must be cleared.
         """
+        for index in indices:
+            episode = slots.episode(index)
+            episode.task, episode.frame = episode.pending.start.task, first_frame(_start_state(episode))
         began = DeviceEvent(self.world_device)
         opened, failed = retry_rows_singly(indices, partial(self._start, slots))
         for some, fresh in opened:
@@ -137,6 +171,25 @@ class Imagination(Generic[State]):
         self._count(stage)
         return failed, waited
 
+    def release(self, slots: Slots, stage: Stage[State]) -> None:
+        """Give back the memory of the stage's states."""
+        stage.keep([])
+
+    def ending(self, episode: EpisodeInProgress) -> Ending | None:
+        """Say that an episode is over when its scores make a success (`deciding_step`), or at the limit."""
+        rule, rows = self.rule, episode.decisions
+        scores_NC = np.stack([row["success_scores"] for row in rows])
+        solved = deciding_step(scores_NC, rule.threshold, rule.success_frames)
+        if solved is None and len(rows) < rule.max_decisions:
+            return None
+        rewards = np.zeros(scores_NC.shape, np.float32)
+        if solved is not None:
+            rewards[solved] = 1.0
+        return Ending(reason="truncated" if solved is None else "success", rewards=rewards)
+
+    def close(self) -> None:
+        """Do nothing: there are no other processes."""
+
     def pop_device_seconds(self) -> dict[Metric, float]:
         """Return the seconds that policy, world and reward kept the devices busy since this was asked."""
         seconds, self._seconds = self._seconds, {}
@@ -148,7 +201,7 @@ class Imagination(Generic[State]):
         stage.timed_work = []
 
     def _start(self, slots: Slots, indices: list[int]) -> State:
-        state = self.world.start([slots.episode(i).pending.start for i in self._filled(indices)])
+        state = self.world.start([_start_state(slots.episode(i)) for i in self._filled(indices)])
         return _first_rows(state, len(indices))
 
     def _filled(self, indices: list[int]) -> list[int]:
@@ -163,7 +216,7 @@ class Imagination(Generic[State]):
         episodes = [slots.episode(i) for i in filled]
         seeds = [episode.next_noise_seed() for episode in episodes]
         frames_B = np.stack([episode.frame for episode in episodes])
-        tasks_B = [episode.pending.start.task for episode in episodes]
+        tasks_B = [episode.task for episode in episodes]
         began = DeviceEvent(self.policy_device)
         acted = self.policy.act(
             self.policy.preprocess(frames_B, tasks_B), self.sampling, [sampling_seed(seed) for seed in seeds]
@@ -205,7 +258,16 @@ class Imagination(Generic[State]):
     def _sample(self, acted: ActResult) -> dict[str, Tensor]:
         """Copy the arrays that the policy declares to host memory, in the types that it declares."""
         specs = self.policy.sample_arrays
-        return {name: _to_host(acted.sample[name].to(_DTYPES[specs[name].dtype])) for name in specs}
+        return {name: _to_host(acted.sample[name].to(TORCH_DTYPES[specs[name].dtype])) for name in specs}
+
+
+def first_frame(start: StartState) -> NDArray[np.uint8]:
+    """``[H, W, 3]`` uint8, what is seen when an episode begins: the last frame that leads there."""
+    return start.context_frames[-1] if len(start.context_frames) else start.frame
+
+
+def _start_state(episode: EpisodeInProgress) -> StartState:
+    return cast("StartState", episode.pending.start)  # The stream of a world model has no others.
 
 
 def _first_rows(state: State, count: int) -> State:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic
+from typing import Any, Generic
 
 from torch import Tensor
 
@@ -46,8 +46,9 @@ class Stage(Generic[State]):
 
     indices: range
     """The slots."""
-    in_flight: list[InFlightDecision] = field(default_factory=list)
-    """The decision under way; several parts only where all slots together raised an error."""
+    in_flight: list[Any] = field(default_factory=list)
+    """The decision under way: parts (`InFlightDecision`), several only where all slots together raised an
+    error; of a simulator the slots that are asked something."""
     timed_work: list[TimedWork] = field(default_factory=list)
     """Work besides `in_flight` that has not been counted."""
     _rows: list[int] = field(default_factory=list, init=False)

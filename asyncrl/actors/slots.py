@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.run import SuccessFrames
-from asyncrl.records import EPISODE_ARRAYS, Episode, StartState
+from asyncrl.records import EPISODE_ARRAYS, OPTIONAL_ARRAYS, REWARDED, EndReason, Episode
 from asyncrl.replay.interface import GroupGrant
-from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.seeds import episode_seed, noise_seed
+
+_NOTHING: Final = np.zeros((0, 0, 3), np.uint8)
+
+
+class Start(Protocol):
+    """Where an episode begins: a `StartState`, or a `SimStart`."""
+
+    @property
+    def name(self) -> str:
+        """Return `Episode.start_state`."""
+        ...
+
+    @property
+    def task(self) -> str:
+        """Return the instruction; empty: it is said when the episode has begun."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +42,7 @@ class PendingEpisode:
 
     grant: GroupGrant
     member: int
-    start: StartState
+    start: Start
 
 
 @dataclass(kw_only=True)
@@ -37,11 +52,19 @@ class EpisodeInProgress:
     pending: PendingEpisode
     """What it was before it began."""
     seed: int
-    frame: NDArray[np.uint8]
-    """``[H, W, 3]`` what is seen now."""
+    task: str = ""
+    """The instruction, once it has begun."""
+    frame: NDArray[np.uint8] = field(default_factory=lambda: _NOTHING)
+    """``[H, W, 3]`` what is seen now, once it has begun."""
+    more_frames: NDArray[np.uint8] | None = None
+    """``[V, H, W, 3]`` what other cameras see now; None: there are none."""
+    state: NDArray[np.float32] | None = None
+    """``[Q]`` the robot's state now; None: it is not known."""
     decisions: list[dict[str, NDArray[Any]]] = field(default_factory=list)
     """One row per decision of the arrays of an `Episode` (`EPISODE_ARRAYS` and the policy's sample), by name:
-    `video` has ``[C, H, W, 3]``, `values` is left out without a critic, `rewards` come at the end."""
+    `video` has ``[C, H, W, 3]``, `values` is left out without a critic, `rewards` may come at the end."""
+    counted: int = 0
+    """Decisions that the actor has looked at."""
 
     def next_noise_seed(self) -> int:
         """Return the noise seed of the decision that comes next."""
@@ -51,10 +74,26 @@ class EpisodeInProgress:
         """Append a decision and move on to its last frame.
 
         Args:
-            decision: See `decisions`, of which it becomes the last; `video` is ``[C, H, W, 3]`` uint8.
+            decision: See `decisions`, of which it becomes the last; `video` is ``[C, H, W, 3]`` uint8, with
+                fewer frames where fewer were drawn.
         """
         self.decisions.append(decision)
         self.frame = decision["video"][-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How an episode of N decisions of C steps ended."""
+
+    reason: EndReason
+    rewards: NDArray[np.float32]
+    """``[N, C]``."""
+    steps_taken: int = REWARDED
+    """As in `Episode`."""
+
+
+def _everywhere(index: int, start: Start) -> bool:
+    return True
 
 
 class Slots:
@@ -74,7 +113,7 @@ class Slots:
         """Count the episodes that lack for every slot to have one, and for `spare` more to be pending."""
         return max(0, len(self.episodes) + spare - len(self.live) - len(self.pending))
 
-    def add_group(self, grant: GroupGrant, start: StartState, group_size: int) -> None:
+    def add_group(self, grant: GroupGrant, start: Start, group_size: int) -> None:
         """Queue all episodes of a granted group behind those of lower numbers, which are used before.
 
         What there is of an earlier grant of the same number is forgotten: that one was given up.
@@ -83,28 +122,30 @@ class Slots:
         members = [PendingEpisode(grant=grant, member=i, start=start) for i in range(group_size)]
         self.pending = deque(sorted([*self.pending, *members], key=lambda pending: pending.grant.number))
 
-    def fill(self, policy_version: int, among: range) -> list[int]:
-        """Begin pending episodes in free slots, oldest grant first; return the slots that were filled.
+    def fill(
+        self,
+        policy_version: int,
+        among: range,
+        suits: Callable[[int, Start], bool] = _everywhere,
+    ) -> list[int]:
+        """Put pending episodes into free slots, oldest grant first; return the slots that were filled.
 
         An episode waits while the policy held is older than its grant allows.
 
         Args:
             policy_version: That of the policy held.
             among: Slots that may be filled.
+            suits: Whether an episode from this start rather goes into this slot than into others.
         """
-        filled = []
-        for index in among:
-            if self.episodes[index] is not None:
-                continue
-            if not self.pending or self.pending[0].grant.min_version > policy_version:
-                break
+        filled, free = [], [index for index in among if self.episodes[index] is None]
+        while free and self.pending and self.pending[0].grant.min_version <= policy_version:
             pending = self.pending.popleft()
             seed = episode_seed(self._run_seed, pending.grant.number, pending.member)
-            frames = pending.start.context_frames
-            now = frames[-1] if len(frames) else pending.start.frame
-            self.episodes[index] = EpisodeInProgress(pending=pending, seed=seed, frame=now)
+            index = next((index for index in free if suits(index, pending.start)), free[0])
+            free.remove(index)
+            self.episodes[index] = EpisodeInProgress(pending=pending, seed=seed)
             filled.append(index)
-        return filled
+        return sorted(filled)
 
     def episode(self, index: int) -> EpisodeInProgress:
         """Return the episode in a slot that has one."""
@@ -128,48 +169,40 @@ class Slots:
 
 def finished_episode(
     episode: EpisodeInProgress,
+    ending: Ending,
     *,
-    threshold: float,
-    success_frames: SuccessFrames,
-    max_decisions: int,
     group_size: int,
     actor: str,
     world_version: int,
     temperature: float,
     top_k: int,
-) -> Episode | None:
-    """Make the `Episode` record if the episode is over, else None.
-
-    It is over when its scores make a success (`deciding_step`), or after `max_decisions`.
-    """
+) -> Episode:
+    """Make the `Episode` record of an episode that ended."""
     rows, pending = episode.decisions, episode.pending
-    scores_NC = np.stack([row["success_scores"] for row in rows])
-    solved = deciding_step(scores_NC, threshold, success_frames)
-    if solved is None and len(rows) < max_decisions:
-        return None
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "video"}
-    rewards = np.zeros(scores_NC.shape, np.float32)
-    if solved is not None:
-        rewards[solved] = 1.0
-    sample = {name: arrays.pop(name) for name in list(arrays) if name not in EPISODE_ARRAYS}
+    known = EPISODE_ARRAYS.keys() | OPTIONAL_ARRAYS.keys()
+    sample = {name: arrays.pop(name) for name in list(arrays) if name not in known}
     arrays.setdefault("values", np.full(len(rows), np.nan, np.float32))
+    arrays["rewards"] = ending.rewards
     return Episode(
         episode_id=os.urandom(16).hex(),
         group_id=pending.grant.group_id,
         member=pending.member,
         group_size=group_size,
         actor=actor,
-        task=pending.start.task,
+        task=episode.task,
         start_state=pending.start.name,
         world_version=world_version,
         seed=episode.seed,
         temperature=temperature,
         top_k=top_k,
-        end_reason="truncated" if solved is None else "success",
+        end_reason=ending.reason,
         sample=sample,
-        rewards=rewards,
         final_frame=episode.frame.copy(),  # Not a view, which would keep alive what was drawn for all slots.
         video=_video(episode),
+        steps_taken=ending.steps_taken,
+        final_more_frames=None if episode.more_frames is None else episode.more_frames.copy(),
+        final_state=None if episode.state is None else episode.state.copy(),
         **arrays,
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Final
 
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.acting import Acting
 from asyncrl.devices.memory import peak_memory
 from asyncrl.devices.offload import IdleOffload
 from asyncrl.observability import metrics_system as m
@@ -20,8 +20,8 @@ REPORT_EVERY: Final = 2.0
 class ActorTelemetry:
     """Adds up seconds, slots and steps between two reports."""
 
-    def __init__(self, imagination: Imagination[Any], offload: IdleOffload) -> None:
-        self._imagination, self._offload = imagination, offload
+    def __init__(self, acting: Acting, offload: IdleOffload) -> None:
+        self._acting, self._offload = acting, offload
         self._seconds: dict[Metric, float] = {}
         self._live = self._slots = self._useful = self._imagined = 0
         self._since = time.monotonic()
@@ -40,7 +40,7 @@ class ActorTelemetry:
         self._live, self._slots = self._live + live, self._slots + slots
 
     def add_steps(self, useful: int, imagined: int) -> None:
-        """Count imagined steps, and those of them that lie before their episode's end."""
+        """Count steps that were decided, and those of them that lie before their episode's end."""
         self._useful, self._imagined = self._useful + useful, self._imagined + imagined
 
     def add_device_wait(self, seconds: float) -> None:
@@ -54,17 +54,17 @@ class ActorTelemetry:
         if elapsed < self._every or (self._every == FIRST_REPORT and not self._seconds):
             return None
         self._every = REPORT_EVERY
-        devices = self._imagination.pop_device_seconds()
+        devices = self._acting.pop_device_seconds()
         for metric, seconds in devices.items():
             self.add(metric, seconds)
-        if all(device.type == "cpu" for device in self._imagination.devices):
+        if all(device.type == "cpu" for device in self._acting.devices):
             self.add(m.ACTOR_HOST, -sum(devices.values()))  # The models ran on the actor's own thread.
         shares = {metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()}
         self._seconds, self._since = {}, now
         report = {
             m.ACTORS_WAITING: 0.0,
-            m.ACTOR_MEMORY: peak_memory(self._imagination.devices),
-            m.ACTOR_DECISIONS: float(self._imagination.decisions),
+            m.ACTOR_MEMORY: peak_memory(set(self._acting.devices)),
+            **{metric: float(count) for metric, count in self._acting.counts.items()},
         } | shares
         if self._slots:
             report[m.LIVE_SLOTS] = self._live / self._slots

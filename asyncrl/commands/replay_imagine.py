@@ -73,11 +73,17 @@ class Imagine(ReplayCommand):
         episodes = find_group(self.folder, self.group)
         run = self._run_folder()
         config = self._settings(run)
-        from asyncrl.launch.environment import build_environment
+        from asyncrl.launch.environment import build_world_model
         from asyncrl.launch.placement import pick_device
+        from asyncrl.launch.simulated import simulator_named
 
+        if simulator_named(config.world):
+            raise ConfigError(
+                f"the episodes of group {self.group} were played in the simulator {config.world}, so there "
+                "is nothing to imagine again. Name a world model with --world to see what it would imagine."
+            )
         device = pick_device(self.device)
-        environment = build_environment(config, device)
+        environment = build_world_model(config, device)
         start = _start_of(episodes, environment.starts)
         rows, why = self._rows_of_a_pass(config, len(episodes))
         print(f"group {self.group}: {start.task}, from start state {start.name}, {len(episodes)} members")

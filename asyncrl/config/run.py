@@ -39,6 +39,8 @@ class WorldDefaults:
     temperature: float = 0.0
     """At which those who published the world sampled the policy, for the banner only: how far a policy must
     be flattened depends on the policy and the algorithm. 0: nothing is known."""
+    simulated: bool = False
+    """Whether it is a simulator, for which only `max_decisions` means something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ SuccessFrames = int | Literal["last"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActorSettings(Bounded):
-    """How an actor imagines."""
+    """How an actor makes episodes."""
 
     SECTION: ClassVar[str] = "actor."
 
@@ -147,7 +149,7 @@ class ActorSettings(Bounded):
         int, AtLeast(0, "an episode has a decision.", "Use 6, or 0 for what the world says.", highest=10_000)
     ] = 0
     """An episode is cut after this many decisions (of 8 steps each). 0: what the world says; 32 in a
-    published folder, else 6."""
+    published folder, in a simulator what its horizon has room for, else 6."""
     success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
         0.7
     )
@@ -175,6 +177,29 @@ class ActorSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimulatorSettings(Bounded):
+    """The simulator that --world names."""
+
+    SECTION: ClassVar[str] = "simulator."
+
+    workers: Annotated[
+        int, AtLeast(0, "it counts processes.", "Use 0 for the actor's own.", highest=THREADS)
+    ] = 0
+    """Processes of each actor that simulate; --actor.slots are shared out to them. 0: the actor's own process
+    does, and the policy waits meanwhile. LIBERO can have one slot in each."""
+    starts: Literal["random", "stored", "evaluation"] = "random"
+    """Where episodes begin. random: at starts that are drawn below the seeds of evaluations. stored: at those
+    stored starts that no evaluation plays, from the 50th of each task on. evaluation: at all stored starts,
+    also those that `asyncrl evaluate` plays, so that its numbers say nothing of new ones."""
+    horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0 for the simulator's.", highest=100_000)] = 0
+    """Steps until an episode is truncated; 0: the simulator's own."""
+    image_size: Annotated[
+        int, AtLeast(0, "it counts pixels.", "Use 0 for the simulator's.", highest=4096)
+    ] = 0
+    """Height and width of the pictures in pixels; 0: the simulator's own, where it has none the policy's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightSettings(Bounded):
     """How new weights reach the actors."""
 
@@ -193,7 +218,7 @@ class WeightSettings(Bounded):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Bounded):
-    """Train a vision-language-action policy inside a world model."""
+    """Train a vision-language-action policy inside a world model or a simulator."""
 
     updates: Annotated[int, AtLeast(1, "a run without updates trains nothing.", "Use 40.")] = 10
     """Optimizer updates to make in all."""
@@ -219,7 +244,9 @@ class TrainConfig(Bounded):
     class of your own: package.module:Class@FOLDER."""
     world: str = "tabletop"
     """World model to imagine in: 'tabletop' (shipped), a folder with world.json and its weights, or a folder
-    as RLinf publishes them (RLinf-Wan-LIBERO-*), or a class of your own: package.module:Class@FOLDER."""
+    as RLinf publishes them (RLinf-Wan-LIBERO-*), or a class of your own: package.module:Class@FOLDER. Or a
+    simulator to play in: tabletop_true (shipped), libero_spatial, maniskill_stack_cube ..., or your own
+    package.module:make; a folder called like one is written ./NAME."""
     reward: str = ""
     """Reward model that judges the frames: a folder, or a class of your own. Empty: the one in the world's
     folder."""
@@ -227,7 +254,7 @@ class TrainConfig(Bounded):
     """Settings of --policy as key=value: of a published folder what it does not say about itself, or what
     your own class takes. In TOML a table [policy.settings]."""
     world_settings: tuple[str, ...] = ()
-    """Settings of your own --world as key=value; in TOML [world.settings]."""
+    """Settings of a simulator or of your own --world as key=value; in TOML [world.settings]."""
     reward_settings: tuple[str, ...] = ()
     """Settings of your own --reward as key=value; in TOML [reward.settings]."""
     start_states: str = "tabletop"
@@ -263,6 +290,7 @@ class TrainConfig(Bounded):
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     actor: ActorSettings = field(default_factory=ActorSettings)
     imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
+    simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
 
     def __post_init__(self) -> None:

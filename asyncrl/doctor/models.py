@@ -15,6 +15,7 @@ from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
 from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
 from asyncrl.launch.named_models import named_world
+from asyncrl.launch.simulated import SimulatorFiles, simulator_named
 from asyncrl.policies.interface import CountsActivations
 from asyncrl.policies.openvla.parallel import count_parameters
 from asyncrl.records import SlotBytes
@@ -57,26 +58,27 @@ def check_models(examination: Examination) -> Finding:
         return broken("models", one_line(error))
     examination.config = config
     sizes = examination.sizes = measure(config, policy, environment, slot_of(config))
-    tasks = {state.task for state in environment.starts}
-    pixels = environment.image_size
     return ok(
         "models",
         f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "
         f"{sizes.policy / MIB:.1f} MiB; world and reward {sizes.environment / MIB:.1f} MiB; "
-        f"{len(environment.starts)} start states with {len(tasks)} tasks, "
-        f"{pixels} x {pixels} pixels{resumed}",
+        f"{environment.summary}{resumed}",
     )
 
 
 def slot_of(config: TrainConfig) -> SlotBytes:
     """Ask the world what a slot takes; nothing is known of a world that does not say it."""
+    if simulator_named(config.world):
+        return SlotBytes()
     world = named_world(config.world, config.world_settings)
     if not isinstance(world.kind, CountsSlots):
         return SlotBytes()
     return world.kind.slot_bytes(world.folder, config.imagination, **world.settings)
 
 
-def measure(config: TrainConfig, policy: Any, environment: EnvironmentFiles, slot: SlotBytes) -> Sizes:
+def measure(
+    config: TrainConfig, policy: Any, environment: EnvironmentFiles | SimulatorFiles, slot: SlotBytes
+) -> Sizes:
     """Add up the bytes of the models of a run.
 
     Args:

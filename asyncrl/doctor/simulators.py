@@ -225,15 +225,12 @@ def measure(source: SimulatorSource) -> Measured:
                     found.append(seconds)
         memory = _memory_of_workers()
     steps = min(STEPS, spec.max_steps)
-    # A request draws its last picture: what that takes is known from the one that draws all of them.
-    all_drawn, one_drawn = statistics.median(drawn), statistics.median(undrawn)
-    picture = max(0.0, all_drawn - one_drawn) / max(1, steps - 1)
     return Measured(
         spec=spec,
         start=start,
         reset=reset,
-        undrawn=max(1e-6, one_drawn - picture) / steps,
-        drawn=all_drawn / steps,
+        undrawn=statistics.median(undrawn) / steps,
+        drawn=statistics.median(drawn) / steps,
         memory=memory,
         repeats=np.array_equal(first[0].frames, again[0].frames),
         blank=bool((first[0].frames == first[0].frames[..., :1, :1, :]).all()),

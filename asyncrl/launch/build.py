@@ -15,9 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from asyncrl.actors.acting import Acting, Starts
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.pipeline import split_slots
+from asyncrl.actors.play import Play
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
@@ -26,7 +28,8 @@ from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.launch.placement import Placement, only_learns, pick_device
-from asyncrl.launch.policies import as_module, build_learning_policy, build_reference, check_tasks
+from asyncrl.launch.policies import as_module, build_learning_policy, build_reference
+from asyncrl.launch.simulated import SimulatedEnvironment, SimulatorFiles, simulator_named
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import Log, LoopSettings
 from asyncrl.learner.pace import Told
@@ -37,13 +40,11 @@ from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
 from asyncrl.policies.interface import (
-    ChecksTraining,
     FixedShapeActing,
     FixesPrompts,
     Policy,
     SamplingParams,
 )
-from asyncrl.records import StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, LearnerPort
 from asyncrl.replay.run_start import NEW_RUN, RunStart
@@ -66,19 +67,19 @@ class HoldsAddresses(Protocol):
         ...
 
 
-def actor_offload(config: TrainConfig, imagination: Imagination[Any]) -> IdleOffload:
+def actor_offload(config: TrainConfig, acting: Imagination[Any] | Play) -> IdleOffload:
     """Offload an idle actor's models. What the receiver holds stays; new weights reach the copy."""
     if not config.actor.offload:
         return NO_OFFLOAD
-    policy, reward = imagination.policy, imagination.reward
-    world = imagination.world
-    models = [as_module(policy), *world.modules().values(), *reward.modules().values()]
-    movable = [model for model in (policy, world, reward) if isinstance(model, HoldsAddresses)]
+    policy = acting.policy
+    others = [acting.world, acting.reward] if isinstance(acting, Imagination) else []
+    models = [as_module(policy), *(module for other in others for module in other.modules().values())]
+    movable = [model for model in (policy, *others) if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
             partial(_tensors_of, models),
             lambda: policy.acting_tensors().values(),
-            imagination.devices,
+            acting.devices,
             on_offload=lambda: [model.weights_moved() for model in movable],
         )
     )
@@ -155,6 +156,27 @@ def transport_of(config: TrainConfig, placement: Placement) -> str:
     return "nccl" if len(remote) == len(actors) else "nccl+ipc"
 
 
+def build_acting(
+    config: TrainConfig, policy: Policy, environment: Environment | SimulatedEnvironment
+) -> Imagination[Any] | Play:
+    """Join the models of an actor with what they act in; close it when the actor is done.
+
+    Raises:
+        ConfigError: See `build_imagination`, `SimulatedEnvironment.play`.
+        AssetError, RunError: A simulator cannot be built.
+    """
+    if isinstance(environment, SimulatedEnvironment):
+        return environment.play(config, policy, together=config.inline)
+    return build_imagination(config, policy, environment)
+
+
+def starts_of(config: TrainConfig, environment: Environment | SimulatedEnvironment) -> Starts:
+    """Return where the episodes of the run begin."""
+    if isinstance(environment, SimulatedEnvironment):
+        return environment.starts
+    return StartStateStream(environment.starts, config.seed)
+
+
 def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
     """Join the models of an actor, compiled and at a fixed shape if that is wanted.
 
@@ -171,6 +193,11 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
         environment.world,
         environment.reward,
         sampling,
+        rule=EndRule(
+            max_decisions=config.actor.max_decisions,
+            threshold=config.actor.success_threshold,
+            success_frames=config.actor.success_frames,
+        ),
         policy_device=policy.device,
         world_device=environment.world.device,
         rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
@@ -214,8 +241,8 @@ def check_compilable(policy: type, world: type) -> None:
 def build_actor(
     config: TrainConfig,
     name: str,
-    imagination: Imagination[Any],
-    starts: list[StartState],
+    acting: Acting,
+    starts: Starts,
     port: ActorPort,
     receiver: Receiver,
     offload: IdleOffload = NO_OFFLOAD,
@@ -223,8 +250,8 @@ def build_actor(
     """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
     return Actor(
         name,
-        imagination,
-        StartStateStream(starts, config.seed),
+        acting,
+        starts,
         port,
         receiver,
         config.actor,
@@ -260,23 +287,22 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]
 
 
-def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, EnvironmentFiles]:
+def load_models(
+    config: TrainConfig, device: torch.device
+) -> tuple[Policy, EnvironmentFiles | SimulatorFiles]:
     """Load the policy of a run to `device`, and check that all its models are there and fit each other.
 
     Raises:
         ConfigError: Something is missing or does not fit.
     """
     build_recipe(config.algorithm, config.correction, config.critic)
-    if config.imagination.compile:
+    if config.imagination.compile and not simulator_named(config.world):
         world = named_world(config.world, config.world_settings)
         check_compilable(named_policy(config.policy, config.policy_settings).kind, world.kind)
     environment = check_environment(config)
     policy = build_learning_policy(config, device)
-    if isinstance(policy, ChecksTraining):
-        policy.check_trainable()
     environment.check_policy(policy)
-    check_tasks(policy, environment.starts)
-    if names_code(config.policy):
+    if names_code(config.policy) and isinstance(environment, EnvironmentFiles):
         try_policy(policy, environment.starts)
     return policy, environment
 
@@ -288,14 +314,14 @@ def prepare(config: TrainConfig, device: torch.device, again: Path | None = None
 
 
 def start_run(
-    config: TrainConfig, policy: Policy, files: EnvironmentFiles, again: Path | None = None
+    config: TrainConfig, policy: Policy, files: EnvironmentFiles | SimulatorFiles, again: Path | None = None
 ) -> LearnerStart:
     """Make or find the run's folder.
 
     Args:
         config: Of the run.
         policy: Of the learner, from `load_models`.
-        files: What the actors imagine with, from there too.
+        files: What the actors act in, from there too.
         again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
 
     Raises:

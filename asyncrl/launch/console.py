@@ -10,6 +10,7 @@ from pathlib import Path
 from asyncrl import __version__, registry
 from asyncrl.config.idle_settings import idle_settings
 from asyncrl.config.run import TrainConfig, WorldDefaults
+from asyncrl.launch.simulated import simulator_named
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import duration
 from asyncrl.storage import asset_paths, checkpoint
@@ -53,6 +54,10 @@ def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
     """
     if asset_paths.is_shipped_world(asked.world):
         return ""
+    if said.simulated:
+        limit = asked.actor.max_decisions
+        how = f"{limit} (as set)" if limit else f"{said.max_decisions} ({said.source})"
+        return f"simulator  decisions {how}, workers {asked.simulator.workers}"
     context = "" if asked.imagination.context == "auto" else asked.imagination.context
     entries = (
         ("steps", asked.imagination.steps, said.steps),
@@ -178,8 +183,9 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "") -> str:
     lines = [f"stopped after {len(rates)} of {config.updates} updates{why}"] if early else []
     if rates:
         first, last = rates[:ENDS], rates[-ENDS:]
+        where = "the simulator" if simulator_named(config.world) else "imagination"
         lines.append(
-            f"success in imagination: {sum(first) / len(first):.1%} (first {len(first)} updates) -> "
+            f"{f'success in {where}:':<23} {sum(first) / len(first):.1%} (first {len(first)} updates) -> "
             f"{sum(last) / len(last):.1%} (last {len(last)})"
         )
     if newest is not None:
@@ -201,6 +207,9 @@ def _how_to_evaluate(config: TrainConfig, run: str) -> str:
     """Say how the truth is measured: the built-in simulator plays the tasks of its own worlds only."""
     policy, _ = registry.split(config.policy)
     command = f"asyncrl evaluate {policy}@{run}" if policy else f"asyncrl evaluate {run}"
+    if simulator := simulator_named(config.world):
+        of_world = "" if simulator == "tabletop" else f" --simulator {simulator}"
+        return f"{command}{of_world}, at starts that were not trained on"
     if asset_paths.is_shipped_world(config.world):
         return f"{command} --episodes 256"
     if registry.names_code(config.world):

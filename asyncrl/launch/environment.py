@@ -1,4 +1,4 @@
-"""Loads, or only checks, what an actor imagines with: world, reward model and start states.
+"""Loads, or only checks, what an actor acts in: world, reward model and start states, or a simulator.
 
 Actors load them. The learner only checks them: names and shapes come from the headers of the files, so that
 13 GB of world are not read by a process that never imagines.
@@ -16,7 +16,17 @@ from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch.conformance import try_environment
 from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, named_world
-from asyncrl.policies.interface import Policy
+from asyncrl.launch.policies import check_tasks
+from asyncrl.launch.simulated import (
+    SimulatedEnvironment,
+    SimulatorFiles,
+    build_simulator,
+    check_simulator,
+    refuse_simulator_settings,
+    simulator_defaults,
+    simulator_named,
+)
+from asyncrl.policies.interface import ChecksTraining, Policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.admission import EpisodeFormat
@@ -33,6 +43,10 @@ class Environment:
     world: World[Any]
     reward: RewardModel
     starts: list[StartState]
+
+    def check_policy(self, policy: Policy) -> None:
+        """Let the policy read every instruction, so that one it cannot read fails at the start."""
+        check_tasks(policy, self.starts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +66,27 @@ class EnvironmentFiles:
     """None: known only when it is loaded."""
 
     def check_policy(self, policy: Policy) -> None:
-        """Refuse a policy whose decisions the world cannot take.
+        """Refuse a policy whose decisions the world cannot take, or that cannot read an instruction.
 
         Raises:
-            ConfigError: They differ in steps per decision or numbers per step.
+            ConfigError: They differ in steps per decision or numbers per step; the policy needs what a world
+                cannot show it.
         """
+        if isinstance(policy, ChecksTraining):
+            policy.check_trainable()
         own, world = policy.action_spec, self.action_spec
         if own != world:
             raise ConfigError(
                 f"--policy makes {own.chunk} steps of {own.dim} numbers per decision, but --world takes "
                 f"{world.chunk} of {world.dim}. Choose a policy and a world that belong together."
             )
+        check_tasks(policy, self.starts)
+
+    @property
+    def summary(self) -> str:
+        """Describe the start states in a line."""
+        size, tasks = self.image_size, _tasks(self.starts)
+        return f"{len(self.starts)} start states with {len(tasks)} tasks, {size} x {size} pixels"
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
         """Say what all episodes have in common that are imagined with these models.
@@ -89,13 +113,24 @@ class EnvironmentFiles:
         )
 
 
-def check_environment(config: TrainConfig) -> EnvironmentFiles:
+def check_environment(config: TrainConfig) -> EnvironmentFiles | SimulatorFiles:
+    """Check what --world names: a simulator, or a world model as `check_world_model` does."""
+    return check_simulator(config) if simulator_named(config.world) else check_world_model(config)
+
+
+def build_environment(config: TrainConfig, device: torch.device) -> Environment | SimulatedEnvironment:
+    """Build what --world names: a simulator, or a world model as `build_world_model` does."""
+    return build_simulator(config) if simulator_named(config.world) else build_world_model(config, device)
+
+
+def check_world_model(config: TrainConfig) -> EnvironmentFiles:
     """Check that world, reward model and start states are there and fit each other, without loading weights.
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
         ConfigError: A class or a setting cannot work.
     """
+    refuse_simulator_settings(config)
     world, reward = _named(config)
     summary = world.kind.check(world.folder, config.imagination, **world.settings)
     starts = _starts(config, summary.image_size)
@@ -115,14 +150,14 @@ def check_environment(config: TrainConfig) -> EnvironmentFiles:
     )
 
 
-def build_environment(config: TrainConfig, device: torch.device) -> Environment:
+def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
     """Load world, reward and start states, after checking that they fit each other.
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
         ConfigError: A class or a setting cannot work.
     """
-    starts = check_environment(config).starts
+    starts = check_world_model(config).starts
     world, reward = _named(config)
     environment = Environment(
         world=world.kind.load(world.folder, device, config.imagination, **world.settings),
@@ -144,6 +179,10 @@ def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults
         CheckpointError: There is no world under that name.
         ConfigError: There is no such class.
     """
+    if simulator_named(config.world):
+        said = simulator_defaults(config)
+        decisions = config.actor.max_decisions or said.max_decisions
+        return replace(config, actor=replace(config.actor, max_decisions=decisions)), said
     world = named_world(config.world, config.world_settings)
     said, imagination, actor = WorldDefaults(source="defaults"), config.imagination, config.actor
     if isinstance(world.kind, BringsDefaults):

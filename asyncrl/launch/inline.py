@@ -39,7 +39,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     config, said = with_world_defaults(asked)
     policy, files = build.load_models(config, device)
     environment = build_environment(config, device)
-    imagination = build.build_imagination(config, build_policy(config, device), environment)
+    acting = build.build_acting(config, build_policy(config, device), environment)
     start = build.start_run(config, policy, files)
     run_dir = start.run_dir
     process_status.publish_as(run_dir, "inline")
@@ -48,7 +48,12 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.round(0.0))
     actor = build.build_actor(
-        config, "inline", imagination, environment.starts, InProcessActorPort(replay), receiver
+        config,
+        "inline",
+        acting,
+        build.starts_of(config, environment),
+        InProcessActorPort(replay),
+        receiver,
     )
 
     with MetricsLogger(
@@ -76,6 +81,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
                 with console.failure_noted(lambda: console.after_failure(config, run_dir, learner.version)):
                     learner.run()
         finally:
+            acting.close()
             port.close()
             start.lock.release()
         log.banner(console.final_summary(config, run_dir, learner.end_reason))

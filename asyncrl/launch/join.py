@@ -18,6 +18,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,7 @@ def _imagine(joined: _Joined) -> bool:
             raise
         finally:
             log_errors(leave, print)
+            joined.actor.acting.close()
             receiver.close()
 
 
@@ -148,7 +150,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.named_models import refuse_foreign_code
     from asyncrl.launch.placement import pick_device, threads_of_actor
-    from asyncrl.launch.policies import build_policy, check_tasks
+    from asyncrl.launch.policies import build_policy
     from asyncrl.replay.client import WINDOW, ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
     from asyncrl.weights.pull_client import build_pulled_receiver
@@ -164,28 +166,28 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         torch.cuda.set_device(device)
     policy = build_policy(config, device)
     environment = build_environment(config, device)
-    check_tasks(policy, environment.starts)
+    environment.check_policy(policy)
     receiver = build_pulled_receiver(
         told.weights, name, policy.acting_tensors(), keys, config.weights.timeout, told.identity
     )
-    try:
+    with ExitStack() as closing:
+        closing.callback(receiver.close)
         version = receiver.wait_for_first(config.startup_timeout)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         window = WINDOW + config.actor.slots
         port = ZmqActorPort(settings.endpoint, name, window=window, security=keys, identity=told.identity)
-        imagination = build.build_imagination(config, policy, environment)
+        acting = build.build_acting(config, policy, environment)
+        closing.callback(acting.close)
         actor = build.build_actor(
             config,
             name,
-            imagination,
-            environment.starts,
+            acting,
+            build.starts_of(config, environment),
             port,
             receiver,
-            build.actor_offload(config, imagination),
+            build.actor_offload(config, acting),
         )
-    except BaseException:
-        receiver.close()
-        raise
+        closing.pop_all()  # It worked: who leaves closes them.
     return _Joined(actor=actor, port=port, receiver=receiver)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from torch import nn
@@ -12,14 +13,31 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import named_policy
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.checkpoints.conventions import PublishedOptions
+from asyncrl.policies.checkpoints.convert import open_source
 from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
 from asyncrl.policies.lora import add_lora
 from asyncrl.records import StartState
+from asyncrl.registry import names_code
 
 
 def _load_policy(config: TrainConfig, device: torch.device) -> Policy:
     named = named_policy(config.policy, config.policy_settings)
     return named.kind.load(named.folder, device, **named.settings)
+
+
+def policy_chunk(config: TrainConfig) -> int:
+    """Return the steps per decision of --policy, without loading it; 1 where only its class knows them.
+
+    Raises:
+        CheckpointError: There is no policy under that name, or it is broken.
+    """
+    if names_code(config.policy):
+        return 1
+    named = named_policy(config.policy, config.policy_settings)
+    known = {field.name for field in fields(PublishedOptions)}
+    options = {key: value for key, value in named.settings.items() if key in known}
+    return open_source(named.folder, PublishedOptions(**options)).config.chunk
 
 
 def as_module(policy: Policy) -> nn.Module:

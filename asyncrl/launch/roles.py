@@ -52,7 +52,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
     policy = build_policy(config, device)
     environment = build_environment(config, world_device)
-    imagination = build.build_imagination(config, policy, environment)
+    acting = build.build_acting(config, policy, environment)
     receiver = build_receiver(
         build.transport_of(config, placement),
         info.weights_endpoint,
@@ -72,16 +72,17 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         actor = build.build_actor(
             config,
             name,
-            imagination,
-            environment.starts,
+            acting,
+            build.starts_of(config, environment),
             port,
             receiver,
-            build.actor_offload(config, imagination),
+            build.actor_offload(config, acting),
         )
         actor.run()
         with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):
             port.close(SHUTDOWN_TIMEOUT_EPISODES)
     finally:
+        acting.close()
         receiver.close()
         lock.release()
 

@@ -75,7 +75,7 @@ class GeneralizedAdvantage:
         mask_DK = mask if width > 1 else mask.any(dim=1, keepdim=True)
         rewards_DK = batch.rewards if width > 1 else batch.rewards.sum(dim=1, keepdim=True)
         rewards, values, valid = (_by_episode(x, batch) for x in (rewards_DK, old.values, mask_DK))
-        terminated = batch.successes | (critic.truncation == "failure")
+        terminated = batch.terminated | (critic.truncation == "failure")
         common = (rewards, values, old.final_values, valid, terminated)
         if isinstance(correction, CorrectsAdvantages):
             level = "action" if width > 1 else "decision"
@@ -169,7 +169,7 @@ def generalized_advantages(
         values: ``[B, T]`` float32, critic's value of the observation before each time step.
         final_values: ``[B]`` float32, value of the observation after the last one; ignored after termination.
         mask: ``[B, T]`` bool, True from the first time step to the last; every row has one.
-        terminated: ``[B]`` bool, True: the task ended (success). False: time ran out.
+        terminated: ``[B]`` bool, True: the episode could not go on. False: time ran out.
         gamma: Discount per time step, in [0, 1].
         lam: 0: one-step temporal differences; 1: Monte Carlo returns minus values.
 

@@ -3,11 +3,12 @@
 Dimension letters used in this file:
     D  decisions of all episodes     C  steps per decision     A  numbers per step
     B  episodes                      N  decisions of one       H, W  image size in pixels
+    V  cameras beside the first      Q  numbers of state       K  cameras, V + 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES, Metric
-from asyncrl.records import Episode, Uint8, decision_layout
+from asyncrl.records import Episode, Float32, Uint8, decision_layout
 
 
 def valid_steps(episode: Episode) -> NDArray[np.bool_]:
@@ -77,11 +78,20 @@ class Batch:
     returns: Tensor
     """``[B]`` float32, sum of rewards of each episode."""
     lengths: Tensor
-    """``[B]`` int64, steps until success or truncation."""
-    successes: Tensor
-    """``[B]`` bool, True: the task ended there. False: time ran out."""
+    """``[B]`` int64, steps until the end."""
+    terminated: Tensor
+    """``[B]`` bool, True: it could not go on, by success or otherwise. False: time ran out (`truncated`), so
+    it could have gone on from its final frame."""
     final_frames: Uint8
-    """``[B, H, W, 3]`` what was seen after the last step."""
+    """``[B, H, W, 3]`` what was seen after the last step, before any reset."""
+    more_frames: Uint8 | None = None
+    """``[D, V, H, W, 3]`` what the other cameras saw with `frames`; None: there is one camera."""
+    states: Float32 | None = None
+    """``[D, Q]`` the robot's state with `frames`; None: the policy does not see it."""
+    final_more_frames: Uint8 | None = None
+    """``[B, V, H, W, 3]`` with `final_frames`."""
+    final_states: Float32 | None = None
+    """``[B, Q]`` with `final_frames`."""
     group_size: int
     temperature: float
     """What the tokens were sampled with, and are evaluated with."""
@@ -118,12 +128,24 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         decision_index=torch.from_numpy(np.concatenate([np.arange(n) for n in decisions])),
         returns=torch.tensor([episode.total_reward for episode in episodes]),
         lengths=torch.tensor([episode.steps for episode in episodes]),
-        successes=torch.tensor([episode.success for episode in episodes]),
+        terminated=torch.tensor([episode.end_reason != "truncated" for episode in episodes]),
         final_frames=np.stack([episode.final_frame for episode in episodes]),
+        more_frames=_optional(np.concatenate, [episode.more_frames for episode in episodes]),
+        states=_optional(np.concatenate, [episode.states for episode in episodes]),
+        final_more_frames=_optional(np.stack, [episode.final_more_frames for episode in episodes]),
+        final_states=_optional(np.stack, [episode.final_state for episode in episodes]),
         group_size=episodes[0].group_size,
         temperature=episodes[0].temperature,
         top_k=episodes[0].top_k,
     )
+
+
+def _optional(
+    join: Callable[[list[NDArray[Any]]], NDArray[Any]], arrays: Sequence[NDArray[Any] | None]
+) -> NDArray[Any] | None:
+    """Join arrays that all episodes of a batch have, or none (`_check_shared`)."""
+    there = [array for array in arrays if array is not None]
+    return join(there) if there else None
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
@@ -180,7 +202,9 @@ def _check_shared(episodes: Sequence[Episode], version: int) -> None:
         "temperature (--algorithm.temperature)": {episode.temperature for episode in episodes},
         "top-k (--algorithm.top-k)": {episode.top_k for episode in episodes},
         "image size": {episode.frames.shape[1:] for episode in episodes},
-        "the policy's sample": {tuple(decision_layout(episode).items()) for episode in episodes},
+        "the policy's sample, cameras or states": {
+            tuple(decision_layout(episode).items()) for episode in episodes
+        },
     }
     for name, values in shared.items():
         if len(values) > 1:

@@ -3,6 +3,7 @@
 Dimension letters used in this file:
     D  decisions of the batch      B  its episodes      M  rows of a micro-batch
     C  steps per decision          A  numbers per step      K  values of a decision: 1, or C
+    V  cameras beside the first    Q  numbers of state
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.learner.batches import Batch
@@ -18,6 +21,7 @@ from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import Reference
 from asyncrl.observability import process_status
 from asyncrl.policies.interface import EvaluateResult, HasCritic, Policy, SamplingParams
+from asyncrl.records import Float32, Uint8
 
 
 class PolicyForward:
@@ -66,8 +70,9 @@ class PolicyForward:
         values = []
         for rows in self.micro_batches(len(batch.returns)):
             rows_M = rows_of(rows)
-            frames = batch.final_frames[rows_M.numpy()]
-            inputs = self.policy.preprocess(frames, [tasks[row] for row in rows_M.tolist()])
+            chosen = [tasks[row] for row in rows_M.tolist()]
+            final = (batch.final_frames, batch.final_more_frames, batch.final_states)
+            inputs = self._inputs(*final, chosen, rows_M.numpy())
             value = cast("HasCritic", self.policy).values(inputs)[:, 0].float()
             values += [] if rows is None else [value]
         return torch.cat(values)
@@ -86,15 +91,33 @@ class PolicyForward:
             process_status.progress()
 
     def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[Any, dict[str, Tensor], SamplingParams]:
-        inputs = self.policy.preprocess(
-            batch.frames[rows_M.numpy()], [batch.tasks[row] for row in rows_M.tolist()]
-        )
+        tasks = [batch.tasks[row] for row in rows_M.tolist()]
+        inputs = self._inputs(batch.frames, batch.more_frames, batch.states, tasks, rows_M.numpy())
         sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
         return (
             inputs,
             {name: values[rows_M].to(self.device) for name, values in batch.sample.items()},
             sampling,
         )
+
+    def _inputs(
+        self,
+        frames: Uint8,
+        more_frames: Uint8 | None,
+        states: Float32 | None,
+        tasks: list[str],
+        rows: NDArray[np.int64],
+    ) -> Any:
+        """Show the policy rows ``[M]`` of what was seen: frames, and cameras and states where there are any.
+
+        Frames are ``[B, H, W, 3]``, those of the other cameras ``[B, V, H, W, 3]``, states ``[B, Q]``.
+        """
+        shown = frames[rows]
+        if more_frames is not None:
+            shown = np.concatenate([shown[:, None], more_frames[rows]], axis=1)
+        if states is None:
+            return self.policy.preprocess(shown, tasks)
+        return self.policy.preprocess(shown, tasks, states[rows])
 
 
 def rows_of(rows: slice | None) -> Tensor:

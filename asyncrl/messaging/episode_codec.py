@@ -13,14 +13,18 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 from asyncrl.records import (
+    COUNTED_SCHEMA_VERSION,
     EPISODE_ARRAYS,
-    EPISODE_SCALARS,
     MAX_SAMPLE_ARRAYS,
+    OPTIONAL_ARRAYS,
     ArraySpec,
     Episode,
     array_specs,
     episode_arrays,
     sample_specs,
+    scalar_types,
+    specs_of,
+    version_of,
 )
 
 MAX_TEXT: Final = 4096
@@ -77,11 +81,12 @@ def scalars_of(episode: Episode) -> dict[str, Any]:
     Raises:
         WireError: One of them cannot be sent or stored.
     """
+    types = scalar_types(version_of(episode))
     try:
-        scalars = {name: kind(getattr(episode, name)) for name, kind in EPISODE_SCALARS.items()}
+        scalars = {name: kind(getattr(episode, name)) for name, kind in types.items()}
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"a scalar of the episode has the wrong type: {error}.") from None
-    for name, kind in EPISODE_SCALARS.items():
+    for name, kind in types.items():
         check_value(name, scalars[name], kind)
     _check_id(scalars["episode_id"])
     return scalars
@@ -112,7 +117,10 @@ def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
     payload: list[Buffer] = []
     sizes: dict[str, int] = {}
     arrays = {name: np.ascontiguousarray(array) for name, array in episode_arrays(episode).items()}
-    specs = _specs([(name, arrays[name].dtype.name, list(arrays[name].shape)) for name in episode.sample])
+    try:
+        specs = specs_of(episode)
+    except ValueError as error:
+        raise WireError(f"{error}.") from None
     for (name, array), spec in zip(arrays.items(), specs.values(), strict=True):
         _check_shape(name, spec, array.dtype.name, list(array.shape), sizes)
         frame = as_bytes(array)
@@ -122,30 +130,35 @@ def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
     return entries, payload
 
 
-def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, views: bool) -> Episode:
+def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema: int, views: bool) -> Episode:
     """Read what the header says of an episode, and its frames.
 
-    The arrays are fresh, writable copies; with `views` the images are read-only views.
+    The arrays are fresh, writable copies; with `views` the images are read-only views. `schema` is the
+    version that the header says.
 
     Raises:
         WireError: Whatever is wrong with it.
     """
     if not isinstance(scalars, dict) or not isinstance(arrays, list):
         raise WireError("the message lacks its episode or the list of its arrays.")
-    check_keys("the episode", scalars, EPISODE_SCALARS)
-    for name, expected in EPISODE_SCALARS.items():
+    types, counted = scalar_types(schema), schema == COUNTED_SCHEMA_VERSION
+    check_keys("the episode", scalars, types)
+    for name, expected in types.items():
         check_value(name, scalars[name], expected)
     _check_id(scalars["episode_id"])
     fixed = len(EPISODE_ARRAYS)
-    if not (len(arrays) == len(frames) and fixed <= len(arrays) <= fixed + MAX_SAMPLE_ARRAYS):
-        raise WireError(
-            f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {fixed} and the sample's."
-        )
     for entry in arrays:
         if not isinstance(entry, list) or len(entry) != 4:
             raise WireError(f"the entry of an array is {shown(entry)}.")
-    sample = arrays[1 : 1 + len(arrays) - fixed]  # After the first, as in `array_specs`.
-    specs = _specs([entry[:3] for entry in sample])
+    optional = _optional_names(arrays) if counted else []
+    others = fixed + len(optional)
+    if not (len(arrays) == len(frames) and others <= len(arrays) <= others + MAX_SAMPLE_ARRAYS):
+        raise WireError(
+            f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {others} and the "
+            "sample's."
+        )
+    sample = arrays[1 : 1 + len(arrays) - others]  # After the first, as in `array_specs`.
+    specs = _specs([entry[:3] for entry in sample], optional, counted=counted)
     _check_arrays(specs, arrays, frames)
     read: dict[str, Any] = {}
     for (name, spec), entry, content in zip(specs.items(), arrays, frames, strict=True):
@@ -159,10 +172,16 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, views: 
     return Episode(**scalars, **read, sample=shown_again)
 
 
-def _specs(sample: Sequence[Any]) -> dict[str, ArraySpec]:
+def _optional_names(arrays: Sequence[Any]) -> list[str]:
+    """Return the names of the optional arrays: the last of the entries, as in `array_specs`."""
+    last = [entry[0] for entry in arrays[-len(OPTIONAL_ARRAYS) :]]
+    return [name for name in last if isinstance(name, str) and name in OPTIONAL_ARRAYS]
+
+
+def _specs(sample: Sequence[Any], optional: Sequence[str], *, counted: bool) -> dict[str, ArraySpec]:
     """Check names, types and ranks of a sample's arrays; return all arrays of the episode."""
     try:
-        return array_specs(sample_specs(sample))
+        return array_specs(sample_specs(sample), optional, counted=counted)
     except ValueError as error:
         raise WireError(f"{error}.") from None
 

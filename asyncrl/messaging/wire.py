@@ -4,10 +4,11 @@
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
     frame 1..  one raw frame per array of `records.episode_arrays`, little-endian, C order, in that order
 
-Schema version 1; 2 where the sample of the episode is other arrays than action tokens alone. Which fields a
-kind has, and which arrays of which type and rank an episode has, is fixed here and in `records`; a peer only
-names the sample's arrays and says sizes, which are checked before anything is allocated. `decode` raises
-`WireError` only.
+Schema version 1; 2 where the sample of the episode is other arrays than action tokens alone; 3 where the
+episode says how many steps were taken, and may have `records.OPTIONAL_ARRAYS` behind the others. Which
+fields a kind has, and which arrays of which type and rank an episode has, is fixed here and in `records`; a
+peer only names the sample's arrays and says sizes, which are checked before anything is allocated. `decode`
+raises `WireError` only.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from asyncrl.messaging.episode_codec import (
 from asyncrl.records import (
     EPISODE_ARRAYS,
     MAX_SAMPLE_ARRAYS,
+    OPTIONAL_ARRAYS,
     SCHEMA_VERSION,
     SCHEMA_VERSIONS,
     Episode,
-    schema_version,
+    version_of,
 )
 
 MAGIC: Final = b"ARL1"
 _PREFIX: Final = struct.Struct("<4sI")
 MAX_HEADER_BYTES: Final = 64 * 1024
-MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS) + MAX_SAMPLE_ARRAYS
+MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS) + MAX_SAMPLE_ARRAYS + len(OPTIONAL_ARRAYS)
 
 KINDS: Final[dict[str, dict[str, type]]] = {
     "hello": {
@@ -133,7 +135,7 @@ def encode(
         raise WireError(f"{kind!r} {'carries' if episode is None else 'does not carry'} an episode.")
     header: dict[str, Any] = {"kind": kind, **fields}
     payload: list[Buffer] = []
-    schema = SCHEMA_VERSION if episode is None else schema_version(episode.sample)
+    schema = SCHEMA_VERSION if episode is None else version_of(episode)
     if episode is not None:
         header["episode"] = scalars_of(episode)
         header["arrays"], payload = write_arrays(episode)
@@ -167,9 +169,12 @@ def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
                 f"{kind!r} carries no episode, but came with one or with {len(frames) - 1} arrays."
             )
         return Message(kind=kind, fields=header)
-    episode = read_episode(scalars, arrays, frames[1:], views=views)
-    if schema != schema_version(episode.sample):
-        raise WireError(f"a sample of {shown(list(episode.sample))} is not of schema version {schema}.")
+    episode = read_episode(scalars, arrays, frames[1:], schema=schema, views=views)
+    if schema != version_of(episode):
+        raise WireError(
+            f"a sample of {shown(list(episode.sample))} with {episode.steps_taken} steps taken is not of "
+            f"schema version {schema}."
+        )
     return Message(kind=kind, fields=header, episode=episode)
 
 

@@ -131,6 +131,14 @@ ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
         ("reward", "the reward model", "Small beside the world's."),
     )
 )
+ACTOR_SIMULATORS = define(
+    "time/actor_simulators",
+    Reduction.MEAN,
+    "share",
+    "Share of the actors' time in which they waited for simulators to answer; with a simulator as --world.",
+    "Near 1: simulators are the bottleneck, use more --simulator.workers, or --actor.pipeline-stages 2. Near "
+    "0: the policy is.",
+)
 ACTOR_HOST = define(
     "time/actor_host",
     Reduction.MEAN,
@@ -211,6 +219,14 @@ ACTOR_DECISIONS = define(
     "Decisions that the actors which are there have imagined since each of them began.",
     "Grows by a batch's decisions for each update. While it grows the learner goes on waiting "
     "(--batch-timeout), although no episode is complete yet.",
+)
+ACTOR_RESTARTED = define(
+    "actor/restarted_episodes",
+    Reduction.SUM,
+    "episodes",
+    "Episodes that began again from their start because the simulator's worker was lost, since the actors "
+    "which are there began.",
+    "0. Otherwise the actor's log names the worker and how it died; signal 9 often means a lack of memory.",
 )
 ACTOR_OFFLOADED = define(
     "actor/parked_bytes",

@@ -338,10 +338,25 @@ class CountsActivations(Protocol):
 
 @runtime_checkable
 class ChecksTraining(Protocol):
-    """A policy that not every run can train."""
+    """A policy that not every run in a world model can train."""
 
     def check_trainable(self) -> None:
         """Raise `ConfigError` when the world cannot show it what it looks at."""
+        ...
+
+
+@runtime_checkable
+class SaysInputs(Protocol):
+    """A policy that says what it looks at; any other is shown all that a simulator has."""
+
+    @property
+    def pictures(self) -> int:
+        """Return how many pictures it reads: those of a simulator's first cameras."""
+        ...
+
+    @property
+    def proprio_numbers(self) -> int:
+        """Return how many numbers of proprioception it reads; 0: none."""
         ...
 
 

@@ -4,12 +4,14 @@ An episode comes from a peer, or from a file that anybody may have put there, an
 number of it. So every array and scalar is held against what the settings and models of the run say, before
 an episode is stored and again before a stored one is given to the learner. The table is `CHECKS`.
 
-Dimension letters, as in `records`: N decisions, C steps per decision, A numbers per step, H, W pixels.
+Dimension letters, as in `records`: N decisions, C steps per decision, A numbers per step, H, W pixels, V
+cameras beside the first, Q numbers of state.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +20,16 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.records import ActionSpec, Episode, Sampling, decision_layout, problem_with
+from asyncrl.records import (
+    REWARDED,
+    ActionSpec,
+    Episode,
+    Sampling,
+    decision_layout,
+    optional_of,
+    problem_with,
+    version_of,
+)
 
 RefusalCause = Literal["content", "settings", "version", "grant"]
 """Why an episode is refused: it contradicts itself or holds numbers that no model gives; it was made with
@@ -33,6 +44,24 @@ MAX_TASK: Final = 1024
 """Letters of an instruction."""
 MAX_NAME: Final = 255
 """Letters of the name of a start state or of an actor."""
+_START: Final = re.compile(r"(/[0-9]{1,9})?/([0-9]{3,9}|seed-[0-9]{1,20})")
+"""What follows the name of a simulator in that of a start: ``/3/017``, ``/seed-12``, ``/3/seed-12``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatorFormat:
+    """What the episodes of a run have in common, beside `EpisodeFormat`, that are played in a simulator."""
+
+    name: str
+    """With which the names of its starts begin."""
+    tasks: tuple[str, ...] = ()
+    """Its instructions; empty: any."""
+    more_cameras: int = 0
+    """``V``: those beside the first that the policy sees."""
+    state_dim: int = 0
+    """``Q``: numbers of state that the policy sees."""
+    reward: Literal["success", "dense"] = "success"
+    """success: 1 in the step that fulfils the task, else 0. dense: any numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +80,14 @@ class EpisodeFormat:
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a start state -> its instruction, or several of as many start states; empty: not known, any."""
     world_version: int | None = None
-    """Of the world that imagines; None: not known, any."""
+    """Of the world that imagines, -1: a simulator; None: not known, any."""
+    simulator: SimulatorFormat | None = None
+    """In which they are played; None: they are imagined, or nothing is known."""
+
+    @property
+    def imagined(self) -> bool:
+        """Whether it is known that a world model makes the episodes."""
+        return bool(self.image_size) and self.simulator is None
 
     def to_json(self) -> str:
         """Write it as the text that `from_json` reads."""
@@ -63,9 +99,12 @@ class EpisodeFormat:
         if not text:
             return cls()
         plain = json.loads(text)
-        spec, sample = plain.pop("action_spec"), plain.pop("sample")
+        spec, sample, simulator = (plain.pop(name) for name in ("action_spec", "sample", "simulator"))
+        if simulator is not None:
+            simulator = SimulatorFormat(**{**simulator, "tasks": tuple(simulator["tasks"])})
         return cls(
             **plain,
+            simulator=simulator,
             action_spec=None if spec is None else ActionSpec(**spec),
             sample={name: (dtype, tuple(shape)) for name, (dtype, shape) in sample.items()},
         )
@@ -118,6 +157,9 @@ def _numbers(episode: Episode, expected: Expected) -> str | None:
         "actions": episode.actions,
         "logprobs": episode.logprobs,
         "rewards": episode.rewards,
+        **{
+            name: getattr(episode, name) for name in ("states", "final_state") if name in optional_of(episode)
+        },
         **{name: array for name, array in episode.sample.items() if array.dtype.kind == "f"},
     }
     for name, array in named.items():
@@ -141,8 +183,41 @@ def _values(episode: Episode, expected: Expected) -> str | None:
 
 
 def _outcome(episode: Episode, expected: Expected) -> str | None:
-    if not episode.success and (episode.rewards > 0).any():
-        return "end_reason is 'truncated', but a step has a positive reward"
+    """Hold the end against the rewards of a world model, and against the success of a simulator."""
+    if episode.steps_taken == REWARDED:
+        if not episode.success and (episode.rewards > 0).any():
+            return "end_reason is 'truncated', but a step has a positive reward"
+        return None
+    fulfilled = np.flatnonzero(episode.success_scores).tolist()
+    if fulfilled != ([episode.steps - 1] if episode.success else []) or (
+        episode.success and episode.success_scores.reshape(-1)[episode.steps - 1] != 1
+    ):
+        return (
+            f"end_reason is {episode.end_reason!r}, but the task was fulfilled at the steps {fulfilled[:8]}"
+        )
+    return None
+
+
+def _played(episode: Episode, expected: Expected) -> str | None:
+    """Hold what only simulators tell against the simulator of the run."""
+    simulator, found = expected.format.simulator, optional_of(episode)
+    if expected.format.imagined and episode.steps_taken != REWARDED:
+        return "it says how many steps were taken, as of a simulator, but this run has a world model"
+    if simulator is None:
+        return None
+    if episode.steps_taken == REWARDED:
+        return "it does not say how many steps were taken, as episodes of a simulator do"
+    more, states = episode.more_frames, episode.states
+    sizes = (0 if more is None else more.shape[1], 0 if states is None else states.shape[1])
+    if sizes != (simulator.more_cameras, simulator.state_dim) or 0 in (
+        x.size for x in (more, states) if x is not None
+    ):
+        return (
+            f"{sizes[0]} further cameras and {sizes[1]} numbers of state ({', '.join(found) or 'no array'}), "
+            f"this run has {simulator.more_cameras} and {simulator.state_dim}"
+        )
+    if simulator.reward == "success" and not np.array_equal(episode.rewards, episode.success_scores):
+        return "rewards other than 1 in the step that fulfils the task"
     return None
 
 
@@ -154,14 +229,41 @@ def _temperature(episode: Episode, expected: Expected) -> str | None:
 
 def _task(episode: Episode, expected: Expected) -> str | None:
     known = expected.format.tasks
+    if expected.format.simulator is not None:
+        return _simulated_start(episode, expected.format.simulator)
     if episode.start_state in known:
         if episode.task in known[episode.start_state]:
             return None
         return f"task {episode.task[:60]!r}, but start state {episode.start_state[:60]!r} has another one"
     if known:
         return f"start state {episode.start_state[:60]!r} is none of the run's {len(known)}"
-    if not 1 <= len(episode.task) <= MAX_TASK or not episode.task.strip() or not episode.task.isprintable():
-        return f"a task is 1 to {MAX_TASK} printable letters, this one has {len(episode.task)}"
+    return _instruction(episode.task) or _start_name(episode)
+
+
+def _simulated_start(episode: Episode, simulator: SimulatorFormat) -> str | None:
+    if simulator.tasks and episode.task not in simulator.tasks:
+        return f"task {episode.task[:60]!r} is none of the {len(simulator.tasks)} of {simulator.name}"
+    if not is_start_of(simulator.name, episode.start_state):
+        return f"start_state {episode.start_state[:60]!r} is no start of {simulator.name}"
+    return _instruction(episode.task)
+
+
+def is_start_of(simulator: str, name: str) -> bool:
+    """Tell whether a start of this simulator can be called `name`."""
+    return name.startswith(simulator) and _START.fullmatch(name.removeprefix(simulator)) is not None
+
+
+def _instruction(task: str) -> str | None:
+    if not 1 <= len(task) <= MAX_TASK or not task.strip() or not task.isprintable():
+        return f"a task is 1 to {MAX_TASK} printable letters, this one has {len(task)}"
+    return None
+
+
+def _start_name(episode: Episode) -> str | None:
+    """Check the name of a start where nothing is known of the run: of either kind."""
+    simulator, mark, _ = episode.start_state.partition("/")
+    if mark and _START.fullmatch(episode.start_state.removeprefix(simulator)):
+        return _name("start_state", simulator)
     return _name("start_state", episode.start_state)
 
 
@@ -252,7 +354,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check("actions, logprobs, rewards, floats of the sample", "content", _numbers),
     Check("success_scores", "content", _scores),
     Check("values", "content", _values),
-    Check("rewards, end_reason", "content", _outcome),
+    Check("rewards, success_scores, end_reason", "content", _outcome),
     Check("temperature", "content", _temperature),
     Check("actor", "content", _actor, of_stored=False),
     Check("group_size", "settings", _group_size),
@@ -261,6 +363,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check("actions, logprobs, rewards, success_scores", "settings", _decisions),
     Check("sample", "settings", _sample),
     Check("every array's number of decisions", "settings", _length, of_stored=False),
+    Check("steps_taken, further cameras, states, rewards", "settings", _played, of_stored=False),
     Check("task, start_state", "settings", _task, of_stored=False),
     Check("policy_versions", "version", _policy_versions),
     Check("world_version", "version", _world_version, of_stored=False),
@@ -312,8 +415,10 @@ def unlike(sibling: Episode, episode: Episode) -> str | None:
     """Say what two episodes of one group do not share although siblings do, or None."""
     if sibling.final_frame.shape != episode.final_frame.shape:
         return f"images of {episode.final_frame.shape}, its siblings have {sibling.final_frame.shape}"
+    if version_of(sibling) != version_of(episode):
+        return "its siblings are of another schema version"
     if decision_layout(sibling) != decision_layout(episode):
-        return "its siblings have decisions of another size, or another sample"
+        return "its siblings have decisions of another size, another sample, or other cameras or states"
     if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
         return "its siblings have another task or start state"
     return None

@@ -47,14 +47,20 @@ REPORTED: Final = {
         m.ACTOR_POLICY,
         m.ACTOR_WORLD,
         m.ACTOR_REWARD,
+        m.ACTOR_SIMULATORS,
         m.ACTOR_HOST,
         m.ACTOR_OFFLOAD,
         m.ACTOR_MEMORY,
         m.ACTOR_OFFLOADED,
         m.ACTOR_DECISIONS,
+        m.ACTOR_RESTARTED,
     )
 }
 """Readings that an actor reports of itself, by name."""
+
+
+ENDLESS: Final = 2**31
+"""`GroupFailure.left` where starts are drawn for ever: there are always others."""
 
 
 class RunStopped(AsyncRLError):
@@ -109,7 +115,7 @@ class GroupFailure:
     reason: str
     """One line."""
     left: int
-    """The actor's start states that are not quarantined. 0: the run cannot go on."""
+    """The actor's start states that are not quarantined. 0: the run cannot go on. Or `ENDLESS`."""
 
 
 @dataclass(frozen=True, kw_only=True)

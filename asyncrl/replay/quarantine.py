@@ -20,7 +20,7 @@ from typing import Final
 
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.replay.interface import Cause, GroupFailure
+from asyncrl.replay.interface import ENDLESS, Cause, GroupFailure
 
 COUNTERS: Final[dict[Cause, Metric]] = {
     "policy": m.POISONED_POLICY,
@@ -29,6 +29,8 @@ COUNTERS: Final[dict[Cause, Metric]] = {
     "raised": m.POISONED_RAISED,
     "quarantined": m.POISONED_QUARANTINED,
 }
+IN_A_ROW: Final = 16
+"""Groups that may fail one after the other where every one begins elsewhere (`ENDLESS`)."""
 _NAMED: Final = 10
 """Start states that a message names at most."""
 
@@ -49,13 +51,14 @@ class Quarantine:
         """Start state -> groups for which the policy failed, since a group was complete."""
         self._first = self._first_of_policy = ""
         self._left, self._policy_fails = True, False
+        self._in_a_row, self._last = 0, ""
 
     def begin(self, version: int) -> None:
         """A learner began or resumed at `version`: forget what failed later than that.
 
         It may have brought other start states and another policy, so that there is hope again.
         """
-        self._left, self._policy_fails = True, False
+        self._left, self._policy_fails, self._in_a_row = True, False, 0
         self._failed_by_policy.clear()
         for name, groups in self._groups.items():
             self._groups[name] = {number: at for number, at in groups.items() if at <= version}
@@ -63,8 +66,9 @@ class Quarantine:
         self._first = self._first if any(self._groups.values()) else ""
 
     def note_complete(self) -> None:
-        """Note that a group is complete: the policy does not fail everywhere."""
+        """Note that a group is complete: not everything fails."""
         self._failed_by_policy.clear()
+        self._in_a_row = 0
 
     def note(self, failure: GroupFailure, version: int) -> None:
         """Count a group that was given up while the learner was at `version`."""
@@ -72,6 +76,8 @@ class Quarantine:
         name, number = failure.start_state, failure.number
         text = f"start state {name!r} in group {number}: {failure.reason}"
         self._left = failure.left > 0
+        if failure.left >= ENDLESS:
+            self._in_a_row, self._last = self._in_a_row + 1, text
         if failure.cause == "policy":
             self._failed_by_policy[name] += 1
             failed = sum(count >= self.after for count in self._failed_by_policy.values())
@@ -97,6 +103,11 @@ class Quarantine:
                 f"The policy failed for all {len(self._failed_by_policy)} start states, last for "
                 f"{self._first_of_policy}. Its weights or its precision are broken: resume from an earlier "
                 "checkpoint, with a lower --optimizer.learning-rate."
+            )
+        if self._in_a_row >= IN_A_ROW:
+            return (
+                f"{self._in_a_row} groups in a row failed, each from another start, last {self._last}. The "
+                "actors' logs have every one of them. Look at --world and --policy."
             )
         if self._left:
             return ""

@@ -21,11 +21,11 @@ from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
-from asyncrl.replay.admission import RefusalCause, RefusedActors, unusable
+from asyncrl.replay.admission import RefusalCause, RefusedActors, is_start_of, unusable
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, Used
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import Filling, GroupFailure, GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt, ReceiptStatus
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
 from asyncrl.replay.run_start import NEW_RUN, RunStart
@@ -212,20 +212,34 @@ class Replay:
             actor: Its name; it gives up only what it was granted. None: not known.
         """
         self.lifecycle.finish()
-        limiter, known = self.state.limiter, self.state.limiter.episode_format.tasks
+        limiter = self.state.limiter
         if not limiter.owns(failure.number, actor):
             group = limiter.open.get(failure.number)
             if group is not None and not group.granted_before:  # Else it may have been this actor's.
                 self.state.commit(Refused(status="dropped_invalid", cause="grant"))
             return
-        if known:  # Then nobody needs to be believed which start states there are, and how many are left.
-            if failure.start_state not in known:
-                why = f"start state {failure.start_state[:60]!r} is none of the run's {len(known)}"
-                self.refused_actors.note_refused(limiter.open[failure.number].actor, failure.number, why)
-                self.lifecycle.drop(failure.number, "dropped_deadline")
-                return
-            failure = replace(failure, left=len(known.keys() - set(self.state.quarantine.names)))
-        self.lifecycle.drop(failure.number, "dropped_poisoned", failure=failure)
+        left = self._starts_left(failure)
+        if left < 0:
+            known = limiter.episode_format.tasks
+            why = f"start state {failure.start_state[:60]!r} is none of the run's {len(known) or 'simulator'}"
+            self.refused_actors.note_refused(limiter.open[failure.number].actor, failure.number, why)
+            self.lifecycle.drop(failure.number, "dropped_deadline")
+            return
+        self.lifecycle.drop(failure.number, "dropped_poisoned", failure=replace(failure, left=left))
+
+    def _starts_left(self, failure: GroupFailure) -> int:
+        """Count the starts that are not quarantined; -1: the run has none of that name.
+
+        The actor is believed only where nothing is known of the run.
+        """
+        found = self.state.limiter.episode_format
+        if found.simulator is not None:
+            return ENDLESS if is_start_of(found.simulator.name, failure.start_state) else -1
+        if not found.tasks:
+            return failure.left
+        if failure.start_state not in found.tasks:
+            return -1
+        return len(found.tasks.keys() - set(self.state.quarantine.names))
 
     @property
     def exhausted_reason(self) -> str:

@@ -24,6 +24,8 @@ from asyncrl.storage import run_lock
 from asyncrl.storage.atomic import flush, replacing
 
 IMAGES: Final = ("frames", "final_frame", "video")
+MORE_IMAGES: Final = ("more_frames", "final_more_frames")
+"""Of episodes with several cameras."""
 PER_CHUNK: Final = 8
 """Images in a chunk: neighbours resemble each other, so with fewer the file would be larger."""
 
@@ -78,7 +80,8 @@ def codec_in(path: Path) -> Codec | None:
     """
     check_whole(path)
     with h5py.File(path, "r") as file:
-        return next((codec for name in IMAGES if (codec := codec_of(get_dataset(file, name)))), None)
+        there = [*IMAGES, *(name for name in MORE_IMAGES if name in file)]
+        return next((codec for name in there if (codec := codec_of(get_dataset(file, name)))), None)
 
 
 def compact(path: Path, settings: dict[str, Any]) -> int | None:
@@ -117,7 +120,7 @@ def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:
         new.attrs[name] = value
     for name in map(str, old):
         dataset = get_dataset(old, name)
-        if name in IMAGES and dataset.size:
+        if name in (*IMAGES, *MORE_IMAGES) and dataset.size:
             values, chunks = dataset[...], (min(PER_CHUNK, len(dataset)), *dataset.shape[1:])
             packed = new.create_dataset(name, data=values, chunks=chunks, track_times=False, **settings)
             for key, value in dataset.attrs.items():

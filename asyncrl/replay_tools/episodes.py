@@ -118,7 +118,7 @@ class StoredEpisode:
 
     @property
     def steps(self) -> int:
-        """Count the steps until success or truncation."""
+        """Count the steps until the end."""
         return self.episode.steps
 
     @property

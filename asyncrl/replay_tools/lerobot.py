@@ -209,7 +209,7 @@ class _Columns:
             "action": samples.actions,
             "next.reward": samples.rewards,
             "next.done": samples.dones,
-            "next.success": samples.rewards > 0,
+            "next.success": samples.successes,
             "timestamp": (frames / STEPS_PER_SECOND).astype(np.float32),
             "frame_index": frames,
             "episode_index": np.full(length, number),

@@ -18,7 +18,7 @@ STEPS_PER_SECOND: Final = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """One episode at a steady rate, ending at its first success or where it was truncated."""
+    """One episode at a steady rate, up to its end."""
 
     images: NDArray[np.uint8]
     """``[T, H, W, 3]`` what was seen before each action."""
@@ -30,13 +30,15 @@ class Samples:
     """``[T]`` at the rate of decisions: the sum over the steps of each."""
     dones: NDArray[np.bool_]
     """``[T]`` True at the last sample only."""
+    successes: NDArray[np.bool_]
+    """``[T]`` True at the last sample of an episode that ended in success."""
 
 
 def samples_of(episode: Episode, rate: Rate) -> Samples | None:
     """Cut an episode into samples; None at the rate of steps when its video was not kept.
 
     At the rate of steps observation t is the last frame before action t: the first observation of the
-    episode, then the video frame that action t - 1 made. What came after the first success is left out.
+    episode, then the video frame that action t - 1 made. What came after the end is left out.
     """
     return _per_decision(episode) if rate == "decision" else _per_step(episode)
 
@@ -50,7 +52,7 @@ def _per_step(episode: Episode) -> Samples | None:
         actions=episode.actions.reshape(-1, episode.actions.shape[-1])[:length],
         chunks=np.empty((length, 0), np.float32),
         rewards=episode.rewards.reshape(-1)[:length],
-        dones=np.arange(length) == length - 1,
+        **_ends(episode, length),
     )
 
 
@@ -61,5 +63,11 @@ def _per_decision(episode: Episode) -> Samples:
         actions=episode.actions[:length, 0],
         chunks=episode.actions[:length].reshape(length, -1),
         rewards=episode.rewards[:length].sum(axis=1, dtype=np.float32),
-        dones=np.arange(length) == length - 1,
+        **_ends(episode, length),
     )
+
+
+def _ends(episode: Episode, length: int) -> dict[str, NDArray[np.bool_]]:
+    """`dones` and `successes`."""
+    dones = np.arange(length) == length - 1
+    return {"dones": dones, "successes": dones & episode.success}

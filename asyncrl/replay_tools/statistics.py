@@ -134,9 +134,9 @@ class Summary:
     lags: Counter[int] = field(default_factory=Counter)
     """Lag in updates -> decisions of the used groups."""
     lengths: Counter[int] = field(default_factory=Counter)
-    """Decisions begun until success or truncation -> episodes."""
+    """Decisions begun until the end -> episodes."""
     steps: int = 0
-    """Until success or truncation, of all episodes."""
+    """Until the end, of all episodes."""
     groups: dict[int, str] = field(default_factory=dict)
     """Group -> what became of it."""
     drops: Counter[tuple[str, str, int]] = field(default_factory=Counter)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 
 from asyncrl.errors import ConfigError
-from asyncrl.records import EPISODE_SCALARS
+from asyncrl.records import EPISODE_SCALARS, REWARDED, Episode, optional_of, scalar_types, version_of
 from asyncrl.replay_tools.episodes import StoredEpisode, find_row
 from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
 from asyncrl.replay_tools.text import NOTHING, table
@@ -65,11 +65,13 @@ class Show(ReplayCommand):
         """Print its scalars and why it ended, then one row per decision."""
         row = find_row(self.folder, self.episode)
         kept = len(row.episode.video)
-        about = {name: str(getattr(row.episode, name)) for name in EPISODE_SCALARS} | {
+        scalars = scalar_types(version_of(row.episode))
+        about = {name: str(getattr(row.episode, name)) for name in scalars} | {
             "group number": str(row.number),
             "group was": row.outcome if row.used_at is None else f"used at version {row.used_at}",
             "observations": f"{len(row.episode.frames)} of {_size(row)}",
             "sample": _sample(row),
+            **_optional(row.episode),
             "video": f"{kept} frames" if kept else "not kept",
             "ended": why_ended(row),
         }
@@ -82,6 +84,8 @@ def why_ended(row: StoredEpisode) -> str:
     """Say how many steps an episode took, and why there were no more."""
     scores = row.episode.success_scores
     steps = f"{row.steps} steps ({len(scores)} decisions)"
+    if row.episode.steps_taken != REWARDED:
+        return f"{row.episode.end_reason} after {steps} in a simulator"
     if row.episode.success:
         score = scores.reshape(-1)[row.steps - 1]
         return f"success after {steps}: the reward model's score was {score:.3f} there"
@@ -134,6 +138,11 @@ def _sample(row: StoredEpisode) -> str:
     """Say what the policy is shown again: name, shape and type of each array."""
     arrays = row.episode.sample.items()
     return ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in arrays)
+
+
+def _optional(episode: Episode) -> dict[str, str]:
+    """Say which other cameras and states there are."""
+    return {name: str(list(getattr(episode, name).shape)) for name in optional_of(episode)}
 
 
 def _size(row: StoredEpisode) -> str:

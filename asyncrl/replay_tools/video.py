@@ -11,7 +11,7 @@ import tyro
 from PIL import Image
 
 from asyncrl.errors import ConfigError
-from asyncrl.records import Episode
+from asyncrl.records import REWARDED, Episode
 from asyncrl.replay_tools.drawing import INK, captioned, enlarged
 from asyncrl.replay_tools.episodes import find_row
 from asyncrl.replay_tools.selection import ReplayCommand
@@ -86,18 +86,20 @@ def movie_of(episode: Episode) -> list[Image.Image]:
         shown = first + [(step + 1, frame) for step, frame in enumerate(episode.video)]
     else:
         frames = [*episode.frames, episode.final_frame]
-        shown = [(episode.rewards.shape[1] * n, frame) for n, frame in enumerate(frames)]
+        taken = episode.rewards.size if episode.steps_taken == REWARDED else episode.steps_taken
+        shown = [(min(episode.rewards.shape[1] * n, taken), frame) for n, frame in enumerate(frames)]
     return [_frame(episode, step, enlarged(frame, WIDTH)) for step, frame in shown]
 
 
 def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
     """Return the picture seen after `steps` steps; the reward is the sum until then."""
     scores, rewards = episode.success_scores.reshape(-1), episode.rewards.reshape(-1)
-    won = float(rewards[:steps].sum())
+    rewarded = float(rewards[:steps].sum())
+    fulfilled = episode.success and steps >= episode.steps
     decision = max(0, steps - 1) // episode.rewards.shape[1]
     score = f"{scores[steps - 1]:.2f}" if steps else "-"
     lines = [
         f"step {steps} / {len(scores)}   version {episode.policy_versions[decision]}",
-        f"score {score}   reward {won:g}",
+        f"score {score}   reward {rewarded:g}",
     ]
-    return captioned(picture, lines, edge=GREEN if np.greater(won, 0) else INK)
+    return captioned(picture, lines, edge=GREEN if fulfilled else INK)

@@ -13,7 +13,7 @@ Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -152,3 +152,7 @@ class StartStateStream:
     def __getitem__(self, n: int) -> StartState:
         """Return element `n` without moving the stream."""
         return start_state_at(self.states, self.seed, n)
+
+    def left(self, quarantined: Collection[str]) -> int:
+        """Count the start states that are not quarantined."""
+        return sum(state.name not in quarantined for state in self.states)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from asyncrl.actors import telemetry
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import EndRule, Imagination, first_frame
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
 from asyncrl.config.run import SuccessFrames
@@ -71,7 +72,6 @@ def test_slots_are_filled_in_the_order_of_the_grants() -> None:
     assert fill(slots, 0) == [0, 1, 2]
     assert members(slots) == [(4, 0), (4, 1), (5, 0)]
     assert slots.episode(1).seed == episode_seed(0, 4, 1)
-    np.testing.assert_array_equal(slots.episode(2).frame, start(5).frame)
 
 
 def test_a_free_slot_is_refilled_while_the_neighbours_go_on() -> None:
@@ -112,10 +112,8 @@ def test_episodes_wait_for_the_version_their_grant_asks_for() -> None:
 
 def test_an_episode_begins_at_the_last_context_frame() -> None:
     context = np.stack([np.full((64, 64, 3), i, np.uint8) for i in (1, 2, 3, 4)])
-    slots = Slots(1, run_seed=0)
-    slots.add_group(grant(0), replace(start(0), context_frames=context), 1)
-    fill(slots, 0)
-    assert (slots.episode(0).frame == 4).all()
+    np.testing.assert_array_equal(first_frame(start(5)), start(5).frame)
+    assert (first_frame(replace(start(0), context_frames=context)) == 4).all()
 
 
 # ---- the record ----------------------------------------------------------------------------------
@@ -126,6 +124,7 @@ def episode_with(scores: list[list[float]], *, keep_video: bool = False) -> Epis
     episode = EpisodeInProgress(
         pending=PendingEpisode(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
         seed=9,
+        task=start(3).task,
         frame=start(3).frame,
     )
     for n, row in enumerate(scores):
@@ -147,11 +146,14 @@ def episode_with(scores: list[list[float]], *, keep_video: bool = False) -> Epis
 def finish(
     episode: EpisodeInProgress, max_decisions: int = 3, success_frames: SuccessFrames = 1
 ) -> Episode | None:
+    rule = EndRule(max_decisions=max_decisions, threshold=0.9, success_frames=success_frames)
+    nothing: Any = None
+    ending = Imagination(nothing, nothing, nothing, nothing, rule=rule).ending(episode)
+    if ending is None:
+        return None
     return finished_episode(
         episode,
-        threshold=0.9,
-        success_frames=success_frames,
-        max_decisions=max_decisions,
+        ending,
         group_size=GROUP,
         actor="actor-0",
         world_version=5,

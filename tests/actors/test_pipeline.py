@@ -238,7 +238,7 @@ def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
 
 def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=4)
-    slots, stage, imagination = run.actor.slots, Stage[Any](indices=range(4)), run.actor.imagination
+    slots, stage, imagination = run.actor.slots, Stage[Any](indices=range(4)), run.actor.acting
     for number in (0, 1):
         grant = run.replay.grant("inline")
         assert grant is not None
@@ -294,9 +294,9 @@ def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatc
     run = inline_run(tmp_path, Poisoned())
     for _ in range(2):
         run.actor.round(0.0)
-    seconds = run.actor.imagination.pop_device_seconds()
+    seconds = run.actor.acting.pop_device_seconds()
     assert seconds == {m.ACTOR_WORLD: 1 + 2 * 4.0, m.ACTOR_POLICY: 4.0, m.ACTOR_REWARD: 16.0}
-    assert run.actor.imagination.pop_device_seconds() == {}
+    assert run.actor.acting.pop_device_seconds() == {}
     run.replay.close()
 
 
@@ -304,10 +304,10 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = inline_run(tmp_path, Poisoned())
-    telemetry = ActorTelemetry(run.actor.imagination, NO_OFFLOAD)
+    telemetry = ActorTelemetry(run.actor.acting, NO_OFFLOAD)
     assert telemetry.report_if_due() is None, "too soon"
     monkeypatch.setattr(
-        run.actor.imagination, "pop_device_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}
+        run.actor.acting, "pop_device_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}
     )
     telemetry.add_busy(8.0)
     telemetry.add_device_wait(2.0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.config.run import ActorSettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
@@ -93,12 +93,13 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
     replay = open_run_replay(folder, config())
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
-    settings = ActorSettings(slots=8, pipeline_stages=stages, max_decisions=3, success_threshold=0.9)
+    settings = ActorSettings(slots=8, pipeline_stages=stages, max_decisions=3)
     imagination = Imagination(
         models,
         models,
         models,
         SamplingParams(temperature=1.0),
+        rule=EndRule(max_decisions=3, threshold=0.9),
         policy_device=policy,
         world_device=world,
     )
@@ -124,7 +125,7 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
         assert (one.group_id, one.member) == (other.group_id, other.member)
         for name, array in episode_arrays(one).items():
             np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
-    seconds = actor.imagination.pop_device_seconds()
+    seconds = actor.acting.pop_device_seconds()
     assert all(seconds[metric] > 0 for metric in (m.ACTOR_POLICY, m.ACTOR_WORLD, m.ACTOR_REWARD))
     replay.close()
 
@@ -134,7 +135,7 @@ def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
     actor, learner, replay = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
     learner.sample(groups=4, version=0, timeout=60.0)  # Memory and kernels are there from now on.
     learner.report_version(0)
-    drawing = actor.imagination.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
+    drawing = actor.acting.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
     assert drawing > 0.01
     replay.close()
 

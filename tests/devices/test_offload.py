@@ -265,8 +265,8 @@ def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.Mon
 def offloading(actor: Actor) -> OffloadedTensors:
     """Give an actor what --actor.offload does."""
     config = TrainConfig(actor=ActorSettings(offload=True))
-    actor.offload = actor_offload(config, actor.imagination)
-    actor.telemetry = ActorTelemetry(actor.imagination, actor.offload)
+    actor.offload = actor_offload(config, actor.acting)
+    actor.telemetry = ActorTelemetry(actor.acting, actor.offload)
     assert actor.offload._tensors is not None
     return actor.offload._tensors
 

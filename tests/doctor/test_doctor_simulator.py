@@ -19,6 +19,7 @@ from asyncrl.doctor.simulators import PINNED, Measured, SimulatorExamination, ch
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rendering import find_backend
+from support.maniskill import require_maniskill
 from support.own_environment import DOT, write_my_lab
 
 ODD = """
@@ -106,9 +107,23 @@ def test_an_environment_of_ones_own_is_played_in_all_its_places(
     assert "of 3 places together" in found["step"]["seen"]
 
 
+@pytest.mark.render
+@pytest.mark.multiprocess
+@pytest.mark.filterwarnings("ignore")
+def test_maniskill_names_its_packages_and_what_it_draws_with(capsys: pytest.CaptureFixture[str]) -> None:
+    require_maniskill()
+    code, found = report(capsys, "--simulator", "maniskill_push_cube", "--image-size", "64")
+    assert code == 0
+    assert found["mani-skill"]["seen"] == "3.0.1"
+    assert found["Vulkan"]["seen"]
+    assert "maniskill_push_cube: 1 task, seeds as starts, 50 steps" in found["simulator"]["seen"]
+    assert found["reset"]["verdict"] == "ok"
+
+
 @pytest.mark.multiprocess
 def test_a_step_with_pictures_is_told_from_one_without(lab: None) -> None:
     measured = simulators.measure(SimulatorSource(name="odd_lab:Odd", settings=("slow=0.004",)))
+    assert measured.undrawn >= 0.004
     assert measured.drawn >= 0.024
     assert measured.drawn - measured.undrawn >= 0.015
     assert measured.memory > 10 * 2**20

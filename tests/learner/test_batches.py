@@ -36,7 +36,7 @@ def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
     assert batch.rewards[1, 2] == 1
     assert batch.decision_index.tolist() == [0, 1, 0, 0, 0]
     assert batch.final_frames[:, 0, 0, 0].tolist() == [5, 2, 3, 3]
-    assert batch.successes.tolist() == [True, False, False, False]
+    assert batch.terminated.tolist() == [True, False, False, False]
     assert batch.lag.tolist() == [2, 1, 3, 0, 0]
     assert batch.episode.tolist() == [0, 0, 1, 2, 3]
     assert batch.lengths.tolist() == [11, 8, 8, 8]

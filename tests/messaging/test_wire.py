@@ -1,6 +1,7 @@
 """The wire format: what is sent arrives exactly, and nothing else is accepted."""
 
 import dataclasses
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.messaging import sockets
-from asyncrl.messaging.wire import KINDS, WITH_EPISODE, decode, encode
-from asyncrl.records import episode_arrays
-from support.episodes import SAMPLES, assert_same, make_episode, pack, unpack, with_chain
+from asyncrl.messaging.wire import KINDS, MAX_FRAMES, WITH_EPISODE, decode, encode
+from asyncrl.records import EndReason, episode_arrays
+from support.episodes import SAMPLES, assert_same, make_episode, pack, simulated, unpack, with_chain
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -241,7 +242,7 @@ def test_another_schema_version_is_named_beside_ours() -> None:
 def test_limits_are_checked_before_the_header_is_read() -> None:
     large = memoryview(bytearray(1)).cast("B")
     with pytest.raises(WireError, match="frames"):
-        decode([b"garbage!", *[large] * 27])
+        decode([b"garbage!", *[large] * MAX_FRAMES])
     with pytest.raises(WireError, match="largest frame"):
         decode([b"garbage!", np.broadcast_to(np.zeros(1, np.uint8), 2**28 + 1)])  # type: ignore[list-item]
 
@@ -340,3 +341,47 @@ def test_loopback_needs_no_encryption(endpoint: str) -> None:
 def test_other_endpoints_are_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError):
         sockets.check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("end", ["success", "terminated", "truncated"])
+def test_an_episode_of_a_simulator_arrives_exactly_under_the_third_schema_version(
+    end: EndReason, views: bool
+) -> None:
+    for sent in (
+        simulated(make_episode(5, 1, video=True), end=end),
+        simulated(with_chain(make_episode(5, 1)), steps=6, end=end, cameras=1),
+        simulated(make_episode(5, 1), end=end, cameras=1, state=0),
+    ):
+        frames = encode("episode", sent)
+        assert unpack(frames)[0]["schema"] == 3
+        received = decode(frames, views=views).episode
+        assert received is not None
+        assert_same(received, sent)
+        assert (received.steps, received.end_reason) == (sent.steps, end)
+
+
+def test_what_only_simulators_tell_is_refused_under_another_version_or_in_another_place() -> None:
+    header, frames = unpack(encode("episode", simulated(make_episode())))
+    with pytest.raises(WireError, match="the episode has the fields"):
+        decode(pack(header | {"schema": 1}, frames))
+    uncounted = header | {"episode": header["episode"] | {"steps_taken": -1}}
+    with pytest.raises(WireError, match="not of schema version 3"):
+        decode(pack(uncounted, frames))
+    arrays = header["arrays"]
+    names = [entry[0] for entry in arrays]
+    assert names[-4:] == ["more_frames", "states", "final_more_frames", "final_state"]
+    with pytest.raises(WireError, match="states and final_state belong together"):
+        decode(pack(header | {"arrays": arrays[:-1]}, frames[:-1]))
+    swapped = [*arrays[:-2], arrays[-1], arrays[-2]]
+    with pytest.raises(WireError, match="final_state, final_more_frames are not"):
+        decode(pack(header | {"arrays": swapped}, [*frames[:-2], frames[-1], frames[-2]]))
+    wrong = [*arrays[:-1], ["final_state", "float32", [4], arrays[-1][3]]]
+    with pytest.raises(WireError, match="Q is 3"):
+        decode(pack(header | {"arrays": wrong}, frames))
+    plain, own = unpack(encode("episode", make_episode()))
+    extra = simulated(make_episode(), cameras=1).states
+    assert extra is not None
+    entry = ["states", "float32", list(extra.shape), zlib.crc32(extra.tobytes())]
+    with pytest.raises(WireError):
+        decode(pack(plain | {"arrays": [*plain["arrays"], entry]}, [*own, extra.tobytes()]))

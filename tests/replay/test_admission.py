@@ -14,15 +14,15 @@ from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_replay as m
-from asyncrl.records import ActionSpec, Episode
-from asyncrl.replay.admission import EpisodeFormat, RefusedActors
+from asyncrl.records import ActionSpec, EndReason, Episode
+from asyncrl.replay.admission import EpisodeFormat, Expected, RefusedActors, SimulatorFormat, refusal
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.counters import REFUSED
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupFailure, GroupGrant
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart
-from support.episodes import make_episode, with_chain
+from support.episodes import make_episode, simulated, with_chain
 from support.replay_server import Served, acquire, push_group, until
 
 TASK, START = "put the red cube into the bowl", "tabletop-7"
@@ -338,3 +338,67 @@ def test_what_rank_0_says_of_the_episodes_arrives_as_it_was() -> None:
     assert again == start
     assert again.episodes.action_spec == ActionSpec()
     assert RunStart.from_json("") == RunStart()
+
+
+# ---- episodes of a simulator ---------------------------------------------------------------------
+
+PLAYED = EpisodeFormat(
+    image_size=4,
+    action_spec=ActionSpec(),
+    sample={"tokens": ("int32", (8, 7))},
+    max_decisions=3,
+    world_version=-1,
+    simulator=SimulatorFormat(name="table", tasks=(TASK,), more_cameras=1, state_dim=3, reward="dense"),
+)
+
+
+def played(**changes: Any) -> Episode:
+    return dataclasses.replace(simulated(make_episode(0, 0, versions=(0, 0))), **changes)
+
+
+def why(episode: Episode, format: EpisodeFormat = PLAYED) -> str:
+    found = refusal(episode, Expected(format=format, group_size=2, newest_version=0))
+    return "" if found is None else f"{found.cause}: {found.reason}"
+
+
+def test_dense_rewards_of_a_simulator_are_admitted_however_the_episode_ended() -> None:
+    ends: tuple[EndReason, ...] = ("success", "terminated", "truncated")
+    for end in ends:
+        assert why(simulated(make_episode(0, 0, versions=(0, 0)), end=end)) == ""
+    assert EpisodeFormat.from_json(PLAYED.to_json()) == PLAYED
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"end_reason": "success"}, "content: end_reason is 'success'"),
+        ({"success_scores": WON}, "content: end_reason is 'truncated', but the task was fulfilled"),
+        ({"rewards": 1e9 * WON}, "content: rewards holds a number"),
+        ({"states": np.full((2, 3), 1e9, np.float32)}, "content: states holds a number"),
+        ({"world_version": 0}, "version: world version 0"),
+        ({"task": "lift the lid"}, "settings: task 'lift the lid' is none"),
+        ({"start_state": "table/../x"}, "settings: start_state"),
+        ({"start_state": "other/seed-3"}, "settings: start_state"),
+        ({"start_state": "table/seed-3/"}, "settings: start_state"),
+        ({"states": None, "final_state": None}, "settings: 1 further cameras and 0 numbers"),
+        ({"more_frames": None, "final_more_frames": None}, "settings: 0 further cameras and 3"),
+    ],
+    ids=described,
+)
+def test_what_this_simulator_cannot_have_given_is_refused(changes: dict[str, Any], reason: str) -> None:
+    assert why(played(**changes)).startswith(reason)
+
+
+def test_a_simulator_that_rewards_success_gives_nothing_else() -> None:
+    assert PLAYED.simulator is not None
+    sparse = dataclasses.replace(PLAYED, simulator=dataclasses.replace(PLAYED.simulator, reward="success"))
+    won = simulated(make_episode(0, 0, versions=(0, 0)), end="success")
+    assert "rewards other than 1" in why(won, sparse)
+    assert why(dataclasses.replace(won, rewards=won.success_scores), sparse) == ""
+
+
+def test_world_models_and_simulators_are_not_taken_for_each_other() -> None:
+    assert "this run has a world model" in why(played(world_version=0, start_state=START), FORMAT)
+    assert "does not say how many steps" in why(
+        sound(world_version=-1, start_state="table/seed-1", task=TASK), PLAYED
+    )

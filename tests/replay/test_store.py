@@ -1,5 +1,6 @@
 """The store: what was acknowledged is readable, what is readable is whole."""
 
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -14,13 +15,14 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ReplayError
+from asyncrl.records import OPTIONAL_ARRAYS, REWARDED, EndReason
 from asyncrl.replay.files import format
 from asyncrl.replay.files.format import append_footer, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.ledger import Ledger
 from support import child_environment
-from support.episodes import assert_same, with_chain
+from support.episodes import assert_same, make_episode, simulated, with_chain
 from support.replay_store import group_of, open_store
 
 
@@ -308,3 +310,48 @@ def test_a_writer_killed_at_any_moment_loses_nothing_it_acknowledged(tmp_path: P
         assert loaded is not None
         np.testing.assert_array_equal(loaded[1].video, group_of(number, image=48)[1].video)
     store.close()
+
+
+def test_episodes_of_a_simulator_come_back_exactly_under_the_third_schema_version(tmp_path: Path) -> None:
+    ends: tuple[EndReason, ...] = ("success", "terminated")
+    group = [
+        simulated(make_episode(3, i, versions=(3, 3), video=i == 1), steps=9 + i, end=end)
+        for i, end in enumerate(ends)
+    ]
+    with closing(open_store(tmp_path)) as store:
+        path = store.store_group(3, group).path
+    with closing(open_store(tmp_path)) as store:
+        assert store.group_files[3].attributes["schema_version"] == 3
+        assert store.group_files[3].attributes["successes"] == 1
+        loaded = store.load(3)
+    assert loaded is not None
+    for one, other in zip(loaded, group, strict=True):
+        assert_same(one, other)
+    light, _ = read_group(path, ("rewards",))
+    assert (light.steps, light.end_reason, light.states.size) == (9, "success", 0)  # type: ignore[union-attr]
+    file: Any
+    with h5py.File(path, "r") as file:
+        assert file["episodes"]["steps_taken"].tolist() == [9, 10]
+        assert file["more_frames"].attrs["letters"] == b"N,V,H,W,3"
+        assert (file["final_more_frames"].shape, file["final_state"].shape) == ((2, 1, 4, 4, 3), (2, 3))
+
+
+def test_files_of_a_world_model_know_nothing_of_simulators(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        path = store.store_group(0, group_of(0)).path
+    file: Any
+    with h5py.File(path, "r") as file:
+        assert "steps_taken" not in file["episodes"].dtype.names
+        assert not set(OPTIONAL_ARRAYS) & set(file)
+    assert all(
+        (episode.steps_taken, episode.states, episode.more_frames) == (REWARDED, None, None)
+        for episode in read_group(path)
+    )
+
+
+def test_a_group_that_mixes_simulator_and_world_model_is_not_stored(tmp_path: Path) -> None:
+    one, other = group_of(0)
+    steps = other.rewards.size
+    with closing(open_store(tmp_path)) as store, pytest.raises(ValueError, match="others do not"):
+        store.store_group(0, [one, dataclasses.replace(other, steps_taken=steps, video=other.video[:steps])])
+    assert not list(tmp_path.glob("group-*"))

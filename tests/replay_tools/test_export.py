@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from asyncrl.commands.replay import main as run_inspection
+from asyncrl.records import EndReason
 from asyncrl.replay_tools.export import samples_of
 from asyncrl.replay_tools.lerobot import RunningStatistics
+from asyncrl.replay_tools.samples import Rate
+from asyncrl.replay_tools.video import movie_of
+from support.episodes import make_episode, simulated
 from support.recorded_run import IDS, IMAGE, episode_of, make_run, open_store
 
 CAMERA = "observation.images.agentview"
@@ -190,3 +194,17 @@ def test_looking_does_not_load_the_export_packages() -> None:
         [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("rate", ["step", "decision"])
+@pytest.mark.parametrize("end", ["success", "terminated", "truncated"])
+def test_dense_rewards_make_no_sample_a_success(rate: Rate, end: EndReason) -> None:
+    played = simulated(make_episode(video=True), steps=12, end=end)
+    assert (played.rewards > 0).sum() > 1, "rewards that are positive on the way"
+    samples = samples_of(played, rate)
+    assert samples is not None
+    length = 12 if rate == "step" else 2
+    assert samples.dones.tolist() == [False] * (length - 1) + [True]
+    assert samples.successes.tolist() == [False] * (length - 1) + [end == "success"]
+    assert samples.rewards.sum() == pytest.approx(played.total_reward, abs=1e-5)
+    assert len(movie_of(played)) == 13

@@ -8,8 +8,10 @@ import pytest
 from PIL import Image
 
 from asyncrl.commands.replay import main as run_inspection
+from asyncrl.records import EndReason
 from asyncrl.replay_tools.drawing import BLUE, FAINT
-from support.episodes import with_chain
+from asyncrl.replay_tools.episodes import find_group
+from support.episodes import assert_same, simulated, with_chain
 from support.recorded_run import IDS, episode_of, make_run, open_store, remove_after_listing
 
 
@@ -359,3 +361,31 @@ def test_flags_that_cannot_work_exit_with_2(run_dir: Path, flags: list[str]) -> 
     with pytest.raises(SystemExit) as exit_info:
         run_inspection([flags[0], str(run_dir), *flags[1:]])
     assert exit_info.value.code == 2
+
+
+def test_the_tools_take_episodes_of_a_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends: tuple[EndReason, ...] = ("terminated", "success")
+    with closing(open_store(tmp_path)) as store:
+        store.ledger.append(grant=0, actor="actor-0", turn=0, min_version=0)
+        group = [simulated(episode_of(0, i), steps=10 + i, end=end) for i, end in enumerate(ends)]
+        store.store_group(0, group)
+    assert run_inspection(["verify", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert run_inspection(["stats", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["successes"], said["mean_steps"], said["episodes_by_decisions"]) == (1, 10.5, {"2": 2})
+    assert run_inspection(["list", str(tmp_path), "--json"]) == 0
+    assert [(e["end_reason"], e["steps"]) for e in json.loads(capsys.readouterr().out)] == [
+        ("terminated", 10),
+        ("success", 11),
+    ]
+    assert run_inspection(["show", str(tmp_path), "0123"]) == 0
+    out = capsys.readouterr().out
+    assert "terminated after 10 steps (2 decisions) in a simulator" in out
+    assert "[2, 3]" in next(line for line in out.splitlines() if line.startswith("states"))
+    for command in ("compact --codec gzip --all", "verify", "list"):
+        name, *flags = command.split()
+        assert run_inspection([name, str(tmp_path), *flags]) == 0
+    for member, (one, other) in enumerate(zip(find_group(tmp_path / "replay", 0), group, strict=True)):
+        assert (one.member, one.steps) == (member, 10 + member)
+        assert_same(one, other)

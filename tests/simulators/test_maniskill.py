@@ -101,7 +101,7 @@ def test_an_episode_is_the_same_in_every_place_order_and_process(name: str, buil
     with SimulatorPool(source(name), 1) as pool:
         pool.reset(0, start(two, 3))
         (begun,) = pool.ready(120)
-        pool.step(0, actions_of(3), every_frame=True, past_success=True)
+        pool.step(0, actions_of(3), frames="all", past_success=True)
         (played,) = pool.ready(120)
     assert begun.task == TASKS[name].instruction
     np.testing.assert_array_equal(begun.frames[0], first[0][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ import pytest
 from asyncrl import registry
 from asyncrl.errors import AssetError
 from asyncrl.simulators.maniskill import vulkan
+from asyncrl.simulators.maniskill.expert import EXPERTS
 from asyncrl.simulators.maniskill.rotations import axis_angle, matrix, turn_between
 from asyncrl.simulators.maniskill.shaping import GraspReward
 from asyncrl.simulators.maniskill.tasks import TASKS
+from support import ROOT
 
+PAGE = ROOT / "docs" / "maniskill.md"
 TOO_OLD = "GPU: llvmpipe (LLVM 15.0.6, 256 bits)\n  Supported: 0\n  Present:   0\n  cudaId:    -1\n\n"
 TWO = f"{TOO_OLD}GPU: NVIDIA H200\n  Supported: 1\n  Present:   0\n  cudaId:    0\n\n"
 
@@ -31,6 +35,17 @@ def test_every_instruction_is_plain_and_there_is_one_unless_each_episode_says_it
     for task in TASKS.values():
         assert task.instruction == task.instruction.lower().strip().rstrip(".")
         assert bool(task.instruction) != task.published
+
+
+def test_the_page_lists_every_task_as_it_is() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)`.*?\| (.*?) \| .*?\| \d+ \| (yes)? ?\| (yes)? ?\|$", PAGE.read_text(), re.M
+    )
+    page = {name: (instruction, bool(expert), bool(shaped)) for name, instruction, expert, shaped in rows}
+    for name, task in TASKS.items():
+        first = re.sub(r"_\d$", "_0", name)
+        if not task.published:
+            assert page[first] == (task.instruction, first in EXPERTS, bool(task.grasped)), name
 
 
 def test_without_the_extra_the_pip_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

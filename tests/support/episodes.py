@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.records import EPISODE_SCALARS, Episode, episode_arrays
+from asyncrl.records import EndReason, Episode, episode_arrays, scalar_types, version_of
 
 SAMPLES: dict[type, Any] = {str: "é x", int: -7, float: 0.1, bool: True, dict: {"wire/bytes": 1.5}}
 
@@ -91,7 +91,8 @@ def with_chain(episode: Episode) -> Episode:
 
 
 def assert_same(one: Episode, other: Episode) -> None:
-    for name in EPISODE_SCALARS:
+    assert version_of(one) == version_of(other)
+    for name in scalar_types(version_of(one)):
         assert getattr(one, name) == getattr(other, name), name
         assert type(getattr(one, name)) is type(getattr(other, name)), name
     ours, theirs = episode_arrays(one), episode_arrays(other)
@@ -99,3 +100,32 @@ def assert_same(one: Episode, other: Episode) -> None:
     for name, a in ours.items():
         b = theirs[name]
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
+
+
+def simulated(
+    episode: Episode, *, steps: int = 12, end: EndReason = "truncated", cameras: int = 2, state: int = 3
+) -> Episode:
+    """The same episode as a simulator's: `steps` carried out, dense rewards, cameras and states."""
+    n, chunk, image = *episode.rewards.shape, episode.final_frame.shape[0]
+    random = np.random.default_rng([7, episode.member])
+    counted = np.arange(n * chunk) < steps
+    rewards = np.where(counted, random.standard_normal(n * chunk), 0).astype(np.float32).reshape(n, chunk)
+    scores = np.zeros(n * chunk, np.float32)
+    scores[steps - 1] = float(end == "success")
+    pictures = random.integers(0, 256, (n + 1, cameras - 1, image, image, 3)).astype(np.uint8)
+    states = random.standard_normal((n + 1, state)).astype(np.float32)
+    return dataclasses.replace(
+        episode,
+        task="put the red cube into the bowl",
+        start_state="table/3/seed-12",
+        world_version=-1,
+        end_reason=end,
+        steps_taken=steps,
+        rewards=rewards,
+        success_scores=scores.reshape(n, chunk),
+        video=episode.video[:steps],
+        more_frames=pictures[:-1] if cameras > 1 else None,
+        final_more_frames=pictures[-1] if cameras > 1 else None,
+        states=states[:-1] if state else None,
+        final_state=states[-1] if state else None,
+    )

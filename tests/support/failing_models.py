@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.config.run import ActorSettings, AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams
@@ -173,8 +173,9 @@ def actor_of(
     models: Any = RowModels(poisoned)
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
-    settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=3, success_threshold=0.9)
-    imagination = Imagination(models, models, models, SamplingParams(temperature=1.0))
+    settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=3)
+    rule = EndRule(max_decisions=3, threshold=0.9)
+    imagination = Imagination(models, models, models, SamplingParams(temperature=1.0), rule=rule)
     stream = StartStateStream([start(n) for n in range(starts)], 0)
     return Actor("inline", imagination, stream, port, receiver, settings, group_size=GROUP, run_seed=0)
 

@@ -9,7 +9,7 @@ from asyncrl.simulators.maniskill.vulkan import require_device
 
 
 def require_maniskill() -> None:
-    """Skip the tests of a module, by name, where the extra or a Vulkan device is missing."""
+    """Skip a test, or the tests of a module, by name, where the extra or a Vulkan device is missing."""
     pytest.importorskip("mani_skill", reason="the extra maniskill is not installed")
     try:
         require_device()

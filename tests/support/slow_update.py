@@ -111,7 +111,7 @@ def critic_targets(
                 log_ratio = sum(float(start[d][t]) - float(batch.logprob_behaviour[d][t]) for t in tokens)
                 ratios.append(math.exp(min(20.0, max(-20.0, log_ratio))))
         final_row = int(batch.final_frames[e, 0, 0, 0])
-        over = batch.successes[e] or critic.truncation == "failure"
+        over = batch.terminated[e] or critic.truncation == "failure"
         end = 0.0 if over else table_values[final_row][0]
         if config.correction.kind == "vtrace":
             pg, goal = slow_vtrace(config, rewards, values, end, ratios)

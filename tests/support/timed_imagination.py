@@ -16,9 +16,10 @@ import torch
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.failures import RowFailure
 from asyncrl.actors.pipeline import InFlightDecision, Stage
-from asyncrl.actors.slots import Slots
+from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import SampleTimeout
+from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.client import WINDOW, ZmqActorPort, ZmqLearnerPort
@@ -37,7 +38,7 @@ class TimedImagination:
         self.seconds, self.shortest, self.longest = seconds, shortest, longest
         self.sampling = SamplingParams(temperature=1.0)
         self.policy: Any = SimpleNamespace(acting_tensors=lambda: dict(WEIGHTS))
-        self.world = SimpleNamespace(version=0)
+        self.version = 0
         self.devices = {torch.device("cpu")}
         self.decisions = 0
         self.most_groups = 0
@@ -46,6 +47,8 @@ class TimedImagination:
         """Share of the slots with an episode, at each decision."""
 
     def begin(self, slots: Slots, stage: Stage[Any], indices: list[int]) -> list[RowFailure]:
+        for index in indices:
+            slots.episode(index).task = slots.episode(index).pending.start.task
         return []
 
     def launch(self, slots: Slots, stage: Stage[Any], indices: list[int], version: int) -> list[RowFailure]:
@@ -88,6 +91,24 @@ class TimedImagination:
                     episode.add({name: np.array(x[row]) for name, x in decision.arrays.items()})
         return [], self.seconds
 
+    @property
+    def counts(self) -> dict[Any, int]:
+        return {m.ACTOR_DECISIONS: self.decisions}
+
+    def suits(self, index: int, start: object) -> bool:
+        return True
+
+    def release(self, slots: Slots, stage: Stage[Any]) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def ending(self, episode: EpisodeInProgress) -> Ending | None:
+        rewards = np.zeros((len(episode.decisions), STEPS), np.float32)
+        rewards[-1, 0] = episode.decisions[-1]["success_scores"][0]
+        return Ending(reason="success", rewards=rewards) if rewards.any() else None
+
     def pop_device_seconds(self) -> dict[Any, float]:
         return {}
 
@@ -124,7 +145,7 @@ def measure_slots(
         starts = StartStateStream([_start()], seed=0)
         actor = Actor(
             "actor-0",
-            imagination,  # type: ignore[arg-type]
+            imagination,
             starts,
             port,
             receiver,

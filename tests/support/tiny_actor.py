@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.config.run import ActorSettings, AlgorithmSettings, ReplaySettings, TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
@@ -47,10 +47,9 @@ def actor_with(
     learner = InProcessLearnerPort(replay)
     publisher, receiver = build_in_process()
     publisher.publish(models.policy.trainable_tensors(), 0)
-    settings = ActorSettings(
-        slots=slots, pipeline_stages=stages, max_decisions=decisions, success_threshold=1.0
-    )
-    fresh = Imagination(models.policy, models.world, models.reward, models.sampling)
+    settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=decisions)
+    rule = EndRule(max_decisions=decisions, threshold=1.0)
+    fresh = Imagination(models.policy, models.world, models.reward, models.sampling, rule=rule)
     starts = StartStateStream([start(0), start(1)], seed=0)
     port = InProcessActorPort(replay)
     actor = Actor("inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0)

@@ -174,7 +174,7 @@ class OpenVLAOFTConfig:
 def require_trainable(config: OpenVLAOFTConfig) -> None:
     """Refuse a policy that cannot be trained in a world model, which draws one picture for each of 8 steps.
 
-    Such a policy can be evaluated in simulators.
+    Such a policy can be evaluated and trained in simulators.
 
     Raises:
         ConfigError: The policy makes other than 8 steps of 7 numbers per decision, or needs several pictures
@@ -190,8 +190,9 @@ def require_trainable(config: OpenVLAOFTConfig) -> None:
         has = f"needs proprioception of {config.proprio_dim} numbers, but a world model draws pictures only"
     if has:
         raise ConfigError(
-            f"--policy cannot be trained: it {has}. It can be evaluated in simulators; to train, choose a "
-            f"policy that was fine-tuned with one picture, without proprioception and with chunk {CHUNK}."
+            f"--policy cannot be trained in a world model: it {has}. It can be evaluated and trained in "
+            "simulators (--world libero_spatial); for a world model choose a policy that was fine-tuned with "
+            f"one picture, without proprioception and with chunk {CHUNK}."
         )
 
 

@@ -92,6 +92,16 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
         """Estimate the memory of passes. See `interface.CountsActivations`."""
         return memory.activation_bytes(self.config, rows, passes, itemsize)
 
+    @property
+    def pictures(self) -> int:
+        """Return the pictures per decision. See `interface.SaysInputs`."""
+        return self.config.images
+
+    @property
+    def proprio_numbers(self) -> int:
+        """Return the numbers of proprioception. See `interface.SaysInputs`."""
+        return self.config.proprio_dim
+
     def check_trainable(self) -> None:
         """Refuse several pictures, proprioception and other decisions than a world's."""
         require_trainable(self.config)

@@ -139,8 +139,8 @@ def crop_centre(frames_BSS3: Tensor) -> Tensor:
 
 
 _WORLDS = (
-    "A world model draws one picture and no proprioception: such a policy can be evaluated in a simulator "
-    "that gives what it needs, but not trained in a world."
+    "A world model draws one picture and no proprioception: such a policy can be evaluated and trained in "
+    "a simulator that gives what it needs, but not trained in a world."
 )
 
 

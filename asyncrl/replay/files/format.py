@@ -11,7 +11,9 @@
     each dataset   attributes: letters, unit
 
 The columns of /checksums name the arrays, so also those of the sample. Where these are other arrays than the
-action tokens alone, schema_version is 2.
+action tokens alone, schema_version is 2. It is 3 where each episode says how many steps were taken, as those
+of a simulator do: /episodes has the column steps_taken behind end_reason, and `records.OPTIONAL_ARRAYS` may
+stand behind the other arrays.
 
 Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for images that
 `asyncrl replay compact` rewrote. Behind the HDF5 content lies a footer with a checksum of its structure and
@@ -35,7 +37,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import OutOfFiles, ReplayError
 from asyncrl.observability import descriptors
-from asyncrl.records import EPISODE_ARRAYS, SCHEMA_VERSIONS, Sampling
+from asyncrl.records import EPISODE_ARRAYS, OPTIONAL_ARRAYS, SCHEMA_VERSIONS, Sampling
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 from asyncrl.storage.regular_files import open_regular
 
@@ -145,6 +147,10 @@ UNITS: Final = {
     "noise_seeds": "seed",
     "final_frame": "8-bit sRGB",
     "video": "8-bit sRGB",
+    "more_frames": "8-bit sRGB",
+    "states": "simulator's unit per number",
+    "final_more_frames": "8-bit sRGB",
+    "final_state": "simulator's unit per number",
 }
 COMPRESSED: Final = -1
 BOUNDS: Final = ("N_begin", "N_end", "M_begin", "M_end")
@@ -222,7 +228,8 @@ class GroupFileParts:
 
 def stacking_letter(name: str) -> str:
     """Return the letter along which an array's episodes are joined: N, M, or E when they are stacked."""
-    first = EPISODE_ARRAYS[name].shape[0] if name in EPISODE_ARRAYS else "N"  # Else of the sample.
+    known = EPISODE_ARRAYS | OPTIONAL_ARRAYS
+    first = known[name].shape[0] if name in known else "N"  # Else of the sample.
     return str(first) if first in ("N", "M") else "E"
 
 

@@ -25,12 +25,15 @@ from numpy.typing import NDArray
 from asyncrl.errors import ReplayError
 from asyncrl.observability import descriptors
 from asyncrl.records import (
+    COUNTED_SCHEMA_VERSION,
     EPISODE_ARRAYS,
-    EPISODE_SCALARS,
+    OPTIONAL_ARRAYS,
+    REWARDED,
     ArraySpec,
     Episode,
     array_specs,
     sample_specs,
+    scalar_types,
     schema_version,
 )
 from asyncrl.replay.files.compression import read_compressed
@@ -182,12 +185,15 @@ class _CachedLayout:
         ]
         self.names: tuple[str, ...] = written.checksums.dtype.names or ()
         """Of all arrays, in file order."""
-        self._sample = frozenset(self.names) - EPISODE_ARRAYS.keys()
+        version = written.attributes["schema_version"]
+        optional = OPTIONAL_ARRAYS if version == COUNTED_SCHEMA_VERSION else {}
+        self._sample = frozenset(self.names) - EPISODE_ARRAYS.keys() - optional.keys()
         self._letters = {name: stacking_letter(name) for name in self.names}
         self._bounds = [tuple(row[name] for name in BOUNDS) for row in rows]
         nothing = {name: np.empty(0, written.extents[name].dtype) for name in self.names}
         self._no_sample = {name: nothing.pop(name) for name in self.names if name in self._sample}
-        self._members = [_scalars(row) | nothing for row in rows]
+        absent = dict.fromkeys(OPTIONAL_ARRAYS.keys() - nothing.keys())
+        self._members = [_scalars(row, version) | absent | nothing for row in rows]
         self._checksums = {name: written.checksums[name].tolist() for name in self.names}
 
     def plan(self, names: tuple[str, ...]) -> tuple[_Piece, ...]:
@@ -213,7 +219,7 @@ class _CachedLayout:
                     array[n:n_end] if letter == "N" else array[m:m_end] if letter == "M" else array[index]
                 )
             fields["sample"] = sample
-            # What `Episode(**fields)` does, in a fifteenth of its time: it sets 23 frozen fields one by one.
+            # What `Episode(**fields)` does, in a fifteenth of its time: it sets frozen fields one by one.
             episode = object.__new__(Episode)
             episode.__dict__.update(fields)
             episodes.append(episode)
@@ -259,9 +265,12 @@ def read_layout(path: Path) -> GroupFileParts:
 def _specs(file: h5py.File, root: dict[str, Any], checksums: NDArray[Any]) -> dict[str, ArraySpec]:
     """Return the arrays of a file, by the columns of its checksums."""
     names = checksums.dtype.names or ()
-    sample = [(name, get_dataset(file, name)) for name in names if name not in EPISODE_ARRAYS]
-    specs = array_specs(sample_specs((name, dataset.dtype.name, dataset.shape) for name, dataset in sample))
-    if tuple(specs) != names or schema_version(name for name, _ in sample) != root["schema_version"]:
+    counted = root["schema_version"] == COUNTED_SCHEMA_VERSION
+    optional = [name for name in names if counted and name in OPTIONAL_ARRAYS]
+    sample = [(name, get_dataset(file, name)) for name in names if name not in {*EPISODE_ARRAYS, *optional}]
+    found = sample_specs((name, dataset.dtype.name, dataset.shape) for name, dataset in sample)
+    specs = array_specs(found, optional, counted=counted)
+    if tuple(specs) != names or schema_version(found, counted=counted) != root["schema_version"]:
         raise ValueError(f"its arrays {', '.join(names)} are not those of its schema version")
     return specs
 
@@ -296,8 +305,10 @@ def _identity(found: os.stat_result) -> Identity:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _scalars(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name].decode() if kind is str else row[name] for name, kind in EPISODE_SCALARS.items()}
+def _scalars(row: dict[str, Any], version: int) -> dict[str, Any]:
+    types = scalar_types(version)
+    scalars = {name: row[name].decode() if kind is str else row[name] for name, kind in types.items()}
+    return {"steps_taken": REWARDED} | scalars
 
 
 def _pieces(extents: dict[str, ArrayExtent]) -> Iterator[_Piece]:

@@ -22,14 +22,16 @@ from numpy.typing import NDArray
 
 from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.records import (
-    EPISODE_SCALARS,
+    COUNTED_SCHEMA_VERSION,
     ArraySpec,
     Episode,
     array_specs,
     decision_layout,
     episode_arrays,
+    optional_of,
     sample_specs,
-    schema_version,
+    scalar_types,
+    version_of,
 )
 from asyncrl.replay.files.format import (
     BOUNDS,
@@ -74,11 +76,18 @@ class Dimensions:
     """Bytes of each text column of the table of the group."""
     episode_widths: tuple[int, ...]
     """Bytes of each text column of the table of episodes."""
+    version: int
+    """Schema version of the episodes."""
+    optional: tuple[str, ...] = ()
+    """Their `records.OPTIONAL_ARRAYS`."""
+    V: int = 0
+    Q: int = 0
 
     @property
     def arrays(self) -> dict[str, ArraySpec]:
         """Return the arrays of the file, in the order of `records.episode_arrays`."""
-        return array_specs(sample_specs((name, dtype, (None, *shape)) for name, dtype, shape in self.sample))
+        sample = sample_specs((name, dtype, (None, *shape)) for name, dtype, shape in self.sample)
+        return array_specs(sample, self.optional, counted=self.version == COUNTED_SCHEMA_VERSION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +155,9 @@ def group_type(widths: tuple[int, ...]) -> np.dtype[Any]:
     return _columns({name: kind for name, kind in ROOT.items() if name not in CONSTANT}, widths)
 
 
-def table_type(widths: tuple[int, ...]) -> np.dtype[Any]:
-    """Return the type of the rows of `/episodes`."""
-    return _columns(EPISODE_SCALARS | dict.fromkeys(BOUNDS, int), widths)
+def table_type(widths: tuple[int, ...], version: int) -> np.dtype[Any]:
+    """Return the type of the rows of `/episodes`, of episodes of a schema version."""
+    return _columns(scalar_types(version) | dict.fromkeys(BOUNDS, int), widths)
 
 
 def checksums_type(names: Iterable[str]) -> np.dtype[Any]:
@@ -174,7 +183,7 @@ def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, ArrayExtent]:
         alignment_threshold=1,
         alignment_interval=ALIGNMENT,
     ) as file:
-        for name, value in _constants(name for name, _, _ in dimensions.sample).items():
+        for name, value in _constants(dimensions.version).items():
             _attribute(file, name, value)
         for name, (dtype, shape, letters) in _datasets(dimensions).items():
             dataset = _create(file, name, dtype, shape)
@@ -184,19 +193,15 @@ def _lay_out(sparse: _Sparse, dimensions: Dimensions) -> dict[str, ArrayExtent]:
     return dict(sorted(extents.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
 
 
-def _constants(sample: Iterable[str]) -> dict[str, str | int]:
-    return {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "schema_version": schema_version(sample),
-    }
+def _constants(version: int) -> dict[str, str | int]:
+    return {"format": FORMAT, "format_version": FORMAT_VERSION, "schema_version": version}
 
 
 def _datasets(dimensions: Dimensions) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], str]]:
     """Return type, shape and letters of every dataset in file order: what is small comes first."""
     tables = {
         GROUP: (group_type(dimensions.group_widths), (1,), "1"),
-        TABLE: (table_type(dimensions.episode_widths), (dimensions.E,), "E"),
+        TABLE: (table_type(dimensions.episode_widths, dimensions.version), (dimensions.E,), "E"),
         CHECKSUMS: (checksums_type(dimensions.arrays), (dimensions.E,), "E"),
     }
     assert tuple(tables) == TABLES
@@ -251,7 +256,11 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
     """
     layout = decision_layout(episodes[0])
     if any(decision_layout(episode) != layout for episode in episodes):
-        raise ValueError("the episodes' samples or log-probs differ in name, type or shape")
+        raise ValueError(
+            "the episodes' samples or log-probs, or their cameras or states, differ in name, type or shape"
+        )
+    if len({version_of(episode) for episode in episodes}) > 1:
+        raise ValueError("some of the episodes say how many steps were taken, others do not")
     attributes = _attributes(number, episodes)
     members = [episode_arrays(episode) for episode in episodes]
     values = {name: [as_bytes(member[name]) for member in members] for name in members[0]}
@@ -308,7 +317,7 @@ def _attributes(number: int, episodes: Sequence[Episode]) -> dict[str, Any]:
     """Gather the facts of `format.ROOT`, in its order."""
     first = episodes[0]
     found = {
-        **_constants(first.sample),
+        **_constants(version_of(first)),
         "group_number": number,
         "oldest_version": min(episode.oldest_version for episode in episodes),
         "newest_version": max(int(episode.policy_versions.max()) for episode in episodes),
@@ -322,8 +331,9 @@ def _tables(
 ) -> tuple[NDArray[Any], NDArray[Any], tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the rows of `/group` and `/episodes`, and the widths of their texts."""
     row = [_plain(attributes[name]) for name in ROOT if name not in CONSTANT]
+    version = attributes["schema_version"]
     rows = [
-        [_plain(kind(getattr(episode, name))) for name, kind in EPISODE_SCALARS.items()]
+        [_plain(kind(getattr(episode, name))) for name, kind in scalar_types(version).items()]
         for episode in episodes
     ]
     for letter in ("frames", "video"):
@@ -332,7 +342,7 @@ def _tables(
             member += [begin, end]
     widths = _widths([row]), _widths(rows)
     group = np.array([tuple(row)], group_type(widths[0]))
-    table = np.array([tuple(member) for member in rows], table_type(widths[1]))
+    table = np.array([tuple(member) for member in rows], table_type(widths[1], version))
     return group, table, widths
 
 
@@ -361,4 +371,8 @@ def _dimensions(episodes: Sequence[Episode], widths: tuple[tuple[int, ...], tupl
         sample=tuple((name, array.dtype.name, array.shape[1:]) for name, array in first.sample.items()),
         group_widths=widths[0],
         episode_widths=widths[1],
+        version=version_of(first),
+        optional=optional_of(first),
+        V=0 if first.final_more_frames is None else len(first.final_more_frames),
+        Q=0 if first.final_state is None else len(first.final_state),
     )

@@ -12,21 +12,19 @@ Dimension letters:
 from __future__ import annotations
 
 import importlib
-import logging
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import AssetError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped
 from asyncrl.simulators.maniskill.expert import EXPERTS, SceneView, make_expert
+from asyncrl.simulators.maniskill.loading import load_maniskill, make_environment, renderer, reward_mode
 from asyncrl.simulators.maniskill.rotations import axis_angle
 from asyncrl.simulators.maniskill.shaping import GraspReward
 from asyncrl.simulators.maniskill.tasks import TASKS, ManiSkillTask
-from asyncrl.simulators.maniskill.vulkan import PIP, load_sapien, require_device
 
 IMAGE_SIZE: Final = 128
 """Side of the pictures where nobody says another: ManiSkill's own."""
@@ -90,20 +88,20 @@ class ManiSkill:
         self._options = {"obj_set": objects} if self.task.published else {}
         self._reward, self._batched = reward, backend == "gpu"
         size = image_size or (PUBLISHED_SIZE if self.task.published else IMAGE_SIZE)
-        gym = _load_maniskill(self.name, self.task, module)
+        gym = load_maniskill(self.name, self.task, module)
         self._cameras = (self.task.camera, *([self.task.wrist] if wrist else []))
         settings = {
-            "reward_mode": _reward_mode(self.name, self.task.environment, reward),
+            "reward_mode": reward_mode(self.name, self.task.environment, reward),
             "control_mode": self.task.control,
             "sim_backend": "physx_cuda" if self._batched else "physx_cpu",
-            "render_backend": _renderer(render),
+            "render_backend": renderer(render),
         }
         if self.task.published:  # Their picture has a size of its own, and the robot is cut out of it.
             settings["obs_mode"] = "rgb+segmentation"
         else:
             settings |= {"obs_mode": "none", "sensor_configs": {"width": size, "height": size}}
         counts = [places] if self._batched else [1] * places
-        self._envs = [_make(gym, self.task.environment, count, settings) for count in counts]
+        self._envs = [make_environment(gym, self.task.environment, count, settings) for count in counts]
         """One of P rows, or P of one."""
         self._shown: list[Any] = [None] * len(self._envs)
         """What each showed last, where drawing is the environment's own affair."""
@@ -149,7 +147,7 @@ class ManiSkill:
             shown, info = env.reset(seed=[start.seed] * env.num_envs, options=options)
             self._shown[index] = shown
             self._steps[place], self._playing[place] = 0, True
-            self._shaped.begin(place, self._flag(info, self.task.grasped, row))
+            self._shaped.begin(place, bool(_flags(info, self.task.grasped, env.num_envs)[row]))
             tasks.append(self.task.instruction or _plain(env.get_language_instruction()[row]))
         return self.look(places)._replace(tasks=tuple(tasks))
 
@@ -166,15 +164,17 @@ class ManiSkill:
             raise ValueError(f"places {over} have no episode under way: it ended, or was left out of a step")
         if self._batched:
             self._playing[:] = False
-        clipped = np.clip(actions, self.spec.action_low, self.spec.action_high)
+        clipped = np.clip(actions.astype(np.float64), self.spec.action_low, self.spec.action_high)
         rewards, success, failed = np.zeros(len(rows), np.float32), [False] * len(rows), [False] * len(rows)
         for index, members in self._by_environment(rows).items():
             given, info = self._step_environment(index, members, clipped)
+            count = self._envs[index].num_envs
+            solved, fell = _flags(info, "success", count), _flags(info, "fail", count)
+            held = _flags(info, self.task.grasped, count)
             for i, row in members:
-                success[i], failed[i] = self._flag(info, "success", row), self._flag(info, "fail", row)
-                held = self._flag(info, self.task.grasped, row)
+                success[i], failed[i] = bool(solved[row]), bool(fell[row])
                 if self._reward == "shaped":
-                    rewards[i] = self._shaped.step(rows[i], success[i], held)
+                    rewards[i] = self._shaped.step(rows[i], success[i], bool(held[row]))
                 else:
                     rewards[i] = success[i] if self._reward == "success" else given[row]
         self._steps[rows] += 1
@@ -214,7 +214,7 @@ class ManiSkill:
         return found
 
     def _step_environment(
-        self, index: int, members: list[tuple[int, int]], actions: NDArray[np.float64]
+        self, index: int, members: list[tuple[int, int]], actions: NDArray[np.floating]
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
         """Step one environment; rows that no member has get the idle action."""
         torch, env = importlib.import_module("torch"), self._envs[index]
@@ -227,9 +227,6 @@ class ManiSkill:
             given = dict(zip(env.single_action_space.spaces, given.split(widths, dim=1), strict=True))
         self._shown[index], rewards, _, _, info = env.step(given)
         return rewards.float().cpu().numpy(), info
-
-    def _flag(self, info: dict[str, Any], key: str, row: int) -> bool:
-        return bool(info[key][row]) if key in info else False
 
     def _draw(self, index: int) -> NDArray[np.uint8]:
         """Return the pictures ``[rows, K, H, W, 3]`` of one environment."""
@@ -280,10 +277,8 @@ class ManiSkillWithExpert(ManiSkill):
 
 def _class_of(name: str) -> type[ManiSkill]:
     base = ManiSkillWithExpert if name in EXPERTS else ManiSkill
-    task = TASKS[name]
-    return type(
-        name, (base,), {"name": f"maniskill_{name}", "task": task, "any_image_size": not task.published}
-    )
+    known = {"name": f"maniskill_{name}", "task": TASKS[name], "any_image_size": not TASKS[name].published}
+    return cast("type[ManiSkill]", type(name, (base,), known))
 
 
 _CLASSES: Final = {name: _class_of(name) for name in TASKS}
@@ -325,75 +320,9 @@ def _check_fits(name: str, task: ManiSkillTask, *, batched: bool, reward: str, w
         )
 
 
-def _load_maniskill(name: str, task: ManiSkillTask, module: str) -> Any:
-    """Import ManiSkill and return gymnasium, where the environment is registered.
-
-    Raises:
-        AssetError: ManiSkill, a device to draw with, or files of the task are missing.
-        ConfigError: `module` cannot be imported.
-    """
-    require_device()
-    logging.getLogger("mani_skill").setLevel(logging.ERROR)  # It warns of how its own tasks are written.
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module("mani_skill.envs")
-            gym = importlib.import_module("gymnasium")
-            root = importlib.import_module("mani_skill").ASSET_DIR
-    except ModuleNotFoundError as error:
-        raise AssetError(f"{name} needs the package {error.name}. Install the extra: {PIP}") from error
-    missing = []
-    if task.published:
-        folders = (root / "tasks" / "bridge_v2_real2sim_dataset", root / "robots" / "widowx")
-        missing = [str(folder) for folder in folders if not folder.is_dir()]
-    if module and not missing:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(
-                f"--simulator-settings module={module} cannot be imported: {error}. Put its folder on "
-                "PYTHONPATH."
-            ) from error
-    if task.environment not in gym.registry:
-        missing.append(
-            f"a module that registers {task.environment} with ManiSkill (--simulator-settings module=...)"
-        )
-    if missing:
-        raise AssetError(
-            f"{name} is not part of mani-skill and lacks: {'; '.join(missing)}. docs/maniskill.md."
-        )
-    return gym
-
-
-def _make(gym: Any, environment: str, count: int, settings: dict[str, Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = gym.make(environment, num_envs=count, **settings).unwrapped
-    # ManiSkill keeps what is to be hidden in a list of the class, across environments.
-    made._hidden_objects.clear()
-    made._hidden_objects = []
-    return made
-
-
-def _reward_mode(name: str, environment: str, reward: str) -> str:
-    """Return ManiSkill's name of what its environments compute as a reward."""
-    registered = importlib.import_module("mani_skill.utils.registration").REGISTERED_ENVS
-    modes = registered[environment].cls.SUPPORTED_REWARD_MODES
-    if reward == "dense":
-        if "normalized_dense" not in modes:
-            raise ConfigError(f"--simulator-settings reward=dense: {name} has none. Use reward=success.")
-        return "normalized_dense"
-    return "none" if "none" in modes else "sparse"
-
-
-def _renderer(render: str) -> str:
-    """Return ManiSkill's name of what draws."""
-    if render != "auto":
-        return render
-    try:
-        return "gpu" if load_sapien().Device("cuda").can_render() else "cpu"
-    except RuntimeError:  # It finds no such device.
-        return "cpu"
+def _flags(info: dict[str, Any], key: str, rows: int) -> NDArray[np.bool_]:
+    """Return ``[rows]`` what info says of each row; where it says nothing, no."""
+    return info[key].cpu().numpy().astype(np.bool_) if key in info else np.zeros(rows, np.bool_)
 
 
 def _bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -50,10 +50,13 @@ def _stick(environment: str, instruction: str) -> ManiSkillTask:
     return ManiSkillTask(environment=environment, instruction=instruction, robot="stick")
 
 
-def _hand(environment: str, instruction: str, **more: str) -> ManiSkillTask:
-    control = "pd_joint_delta_pos"
+def _hand(environment: str, instruction: str, *, grasped: str = "") -> ManiSkillTask:
     return ManiSkillTask(
-        environment=environment, instruction=instruction, control=control, robot="hand", **more
+        environment=environment,
+        instruction=instruction,
+        control="pd_joint_delta_pos",
+        robot="hand",
+        grasped=grasped,
     )
 
 
