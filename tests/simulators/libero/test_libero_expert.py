@@ -88,7 +88,7 @@ def test_it_misses_the_bowl_when_it_reaches_beside_it(simulator):
 @pytest.mark.slow
 def test_the_more_noise_the_less_success(simulator):
     solved = []
-    for noise in (0.0, 0.4, 1.2):
+    for noise in (0.0, 0.9, 1.8):
         settings = Demonstrator(noise=(noise, noise))
         starts = [stored_start(simulator.spec, 0, trial) for trial in range(8)]
         solved.append(sum(demonstrate(simulator, start, settings) > 0 for start in starts))
