@@ -2,8 +2,8 @@
 
     AsyncRLError
     ├── ConfigError          a flag, a configuration file or a placement that cannot work (exit code 2)
-    │   └── CheckpointError  a weight file or checkpoint that is missing, truncated or of the wrong shape
-    ├── AssetError           start states, world-model files or an OpenGL library that could not be found
+    │   ├── CheckpointError  a weight file or checkpoint that is missing, truncated or of the wrong shape
+    │   └── AssetError       start states, world-model files or a library to draw with that could not be found
     ├── WireError            a message that does not follow the wire format
     ├── ReplayError          the replay store or its service cannot do what was asked
     │   ├── DiskFull         a group could not be written for lack of space; the replay waits for it
@@ -30,8 +30,8 @@ class CheckpointError(ConfigError):
     """A checkpoint or weight file is missing, truncated, or does not fit the model."""
 
 
-class AssetError(AsyncRLError):
-    """A file or library that the run needs is not there."""
+class AssetError(ConfigError):
+    """A file or library that what was set needs is not there."""
 
 
 class WireError(AsyncRLError):

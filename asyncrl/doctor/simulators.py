@@ -198,7 +198,7 @@ def measure(source: SimulatorSource) -> Measured:
     """Build the simulator in a worker process, and reset and step all its places.
 
     Raises:
-        ConfigError, AssetError: It cannot be built.
+        ConfigError: It cannot be built.
         RunError: The process died, or did not answer in time.
     """
     from asyncrl.simulators.interface import random_start, stored_start

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from asyncrl.errors import AssetError, ConfigError, first_line
+from asyncrl.errors import ConfigError, first_line
 from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
@@ -302,7 +302,7 @@ def opened(path: Path) -> Iterator[h5py.File]:
             if (found := attribute_of(file, "format")) not in FORMATS:
                 raise ConfigError(f"{path} has format {found!r}, expected {FORMAT!r}. Collect it again.")
             yield file
-    except (ConfigError, AssetError):
+    except ConfigError:
         raise
     except _UNREADABLE as error:
         raise ConfigError(f"{path} is not a recording ({first_line(error)}). Collect it again.") from error

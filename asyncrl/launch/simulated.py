@@ -153,7 +153,7 @@ class SimulatedEnvironment:
             together: See `Play`.
 
         Raises:
-            ConfigError, AssetError, RunError: A simulator cannot be built.
+            ConfigError, RunError: A simulator cannot be built.
         """
         process = multiprocessing.current_process()
         if process.daemon:  # It may have no children, for they would be left behind; its workers end with it.

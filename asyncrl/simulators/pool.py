@@ -168,7 +168,7 @@ class _Remote:
 
         Raises:
             RunError: The worker died or failed.
-            ConfigError, AssetError: It cannot be built.
+            ConfigError: It cannot be built.
         """
         found = []
         try:
@@ -346,7 +346,7 @@ class SimulatorPool:
 
         Raises:
             RunError: More than a few workers were lost.
-            ConfigError, AssetError: A worker cannot be built, or refuses a start.
+            ConfigError: A worker cannot be built, or refuses a start.
         """
         if self._closed:
             raise RunError("The simulator pool is closed. Create a new one.")

@@ -52,6 +52,9 @@ class ManiSkill:
         reward: ``success``; ``shaped``: RLinf's (`shaping.GraspReward`); ``dense``: ManiSkill's own between 0
             and 1.
         wrist: Whether the camera on the hand is seen too, as a second picture.
+        rebuild: Whether every episode begins in a scene that is built anew, about 0.2 s each. PhysX keeps what
+            happened before in the order in which it solves contacts, so that without it an episode depends,
+            from its first contact on, on those that were played before it. Not with `backend=gpu`.
         convention: ``asyncrl``: rotations are right-handed, gripper -1 = open. ``maniskill``: numbers are
             handed on as they are: rotations of `pd_ee_delta_pose` have the other sign, gripper +1 = open.
             Empty: `maniskill` for tasks with published policies, else `asyncrl`.
@@ -78,6 +81,7 @@ class ManiSkill:
         render: str = "auto",
         reward: str = "success",
         wrist: bool = False,
+        rebuild: bool = True,
         convention: str = "",
         module: str = "",
         objects: str = "train",
@@ -85,8 +89,10 @@ class ManiSkill:
         chosen = {"backend": backend, "render": render, "reward": reward, "convention": convention}
         _check_choices(self.name, chosen | {"objects": objects})
         _check_fits(self.name, self.task, batched=backend == "gpu", reward=reward, wrist=wrist)
-        self._options = {"obj_set": objects} if self.task.published else {}
+        self._options: dict[str, Any] = {"obj_set": objects} if self.task.published else {}
         self._reward, self._batched = reward, backend == "gpu"
+        if rebuild and not self._batched:
+            self._options["reconfigure"] = True
         size = image_size or (PUBLISHED_SIZE if self.task.published else IMAGE_SIZE)
         gym = load_maniskill(self.name, self.task, module)
         self._cameras = (self.task.camera, *([self.task.wrist] if wrist else []))
@@ -140,11 +146,12 @@ class ManiSkill:
                 raise ConfigError(f"{start.name} is a stored start, but {self.name}'s starts are seeds.")
             index, row = self._where(place)
             env = self._envs[index]
-            options: dict[str, Any] = dict(self._options)
+            options = dict(self._options)
             if self._batched:
                 torch = importlib.import_module("torch")
                 options["env_idx"] = torch.tensor([row], device=env.device)
             shown, info = env.reset(seed=[start.seed] * env.num_envs, options=options)
+            env._hidden_objects.clear()
             self._shown[index] = shown
             self._steps[place], self._playing[place] = 0, True
             self._shaped.begin(place, bool(_flags(info, self.task.grasped, env.num_envs)[row]))
