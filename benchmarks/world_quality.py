@@ -1,12 +1,15 @@
 """How good is the world model, and how good its reward model? Held-out simulator episodes in, two tables out.
 
     python benchmarks/world_quality.py --episodes 128
+    python benchmarks/world_quality.py --world models/world --data data/held_out --horizons 8 32 96 \
+        --strip strip.png
 
 Each episode is recorded in the true simulator from seeds that no fit has used, with a demonstrator of mixed
-quality or (`--policy tabletop`) with a policy; the world model gets its first frame and its actions, up to
-64 of them. PSNR is against the true frames, next to two baselines: the first frame repeated, and the
-autoencoder's own reconstruction (the best that a latent world model can do). The feature distance is the
-Fréchet distance between the reward network's trunk features of true and of drawn frames.
+quality or (`--policy tabletop`) with a policy, 64 steps of it; or it is read from recordings (`--data`) that
+no fit has seen. The world model gets its first frame and its actions. PSNR is against the true frames, next
+to two baselines: the first frame repeated, and the autoencoder's own reconstruction (the best that a latent
+world model can do). The feature distance is the Fréchet distance between the reward network's trunk features
+of true and of drawn frames.
 """
 
 from __future__ import annotations
@@ -39,7 +42,6 @@ from asyncrl.simulators.rollout import Act
 from asyncrl.storage.asset_paths import policy_folder, world_folder
 from asyncrl.worlds.wan.world import load_world
 
-HORIZONS = (8, 32, 64)
 FIRST_SEED = 900_000
 
 
@@ -51,8 +53,16 @@ class Settings:
     """World model and reward model."""
     policy: str = ""
     """Measure on this policy's own roll-outs instead: what training imagines."""
+    data: tuple[str, ...] = ()
+    """Folders of recordings that were held out; none: tabletop is recorded."""
     episodes: int = 128
-    """Held-out episodes of 64 steps."""
+    """Episodes that are recorded, each of 64 steps."""
+    horizons: tuple[int, ...] = (8, 32, 64)
+    """Steps at which the bands of the table end."""
+    strip: str = ""
+    """Also draw the longest episode: true frames above the imagined ones (PNG)."""
+    judged: int = 48
+    """Steps after which an episode that did not succeed has failed; tabletop is trained with 48."""
     threshold: float = 0.7
     """Success threshold of the reward model."""
     workers: int = os.cpu_count() or 1
@@ -143,8 +153,9 @@ def main() -> None:
     """Record, imagine, compare, print."""
     settings = tyro.cli(Settings, description=__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        record(Path(folder), settings)
-        recordings = load_recordings([Path(folder)])
+        if not settings.data:
+            record(Path(folder), settings)
+        recordings = load_recordings([Path(name) for name in settings.data or (folder,)])
     world = load_world(world_folder(settings.world), device=settings.device)
     reward = load_reward(world_folder(settings.world), device=settings.device)
     episodes = episodes_of(recordings)
@@ -152,21 +163,38 @@ def main() -> None:
     drawn = redraw(world.vae, encode_recordings(world.vae, recordings), recordings)
     redrawn = [drawn[recordings.span(e)] for e in range(len(recordings))]
     still = [np.repeat(e.frames[:1], len(e.frames), 0) for e in episodes]
-    result: dict[str, Any] = {"picture": pictures(reward, episodes, imagined, redrawn, still)}
-    result["reward"] = verdicts(reward, episodes, imagined, settings.threshold)
+    table = pictures(reward, settings.horizons, episodes, imagined, redrawn, still)
+    result: dict[str, Any] = {"picture": table}
+    result["reward"] = verdicts(reward, episodes, imagined, settings.threshold, settings.judged)
+    if settings.strip:
+        draw_strip(Path(settings.strip), episodes, imagined, settings.horizons[-1])
     if settings.json:
         Path(settings.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
+def draw_strip(file: Path, episodes: list[Recorded], imagined: list[np.ndarray], horizon: int) -> None:
+    """Write seven frames of the longest episode up to a step: the true ones above the imagined ones."""
+    from PIL import Image
+
+    longest = max(range(len(episodes)), key=lambda e: len(episodes[e].frames))
+    last = min(horizon, len(episodes[longest].frames) - 1)
+    steps = np.linspace(0, last, 7).round().astype(int)
+    rows = [
+        np.concatenate(list(frames[steps]), 1) for frames in (episodes[longest].frames, imagined[longest])
+    ]
+    Image.fromarray(np.concatenate(rows)).save(file)
+    print(f"{file}: {episodes[longest].task}, steps {', '.join(map(str, steps))}")
+
+
 def pictures(
-    reward: ResNetReward, episodes: list[Recorded], *drawn: list[np.ndarray]
+    reward: ResNetReward, horizons: tuple[int, ...], episodes: list[Recorded], *drawn: list[np.ndarray]
 ) -> list[dict[str, float]]:
     """Print and return PSNR and feature distance up to each horizon."""
     baselines = f"{'VAE alone':>10} {'still':>7}"
     print(f"{'steps':>7} {'PSNR':>8} {baselines} {'feature distance':>17} {baselines}")
     rows = []
     before = 0
-    for horizon in HORIZONS:
+    for horizon in horizons:
         window = slice(before + 1, horizon + 1)
         true = np.concatenate([e.frames[window] for e in episodes])
         others = [np.concatenate([f[window] for f in kind]) for kind in drawn]
@@ -186,10 +214,10 @@ def pictures(
 
 
 def verdicts(
-    reward: ResNetReward, episodes: list[Recorded], imagined: list[np.ndarray], threshold: float
+    reward: ResNetReward, episodes: list[Recorded], imagined: list[np.ndarray], threshold: float, steps: int
 ) -> dict[str, float]:
     """Print and return precision and recall on true frames, and of imagined episodes against the truth."""
-    horizon = slice(0, 48)
+    horizon = slice(0, steps)
     truth = [e.success[1:] for e in episodes]
     on_true = scores(reward, episodes, [e.frames for e in episodes])
     frames = precision_recall(np.concatenate(on_true) >= threshold, np.concatenate(truth))
@@ -199,7 +227,7 @@ def verdicts(
     episode = precision_recall(dreamt, solved)
     print(f"\nreward model, threshold {threshold}          precision  recall")
     print(f"true frames                            {frames[0]:>9.3f} {frames[1]:>7.3f}")
-    print(f"true episodes (48 steps)               {real[0]:>9.3f} {real[1]:>7.3f}")
+    print(f"true episodes ({f'{steps} steps)':<24} {real[0]:>9.3f} {real[1]:>7.3f}")
     print(f"imagined episodes against the truth    {episode[0]:>9.3f} {episode[1]:>7.3f}")
     print(f"solved: {solved.mean():.3f} in truth, {dreamt.mean():.3f} in imagination")
     return {"frame_precision": frames[0], "frame_recall": frames[1], "episode_precision": real[0],

@@ -254,10 +254,11 @@ class Actor:
         sampling = self.acting.sampling
         for index in self._live(stage):
             episode = self.slots.episode(index)
-            if len(episode.decisions) == episode.counted:
+            fresh = episode.decisions[episode.counted :]
+            if not fresh:
                 continue  # Its simulator has not answered.
             episode.counted = len(episode.decisions)
-            chosen = len(episode.decisions[-1]["success_scores"])
+            chosen = sum(len(row["success_scores"]) for row in fresh)
             ending = self.acting.ending(episode)
             if ending is None:
                 self.telemetry.add_steps(chosen, chosen)

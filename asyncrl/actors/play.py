@@ -160,13 +160,17 @@ class Play:
             failed, _ = self._wait(slots, indices, self.patience)
         else:
             failed = self._take(slots, 0.0)
-        showing = [index for index in self._own(slots, indices) if self._places[index].shows]
+        own = self._own(slots, indices)
+        # An answer that was taken just now may be an episode's last: `collect` hands it over.
+        over = {index for index in own if self._is_over(slots.episode(index), self._places[index])}
+        showing = [index for index in own if self._places[index].shows and index not in over]
         if showing:
             parts, raised = retry_rows_singly(showing, partial(self._decide, slots, policy_version))
             failed += raised
             for some, rows in parts:
                 failed += self._send(slots, some, rows)
-        stage.in_flight = [index for index in indices if self._places[index].asked]
+        self._leave_failed(failed)
+        stage.in_flight = [index for index in indices if self._places[index].asked or index in over]
         return failed
 
     def collect(self, slots: Slots, stage: Stage[Any], deadline: float) -> tuple[list[RowFailure], float]:
@@ -196,7 +200,7 @@ class Play:
     def ending(self, episode: EpisodeInProgress) -> Ending | None:
         """Say how an episode ended: as its simulator says, or because `max_decisions` are made."""
         place = next(place for place in self._places if place.episode is episode)
-        if place.end is None and len(episode.decisions) < self.max_decisions:
+        if not self._is_over(episode, place):
             return None
         return Ending(
             reason=place.end or "truncated",
@@ -212,6 +216,17 @@ class Play:
         """Return the seconds of the policy, and those that simulators were waited for."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+    def _is_over(self, episode: EpisodeInProgress, place: _Place) -> bool:
+        return place.end is not None or len(episode.decisions) >= self.max_decisions
+
+    def _leave_failed(self, failed: list[RowFailure]) -> None:
+        """Leave the places of decisions that failed, which simulators that step together would wait for."""
+        for failure in failed:
+            place = self._places[failure.index]
+            if place.episode is not None and not place.asked:
+                self.pool.leave(failure.index)
+                self._places[failure.index] = _Place()
 
     def _own(self, slots: Slots, indices: list[int]) -> list[int]:
         """Keep the slots whose place plays the episode that is there now."""

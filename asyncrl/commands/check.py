@@ -133,7 +133,7 @@ def _check_simulator(config: CheckConfig) -> Iterator[str]:
     from asyncrl.simulators.build import SimulatorSource
 
     source = SimulatorSource(name=config.name, settings=config.settings, image_size=config.image_size)
-    simulator = source.with_(places=min(2, source.most_places())).build()
+    simulator = source.with_(places=min(2, source.usual_places())).build()
     try:
         yield "built"
         yield from check_simulator(simulator)

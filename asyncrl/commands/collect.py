@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
         image_size=config.image_size,
         horizon=config.horizon,
     )
-    most = min(8, source.most_places(), -(-config.episodes // config.workers))
+    most = min(8, source.usual_places(), -(-config.episodes // config.workers))
     source = source.with_(places=config.places or max(1, most))
     if not config.policy and not source.has_expert():
         raise ConfigError(

@@ -158,7 +158,7 @@ def _source(config: EvaluateConfig, wanted_size: int, episodes: int) -> Simulato
     if not config.image_size and getattr(kind, "any_image_size", False):
         source = source.with_(image_size=wanted_size)
     most = -(-episodes // config.workers)
-    return source.with_(places=config.places or max(1, min(source.most_places(), most)))
+    return source.with_(places=config.places or max(1, min(source.usual_places(), most)))
 
 
 def _episodes(config: EvaluateConfig) -> int:

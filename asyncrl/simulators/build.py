@@ -64,15 +64,16 @@ class SimulatorSource:
         kind = registry.resolve("simulator", self.name)
         if hasattr(kind, "describe"):
             return self._call(kind.describe)
-        simulator = self.build()
+        simulator = self.with_(places=min(self.places, 2)).build()  # Whether they step together, two show.
         try:
-            return simulator.spec
+            return replace(simulator.spec, places=self.places)
         finally:
             simulator.close()
 
-    def most_places(self) -> int:
-        """Return how many places one object can have: what the class says (`most_places`), else 16."""
-        return int(getattr(registry.resolve("simulator", self.name), "most_places", 16))
+    def usual_places(self) -> int:
+        """Return how many places one object has where nobody says: as its class says, else 16."""
+        kind = registry.resolve("simulator", self.name)
+        return min(getattr(kind, "usual_places", 16), getattr(kind, "most_places", 16))
 
     def has_expert(self) -> bool:
         """Whether the class has an `expert`; of a function that is known only when it was called."""

@@ -108,7 +108,8 @@ class Simulator(Protocol):
     keywords of --simulator-settings.
 
     A class may say more: ``most_places = 1`` when it can only have so many (more are refused with a
-    `ConfigError`); ``any_image_size = True`` when it has no official picture; and a class method ``describe``
+    `ConfigError`); ``usual_places = 4`` when so many are best where nobody says another number;
+    ``any_image_size = True`` when it has no official picture; and a class method ``describe``
     with the same arguments, which returns the spec without building a scene.
     """
 

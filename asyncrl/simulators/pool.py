@@ -411,8 +411,11 @@ class SimulatorPool:
         member = self._members[number]
         if isinstance(member, _InProcess):
             return [self._read(number, message) for message in member.answers()]
+        starting = member.arrays is None
         try:
             found = [self._read(number, message) for message in member.answers()]
+            if starting and member.arrays is not None:
+                self._count_anew(number)  # It was built; only now it begins with what it was asked.
             if not found:
                 self._check_alive(number, member)
             return found
@@ -431,6 +434,12 @@ class SimulatorPool:
                 f"The {member.name} (process {member.process.pid}) did not answer within {patience:.0f} s, "
                 "so it hangs or the machine is overloaded."
             )
+
+    def _count_anew(self, number: int) -> None:
+        """Let the time in which a worker has to answer begin now."""
+        for slot in self._slots_of(number):
+            if slot in self._asked:
+                self._asked[slot] = replace(self._asked[slot], since=time.monotonic())
 
     def _replace(self, number: int, member: _Remote, reason: str) -> list[SlotAnswer]:
         """Start another worker in the place of one that is lost; tell all its slots."""
@@ -455,9 +464,7 @@ class SimulatorPool:
         assert arrays is not None
         slot = number * self.places + place
         asked, steps = self._asked.pop(slot), message.get("steps", 0)
-        for other in self._slots_of(number):  # Its worker lives: those that wait for it have more time.
-            if other in self._asked:
-                self._asked[other] = replace(self._asked[other], since=time.monotonic())
+        self._count_anew(number)  # Its worker lives: those that wait for it have more time.
         rows = slice(0, steps) if asked.frames == "all" and steps else slice(max(steps, 1) - 1, max(steps, 1))
         return SlotAnswer(
             slot=slot,

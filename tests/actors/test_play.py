@@ -344,6 +344,29 @@ def test_the_answer_to_an_episode_that_is_gone_reaches_no_other() -> None:
     assert slots.episode(0).decisions == []
 
 
+@pytest.mark.parametrize(("last", "most"), [(shows(8, truncated=True), 9), (shows(8), 1)])
+def test_an_episode_whose_last_answer_comes_while_others_are_decided_is_handed_over(
+    last: SlotAnswer, most: int
+) -> None:
+    play, slots, stage, pool = scripted(shows(), last)
+    play.max_decisions = most
+    play.launch(slots, stage, [0], 0)
+    assert play.launch(slots, stage, [0], 0) == []
+    assert pool.asked == ["reset 500", "step 8"], "nothing is decided behind its end"
+    assert stage.in_flight == [0], "so that the stage is collected"
+    assert play.collect(slots, stage, 0.0) == ([], 0.0)
+    assert play.ending(slots.episode(0)) is not None
+
+
+def test_simulators_that_step_together_do_not_wait_for_a_decision_that_failed() -> None:
+    play, slots, stage, pool = scripted(shows())
+    play.policy = Chooser(sick=lambda seed: True)  # type: ignore[assignment]
+    (failed,) = play.launch(slots, stage, [0], 0)
+    assert (failed.index, failed.cause) == (0, "policy")
+    assert pool.asked == ["reset 500", "leave"]
+    assert stage.in_flight == []
+
+
 def test_an_episode_that_is_cut_leaves_its_place_to_those_that_step_together() -> None:
     play, slots, stage, pool = scripted(shows(), shows(8))
     play.max_decisions = 1

@@ -224,6 +224,32 @@ def test_the_camera_on_the_hand_is_a_second_picture(build: Build) -> None:
     assert (images[0, 0] != images[0, 1]).any(axis=-1).mean() > 0.5
 
 
+def test_pushing_goes_alike_after_other_episodes(build: Build) -> None:
+    """Contacts are solved in an order that PhysX remembers for as long as a scene lives."""
+    one = build("push_cube")
+    pushed, other = (expert_actions(one, seed) for seed in (1000, 4))
+
+    def states(seed: int, actions: list[np.ndarray]) -> np.ndarray:
+        one.reset([0], [start(one, seed)])
+        for action in actions:
+            one.step([0], action[None], draw=False)
+        return one._envs[0].get_state().numpy()
+
+    first = states(1000, pushed)
+    assert not np.array_equal(states(4, other), first)
+    np.testing.assert_array_equal(states(1000, pushed), first)
+
+
+def expert_actions(one: Any, seed: int) -> list[np.ndarray]:
+    one.reset([0], [start(one, seed)])
+    act = one.expert(0, Demonstrator(noise=(0.1, 0.3)), np.random.default_rng(1))
+    actions = []
+    for _ in range(20):
+        actions.append(act())
+        one.step([0], actions[-1][None], draw=False)
+    return actions
+
+
 def test_a_success_ends_nothing_and_the_horizon_does(build: Build) -> None:
     one = build("push_cube", horizon=14)
     one.reset([0], [start(one, 0)])

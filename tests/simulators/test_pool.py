@@ -105,6 +105,15 @@ def test_what_a_lost_worker_played_is_played_again_with_the_same_result(
 
 
 @pytest.mark.multiprocess
+def test_a_worker_that_is_built_slowly_has_its_time_to_answer_all_the_same() -> None:
+    with SimulatorPool(source(1, "seconds=1.5"), workers=2, timeout=1.0) as pool:
+        for slot in range(pool.slots):
+            pool.reset(slot, random_start(pool.spec, 7))
+        answers = [answer for _ in range(pool.slots) for answer in pool.ready(20.0)]
+    assert {answer.slot for answer in answers} == {0, 1}
+    assert [answer.lost for answer in answers] == ["", ""]
+
+
 def test_a_pool_that_loses_worker_after_worker_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "MOST_LOST", 2)
     pool = SimulatorPool(source(1, "accident=raise@/dev/null/never"), workers=1)

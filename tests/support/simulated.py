@@ -56,8 +56,16 @@ class Counting(OneByOne[CountingPlace]):
     """Two cameras, two numbers of state; with `trials` its starts are stored."""
 
     def __init__(
-        self, places: int = 1, image_size: int = 0, horizon: int = 0, trials: int = 0, accident: str = ""
+        self,
+        places: int = 1,
+        image_size: int = 0,
+        horizon: int = 0,
+        trials: int = 0,
+        accident: str = "",
+        seconds: float = 0.0,
     ) -> None:
+        """`seconds` is how long it takes to be built."""
+        time.sleep(seconds)
         spec = SimulatorSpec(
             name="counting",
             tasks=TASKS,

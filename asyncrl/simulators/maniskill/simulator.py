@@ -68,7 +68,7 @@ class ManiSkill:
 
     name: ClassVar[str] = ""
     task: ClassVar[ManiSkillTask]
-    most_places: ClassVar[int] = 4
+    usual_places: ClassVar[int] = 4
     any_image_size: ClassVar[bool] = True
 
     def __init__(
