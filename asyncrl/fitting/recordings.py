@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from asyncrl.errors import ConfigError, first_line
+from asyncrl.errors import AssetError, ConfigError, first_line
 from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode

@@ -52,9 +52,9 @@ class ManiSkill:
         reward: ``success``; ``shaped``: RLinf's (`shaping.GraspReward`); ``dense``: ManiSkill's own between 0
             and 1.
         wrist: Whether the camera on the hand is seen too, as a second picture.
-        rebuild: Whether every episode begins in a scene that is built anew, about 0.2 s each. PhysX keeps what
-            happened before in the order in which it solves contacts, so that without it an episode depends,
-            from its first contact on, on those that were played before it. Not with `backend=gpu`.
+        rebuild: Whether every episode begins in a scene that is built anew, about 0.2 s each. The order in
+            which PhysX solves contacts depends on what happened before: without it an episode depends, from
+            its first contact on, on those that were played before it. Not with `backend=gpu`.
         convention: ``asyncrl``: rotations are right-handed, gripper -1 = open. ``maniskill``: numbers are
             handed on as they are: rotations of `pd_ee_delta_pose` have the other sign, gripper +1 = open.
             Empty: `maniskill` for tasks with published policies, else `asyncrl`.
