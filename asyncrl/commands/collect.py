@@ -9,7 +9,6 @@ from typing import Annotated
 
 import tyro
 
-from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
@@ -55,8 +54,8 @@ class CollectConfig(Bounded):
     """Steps until an episode is given up; 0: what the simulator's protocol says."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
     """Height and width of the pictures; 0: the simulator's own."""
-    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = (
-        os.cpu_count() or 1
+    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
+        8, os.cpu_count() or 1
     )
     """Simulator processes."""
     places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0
@@ -69,7 +68,7 @@ class CollectConfig(Bounded):
                 "--stored records the starts that `asyncrl evaluate` plays: what is fitted on them would be "
                 "evaluated on what it has seen. Leave it out for random starts, or add --force."
             )
-        if self.seed + self.episodes > HELD_OUT:
+        if self.seed + self.episodes > HELD_OUT:  # `training_starts` knows of tasks too.
             raise ConfigError(
                 f"--seed {self.seed} with --episodes {self.episodes} reaches the held-out seeds from "
                 f"{HELD_OUT}. Use smaller ones."
@@ -87,12 +86,11 @@ def main(arguments: list[str]) -> int:
     )
     most = min(8, source.usual_places(), -(-config.episodes // config.workers))
     source = source.with_(places=config.places or max(1, most))
-    if not config.policy and not source.has_expert():
+    if not config.policy and not source.may_have_expert():
         raise ConfigError(
             f"--simulator {config.simulator} has no expert to record. Record a policy in it with --policy, "
             "or add the method `expert`: docs/extending.md."
         )
-    registry.resolve("simulator", config.simulator)
     must_be_new(config.out)
     written = _record_policy(config, source) if config.policy else _record_expert(config, source)
     print(f"{written} episodes in {config.out}. Next: asyncrl fit policy --data {config.out} --out POLICY")

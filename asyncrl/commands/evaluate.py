@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -16,13 +17,15 @@ from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, With
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
 from asyncrl.simulators.interface import Demonstrator
-from asyncrl.simulators.starts import evaluation_plays, evaluation_seeds
+from asyncrl.simulators.starts import EPISODES, evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
     from asyncrl.policies.interface import Policy
     from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.simulators.interface import SimulatorSpec
     from asyncrl.simulators.pool import SimulatorPool
     from asyncrl.simulators.rollout import SimulatedEpisode
+    from asyncrl.worlds.interface import World
 
 EXPERT = "expert"
 """Names the simulator's own demonstrator in the place of a policy."""
@@ -43,8 +46,8 @@ class EvaluateConfig(Bounded):
     """Simulator to play in: a built-in one, or package.module:Class (or a function that makes one)."""
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
-    episodes: Annotated[int, AtLeast(1, "a rate needs an episode.", "Use 256.", highest=1_000_000)] = 256
-    """Episodes, each from its own start; of simulators whose starts are seeds."""
+    episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 256.", highest=1_000_000)] = 0
+    """Episodes, each from its own start, of simulators whose starts are seeds; 0: 256."""
     seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """Which held-out starts, of simulators whose starts are seeds; the same seed gives the same ones."""
     tasks: tuple[str, ...] = ()
@@ -107,31 +110,54 @@ def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="asyncrl evaluate")
     player = config.player
-    evaluation_seeds(config.seed, config.episodes)
+    evaluation_seeds(config.seed, config.episodes or EPISODES)
     registry.resolve("simulator", config.simulator)
     _check_outputs(config)
-    if player == EXPERT:
-        result, episodes, settings = _play_expert(config)
-        folder = EXPERT
-    else:
-        result, episodes, settings, folder = _play_policy(config)
-    print(table(result))
-    if config.movies:
-        print(f"{_write_movies(Path(config.movies), episodes)} movies in {config.movies}")
+    _refuse_idle(config, player)
+    played = _play_expert(config) if player == EXPERT else _play_policy(config)
+    print(table(played.result))
+    if protocol := played.simulator["protocol"]:
+        print(protocol)
     if config.json:
-        content = {"checkpoint": folder, "seed": config.seed, "temperature": config.temperature}
-        rows = {"episodes": [episode_row(episode) for episode in episodes]}
-        whole = content | {"simulator": settings} | result.as_dict() | rows
-        Path(config.json).write_text(json.dumps(whole, indent=2) + "\n")
+        content = {"checkpoint": played.folder, "seed": config.seed, "temperature": config.temperature}
+        if player == EXPERT:
+            content = {"checkpoint": EXPERT, "seed": config.seed, "expert": asdict(config.expert)}
+        rows = {"episodes": [episode_row(episode) for episode in played.episodes]}
+        whole = content | {"simulator": played.simulator} | played.result.as_dict() | rows
+        Path(config.json).write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n")
     if config.tensorboard:
-        _write_curves(Path(config.tensorboard), folder, config.simulator, result)
+        _write_curves(Path(config.tensorboard), played.folder, config.simulator, played.result)
+    if config.movies:
+        print(f"{len(played.episodes)} movies in {config.movies}")
+    if played.write_video is not None:
+        played.write_video(played.episodes)
+        print(f"contact sheet in {config.video}")
     return 0
+
+
+def _refuse_idle(config: EvaluateConfig, player: str) -> None:
+    """Refuse what would be set without any effect."""
+    expert = player == EXPERT
+    if expert and config.video:
+        raise ConfigError("--video draws what a policy did beside a world. Use --movies with the expert.")
+    if not expert and config.expert != Demonstrator():
+        raise ConfigError(f"--expert.* says how the expert plays, but {player} does. Leave it out.")
+    if not config.video and (config.world != "tabletop" or config.world_settings):
+        raise ConfigError("--world imagines the episodes of --video. Set --video too, or leave --world out.")
+    if config.repeats > 1 and (expert or not config.temperature):
+        alike = "the expert" if expert else "a policy at --temperature 0"
+        raise ConfigError(
+            f"--repeats is {config.repeats}, but {alike} plays a start alike each time, so that the "
+            "same episodes would count again. Use --repeats 1."
+        )
 
 
 def _check_outputs(config: EvaluateConfig) -> None:
     """Refuse what could not be written before anything is played."""
     if config.json and not Path(config.json).absolute().parent.is_dir():
         raise ConfigError(f"--json {config.json}: there is no folder {Path(config.json).parent}. Make it.")
+    if config.json and Path(config.json).is_dir():
+        raise ConfigError(f"--json {config.json} is a folder, where a file is expected. Add a file's name.")
     for flag, folder in (("--movies", config.movies), ("--tensorboard", config.tensorboard)):
         if folder and Path(folder).exists() and not Path(folder).is_dir():
             raise ConfigError(f"{flag} {folder} is a file, where a folder is expected. Choose another name.")
@@ -163,7 +189,7 @@ def _source(config: EvaluateConfig, wanted_size: int, episodes: int) -> Simulato
 
 def _episodes(config: EvaluateConfig) -> int:
     """Bound the number of episodes from above, before the simulator says what it has."""
-    return max(config.episodes, config.trials * max(1, len(config.tasks))) * config.repeats
+    return max(config.episodes or EPISODES, config.trials * max(1, len(config.tasks))) * config.repeats
 
 
 def _plays(config: EvaluateConfig, pool: SimulatorPool) -> list:
@@ -177,29 +203,42 @@ def _plays(config: EvaluateConfig, pool: SimulatorPool) -> list:
     )
 
 
-def _play_expert(
-    config: EvaluateConfig,
-) -> tuple[Evaluation, list[SimulatedEpisode], dict[str, object]]:
+@dataclass(frozen=True, kw_only=True)
+class _Played:
+    """What came of it."""
+
+    result: Evaluation
+    episodes: list[SimulatedEpisode]
+    simulator: dict[str, object]
+    """What it was and how it was set, without what must not matter."""
+    folder: str
+    write_video: Callable[[list[SimulatedEpisode]], None] | None = None
+
+
+def _simulator_row(source: SimulatorSource, spec: SimulatorSpec) -> dict[str, object]:
+    row = {name: value for name, value in source.as_dict().items() if name != "places"}
+    return row | {"max_steps": spec.max_steps, "image_size": spec.image_size, "protocol": spec.protocol}
+
+
+def _play_expert(config: EvaluateConfig) -> _Played:
     from asyncrl.simulators.pool import SimulatorPool
 
     source = _source(config, 0, _episodes(config))
-    if not source.has_expert():
+    if not source.may_have_expert():
         raise ConfigError(
             f"--simulator {config.simulator} has no expert. Name a policy, or add the method `expert`: "
             "docs/extending.md."
         )
-    if config.video:
-        raise ConfigError("--video draws what a policy did beside a world. Use --movies with the expert.")
     with SimulatorPool(source, workers=config.workers) as pool:
         result, episodes = evaluate(
-            pool, config.expert, _plays(config, pool), keep_frames=bool(config.movies)
+            pool, config.expert, _plays(config, pool), on_frames=_movie_writer(config)
         )
-        return result, episodes, source.as_dict() | {"max_steps": pool.spec.max_steps}
+        row = _simulator_row(source, pool.spec)
+    return _Played(result=result, episodes=episodes, simulator=row, folder=EXPERT)
 
 
-def _play_policy(
-    config: EvaluateConfig,
-) -> tuple[Evaluation, list[SimulatedEpisode], dict[str, object], str]:
+def _play_policy(config: EvaluateConfig) -> _Played:
+    from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, write_contact_sheet
     from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.placement import pick_device
     from asyncrl.policies.interface import SamplingParams
@@ -207,46 +246,56 @@ def _play_policy(
 
     named = named_policy(config.player, config.policy_settings)
     device = pick_device(config.device)
-    write_video = _video_writer(config) if config.video else None
+    world = _world_of_video(config) if config.video else None
     policy: Policy = named.kind.load(named.folder, device, **named.settings)
     source = _source(config, policy.image_size, _episodes(config))
     act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0), config.rows)
     with SimulatorPool(source, workers=config.workers, steps=policy.action_spec.chunk) as pool:
         check_fits(policy, pool.spec)
+        if world is not None:
+            check_imagines(world, pool.spec)
         result, episodes = evaluate(
-            pool, act, _plays(config, pool), keep_frames=bool(config.movies or config.video)
+            pool,
+            act,
+            _plays(config, pool),
+            on_frames=_movie_writer(config),
+            keep_frames=PAIRS if config.video else 0,
         )
-        settings = source.as_dict() | {"max_steps": pool.spec.max_steps}
-    if write_video is not None:
-        write_video(episodes)
-        print(f"contact sheet in {config.video}")
-    return result, episodes, settings, str(named.folder)
+        row = _simulator_row(source, pool.spec)
+    write_video = partial(write_contact_sheet, Path(config.video), world=world) if world else None
+    return _Played(
+        result=result, episodes=episodes, simulator=row, folder=str(named.folder), write_video=write_video
+    )
 
 
-def _video_writer(config: EvaluateConfig) -> Callable[[list[SimulatedEpisode]], None]:
+def _world_of_video(config: EvaluateConfig) -> World[Any]:
     """Load what --video needs, so that what cannot work is said before the episodes are played."""
     import torch
 
     from asyncrl.config.run import ImaginationSettings
-    from asyncrl.evaluation.contact_sheet import check_suffix, write_contact_sheet
+    from asyncrl.evaluation.contact_sheet import check_suffix
     from asyncrl.launch.named_models import named_world
 
     check_suffix(Path(config.video))
     named = named_world(config.world, config.world_settings)
-    world = named.kind.load(named.folder, torch.device("cpu"), ImaginationSettings(), **named.settings)
-    return lambda episodes: write_contact_sheet(Path(config.video), episodes, world)
+    return named.kind.load(named.folder, torch.device("cpu"), ImaginationSettings(), **named.settings)
 
 
-def _write_movies(folder: Path, episodes: Sequence[SimulatedEpisode]) -> int:
-    """Write each episode's pictures, named by its start and by what became of it."""
+def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] | None:
+    """Return what writes an episode's pictures, named by its start and by what became of it."""
     from asyncrl.storage.movies import movie_suffix, write_movie
 
+    if not config.movies:
+        return None
+    folder = Path(config.movies)
     folder.mkdir(parents=True, exist_ok=True)
-    for episode in episodes:
+
+    def write(episode: SimulatedEpisode) -> None:
         outcome = "solved" if episode.solved else "failed"
         name = f"{episode.start.name.replace('/', '_')}_{episode.repeat}_{outcome}{movie_suffix()}"
         write_movie(folder / name, episode.frames, rate=20)
-    return len(episodes)
+
+    return write
 
 
 def _write_curves(folder: Path, checkpoint: str, simulator: str, result: Evaluation) -> None:

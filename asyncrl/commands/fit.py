@@ -132,7 +132,7 @@ class FitReward(_FitSettings):
     steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 6_000
     """Optimizer steps."""
     batch: Annotated[
-        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
+        int, AtLeast(4, "a step has frames of both kinds.", "Leave it out.", highest=MOST_EXAMPLES)
     ] = 256
     """Frames per step."""
     learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
@@ -315,22 +315,25 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
 
 
 def write_starts(config: FitStarts, recordings: Recordings) -> None:
-    """Write the first frame of each episode as a start state."""
+    """Write the first frame of episodes as start states: of as many tasks as there are."""
     import numpy as np
 
     from asyncrl.records import StartState
     from asyncrl.worlds.start_states import save_start_states
 
     _, height, width, _ = recordings.frames.shape
+    # Recordings lie task by task, so the chosen ones are spread over all of them.
+    chosen = np.linspace(0, len(recordings) - 1, min(config.count, len(recordings))).round().astype(int)
+    once = len(set(recordings.seeds[chosen])) == len(chosen)
     states = [
         StartState(
-            name=f"seed-{recordings.seeds[e]}",
+            name=f"seed-{recordings.seeds[e]}" if once else f"seed-{recordings.seeds[e]}-{e}",
             task=recordings.tasks[e],
             frame=recordings.frames[recordings.offsets[e]],
             context_frames=np.empty((0, height, width, 3), np.uint8),
             context_actions=np.empty((0, 7), np.float32),
         )
-        for e in range(min(config.count, len(recordings)))
+        for e in chosen
     ]
     save_start_states(config.out, states)
     print(f"{len(states)} start states in {config.out}")

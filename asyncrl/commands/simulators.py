@@ -23,7 +23,7 @@ class List:
         """Print one line each; what cannot be used here says why."""
         from asyncrl.simulators.build import SimulatorSource
 
-        for name in registry.BUILT_IN["simulator"]:
+        for name in {**registry.BUILT_IN["simulator"], **registry.registered("simulator")}:
             try:
                 spec = SimulatorSource(name=name).spec()
             except AsyncRLError as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from asyncrl import registry
 from asyncrl.doctor.findings import Finding, broken, ok, warning
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.doctor.packages import numbers
@@ -288,4 +289,7 @@ def _memory_of_workers() -> int:
 
 
 def _expert(source: SimulatorSource) -> str:
-    return "with an expert" if source.has_expert() else "no expert"
+    if not source.may_have_expert():
+        return "no expert"
+    made = not isinstance(registry.resolve("simulator", source.name), type)
+    return "with an expert if what the function makes has one" if made else "with an expert"

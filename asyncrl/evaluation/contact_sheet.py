@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
-from asyncrl.storage.movies import GREEN, RED, write_movie
+from asyncrl.simulators.interface import SimulatorSpec
+from asyncrl.storage.movies import GREEN, RED, require_mp4, write_movie
 from asyncrl.worlds.interface import State, World
 
 
@@ -47,7 +48,9 @@ class Shown(Protocol):
         ...
 
 
-ROWS, COLUMNS = 4, 4
+COLUMNS = 4
+PAIRS = 16
+"""That a sheet shows at most."""
 BATCH = 32
 FRAMES_PER_SECOND = 10
 ENLARGE = 2
@@ -100,24 +103,38 @@ def _start_of(episode: Shown) -> StartState:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a file that is no movie by its name.
+    """Refuse a file that cannot be written as a movie.
 
     Raises:
-        ConfigError: another suffix than .gif or .mp4.
+        ConfigError: another suffix than .gif or .mp4, or .mp4 without the package `av`.
     """
     if path.suffix not in (".gif", ".mp4"):
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
+    if path.suffix == ".mp4":
+        require_mp4(path)
+
+
+def check_imagines(world: World[Any], spec: SimulatorSpec) -> None:
+    """Refuse a world that cannot imagine what a simulator shows.
+
+    Raises:
+        ConfigError: It draws pictures of another size, or takes actions of another width.
+    """
+    wanted, drawn = (spec.image_size, spec.action_dim), (world.image_size, world.action_spec.dim)
+    if wanted != drawn:
+        raise ConfigError(
+            f"--video: {spec.name} shows {wanted[0]} pixels and takes {wanted[1]} numbers, but --world draws "
+            f"{drawn[0]} pixels and takes {drawn[1]}. Set --image-size {drawn[0]}, or another --world."
+        )
 
 
 def write_contact_sheet(path: Path, episodes: Sequence[Shown], world: World[Any]) -> None:
     """Write up to 16 pairs (true left, imagined right; green edge: solved) as .gif or .mp4.
 
     Raises:
-        ConfigError: another suffix, or .mp4 without the package `av`.
+        ConfigError: See `check_suffix`.
     """
-    if path.suffix not in (".gif", ".mp4"):
-        raise ConfigError(f"--video {path} must end in .gif or .mp4.")
-    chosen = list(episodes[: ROWS * COLUMNS])
+    chosen = list(episodes[:PAIRS])
     drawn = imagine_again(world, chosen)
     movie = tile([pair(e.frames, d, won=bool(e.success.any())) for e, d in zip(chosen, drawn, strict=True)])
     path.parent.mkdir(parents=True, exist_ok=True)

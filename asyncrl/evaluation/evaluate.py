@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -57,11 +57,12 @@ class Evaluation:
     overall: SuccessRate
     by_task: dict[str, SuccessRate]
     mean_steps: float
-    """Steps until success, over the successful episodes."""
+    """Steps until success, over the successful episodes; not a number when there are none."""
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON."""
-        return asdict(self)
+        """Return plain values, for JSON: None where there is no number."""
+        values: dict[str, object] = asdict(self)
+        return values | {"mean_steps": None if math.isnan(self.mean_steps) else self.mean_steps}
 
 
 def summarise(episodes: Sequence[SimulatedEpisode]) -> Evaluation:
@@ -151,7 +152,7 @@ def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
         )
     images = np.zeros((1, len(spec.cameras), spec.image_size, spec.image_size, 3), np.uint8)
     states = np.zeros((1, spec.state_dim), np.float32) if spec.state_dim else None
-    for task in spec.tasks or ("do it",):  # All of them: a policy must be able to tell them apart.
+    for task in spec.tasks or ("",):  # All of them: a policy must be able to tell them apart.
         try:
             policy.preprocess(pictures(images), [task], states)
         except ConfigError as error:
@@ -162,9 +163,21 @@ def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
 
 
 def evaluate(
-    pool: Pool, act: Act | Demonstrator, plays: Sequence[Play], *, keep_frames: bool = False
+    pool: Pool,
+    act: Act | Demonstrator,
+    plays: Sequence[Play],
+    *,
+    on_frames: Callable[[SimulatedEpisode], None] | None = None,
+    keep_frames: int = 0,
 ) -> tuple[Evaluation, list[SimulatedEpisode]]:
     """Play every episode once and count; shows a progress bar.
+
+    Args:
+        pool: Plays.
+        act: Chooses the actions, or says how good the simulator's expert is.
+        plays: The episodes.
+        on_frames: Given each episode with all its frames as soon as it ends.
+        keep_frames: Of so many episodes, from the first play on, all frames are kept; of the others one.
 
     Returns:
         Success rates, and the episodes in the order of `plays`.
@@ -175,7 +188,11 @@ def evaluate(
     played: list[SimulatedEpisode] = []
     solved = 0
     with tqdm(total=len(plays), desc="evaluate", unit="episode", mininterval=1.0) as bar:
-        for episode in rollout(pool, act, plays, keep_frames=keep_frames):
+        for episode in rollout(pool, act, plays, keep_frames=bool(on_frames or keep_frames)):
+            if on_frames is not None:
+                on_frames(episode)
+            if order[episode.start.name, episode.repeat] >= keep_frames:
+                episode.drop_frames()
             played.append(episode)
             solved += episode.solved
             bar.update(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -11,7 +12,7 @@ from asyncrl.fitting.recordings import write_part
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import Pool
 from asyncrl.simulators.rollout import Act, Play, SimulatedEpisode, rollout
-from asyncrl.simulators.starts import HELD_OUT, task_id
+from asyncrl.simulators.starts import HELD_OUT, chosen_tasks
 
 EPISODES_PER_PART: Final = 32
 """At most."""
@@ -34,26 +35,24 @@ def training_starts(
     Raises:
         ConfigError: The seeds reach those of evaluation, or the simulator does not have what was asked for.
     """
-    if not 0 <= seed <= seed + episodes <= HELD_OUT:
-        raise ConfigError(
-            f"--seed {seed} with --episodes {episodes} reaches the held-out seeds from {HELD_OUT}. Use "
-            "smaller ones."
-        )
     if (stored or tasks) and not spec.trials:
         raise ConfigError(
             f"--stored and --tasks choose among stored starts, but in {spec.name} every seed is a start. "
             "Leave them out."
         )
-    chosen = [task_id(spec, task) for task in tasks] or list(range(len(spec.tasks)))
+    chosen = chosen_tasks(spec, tasks)
     if stored:
         of_all = [stored_start(spec, task, trial) for trial in range(spec.trials) for task in chosen]
         return sorted(of_all[:episodes], key=lambda start: (start.task_id, start.trial))
-    if not spec.trials:
-        return [random_start(spec, one) for one in range(seed, seed + episodes)]
-    per_task = len(spec.tasks)  # A seed's task is its remainder: these are all seeds of the chosen ones.
-    seeds = [
-        one * per_task + task for one in range(seed, seed + -(-episodes // len(chosen))) for task in chosen
-    ]
+    # A seed's task is its remainder: where there are tasks, these are all seeds of the chosen ones.
+    stride, offsets = (len(spec.tasks), chosen) if spec.trials else (1, [0])
+    last = seed + -(-episodes // len(offsets))
+    if not 0 <= seed <= last <= HELD_OUT // stride:
+        raise ConfigError(
+            f"--seed {seed} with --episodes {episodes} reaches the held-out seeds from {HELD_OUT // stride} "
+            f"on{' of each task' if spec.trials else ''}. Use smaller ones."
+        )
+    seeds = [one * stride + offset for one in range(seed, last) for offset in offsets]
     starts = [random_start(spec, one) for one in seeds[:episodes]]
     return sorted(starts, key=lambda start: (start.task_id, start.seed))
 
@@ -86,6 +85,7 @@ def record(
     from tqdm import tqdm
 
     must_be_new(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     per_part = _episodes_per_part(pool.spec)
     places = {start.name: number for number, start in enumerate(starts)}
     parts: dict[int, dict[int, SimulatedEpisode]] = {}
@@ -101,6 +101,7 @@ def record(
                 episodes = [part[i] for i in sorted(parts.pop(number))]
                 written += write_part(folder / f"part-{number:05d}.h5", episodes, pool.spec, about)
             bar.update(1)
+    assert not parts, "every start was played once"
     return written
 
 
@@ -110,19 +111,16 @@ def _episodes_per_part(spec: SimulatorSpec) -> int:
 
 
 def must_be_new(folder: Path) -> None:
-    """Make the folder of a recording.
+    """Look, without making it, whether a folder can hold a new recording.
 
     Raises:
         ConfigError: It holds recordings, or cannot be made.
     """
     if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
         raise ConfigError(f"--out {folder} is a file, where a folder is expected. Choose another name.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {folder} cannot be made ({error.strerror}). Choose another folder."
-        ) from None
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {folder} cannot be made in {above}. Choose another folder.")
     if any(folder.glob("part-*.h5")):
         raise ConfigError(
             f"--out {folder} already holds recordings; they are not overwritten. Choose another folder."

@@ -23,6 +23,7 @@ Letters: T steps of a demonstration, H W picture size.
 
 from __future__ import annotations
 
+import difflib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,15 @@ CAMERAS: Final = ("agentview", "wrist")
 _PICTURES: Final = {"agentview": "obs/agentview_rgb", "wrist": "obs/eye_in_hand_rgb"}
 _SUFFIX: Final = "_demo"
 EPISODES_PER_PART: Final = 25
+_NUMBERS: Final = {
+    "libero_spatial": (0, 2, 4, 6, 8, 1, 3, 5, 7, 9),
+    "libero_object": (0, 3, 6, 8, 1, 4, 7, 9, 2, 5),
+    "libero_goal": (0, 3, 5, 8, 1, 4, 6, 9, 2, 7),
+    "libero_10": (5, 8, 7, 0, 1, 3, 4, 6, 9, 2),
+}
+"""The benchmark's number of each task in `SUITES`, whose order is that of the published reward models."""
+_OTHERS: Final = "libero_90"
+"""Its 90 tasks have 74 instructions, so that a file does not tell its task's number."""
 _UNREADABLE: Final = (
     *(OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError),
     *(AttributeError, zlib.error),
@@ -134,6 +144,9 @@ def suite_of_files(files: Sequence[DemonstrationFile], simulator: str) -> str:
         ConfigError: It cannot be told, or lacks one of the tasks.
     """
     said = {file.instruction for file in files}
+    if simulator and simulator not in (known := (*SUITES, _OTHERS)):
+        near = difflib.get_close_matches(simulator, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"--simulator {simulator} is no suite of LIBERO; the nearest is {near}.")
     homes = [name for name, tasks in SUITES.items() if said <= set(tasks)]
     folders = {file.path.resolve().parent.name for file in files}
     if simulator in SUITES and simulator not in homes:
@@ -163,7 +176,7 @@ def read_demonstrations(
         opened: The file.
         cameras: Of `CAMERAS`; the first is the one that models of one picture see.
         simulator: In the names of the starts.
-        task_id: Number of the task.
+        task_id: Number of the task; -1: it is not known.
         first_seed: Number of the first demonstration, by which starts are told apart.
 
     Raises:
@@ -174,7 +187,7 @@ def read_demonstrations(
             for number, name in enumerate(opened.demos):
                 arrays = _arrays(file, name, opened, cameras)
                 start = SimStart(
-                    name=f"{simulator}/{task_id}/{name}",
+                    name=f"{simulator}/{opened.path.stem if task_id < 0 else task_id}/{name}",
                     task=opened.instruction,
                     task_id=task_id,
                     seed=first_seed + number,
@@ -262,7 +275,7 @@ def _write(
     )
     written = parts = 0
     for file in tqdm(files, desc="import", unit="file", mininterval=2.0):
-        task_id = tasks.index(file.instruction)
+        task_id = _NUMBERS[suite][tasks.index(file.instruction)] if suite in _NUMBERS else -1
         episodes = read_demonstrations(file, cameras, simulator=suite, task_id=task_id, first_seed=written)
         about: dict[str, object] = {"imported": file.path.name, "demonstrations": len(file.demos)}
         for first in range(0, len(file.demos), EPISODES_PER_PART):

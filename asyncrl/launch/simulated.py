@@ -236,7 +236,8 @@ def build_simulator(config: TrainConfig) -> SimulatedEnvironment:
     """Prepare what an actor plays in; see `check_simulator` for what it raises."""
     files = check_simulator(config)
     starts = TrainingStarts(files.spec, config.seed, config.simulator.starts)
-    return SimulatedEnvironment(files=files, starts=starts, workers=config.simulator.workers)
+    workers = min(config.simulator.workers, config.actor.slots)  # More would have nothing to do.
+    return SimulatedEnvironment(files=files, starts=starts, workers=workers)
 
 
 def simulator_defaults(config: TrainConfig) -> WorldDefaults:

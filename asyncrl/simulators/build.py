@@ -75,9 +75,10 @@ class SimulatorSource:
         kind = registry.resolve("simulator", self.name)
         return min(getattr(kind, "usual_places", 16), getattr(kind, "most_places", 16))
 
-    def has_expert(self) -> bool:
-        """Whether the class has an `expert`; of a function that is known only when it was called."""
-        return hasattr(registry.resolve("simulator", self.name), "expert")
+    def may_have_expert(self) -> bool:
+        """Whether the class has an `expert`. What a function makes may have one: a worker knows."""
+        kind = registry.resolve("simulator", self.name)
+        return not isinstance(kind, type) or hasattr(kind, "expert")
 
     def _call(self, function: Any) -> Any:
         keywords = registry.keywords("--simulator-settings", self.settings)

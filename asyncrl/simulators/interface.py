@@ -10,6 +10,7 @@ Dimension letters:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.bounds import AtLeast, Bounded
+from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class SimulatorSpec:
     """``A`` numbers: the action that moves nothing and keeps the gripper open."""
     reward: Literal["success", "dense"] = "success"
     """`success`: 1 in the step that fulfils the task, else 0. `dense`: any numbers, at every step."""
+    protocol: str = ""
+    """What a number that was measured in it must be read with, in words: which scene, how many idle steps."""
     places: int = 1
     """Episodes that one object plays at once."""
     lockstep: bool = False
@@ -165,6 +169,20 @@ class Demonstrator(Bounded):
     """Standard deviation of a further error of the same in metres, drawn per episode."""
     extra_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 1.", highest=10_000)] = 1
     """Decisions recorded after the task is solved."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.noise
+        if not 0 <= low <= high < math.inf:
+            raise ConfigError(
+                f"--expert.noise {low:g} {high:g}: it is drawn between these two deviations, the smaller one "
+                "first. Use 0.0 0.2."
+            )
+        for name in ("offset", "place_offset"):
+            if not all(map(math.isfinite, getattr(self, name))):
+                raise ConfigError(
+                    f"--expert.{name.replace('_', '-')} is not finite, but it is in metres. Use 0 0."
+                )
 
 
 @runtime_checkable

@@ -366,6 +366,9 @@ class SimulatorPool:
         self._closed = True
         members, self._members = self._members, []
         for member in members:
+            if isinstance(member, _Remote):
+                member.pipe.close()  # All end at the same time.
+        for member in members:
             member.close()
 
     def __enter__(self) -> SimulatorPool:

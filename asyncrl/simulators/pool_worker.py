@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSpec
@@ -141,7 +141,11 @@ class Worker:
         self._playing.add(place)
         self._experts.pop(place, None)
         if request["expert"] is not None:
-            assert isinstance(self._simulator, HasExpert)
+            if not isinstance(self._simulator, HasExpert):
+                raise ConfigError(
+                    f"{self._simulator.spec.name} has no expert. Name a policy, or add the method `expert`: "
+                    "docs/extending.md."
+                )
             demonstrator = Demonstrator(**_tuples(request["expert"]))
             rng = np.random.default_rng([start.seed, 1])
             self._experts[place] = self._simulator.expert(place, demonstrator, rng)

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.records import CHUNK, DUMMY_ACTION
 from asyncrl.seeds import simulated_sampling_seed
 from asyncrl.simulators.interface import Demonstrator, SimStart
@@ -101,6 +101,11 @@ class SimulatedEpisode:
         """Count the steps to success, or all of them."""
         return int(self.success.argmax()) if self.solved else len(self.success) - 1
 
+    def drop_frames(self) -> None:
+        """Keep of frames and states only the first: an evaluation's would not fit into memory."""
+        self.frames, self.more_frames = self.frames[:1].copy(), self.more_frames[:1].copy()
+        self.states = self.states[:1].copy()
+
 
 @dataclass(kw_only=True)
 class _Running:
@@ -166,6 +171,7 @@ def rollout(
 
     Raises:
         RunError: The pool gives up, or does not answer.
+        ConfigError: An action that was chosen is not finite, or of another width.
     """
     expert = act if isinstance(act, Demonstrator) else None
     waiting, running = _Waiting(plays), dict[int, _Running]()
@@ -232,7 +238,18 @@ def _decide(
             )
         )
     for slot, actions in zip(undecided, chosen, strict=True):
+        if not isinstance(actions, int):
+            _check(actions, pool.spec.action_dim, undecided[slot].play.start)
         pool.step(slot, actions, frames=frames, past_success=extra_decisions >= 0)
+
+
+def _check(actions: NDArray[np.float32], width: int, start: SimStart) -> None:
+    if actions.ndim != 2 or actions.shape[1] != width or not np.isfinite(actions).all():
+        finite = "" if np.isfinite(actions).all() else ", not all of them finite"
+        raise ConfigError(
+            f"The policy chose actions of shape {list(actions.shape)}{finite} in {start.name}; a decision is "
+            f"[steps, {width}] finite numbers. Look at its weights and at its action statistics."
+        )
 
 
 class _Waiting:

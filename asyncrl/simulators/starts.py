@@ -13,6 +13,8 @@ from asyncrl.simulators.rollout import Play
 HELD_OUT: Final = 1_000_000
 """Seeds from here on are never used for recordings, start states or training."""
 SEEDS_PER_EVALUATION: Final = 100_000
+EPISODES: Final = 256
+"""Of an evaluation at seeds, where nobody says another number."""
 
 
 def evaluation_seeds(seed: int, episodes: int) -> list[int]:
@@ -30,13 +32,13 @@ def evaluation_seeds(seed: int, episodes: int) -> list[int]:
 
 
 def evaluation_plays(
-    spec: SimulatorSpec, *, episodes: int, seed: int, tasks: Sequence[str], trials: int, repeats: int
+    spec: SimulatorSpec, *, episodes: int = 0, seed: int = 0, tasks: Sequence[str], trials: int, repeats: int
 ) -> list[Play]:
     """List every episode of an evaluation once: of stored starts trial by trial, else by seed.
 
     Args:
         spec: Of the simulator.
-        episodes: Where every seed is a start: how many.
+        episodes: Where every seed is a start: how many; 0: 256.
         seed: Which of them.
         tasks: Where starts are stored: their tasks, as numbers or instructions; none: all.
         trials: Of each task; 0: all that are stored.
@@ -51,17 +53,31 @@ def evaluation_plays(
                 f"--tasks and --trials choose stored starts, but in {spec.name} every seed is a start. Leave "
                 "them out; --episodes and --seed say which starts are played."
             )
-        starts = [random_start(spec, one) for one in evaluation_seeds(seed, episodes)]
+        starts = [random_start(spec, one) for one in evaluation_seeds(seed, episodes or EPISODES)]
     else:
+        if episodes or seed:
+            raise ConfigError(
+                f"--episodes and --seed choose among seeds, but the starts of {spec.name} are stored. Leave "
+                "them out; --tasks and --trials say which starts are played."
+            )
         if trials > spec.trials:
             raise ConfigError(
                 f"--trials {trials}: {spec.name} has {spec.trials} stored starts per task. Use that or less."
             )
-        chosen = [task_id(spec, task) for task in tasks] or list(range(len(spec.tasks)))
+        chosen = chosen_tasks(spec, tasks)
         starts = [
             stored_start(spec, task, trial) for trial in range(trials or spec.trials) for task in chosen
         ]
     return [Play(start=start, repeat=repeat) for repeat in range(repeats) for start in starts]
+
+
+def chosen_tasks(spec: SimulatorSpec, tasks: Sequence[str]) -> list[int]:
+    """Return the numbers of tasks, each once, in the order in which they are named; none named: all.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
+    return list(dict.fromkeys(task_id(spec, task) for task in tasks)) or list(range(len(spec.tasks)))
 
 
 def task_id(spec: SimulatorSpec, text: str) -> int:

@@ -26,6 +26,18 @@ def can_write_mp4() -> bool:
     return find_spec("av") is not None
 
 
+def require_mp4(path: Path) -> None:
+    """Refuse a movie that cannot be written.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+    if not can_write_mp4():
+        raise ConfigError(
+            f"{path} needs the package av. Install it with pip install 'asyncrl[video]', or use .gif."
+        )
+
+
 def movie_suffix() -> str:
     """Return the suffix of the better kind of movie that can be written: .mp4, or .gif without PyAV."""
     return ".mp4" if can_write_mp4() else ".gif"
@@ -79,12 +91,9 @@ def write_mp4(
     Raises:
         ConfigError: PyAV is not installed.
     """
-    try:
-        import av  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError(
-            f"{path} needs the package av. Install it with pip install 'asyncrl[video]', or use .gif."
-        ) from None
+    require_mp4(path)
+    import av  # pyright: ignore[reportMissingImports]
+
     with av.open(str(path), "w") as container:
         stream: Any = None
         for frame in frames:

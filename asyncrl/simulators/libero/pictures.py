@@ -120,6 +120,8 @@ def drawing_device() -> str:
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     first = visible.split(",")[0].strip()
+    if first == "-1":  # As CUDA reads it: none.
+        return ""
     if visible and not first.isdecimal():
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES is {visible!r}, which does not tell what device LIBERO shall draw with: "

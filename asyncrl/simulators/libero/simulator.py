@@ -46,6 +46,13 @@ class LiberoSettings:
     reflections: bool = True
     """Whether shiny materials mirror the scene, as they do officially."""
 
+    @property
+    def protocol(self) -> str:
+        """Say in words what is drawn and how long is waited."""
+        without = [name for name in ("multisampling", "reflections") if not getattr(self, name)]
+        drawn = "".join(f", without {name}" for name in without)
+        return f"{self.scene} scene{drawn}, {self.settle} settling steps"
+
     def __post_init__(self) -> None:
         for name, least in (("settle", 0), ("horizon", 0)):
             value = getattr(self, name)
@@ -114,6 +121,7 @@ class LiberoSuite:
             cameras=tuple(CAMERAS)[: 2 if chosen.wrist else 1],
             state_dim=STATE_DIM,
             idle=IDLE,
+            protocol=chosen.protocol,
         )
 
     @property

@@ -144,6 +144,8 @@ class ManiSkill:
         for place, start in zip(places, starts, strict=True):
             if start.trial >= 0:
                 raise ConfigError(f"{start.name} is a stored start, but {self.name}'s starts are seeds.")
+            if start.seed >= 2**32:
+                raise ConfigError(f"{start.name}: ManiSkill's seeds end below {2**32}. Use a smaller --seed.")
             index, row = self._where(place)
             env = self._envs[index]
             options = dict(self._options)
