@@ -10,7 +10,6 @@ Dimension letters:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
@@ -173,16 +172,11 @@ class Demonstrator(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.noise
-        if not 0 <= low <= high < math.inf:
+        if not 0 <= low <= high:
             raise ConfigError(
                 f"--expert.noise {low:g} {high:g}: it is drawn between these two deviations, the smaller one "
                 "first. Use 0.0 0.2."
             )
-        for name in ("offset", "place_offset"):
-            if not all(map(math.isfinite, getattr(self, name))):
-                raise ConfigError(
-                    f"--expert.{name.replace('_', '-')} is not finite, but it is in metres. Use 0 0."
-                )
 
 
 @runtime_checkable

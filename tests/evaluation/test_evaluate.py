@@ -246,7 +246,7 @@ def test_what_a_policy_must_not_choose_is_one_sentence(chosen: np.ndarray, said:
         (["--world", "my_world"], "--world imagines the episodes of --video"),
         (["--repeats", "2", "--temperature", "0"], "plays a start alike each time"),
         (["--expert.noise", "0.5", "0.1"], "between these two deviations, the smaller one first"),
-        (["--expert.offset", "nan", "0"], "it is in metres"),
+        (["--expert.noise", "-0.1", "0.1"], "between these two deviations, the smaller one first"),
     ],
 )
 def test_what_would_be_lost_or_without_effect_is_refused_before_anything_is_played(
