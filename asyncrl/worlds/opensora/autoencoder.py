@@ -9,7 +9,7 @@ Dimension letters:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,6 +34,18 @@ class VaeConfig:
     """Groups of the group norms; divides every width."""
     scale: float = 0.13025
     """Latents are the encoder's means times this."""
+
+    def __post_init__(self) -> None:
+        levels, groups = len(self.widths), self.norm_groups
+        if not 1 <= levels <= 8 or not 1 <= self.layers_per_block <= 16 or min(self.channels, groups) < 1:
+            raise ValueError(f"{self} has a size that is no size")
+        if any(
+            type(width) is not int or width < 1 or width % groups for width in self.widths
+        ) or not 0 < self.scale < float("inf"):
+            raise ValueError(
+                f"widths {list(self.widths)} with {groups} groups and scale {self.scale}: groups must divide "
+                "every width, and the scale must be positive"
+            )
 
     @property
     def spatial(self) -> int:
@@ -76,6 +88,7 @@ class FrameVae(nn.Module):
         self.size = size
         self.encoder, self.decoder = made.encoder, made.decoder
         self.quant_conv, self.post_quant_conv = made.quant_conv, made.post_quant_conv
+        self._draw: Callable[[Tensor], Tensor] = self._decode
         self.use_channels_last()
 
     @property
@@ -87,10 +100,9 @@ class FrameVae(nn.Module):
         """Lay the weights out as convolutions want them; to be called again once they were replaced."""
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
-    def compile_layers(self) -> None:
-        """Compile encoder and decoder; the first frames take longer."""
-        self.encoder.compile(fullgraph=True, dynamic=False)
-        self.decoder.compile(fullgraph=True, dynamic=False)
+    def compile_decoder(self) -> None:
+        """Compile the decoder, for pieces of few sizes; the first frames take longer."""
+        self._draw = torch.compile(self._decode, fullgraph=True, dynamic=False)
 
     def encode(self, frames_N3HW: Tensor) -> Tensor:
         """Encode frames.
@@ -112,7 +124,7 @@ class FrameVae(nn.Module):
         Returns:
             ``[N, 3, H, W]`` in the dtype of the weights, about [-1, 1], not clamped.
         """
-        return _in_pieces(self._decode, latents_NZhw)
+        return _in_pieces(self._draw, latents_NZhw)
 
     def _encode(self, frames_N3HW: Tensor) -> Tensor:
         frames = frames_N3HW.to(self.dtype).contiguous(memory_format=torch.channels_last)
@@ -124,5 +136,5 @@ class FrameVae(nn.Module):
         return self.decoder(self.post_quant_conv(raw))
 
 
-def _in_pieces(layers: Any, rows: Tensor) -> Tensor:
+def _in_pieces(layers: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return torch.cat([layers(piece) for piece in rows.split(FRAMES_AT_ONCE)])

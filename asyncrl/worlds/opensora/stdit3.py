@@ -66,6 +66,16 @@ class STDiT3Config:
     """Of the text embedding; only with `unused_branches`, like `text_tokens`."""
     text_tokens: int = 300
 
+    def __post_init__(self) -> None:
+        counts = (self.depth, self.width, self.heads, self.channels, self.patch, self.mlp_ratio)
+        if min(counts) < 1 or self.freq_dim < 2 or self.freq_dim % 2:
+            raise ValueError(f"{self} has a size that is no size")
+        if self.width % 4 or self.width % (2 * self.heads):
+            raise ValueError(
+                f"a width of {self.width} with {self.heads} heads: it must be a multiple of 4, and each head "
+                "must get an even number of channels"
+            )
+
     @classmethod
     def tiny(cls) -> STDiT3Config:
         """A size of two million parameters, for small frames."""
@@ -181,6 +191,13 @@ class STDiT3(nn.Module):
             x_BFSD = of_frame(x_BFSD, spatial)
             x_BFSD, _ = of_time(x_BFSD, temporal, rotary, visible, before)
         return self._velocity(x_BFSD, time_B1D, new_BZChw)
+
+    def compile_blocks(self) -> None:
+        """Compile the blocks, each kind once for all; the first decision takes longer."""
+        for block in (*self.spatial_blocks, *self.temporal_blocks):
+            # Not `block.compile`: what it compiles is the code of all modules, which has a limited number of
+            # variants.
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 
     def _blocks(self) -> Iterator[tuple[nn.Module, nn.Module]]:
         return zip(self.spatial_blocks, self.temporal_blocks, strict=True)

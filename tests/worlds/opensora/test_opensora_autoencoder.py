@@ -6,31 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor
 
 from asyncrl.worlds.opensora import autoencoder
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
-
-NANO = VaeConfig(widths=(4, 4, 8, 8), layers_per_block=1, norm_groups=2)
-
-
-def nano_vae() -> FrameVae:
-    torch.manual_seed(1)
-    return FrameVae(NANO).eval().requires_grad_(False)
-
-
-def by_diffusers(vae: FrameVae) -> AutoencoderKL:
-    """The same weights in a model of the library."""
-    own = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(4, 4, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=2,
-    )
-    own.load_state_dict(vae.state_dict())
-    return own.eval().requires_grad_(False)
+from support.opensora import NANO_VAE, by_diffusers, nano_vae
 
 
 def frames(count: int) -> Tensor:
@@ -67,7 +47,7 @@ def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch,
 
 def test_another_scale_scales_latents_and_leaves_frames() -> None:
     vae = nano_vae()
-    other = FrameVae(replace(NANO, scale=0.5)).eval()
+    other = FrameVae(replace(NANO_VAE, scale=0.5)).eval()
     other.load_state_dict(vae.state_dict())
     clip = frames(1)
     torch.testing.assert_close(other.encode(clip) / 0.5, vae.encode(clip) / 0.13025, atol=1e-5, rtol=1e-5)
@@ -96,4 +76,4 @@ def test_a_size_survives_json() -> None:
         "norm_groups": 2,
         "scale": 0.13025,
     }
-    assert VaeConfig.from_json(content) == NANO
+    assert VaeConfig.from_json(content) == NANO_VAE

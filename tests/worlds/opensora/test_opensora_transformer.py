@@ -12,20 +12,7 @@ from torch import Tensor
 
 from asyncrl.worlds.opensora.layers import rotate
 from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config, positions, sinusoid
-
-NANO = STDiT3Config(
-    depth=2, width=24, heads=2, freq_dim=16, unused_branches=True, text_channels=8, text_tokens=3
-)
-
-
-def nano_transformer(size: STDiT3Config = NANO) -> STDiT3:
-    """Random weights, also where layers begin with ones and zeros, so that each of them counts."""
-    torch.manual_seed(2)
-    model = STDiT3(size).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if not name.startswith("rope"):
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model
+from support.opensora import NANO, nano_transformer
 
 
 def some_inputs(batch: int = 2, *, new: int = 8, height: int = 6, width: int = 4) -> tuple[Tensor, ...]:
@@ -336,3 +323,9 @@ def test_unused_branches_change_no_velocity() -> None:
         if any(part in name for part in UNUSED):
             tensor.fill_(float("nan"))
     assert torch.equal(model(*some_inputs()), before)
+
+
+@pytest.mark.parametrize("change", [{"heads": 5}, {"width": 26, "heads": 1}, {"depth": 0}, {"freq_dim": 3}])
+def test_sizes_that_cannot_be_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"size that is no size|even number of channels"):
+        replace(NANO, **change)
