@@ -54,7 +54,7 @@ class VaeConfig:
 
     @classmethod
     def tiny(cls) -> VaeConfig:
-        """A size of three hundred thousand parameters."""
+        """A size of a quarter of a million parameters."""
         return cls(widths=(16, 16, 32, 32), layers_per_block=1, norm_groups=8)
 
     @classmethod

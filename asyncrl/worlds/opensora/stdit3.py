@@ -78,7 +78,7 @@ class STDiT3Config:
 
     @classmethod
     def tiny(cls) -> STDiT3Config:
-        """A size of two million parameters, for small frames."""
+        """A size of 1.8 million parameters, for small frames."""
         return cls(depth=4, width=128, heads=4, freq_dim=64)
 
     @classmethod

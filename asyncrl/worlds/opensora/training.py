@@ -2,7 +2,8 @@
 
 A window of clean latents is four condition frames and the new ones. The new ones are mixed with noise at a
 time whose logit is normally distributed; the condition frames with a little noise, at the time that the
-network is told of them. The loss is the squared error of the velocity of the new frames only, all times alike.
+network is told of them. The loss is the squared error of the velocity of the new frames only, the same for
+all times.
 """
 
 from __future__ import annotations
