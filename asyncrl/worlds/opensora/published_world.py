@@ -84,6 +84,8 @@ def transformer_files(folder: Path) -> TensorFiles:
 
 def header_names(path: Path) -> set[str]:
     """Return the names in the header of a safetensors file, which may be cut behind it; of others, none."""
+    if not path.is_file():
+        return set()
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

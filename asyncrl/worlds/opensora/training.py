@@ -4,21 +4,20 @@ A window of clean latents is four condition frames and the new ones. The new one
 time whose logit is normally distributed; the condition frames with a little noise, at the time that the
 network is told of them. The loss is the squared error of the velocity of the new frames only, the same for
 all times.
+
+Published with it: Adam (epsilon 1e-15) at a learning rate of 1e-4 after 1000 updates of warm-up, gradients
+clipped to norm 1, and as the result a moving average of the weights by 0.99.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from asyncrl.worlds.opensora.rectified_flow import NOISE_TIME, mix
 from asyncrl.worlds.opensora.stdit3 import CONDITION, CONDITION_TIME
-
-LEARNING_RATE: Final = 1e-4
-"""Published, after 1000 updates of warm-up; with Adam (epsilon 1e-15), gradients clipped to norm 1, and the
-mean of the weights over updates, by 0.99, as the result."""
 
 
 class Velocity(Protocol):
