@@ -108,6 +108,21 @@ def test_actions_that_are_no_numbers_poison_their_row_only(world: OpenSoraWorld)
     assert grey_levels_apart(frames[1], sound[1]) <= 1
     _, later = world.imagine(after, some_actions(2), [3, 4])
     assert later.finite.tolist() == [False, True]
+    _, later = world.imagine(replace(state, finite=after.finite), some_actions(2), [3, 4])
+    assert later.finite.tolist() == [False, True]  # also where the latents look sound
+
+
+def test_a_world_in_bfloat16_remembers_float32_and_draws_nearly_the_same(world: OpenSoraWorld) -> None:
+    rounded = nano_world()
+    for module in rounded.modules().values():
+        module.bfloat16()
+    starts, actions = [start_state(1), start_state(2)], some_actions(2)
+    state = rounded.start(starts)
+    frames, after = rounded.imagine(state, actions, [1, 2])
+    expected, expected_after = world.imagine(world.start(starts), actions, [1, 2])
+    assert state.latents.dtype == after.latents.dtype == torch.float32
+    assert (after.latents - expected_after.latents).abs().mean() < 0.05 * expected_after.latents.abs().mean()
+    assert (frames.float() - expected.float()).abs().mean() < 4
 
 
 # ---- slots ---------------------------------------------------------------------------------------
