@@ -86,6 +86,13 @@ class TensorFiles:
         other._set_names(self._homes.items(), rename)
         return other
 
+    def only(self, names: Set[str]) -> TensorFiles:
+        """Return the same files with the tensors of these names alone, without `changes` and `extra`."""
+        other = copy.copy(self)
+        other.changes, other.extra = {}, {}
+        other._homes = {name: home for name, home in self._homes.items() if name in names}
+        return other
+
     def names(self) -> Set[str]:
         """Return the names of all tensors, in the order of the files."""
         return dict.fromkeys([*self._homes, *self.extra]).keys()

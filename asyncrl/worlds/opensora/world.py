@@ -1,0 +1,311 @@
+"""Imagine frames from start states and actions with the OpenSora world model.
+
+The transformer sees a window of twelve frame latents: the last four, and the eight that a decision makes.
+Latents that were drawn are remembered as they are and never encoded again. There is no anchor: what lies
+further back is forgotten.
+
+What a decision makes of the four condition frames (their keys and values) is computed once and used in every
+step. It is scratch of that decision and no part of the state.
+
+Dimension letters: B slots, Z latent channels, C new frames (8), h/w latent size, H/W pixels, U frames that
+differ, A numbers of an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from asyncrl.config.run import ImaginationSettings, WorldDefaults
+from asyncrl.devices.cuda_graph import CudaGraphed
+from asyncrl.devices.tensors import to_device, to_signed, to_uint8
+from asyncrl.errors import ConfigError
+from asyncrl.records import ACTION_DIM, CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
+from asyncrl.worlds.noise import draw_noise
+from asyncrl.worlds.opensora.action_range import ActionRange, normalise
+from asyncrl.worlds.opensora.autoencoder import FrameVae
+from asyncrl.worlds.opensora.files import AS_SAVED, WorldFiles, check_settings, open_world, write_world
+from asyncrl.worlds.opensora.rectified_flow import STEPS, sample, sampling_times
+from asyncrl.worlds.opensora.state import OpenSoraState
+from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
+
+
+class OpenSoraWorld:
+    """Imagines frames with an action-conditioned STDiT3 and a frame autoencoder."""
+
+    def __init__(
+        self,
+        transformer: STDiT3,
+        vae: FrameVae,
+        action_range: ActionRange,
+        *,
+        image_size: int,
+        schedule_steps: int = STEPS,
+        version: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Join the networks.
+
+        Args:
+            transformer: Draws latents.
+            vae: Encodes and draws frames.
+            action_range: What actions are scaled by.
+            image_size: Height and width of the frames in pixels.
+            schedule_steps: Network calls per decision.
+            version: Which weights these are.
+            device: Where they go.
+        """
+        self.transformer = transformer
+        self.vae = vae
+        self.action_range = action_range
+        self.schedule_steps = schedule_steps
+        self.version = version
+        self._image_size = image_size
+        self._rows = 0
+        self._sampler: Callable[..., Tensor] = self._sample
+        self.to(device)
+        sampling_times(schedule_steps)  # refuses 0 steps here and not at the first decision
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self._image_size
+
+    @classmethod
+    def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
+        """Check the files of a folder without loading weights. See `interface.World.check`."""
+        _refuse_settings(own)
+        files = open_world(folder)
+        nbytes = files.check(settings)
+        return ModelSummary(image_size=files.image_size, nbytes=nbytes, version=files.version)
+
+    @classmethod
+    def load(
+        cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any
+    ) -> OpenSoraWorld:
+        """Read a folder of ours or a published one. See `interface.World.load`."""
+        _refuse_settings(own)
+        return load_world(folder, device=device, settings=settings)
+
+    @classmethod
+    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
+        """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
+        _refuse_settings(own)
+        return open_world(folder).defaults(settings)
+
+    @classmethod
+    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
+        """Estimate what a slot takes. See `interface.CountsSlots`."""
+        _refuse_settings(own)
+        return open_world(folder).slot_bytes(settings)
+
+    @property
+    def action_spec(self) -> ActionSpec:
+        """8 steps of 7 numbers."""
+        return ActionSpec()
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Transformer and autoencoder."""
+        return {"transformer": self.transformer, "vae": self.vae}
+
+    def to(self, device: torch.device | str) -> OpenSoraWorld:
+        """Move the weights to `device` (host memory while they are not needed) and return this world."""
+        for module in self.modules().values():
+            module.to(device)
+        self.device = torch.device(device)
+        self._low_A, self._high_A = self.action_range.tensors(self.device)
+        return self
+
+    def compile(self, rows: int) -> OpenSoraWorld:
+        """Compile what takes the time; the first decision takes about a minute longer.
+
+        Args:
+            rows: Slots of a decision from now on; fewer are filled up with copies and cost as much.
+        """
+        self._rows = rows
+        self.transformer.compile_blocks()
+        self.vae.compile_decoder()
+        if self.device.type == "cuda":
+            # All steps in one graph: the keys and values of the condition frames stay inside.
+            self._sampler = CudaGraphed(self._sample)
+        return self
+
+    def weights_moved(self) -> None:
+        """Forget where the weights were; they return to other addresses."""
+        if isinstance(self._sampler, CudaGraphed):
+            self._sampler.forget()
+
+    @torch.no_grad()
+    def start(self, states: Sequence[StartState]) -> OpenSoraState:
+        """Open one slot per start state. Each frame is encoded once, however many slots begin with it.
+
+        Raises:
+            ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
+        """
+        numbers: dict[bytes, int] = {}
+        distinct: list[NDArray[np.uint8]] = []
+        rows: list[int] = []
+        for state in states:
+            for frame in _opening_frames(state, self.image_size):
+                key = frame.tobytes()
+                if key not in numbers:
+                    numbers[key] = len(distinct)
+                    distinct.append(frame)
+                rows.append(numbers[key])
+        frames_U3HW = to_signed(to_device(np.stack(distinct), self.device)).permute(0, 3, 1, 2)
+        latents_UZhw = self.vae.encode(frames_U3HW)
+        picked = latents_UZhw.index_select(0, to_device(np.array(rows, np.int64), self.device))
+        latents_BZ4hw = picked.unflatten(0, (len(states), CONDITION)).transpose(1, 2).contiguous()
+        return OpenSoraState(latents=latents_BZ4hw, finite=_finite_rows(latents_BZ4hw))
+
+    @torch.no_grad()
+    def imagine(
+        self, state: OpenSoraState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
+    ) -> tuple[Tensor, OpenSoraState]:
+        """Draw the 8 frames that 8 actions lead to.
+
+        Args:
+            state: What `start` or the last `imagine` returned; it is not changed.
+            actions: ``[B, 8, 7]`` float32 in the policy's units; action i produced frame i.
+            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
+
+        Returns:
+            Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
+        """
+        if not isinstance(actions, Tensor):
+            actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
+        actions_BCA = actions.to(self.device, torch.float32, non_blocking=True)
+        live = len(state)
+        if actions_BCA.shape != (live, CHUNK, ACTION_DIM) or len(noise_seeds) != live:
+            raise ValueError(
+                f"{live} slots need actions [{live}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
+                f"got {list(actions_BCA.shape)} and {len(noise_seeds)}"
+            )
+        if live < self._rows:
+            rows = [*range(live), *[0] * (self._rows - live)]
+            filled = torch.cat([actions_BCA, actions_BCA[:1].expand(len(rows) - live, -1, -1)])
+            frames, after = self._imagine(state.select(rows), filled, [noise_seeds[row] for row in rows])
+            return frames[:live], after.select(range(live))
+        return self._imagine(state, actions_BCA, noise_seeds)
+
+    def _imagine(
+        self, state: OpenSoraState, actions_BCA: Tensor, noise_seeds: Sequence[int]
+    ) -> tuple[Tensor, OpenSoraState]:
+        new_BZChw = self.denoise(state, actions_BCA, noise_seeds)
+        pixels = self.vae.decode(new_BZChw.transpose(1, 2).flatten(0, 1)).unflatten(0, (-1, CHUNK))
+        after = OpenSoraState(
+            latents=new_BZChw[:, :, -CONDITION:].clone(),
+            finite=state.finite & _finite_rows(new_BZChw) & _finite_rows(pixels),
+        )
+        return to_uint8(pixels).permute(0, 1, 3, 4, 2).contiguous(), after
+
+    @torch.no_grad()
+    def denoise(self, state: OpenSoraState, actions_BCA: Tensor, noise_seeds: Sequence[int]) -> Tensor:
+        """Draw the eight new latents that actions lead to.
+
+        Args:
+            state: Of ``B`` slots.
+            actions_BCA: ``[B, 8, 7]`` float32 in the policy's units, on the world's device.
+            noise_seeds: ``B`` seeds.
+
+        Returns:
+            ``[B, Z, 8, h, w]`` float32, scaled.
+        """
+        _, channels, _, height, width = state.latents.shape
+        noise = draw_noise(noise_seeds, (channels, CHUNK, height, width))
+        scaled = normalise(actions_BCA, self._low_A, self._high_A)
+        drawn = self._sampler(state.latents, to_device(noise.numpy(), self.device), scaled)
+        return drawn.clone()  # A graph writes its next result over this one.
+
+    def _sample(self, condition_BZ4hw: Tensor, noise_BZChw: Tensor, scaled_BCA: Tensor) -> Tensor:
+        """Follow the flow behind the condition frames, from noise to latents: ``[B, Z, C, h, w]`` float32."""
+        prefix = self.transformer.prefix(condition_BZ4hw)
+
+        def velocity(new_BZChw: Tensor, times_B: Tensor) -> Tensor:
+            return self.transformer.step(new_BZChw, times_B, scaled_BCA, prefix)
+
+        return sample(velocity, noise_BZChw, steps=self.schedule_steps)
+
+
+def _finite_rows(values: Tensor) -> Tensor:
+    """Tell which rows of ``[B, ...]`` are finite throughout: ``[B]`` bool."""
+    return values.isfinite().flatten(1).all(dim=1)
+
+
+def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
+    """Return ``[4, H, W, 3]``: the context, else the first frame four times."""
+    for frame in (state.frame, *state.context_frames):
+        if frame.shape != (size, size, 3):
+            raise ConfigError(
+                f"start state {state.name} has a frame of shape {list(frame.shape)}, but the world draws "
+                f"{size}x{size} pixels. Use start states recorded at that size (--start-states)."
+            )
+    if len(state.context_frames) not in (0, CONDITION):
+        raise ConfigError(
+            f"start state {state.name} has {len(state.context_frames)} context frames; the world needs 0 or "
+            f"{CONDITION}. Record start states with {CONDITION} (--start-states)."
+        )
+    return state.context_frames if len(state.context_frames) else np.stack([state.frame] * CONDITION)
+
+
+def _refuse_settings(own: Mapping[str, Any]) -> None:
+    if own:
+        raise ConfigError(
+            f"--world-settings has {', '.join(own)}, but an OpenSora world takes none: see --imagination.*."
+        )
+
+
+def load_world(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    settings: ImaginationSettings = AS_SAVED,
+    unused_branches: bool = False,
+) -> OpenSoraWorld:
+    """Load a world for inference from a folder of ours or one with the published files.
+
+    Tensors are read one at a time and go straight to `device`.
+
+    Args:
+        folder: See `open_world`.
+        device: Where the weights go.
+        dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
+        settings: Steps; compiling is left to `OpenSoraWorld.compile`.
+        unused_branches: See `WorldFiles.load`.
+
+    Raises:
+        CheckpointError: A file is missing or does not fit.
+        ConfigError: A setting that this kind of world cannot follow.
+    """
+    check_settings(settings)
+    files: WorldFiles = open_world(folder)
+    transformer, vae = files.load(device, dtype, unused_branches=unused_branches)
+    return OpenSoraWorld(
+        transformer,
+        vae,
+        files.action_range,
+        image_size=files.image_size,
+        schedule_steps=settings.steps or files.schedule_steps,
+        version=files.version,
+        device=device,
+    )
+
+
+def save_world(folder: Path, world: OpenSoraWorld) -> None:
+    """Write `world` so that `load_world` reads it."""
+    write_world(
+        folder,
+        world.transformer,
+        world.vae,
+        world.action_range,
+        image_size=world.image_size,
+        schedule_steps=world.schedule_steps,
+        version=world.version,
+    )

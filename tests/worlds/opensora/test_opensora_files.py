@@ -1,0 +1,461 @@
+"""Folders of OpenSora worlds: round trips, the published layout, and every way in which it can be wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl.config.run import ImaginationSettings
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.opensora.files import open_world
+from asyncrl.worlds.opensora.published_world import header_names, recognises
+from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config
+from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
+from support.opensora import NANO, NANO_VAE, RANGE, export_opensora, nano_world, write_transformer
+
+AUTO = ImaginationSettings()
+MODEL = "model-00001.safetensors"
+INDEX = "model.safetensors.index.json"
+VAE = "vae/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A folder like RLinf-OpenSora-LIBERO-Spatial, small, in three shards."""
+    folder = tmp_path / "RLinf-OpenSora-LIBERO-Spatial"
+    export_opensora(folder, nano_world(), shard_bytes=30_000)
+    assert len(list(folder.glob("model-*.safetensors"))) >= 3
+    return folder
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(dtype)), name
+        assert found[name].dtype == dtype
+
+
+def used(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if not any(part in name for part in UNUSED)}
+
+
+# ---- round trips ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_saved_world_comes_back_bit_for_bit(tmp_path: Path, unused: bool) -> None:
+    world = nano_world(size=replace(NANO, unused_branches=unused))
+    save_world(tmp_path, world)
+    loaded = load_world(tmp_path, unused_branches=True)
+    assert_equal(loaded.transformer.state_dict(), world.transformer.state_dict(), torch.float32)
+    assert_equal(loaded.vae.state_dict(), world.vae.state_dict(), torch.float32)
+    assert (loaded.transformer.size, loaded.vae.size) == (world.transformer.size, NANO_VAE)
+    assert (loaded.image_size, loaded.schedule_steps, loaded.version) == (32, 2, 3)
+    assert loaded.action_range == RANGE
+    assert not any(p.requires_grad for module in loaded.modules().values() for p in module.parameters())
+    defaults = OpenSoraWorld.defaults(tmp_path, AUTO)
+    assert (defaults.context, defaults.steps, defaults.temperature) == ("latents", 2, 0.0)
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 30_000])
+def test_a_published_world_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: int | None) -> None:
+    world, folder = nano_world(), tmp_path / "published"
+    export_opensora(folder, world, shard_bytes=shard_bytes)
+    loaded = OpenSoraWorld.load(folder, torch.device("cpu"), replace(AUTO, steps=4))
+    assert_equal(loaded.transformer.state_dict(), used(world.transformer.state_dict()), torch.bfloat16)
+    assert_equal(loaded.vae.state_dict(), world.vae.state_dict(), torch.bfloat16)
+    assert loaded.transformer.size == replace(NANO, unused_branches=False)
+    assert (loaded.image_size, loaded.schedule_steps, loaded.version) == (256, 4, 0)
+    assert loaded.action_range == RANGE
+    assert OpenSoraWorld.load(folder, torch.device("cpu"), AUTO).schedule_steps == 10
+    defaults = OpenSoraWorld.defaults(folder, AUTO)
+    assert (defaults.context, defaults.steps) == ("latents", 10)
+    assert (defaults.max_decisions, defaults.temperature) == (32, 1.6)
+
+
+def test_branches_that_nothing_reads_take_no_memory_and_can_be_written_back(
+    published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, actor = load_world(published, unused_branches=True), load_world(published)
+    assert "no use for" not in caplog.text
+    expected = {
+        name: tensor for file in published.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    assert_equal(whole.transformer.state_dict(), expected, torch.bfloat16)
+    assert actor.transformer.state_dict().keys() == used(expected).keys()
+    bytes_of_actor = sum(
+        p.numel() * p.element_size() for module in actor.modules().values() for p in module.parameters()
+    )
+    assert OpenSoraWorld.check(published, AUTO).nbytes == bytes_of_actor
+    again = tmp_path / "again"
+    export_opensora(again, whole, shard_bytes=30_000)
+    for file in published.glob("*.safetensors"):
+        assert (again / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_loaded_published_world_imagines_as_the_exported_one(tmp_path: Path) -> None:
+    """The image size of the published layout is 256; the same weights draw smaller frames too."""
+    world, folder = nano_world(), tmp_path / "published"
+    export_opensora(folder, world)
+    loaded = load_world(folder, dtype=torch.float32)
+    rounded = nano_world()
+    for module, its in zip(rounded.modules().values(), loaded.modules().values(), strict=True):
+        state = {name: tensor.bfloat16().float() for name, tensor in module.state_dict().items()}
+        vae = module is rounded.vae
+        module.load_state_dict(world.vae.state_dict() if vae else state)
+        assert_equal(its.state_dict(), used(module.state_dict()), torch.float32)
+    latents, actions = torch.randn(1, 4, 12, 32, 32), torch.randn(1, 8, 7)
+    times = torch.tensor([300.0])
+    torch.testing.assert_close(
+        loaded.transformer(latents, times, actions), rounded.transformer(latents, times, actions)
+    )
+
+
+# ---- recognising ---------------------------------------------------------------------------------
+
+
+def test_a_world_is_recognised_by_its_tensors_whatever_its_files_are_called(tmp_path: Path) -> None:
+    folder = tmp_path / "world"
+    export_opensora(folder, nano_world())
+    (folder / MODEL).rename(folder / "ema.safetensors")
+    (folder / VAE).rename(folder / "vae" / "weights.safetensors")
+    save_file({"net.weight": torch.zeros(2)}, folder / "a_reward_model.safetensors")
+    (folder / "broken.safetensors").write_bytes(b"no header")
+    assert recognises(folder)
+    assert open_world(folder).check() > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["patch_embedding.weight", "x_embedder.proj.weight", "model.layers.0.weight"]
+)
+def test_other_models_under_the_published_name_are_not_taken_for_one(tmp_path: Path, name: str) -> None:
+    save_file({name: torch.zeros(2)}, tmp_path / MODEL)
+    assert not recognises(tmp_path)
+    assert not recognises(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"world\.json is missing"):
+        open_world(tmp_path)
+
+
+def test_names_are_read_from_a_file_that_is_cut_behind_its_header(published: Path) -> None:
+    for file in published.glob("*.safetensors"):
+        names = header_names(file)
+        assert names == load_file(file).keys()
+        file.write_bytes(file.read_bytes()[:-10])
+        assert header_names(file) == names
+    (published / INDEX).unlink()
+    assert recognises(published)
+
+
+def published_shapes() -> dict[str, torch.Size]:
+    rows = (Path(__file__).parents[2] / "data" / "stdit3_xl2.txt").read_text().splitlines()
+    split = [row.partition(" ") for row in rows]
+    return {name: torch.Size(int(size) for size in sizes.split("x")) for name, _, sizes in split}
+
+
+def sparse_safetensors(path: Path, shapes: dict[str, torch.Size]) -> None:
+    """A bfloat16 file of the true size whose numbers are a hole: it takes no space."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 2 * shape.numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    content = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(content)) + content)
+        file.truncate(8 + len(content) + offset)
+
+
+def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse_safetensors(tmp_path / MODEL, published_shapes())
+    (tmp_path / "vae").mkdir()
+    with torch.device("meta"):
+        vae = {name: tensor.shape for name, tensor in FrameVae(VaeConfig.published()).state_dict().items()}
+    sparse_safetensors(tmp_path / VAE, vae)
+    described = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 4}
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(described))
+    RANGE.write(tmp_path)
+    with caplog.at_level(logging.INFO):
+        files = open_world(tmp_path)
+    assert (files.transformer_size, files.vae_size) == (STDiT3Config.xl2(), VaeConfig.published())
+    assert (files.image_size, files.schedule_steps, files.dtype) == (256, 10, torch.bfloat16)
+    assert files.check() == 2 * (907_789_892 + 83_653_863)
+    assert "is an STDiT3-XL/2 with actions, as published" in caplog.text
+    assert "another size" not in caplog.text
+    kept, scratch = files.slot_bytes().kept, files.slot_bytes().scratch
+    assert kept == 2 * (64 * 2**10 + 1)
+    assert 126 * 2**20 < scratch < 256 * 2**20
+
+
+def test_the_scratch_of_a_slot_counts_keys_and_values_as_they_are(tmp_path: Path) -> None:
+    """Of a deep network they are nearly all of it."""
+    deep = replace(NANO, depth=64, unused_branches=False)
+    save_world(tmp_path, nano_world(size=deep))
+    with torch.device("meta"):
+        prefix = STDiT3(deep).prefix(torch.empty(1, 4, 4, 4, 4))
+    exact = sum(tensor.nbytes for pair in prefix for tensor in pair)
+    one = replace(NANO, depth=1, unused_branches=False)
+    shallow = tmp_path / "shallow"
+    save_world(shallow, nano_world(size=one))
+    difference = (
+        OpenSoraWorld.slot_bytes(tmp_path, AUTO).scratch - OpenSoraWorld.slot_bytes(shallow, AUTO).scratch
+    )
+    assert difference == exact * 63 // 64
+    assert open_world(tmp_path).drawing_bytes() == 4 * 16 * 4 * 32**2 * 4
+
+
+# ---- what is wrong with a published folder -------------------------------------------------------
+
+
+def change_transformer(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    """Write the transformer again as one file, changed."""
+
+    def breaks(folder: Path) -> None:
+        tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+        for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+            file.unlink()
+        change(tensors)
+        write_transformer(folder, tensors, shard_bytes=None)
+
+    return breaks
+
+
+def change_vae(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    def breaks(folder: Path) -> None:
+        tensors = load_file(folder / VAE)
+        change(tensors)
+        save_file(tensors, folder / VAE)
+
+    return breaks
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: [tensors.pop(name)].clear()
+
+
+def add(name: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+def rename(name: str, other: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({other: tensors.pop(name)})
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    def breaks(folder: Path) -> None:
+        file = next(path for path in sorted(folder.rglob("*.safetensors")) if name in path.name)
+        file.write_bytes(file.read_bytes()[:-1000])
+
+    return breaks
+
+
+def change_json(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def breaks(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return breaks
+
+
+def remove_vae(folder: Path) -> None:
+    (folder / "vae").rename(folder / "elsewhere")
+
+
+def two_autoencoders(folder: Path) -> None:
+    save_file(load_file(folder / VAE), folder / "vae" / "another.safetensors")
+
+
+QKV = "spatial_blocks.1.attn.qkv.bias"
+CROSS = "temporal_blocks.1.cross_attn.kv_linear.weight"
+CONV = "decoder.up_blocks.2.resnets.0.conv1.weight"
+BROKEN = {
+    "missing": (change_transformer(drop(QKV)), rf"lacks tensor {QKV} of shape \[72\]"),
+    "missing, unused": (change_transformer(drop(CROSS)), rf"lacks tensor {CROSS} of shape \[48, 24\]"),
+    "missing, all text": (
+        change_transformer(drop("y_embedder.y_embedding")),
+        "lacks tensor y_embedder.y_embedding",
+    ),
+    "added": (change_transformer(add("old.bias", 3)), r"holds old\.bias, which the model has no use for"),
+    "misshapen": (
+        change_transformer(add(QKV, 70)),
+        rf"tensor {QKV} has shape \[70\], the model needs \[72\]",
+    ),
+    "renamed": (change_transformer(rename(QKV, f"{QKV}_old")), rf"lacks tensor {QKV}"),
+    "heads": (
+        change_transformer(add("spatial_blocks.0.attn.q_norm.weight", 3)),
+        "no STDiT3: a width of 24 with 8 heads",
+    ),
+    "other axes": (
+        change_transformer(add("x_embedder.proj.weight", 3)),
+        r"has x_embedder\.proj\.weight of shape \[3\]",
+    ),
+    "no actions": (change_transformer(drop("action_embedder.fc.0.weight")), "it takes no actions"),
+    "actions": (
+        change_transformer(add("action_embedder.fc.0.weight", 96, 14)),
+        "takes actions of 14 numbers",
+    ),
+    "channels": (
+        change_json("vae/config.json", lambda c: c.update(latent_channels=16)),
+        "the transformer has 4 latent channels, the autoencoder 16",
+    ),
+    "truncated": (truncate("model-00002"), r"model-00002-of-0000\d\.safetensors is truncated"),
+    "no shard": (
+        lambda folder: next(folder.glob("model-00002*")).unlink(),
+        r"model-00002-of-0000\d\.safetensors is missing",
+    ),
+    "index lacks": (
+        change_json(INDEX, lambda c: c["weight_map"].pop(QKV)),
+        rf"has unknown 1 tensors: {QKV}",
+    ),
+    "index leads out": (
+        change_json(INDEX, lambda c: c["weight_map"].update({QKV: "../x.safetensors"})),
+        "has no weight_map of tensors to files beside it",
+    ),
+    "vae missing": (remove_vae, r"no autoencoder: .*vae is missing"),
+    "vae empty": (lambda folder: (folder / VAE).unlink(), r"vae should hold one file .* holds none"),
+    "vae twice": (two_autoencoders, r"vae should hold one file .* holds 2 of them"),
+    "vae truncated": (truncate("diffusion"), r"diffusion_pytorch_model\.safetensors is truncated"),
+    "vae lacks": (change_vae(drop(CONV)), rf"lacks tensor {CONV}"),
+    "vae added": (change_vae(add("loss.weight", 2)), r"holds loss\.weight, which the model has no use for"),
+    "vae misshapen": (change_vae(add(CONV, 4, 4, 1, 1)), rf"tensor {CONV} has shape \[4, 4, 1, 1\]"),
+    "vae config": (
+        change_json("vae/config.json", lambda c: c.pop("layers_per_block")),
+        r"config\.json does not describe an AutoencoderKL \(KeyError\('layers_per_block'\)\)",
+    ),
+    "vae sizes": (
+        change_json("vae/config.json", lambda c: c.update(block_out_channels=[4, 10**9])),
+        r"config\.json does not describe an AutoencoderKL .*block_out_channels",
+    ),
+    "vae without config": (lambda f: (f / "vae/config.json").unlink(), r"vae/config\.json is missing"),
+    "statistics": (
+        change_json("dataset_statistics.json", lambda c: c["action"].pop("q99")),
+        r"dataset_statistics\.json: q99 of action is None",
+    ),
+    "no statistics": (
+        lambda folder: (folder / "dataset_statistics.json").unlink(),
+        r"dataset_statistics\.json is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_wrong_with_a_published_folder_is_named(published: Path, case: str) -> None:
+    breaks, words = BROKEN[case]
+    breaks(published)
+    assert recognises(published)
+    with pytest.raises(CheckpointError, match=words):
+        OpenSoraWorld.check(published, AUTO)
+    with pytest.raises(CheckpointError, match=words):
+        OpenSoraWorld.load(published, torch.device("cpu"), AUTO)
+
+
+def test_another_scale_in_the_autoencoders_file_is_told_and_not_used(
+    published: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert open_world(published).vae_size.scale == 0.13025
+    assert "scaling_factor" not in caplog.text
+    change_json("vae/config.json", lambda c: c.update(scaling_factor=0.18215))(published)
+    assert open_world(published).vae_size.scale == 0.13025
+    assert "says scaling_factor 0.18215; worlds of this kind are trained with 0.13025" in caplog.text
+
+
+def test_autoencoders_of_old_versions_of_diffusers_are_read(published: Path) -> None:
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    expected, tensors = load_world(published).vae.state_dict(), load_file(published / VAE)
+    for name in list(tensors):
+        for today, before in old.items():
+            if f".attentions.0.{today}." in name:
+                tensors[name.replace(today, before)] = tensors.pop(name)
+    assert sum("proj_attn" in name for name in tensors) == 4
+    save_file(tensors, published / VAE)
+    assert_equal(load_world(published).vae.state_dict(), expected, torch.bfloat16)
+
+
+# ---- what is wrong with a folder of ours ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (lambda c: c.update(kind="wan"), r"world\.json describes 'wan' in format .*reads 'opensora'"),
+        (lambda c: c.update(format="other"), "in format 'other'"),
+        (lambda c: c.pop("image_size"), r"incomplete \('image_size'\)"),
+        (lambda c: c.update(image_size=40), "image_size 40 is no multiple of 16"),
+        (lambda c: c.update(schedule_steps=0), "schedule_steps is 0"),
+        (lambda c: c["transformer"].update(depth=2000), "depth is 2000"),
+        (lambda c: c["transformer"].update(heads=5), "a width of 24 with 5 heads"),
+        (lambda c: c["transformer"].update(layers=5), "unexpected keyword argument 'layers'"),
+        (lambda c: c["transformer"].update(channels=8), "8 latent channels, the autoencoder 4"),
+        (lambda c: c["vae"].update(layers_per_block=10**6), "size that is no size"),
+        (lambda c: c["vae"].update(norm_groups=3), "groups must divide every width"),
+        (lambda c: c["vae"].update(scale=0), "scale must be positive"),
+        (lambda c: c["transformer"].update(depth=3), r"lacks tensor spatial_blocks\.2\."),
+        (lambda c: c["transformer"].update(unused_branches=False), r"cross_attn.* no use for"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_of_ours_is_named(
+    tmp_path: Path, breaks: Callable[[dict], object], words: str
+) -> None:
+    save_world(tmp_path, nano_world())
+    change_json("world.json", breaks)(tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        OpenSoraWorld.check(tmp_path, AUTO)
+
+
+@pytest.mark.parametrize("name", ["transformer.safetensors", "vae.safetensors", "dataset_statistics.json"])
+def test_a_missing_file_of_ours_is_named(tmp_path: Path, name: str) -> None:
+    save_world(tmp_path, nano_world())
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} is missing"):
+        OpenSoraWorld.check(tmp_path, AUTO)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (ImaginationSettings(context="frames"), r"--imagination\.context is frames.*Use .*latents"),
+        (ImaginationSettings(decoder="tiny"), r"--imagination\.decoder is tiny.*Use .*full"),
+    ],
+)
+def test_settings_that_it_cannot_follow_are_refused_by_flag(
+    tmp_path: Path, settings: ImaginationSettings, words: str
+) -> None:
+    save_world(tmp_path, nano_world())
+    for call in (OpenSoraWorld.check, OpenSoraWorld.defaults, OpenSoraWorld.slot_bytes):
+        with pytest.raises(ConfigError, match=words):
+            call(tmp_path, settings)
+    with pytest.raises(ConfigError, match=words):
+        OpenSoraWorld.load(tmp_path, torch.device("cpu"), settings)
+
+
+def test_it_takes_no_settings_of_its_own(tmp_path: Path) -> None:
+    save_world(tmp_path, nano_world())
+    with pytest.raises(ConfigError, match="--world-settings has guidance, but an OpenSora world takes none"):
+        OpenSoraWorld.check(tmp_path, AUTO, guidance=2)
+    latents = replace(AUTO, context="latents", steps=7)
+    assert OpenSoraWorld.load(tmp_path, torch.device("cpu"), latents).schedule_steps == 7
+
+
+def test_some_tensors_of_a_collection_can_be_chosen(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "x.safetensors")
+    files = TensorFiles(tmp_path / "x.safetensors")
+    chosen = files.only({"b", "elsewhere"})
+    assert chosen.names() == {"b"}
+    assert files.names() == {"a", "b"}
+    assert torch.equal(chosen.read("b"), torch.zeros(3))

@@ -1,0 +1,100 @@
+"""The published training objective against a loop over samples, with its gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.worlds.opensora.training import training_times, window_loss
+from support.opensora import nano_transformer
+
+
+def some_window(batch: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return torch.randn(batch, 4, 12, 4, 4, generator=generator), torch.randn(batch, 8, 7, generator=generator)
+
+
+def test_the_loss_and_its_gradients_are_those_of_the_written_objective() -> None:
+    latents, actions = some_window()
+    model = nano_transformer().requires_grad_(True)
+    result = window_loss(model, latents, actions, torch.Generator().manual_seed(8))
+    result.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(3, generator=generator).tolist()
+    noise = torch.randn(3, 4, 12, 4, 4, generator=generator)
+    errors = []
+    for i, logit in enumerate(logits):
+        share = 1 / (1 + math.exp(-logit))
+        window = torch.empty(4, 12, 4, 4)
+        for frame in range(12):
+            part = 0.015 if frame < 4 else share
+            window[:, frame] = (1 - part) * latents[i, :, frame] + part * noise[i, :, frame]
+        velocity = model(window[None], torch.tensor([1000 * share]), actions[i : i + 1])[0]
+        squares = [
+            (velocity[:, k] - (latents[i, :, 4 + k] - noise[i, :, 4 + k])).pow(2).sum() for k in range(8)
+        ]
+        errors.append(sum(squares) / (4 * 8 * 4 * 4))
+    expected = torch.stack(errors)
+    torch.testing.assert_close(result.per_sample, expected.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result.loss, expected.mean(), atol=1e-5, rtol=1e-5)
+    expected.mean().backward()
+    grown = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == grown.keys()
+    assert {
+        "t_block.1.weight",
+        "spatial_blocks.0.attn.qkv.weight",
+        "action_embedder.fc.0.bias",
+    } < found.keys()
+    for name, gradient in grown.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_without_condition_noise_the_condition_is_seen_as_it_is() -> None:
+    windows: list[Tensor] = []
+
+    def recording(latents_BZFhw: Tensor, times_B: Tensor, actions_BCA: Tensor) -> Tensor:
+        windows.append(latents_BZFhw)
+        return torch.zeros_like(latents_BZFhw[:, :, 4:])
+
+    latents, actions = some_window()
+    for noisy in (True, False):
+        window_loss(recording, latents, actions, torch.Generator().manual_seed(3), condition_noise=noisy)
+    noised, clean = windows
+    assert torch.equal(clean[:, :, :4], latents[:, :, :4])
+    assert torch.equal(noised[:, :, 4:], clean[:, :, 4:])
+    spread = (noised[:, :, :4] - latents[:, :, :4]).std().item()
+    assert spread == pytest.approx(0.015 * math.sqrt(2), rel=0.1)
+
+
+def test_times_have_logits_of_a_standard_normal_distribution() -> None:
+    times = training_times(20_000, torch.Generator().manual_seed(1))
+    logits = (times / (1000 - times)).log()
+    assert logits.mean().item() == pytest.approx(0, abs=0.03)
+    assert logits.std().item() == pytest.approx(1, abs=0.03)
+    assert 0 < times.min() < 100
+    assert 900 < times.max() < 1000
+
+
+def test_training_lowers_the_loss_of_a_world_that_can_be_learnt() -> None:
+    """Frames go up by what the first number of their action says."""
+    torch.manual_seed(0)
+    model = nano_transformer().requires_grad_(True)
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    generator = torch.Generator().manual_seed(2)
+    losses = []
+    for _ in range(60):
+        actions = torch.randn(8, 8, 7, generator=generator)
+        heights = torch.cat([torch.zeros(8, 4), actions[:, :, 0].cumsum(1)], dim=1)
+        latents = heights[:, None, :, None, None].expand(-1, 4, -1, 2, 2)
+        loss = window_loss(model, latents, actions, generator).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])

@@ -1,0 +1,331 @@
+"""STDiT3: every number against slow formulas, the prefix against the whole window, names against the list."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.worlds.opensora.layers import rotate
+from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config, positions, sinusoid
+from support.opensora import NANO, nano_transformer
+
+
+def some_inputs(batch: int = 2, *, new: int = 8, height: int = 6, width: int = 4) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(4)
+    latents = torch.randn(batch, 4, 4 + new, height, width, generator=generator)
+    actions = torch.randn(batch, new, 7, generator=generator)
+    return latents, torch.tensor([700.0, 312.5])[:batch], actions
+
+
+# ---- the slow reference: one sample, loops over frames, tokens, heads and keys --------------------
+
+
+def linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / ((x * x).mean() + 1e-6).sqrt() * weight
+
+
+def adaptive_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    centred = x - x.mean()
+    return centred / ((centred * centred).mean() + 1e-6).sqrt() * (1 + scale) + shift
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def turn(x: Tensor, frame: int, rates: Tensor) -> Tensor:
+    """RoPE of one head of one token: each pair of channels as a complex number."""
+    turned = []
+    for pair in range(len(x) // 2):
+        number = complex(x[2 * pair].item(), x[2 * pair + 1].item())
+        angle = frame * rates[pair].item()
+        number *= complex(math.cos(angle), math.sin(angle))
+        turned += [number.real, number.imag]
+    return torch.tensor(turned)
+
+
+def slow_attention(
+    w: dict[str, Tensor], name: str, tokens: list[Tensor], heads: int, rates: Tensor | None
+) -> list[Tensor]:
+    """Attention over the tokens of a list; with `rates` they are frames: turned, and blind to the future."""
+    width = len(tokens[0])
+    size = width // heads
+    heads_of = [linear(w, f"{name}.qkv", x).reshape(3, heads, size) for x in tokens]
+    outs = [torch.zeros(width) for _ in tokens]
+    for head in range(heads):
+        queries = [rms(qkv[0, head], w[f"{name}.q_norm.weight"]) for qkv in heads_of]
+        keys = [rms(qkv[1, head], w[f"{name}.k_norm.weight"]) for qkv in heads_of]
+        if rates is not None:
+            queries = [turn(q, frame, rates) for frame, q in enumerate(queries)]
+            keys = [turn(k, frame, rates) for frame, k in enumerate(keys)]
+        for i, query in enumerate(queries):
+            seen = range(i + 1) if rates is not None else range(len(tokens))
+            weights = [math.exp((query @ keys[j]).item() / math.sqrt(size)) for j in seen]
+            mixed = sum(weight * heads_of[j][2, head] for weight, j in zip(weights, seen, strict=True))
+            outs[i][head * size : (head + 1) * size] = mixed / sum(weights)
+    return [linear(w, f"{name}.proj", out) for out in outs]
+
+
+def slow_times(w: dict[str, Tensor], time: float, channels: int) -> Tensor:
+    half = channels // 2
+    angles = [time * 10000 ** (-i / half) for i in range(half)]
+    waves = torch.tensor([math.cos(a) for a in angles] + [math.sin(a) for a in angles])
+    return linear(w, "t_embedder.mlp.2", silu(linear(w, "t_embedder.mlp.0", waves)))
+
+
+def slow_position(row: int, column: int, rows: int, columns: int, width: int) -> Tensor:
+    """Sine and cosine of the stretched column, then of the row: half of the channels each."""
+    half, out = width // 2, []
+    stretch = math.sqrt(16 * rows * 16 * columns) / 512
+    base = round(math.sqrt(rows * columns))
+    for place, length in ((column, columns), (row, rows)):
+        at = place / stretch * base / length
+        angles = [at / 10000 ** (2 * i / half) for i in range(half // 2)]
+        out += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+    return torch.tensor(out)
+
+
+def slow_block(
+    w: dict[str, Tensor], name: str, x: list[list[Tensor]], shared: list[Tensor], heads: int, *, causal: bool
+) -> list[list[Tensor]]:
+    """One block on ``x[frame][token]``; `shared` is the ``[6 D]`` modulation of each frame."""
+    frames, tokens = len(x), len(x[0])
+    six = [(part.reshape(6, -1) + w[f"{name}.scale_shift_table"]).unbind(0) for part in shared]
+    normed = [[adaptive_norm(token, six[f][0], six[f][1]) for token in x[f]] for f in range(frames)]
+    if causal:
+        by_token = [
+            slow_attention(w, f"{name}.attn", [normed[f][s] for f in range(frames)], heads, w["rope.freqs"])
+            for s in range(tokens)
+        ]
+        mixed = [[by_token[s][f] for s in range(tokens)] for f in range(frames)]
+    else:
+        mixed = [slow_attention(w, f"{name}.attn", normed[f], heads, None) for f in range(frames)]
+    out = []
+    for f in range(frames):
+        row = [x[f][s] + six[f][2] * mixed[f][s] for s in range(tokens)]
+        inner = [gelu_tanh(linear(w, f"{name}.mlp.fc1", adaptive_norm(t, six[f][3], six[f][4]))) for t in row]
+        out.append([t + six[f][5] * linear(w, f"{name}.mlp.fc2", i) for t, i in zip(row, inner, strict=True)])
+    return out
+
+
+def slow_transformer(
+    w: dict[str, Tensor], size: STDiT3Config, latents: Tensor, time: float, actions: Tensor
+) -> Tensor:
+    """Velocity of all frames of one window ``[Z, F, h, w]`` by the description of the published model.
+
+    Of the condition frames, whose velocity nobody reads, it is that of the time of the new frames.
+    """
+    channels, frames, height, width = latents.shape
+    p, rows, columns = size.patch, height // size.patch, width // size.patch
+    x: list[list[Tensor]] = []
+    for f in range(frames):
+        x.append([])
+        for i in range(rows):
+            for j in range(columns):
+                patch = latents[:, f, i * p : i * p + p, j * p : j * p + p]
+                token = w["x_embedder.proj.weight"][:, :, 0].flatten(1) @ patch.flatten()
+                place = slow_position(i, j, rows, columns, size.width)
+                x[f].append(token + w["x_embedder.proj.bias"] + place)
+    embedded = slow_times(w, time, size.freq_dim)
+    given = slow_times(w, 15.0, size.freq_dim)
+    made_by = [w["action_embedder.none_action.weight"][0]] * 4 + [
+        linear(w, "action_embedder.fc.2", silu(linear(w, "action_embedder.fc.0", action)))
+        for action in actions
+    ]
+
+    def share(embedding: Tensor) -> Tensor:
+        return linear(w, "t_block.1", silu(embedding))
+
+    spatial = [share(given if f < 4 else embedded + made_by[f]) for f in range(frames)]
+    temporal = [share(given if f < 4 else embedded) for f in range(frames)]
+    for n in range(size.depth):
+        x = slow_block(w, f"spatial_blocks.{n}", x, spatial, size.heads, causal=False)
+        x = slow_block(w, f"temporal_blocks.{n}", x, temporal, size.heads, causal=True)
+    shift, scale = w["final_layer.scale_shift_table"] + embedded
+    out = torch.zeros(channels, frames, height, width)
+    for f in range(frames):
+        for s, token in enumerate(x[f]):
+            i, j = divmod(s, columns)
+            numbers = linear(w, "final_layer.linear", adaptive_norm(token, shift, scale))
+            patch = numbers.reshape(p, p, 2 * channels).permute(2, 0, 1)[:channels]
+            out[:, f, i * p : i * p + p, j * p : j * p + p] = patch
+    return out
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patch", [1, 2])
+def test_the_whole_window_is_what_the_published_model_is_said_to_compute(patch: int) -> None:
+    size = replace(NANO, patch=patch)
+    model = nano_transformer(size)
+    latents, times, actions = some_inputs(new=3, height=3 * patch, width=2 * patch)
+    expected = [
+        slow_transformer(model.state_dict(), size, latents[i], times[i].item(), actions[i])[:, 4:]
+        for i in range(2)
+    ]
+    torch.testing.assert_close(model(latents, times, actions), torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_the_prefix_gives_the_velocities_of_the_whole_window_at_every_time() -> None:
+    model = nano_transformer()
+    latents, times, actions = some_inputs()
+    prefix = model.prefix(latents[:, :, :4])
+    for factor in (1.0, 0.5, 0.1):
+        whole = model(latents, factor * times, actions)
+        stepped = model.step(latents[:, :, 4:], factor * times, actions, prefix)
+        assert whole.abs().max() > 0.1
+        torch.testing.assert_close(stepped, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_prefix_and_step_are_those_of_the_whole_window() -> None:
+    latents, times, actions = some_inputs()
+    found = []
+    for whole in (True, False):
+        model = nano_transformer().requires_grad_(True)
+        if whole:
+            velocity = model(latents, times, actions)
+        else:
+            velocity = model.step(latents[:, :, 4:], times, actions, model.prefix(latents[:, :, :4]))
+        velocity.square().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    none = found[0].pop("action_embedder.none_action.weight")
+    assert (none == 0).all()  # Condition frames have a time of their own, and with it no action.
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    model = nano_transformer().double()
+    latents, times, actions = (x.double() for x in some_inputs(1, new=2, height=2, width=2))
+    actions.requires_grad_(True)
+    latents.requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda z, a: model(z, times, a), (latents, actions), fast_mode=True)
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for enabled in (False, True):
+        model = nano_transformer().requires_grad_(True)
+        model.gradient_checkpointing = enabled
+        model(*some_inputs()).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+def test_a_frame_depends_on_its_own_action_and_earlier_ones_only() -> None:
+    model = nano_transformer()
+    latents, times, actions = some_inputs(1)
+    before = model(latents, times, actions)
+    changed = actions.clone()
+    changed[:, 5] += 1
+    difference = (model(latents, times, changed) - before).abs().amax(dim=(0, 1, 3, 4))
+    assert (difference[:5] == 0).all()
+    assert (difference[5:] > 1e-4).all()
+
+
+def test_rotary_angles_grow_with_the_frame() -> None:
+    model = nano_transformer()
+    x = torch.randn(3, 2, 5, 12)
+    expected = torch.stack(
+        [
+            torch.stack([turn(x[n, h, f], 7 + f, model.rope.freqs) for f in range(5)])
+            for n in range(3)
+            for h in (0, 1)
+        ]
+    ).view_as(x)
+    torch.testing.assert_close(rotate(x, model.angles(7, 5)), expected, atol=1e-5, rtol=1e-5)
+    rates = [10000 ** (-2 * i / 12) for i in range(6)]
+    torch.testing.assert_close(model.rope.freqs, torch.tensor(rates), atol=1e-7, rtol=1e-6)
+
+
+def test_published_frames_have_positions_two_apart_the_column_first() -> None:
+    table = positions(16, 16, 1152, torch.device("cpu"))
+    for row, column in ((0, 0), (0, 1), (1, 0), (9, 4)):
+        waves = [
+            trig(2 * place / 10000 ** (i / 288))
+            for place in (column, row)
+            for trig in (math.sin, math.cos)
+            for i in range(288)
+        ]
+        torch.testing.assert_close(table[16 * row + column], torch.tensor(waves), atol=1e-5, rtol=0)
+    other = torch.stack([slow_position(i, j, 3, 2, 24) for i in range(3) for j in range(2)])
+    torch.testing.assert_close(positions(3, 2, 24, torch.device("cpu")), other, atol=1e-5, rtol=0)
+
+
+def test_the_sinusoid_starts_with_cosines() -> None:
+    expected = [math.cos(900), math.cos(9), math.sin(900), math.sin(9)]
+    torch.testing.assert_close(
+        sinusoid(torch.tensor([900.0]), 4)[0], torch.tensor(expected, dtype=torch.float64)
+    )
+
+
+def test_times_are_rounded_to_the_type_of_the_weights() -> None:
+    model = nano_transformer().bfloat16()
+    exact, rounded = model.embed_times(torch.tensor([952.38])), model.embed_times(torch.tensor([952.0]))
+    assert torch.equal(exact, rounded)
+    assert not torch.equal(exact, model.embed_times(torch.tensor([956.0])))
+
+
+def test_bfloat16_is_near_float32() -> None:
+    latents, times, actions = some_inputs()
+    exact = nano_transformer()(latents, times, actions)
+    rounded = nano_transformer().bfloat16()(latents, times, actions)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def published() -> dict[str, torch.Size]:
+    rows = (Path(__file__).parents[2] / "data" / "stdit3_xl2.txt").read_text().splitlines()
+    split = [row.partition(" ") for row in rows]
+    return {name: torch.Size(int(size) for size in sizes.split("x")) for name, _, sizes in split}
+
+
+def test_the_published_size_has_the_published_tensors() -> None:
+    with torch.device("meta"):
+        model = STDiT3(STDiT3Config.xl2())
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert shapes == published()
+    assert len(shapes) == 978
+    assert sum(p.numel() for p in model.parameters()) == 1_212_991_556
+
+
+def test_without_unused_branches_exactly_those_are_missing() -> None:
+    with torch.device("meta"):
+        model = STDiT3(replace(STDiT3Config.xl2(), unused_branches=False))
+    used = {n: shape for n, shape in published().items() if not any(part in n for part in UNUSED)}
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == used
+    assert sum(shape.numel() for shape in used.values()) == 907_789_892
+
+
+def test_unused_branches_change_no_velocity() -> None:
+    model = nano_transformer()
+    before = model(*some_inputs())
+    for name, tensor in model.state_dict().items():
+        if any(part in name for part in UNUSED):
+            tensor.fill_(float("nan"))
+    assert torch.equal(model(*some_inputs()), before)
+
+
+@pytest.mark.parametrize("change", [{"heads": 5}, {"width": 26, "heads": 1}, {"depth": 0}, {"freq_dim": 3}])
+def test_sizes_that_cannot_be_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"size that is no size|even number of channels"):
+        replace(NANO, **change)

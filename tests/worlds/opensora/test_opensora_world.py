@@ -1,0 +1,282 @@
+"""The OpenSora world: decisions by hand, slots against their neighbours, starts, shapes, compiled worlds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.records import StartState
+from asyncrl.worlds.opensora.world import OpenSoraWorld
+from support.opensora import RANGE, by_diffusers, nano_world
+
+
+@pytest.fixture(scope="module")
+def world() -> OpenSoraWorld:
+    return nano_world()
+
+
+def start_state(seed: int, *, context: int = 0, size: int = 32) -> StartState:
+    rng = np.random.default_rng(seed)
+    return StartState(
+        name=f"start-{seed}",
+        task="put the red cube in the bowl",
+        frame=rng.integers(0, 256, (size, size, 3), dtype=np.uint8),
+        context_frames=rng.integers(0, 256, (context, size, size, 3), dtype=np.uint8),
+        context_actions=rng.normal(size=(context, 7)).astype(np.float32),
+    )
+
+
+def some_actions(batch: int, seed: int = 0) -> Tensor:
+    return 0.5 * torch.randn(batch, 8, 7, generator=torch.Generator().manual_seed(seed))
+
+
+def grey_levels_apart(one: Tensor, other: Tensor) -> int:
+    return int((one.int() - other.int()).abs().max())
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def test_imagined_frames_follow_the_written_recipe(world: OpenSoraWorld) -> None:
+    """Three decisions by hand: whole windows, plain Euler steps, diffusers' autoencoder frame by frame."""
+    start, library = start_state(5), by_diffusers(world.vae)
+    pixels = torch.tensor(start.frame).permute(2, 0, 1)[None] / 127.5 - 1
+    memory = 0.13025 * library.encode(pixels).latent_dist.mean[:, :, None].repeat(1, 1, 4, 1, 1)
+    state = world.start([start])
+    torch.testing.assert_close(state.latents, memory, atol=1e-5, rtol=1e-5)
+    low, high = torch.tensor(RANGE.low), torch.tensor(RANGE.high)
+    for decision in range(3):
+        actions = some_actions(1, decision)
+        scaled = 2 * (actions - low) / (high - low) - 1
+        x = torch.randn(4, 8, 4, 4, generator=torch.Generator().manual_seed(70 + decision))[None]
+        for time in (1000.0, 500.0):
+            window = torch.cat([memory, x], dim=2)
+            x = x + world.transformer(window, torch.tensor([time]), scaled) * 0.5
+        memory = x[:, :, -4:]
+        drawn = torch.cat([library.decode(x[:, :, i] / 0.13025).sample for i in range(8)]).clamp(-1, 1)
+        expected = ((drawn + 1) * 127.5).round().permute(0, 2, 3, 1)
+        frames, state = world.imagine(state, actions, [70 + decision])
+        difference = (frames[0].float() - expected).abs()
+        assert difference.max() <= 1  # a level may flip where rounding is close to a half
+        assert difference.mean() < 1e-2
+        torch.testing.assert_close(state.latents, memory, atol=1e-5, rtol=1e-5)
+    assert expected.std() > 1
+
+
+def test_frames_depend_on_their_own_action_and_earlier_ones_only(world: OpenSoraWorld) -> None:
+    """Action i made frame i: shifting the changed action shifts the first frame that changes."""
+    state, actions = world.start([start_state(1)]), some_actions(1)
+    before = world.denoise(state, actions, [1])
+    for number in range(8):
+        changed = actions.clone()
+        changed[:, number] += 1
+        difference = (world.denoise(state, changed, [1]) - before).abs().amax(dim=(0, 1, 3, 4))
+        assert (difference[:number] == 0).all()
+        assert (difference[number:] > 1e-5).all()
+
+
+def test_a_seed_fixes_the_frames_bit_for_bit_and_another_seed_changes_them(world: OpenSoraWorld) -> None:
+    state, actions = world.start([start_state(1)]), some_actions(1)
+    frames, _ = world.imagine(state, actions, [5])
+    again, _ = world.imagine(state, actions, [5])
+    other, _ = world.imagine(state, actions, [6])
+    assert frames.shape == (1, 8, 32, 32, 3)
+    assert frames.dtype == torch.uint8
+    assert torch.equal(frames, again)
+    assert not torch.equal(frames, other)
+
+
+def test_actions_may_come_as_read_only_arrays(world: OpenSoraWorld) -> None:
+    actions = some_actions(1).numpy()
+    actions.flags.writeable = False
+    state = world.start([start_state(1)])
+    assert torch.equal(world.imagine(state, actions, [1])[0], world.imagine(state, some_actions(1), [1])[0])
+
+
+def test_actions_that_are_no_numbers_poison_their_row_only(world: OpenSoraWorld) -> None:
+    state, actions = world.start([start_state(1), start_state(2)]), some_actions(2)
+    sound, _ = world.imagine(state, actions, [1, 2])
+    actions[0, 3, 2] = float("nan")
+    frames, after = world.imagine(state, actions, [1, 2])
+    assert after.finite.tolist() == [False, True]
+    assert grey_levels_apart(frames[1], sound[1]) <= 1
+    _, later = world.imagine(after, some_actions(2), [3, 4])
+    assert later.finite.tolist() == [False, True]
+    _, later = world.imagine(replace(state, finite=after.finite), some_actions(2), [3, 4])
+    assert later.finite.tolist() == [False, True]  # also where the latents look sound
+
+
+def test_a_world_in_bfloat16_remembers_float32_and_draws_nearly_the_same(world: OpenSoraWorld) -> None:
+    rounded = nano_world()
+    for module in rounded.modules().values():
+        module.bfloat16()
+    starts, actions = [start_state(1), start_state(2)], some_actions(2)
+    state = rounded.start(starts)
+    frames, after = rounded.imagine(state, actions, [1, 2])
+    expected, expected_after = world.imagine(world.start(starts), actions, [1, 2])
+    assert state.latents.dtype == after.latents.dtype == torch.float32
+    assert (after.latents - expected_after.latents).abs().mean() < 0.05 * expected_after.latents.abs().mean()
+    assert (frames.float() - expected.float()).abs().mean() < 4
+
+
+# ---- slots ---------------------------------------------------------------------------------------
+
+
+def test_slots_do_not_see_their_neighbours(world: OpenSoraWorld) -> None:
+    starts, actions = [start_state(1), start_state(2, context=4)], some_actions(2)
+    together = world.start(starts)
+    frames, after = world.imagine(together, actions, [11, 12])
+    for i in range(2):
+        alone = world.start([starts[i]])
+        mine, mine_after = world.imagine(alone, actions[i : i + 1], [11 + i])
+        assert grey_levels_apart(mine[0], frames[i]) <= 1
+        torch.testing.assert_close(mine_after.latents, after.latents[i : i + 1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_refilled_slot_starts_afresh_and_the_other_goes_on(world: OpenSoraWorld) -> None:
+    first, state = world.imagine(world.start([start_state(1), start_state(2)]), some_actions(2), [1, 2])
+    kept = state.select([0])
+    state.write_rows([1], world.start([start_state(3)]))
+    actions = some_actions(2, seed=9)
+    mixed, _ = world.imagine(state, actions, [3, 4])
+    goes_on, _ = world.imagine(kept, actions[:1], [3])
+    afresh, _ = world.imagine(world.start([start_state(3)]), actions[1:], [4])
+    assert grey_levels_apart(mixed[0], goes_on[0]) <= 1
+    assert grey_levels_apart(mixed[1], afresh[0]) <= 1
+    assert grey_levels_apart(mixed[1], first[1]) > 1
+
+
+def test_a_decision_changes_no_older_state(world: OpenSoraWorld) -> None:
+    before = world.start([start_state(1), start_state(2)])
+    latents = before.latents.clone()
+    _, after = world.imagine(before, some_actions(2), [1, 2])
+    after.write_rows([0, 1], after.select([1, 0]))
+    assert torch.equal(before.latents, latents)
+    assert after.bytes_per_slot == 4 * 4 * 4 * 4 * 4 + 1
+
+
+def test_siblings_are_encoded_once_and_share_every_bit(
+    world: OpenSoraWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = world.vae.encode
+
+    def counting(frames: Tensor) -> Tensor:
+        encoded.append(len(frames))
+        return encode(frames)
+
+    monkeypatch.setattr(world.vae, "encode", counting)
+    one, other = start_state(1), start_state(2, context=4)
+    copied = replace(one, name="the same frame, read again", frame=one.frame.copy())
+    state = world.start([one, other, one, copied, other])
+    assert encoded == [1 + 4]
+    assert torch.equal(state.latents[0], state.latents[2])
+    assert torch.equal(state.latents[0], state.latents[3])
+    assert torch.equal(state.latents[1], state.latents[4])
+    expected = torch.cat([world.start([start]).latents for start in (one, other)])
+    torch.testing.assert_close(state.latents[:2], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_episode_goes_on_from_its_context_and_not_from_the_first_frame(world: OpenSoraWorld) -> None:
+    start = start_state(6, context=4)
+    state = world.start([start])
+    for i in range(4):
+        only = world.start(
+            [replace(start, frame=start.context_frames[i], context_frames=start.context_frames[:0])]
+        )
+        torch.testing.assert_close(state.latents[:, :, i], only.latents[:, :, 0], atol=1e-5, rtol=1e-5)
+    still = replace(start, context_frames=np.stack([start.frame] * 4))
+    plain = replace(start, context_frames=start.context_frames[:0])
+    assert torch.equal(world.start([still]).latents, world.start([plain]).latents)
+
+
+def test_wrong_shapes_are_refused_with_both(world: OpenSoraWorld) -> None:
+    state = world.start([start_state(1)])
+    with pytest.raises(
+        ValueError, match=r"need actions \[1, 8, 7\] and as many seeds, got \[1, 7, 7\] and 1"
+    ):
+        world.imagine(state, torch.zeros(1, 7, 7), [0])
+    with pytest.raises(ValueError, match=r"got \[1, 8, 7\] and 2"):
+        world.imagine(state, torch.zeros(1, 8, 7), [0, 1])
+    with pytest.raises(ConfigError, match=r"frame of shape \[16, 16, 3\].*32x32 pixels"):
+        world.start([start_state(1, size=16)])
+    with pytest.raises(ConfigError, match=r"frame of shape \[16, 16, 3\]"):
+        world.start(
+            [replace(start_state(1), context_frames=start_state(1, context=4, size=16).context_frames)]
+        )
+    with pytest.raises(ConfigError, match="has 2 context frames"):
+        world.start([start_state(1, context=2)])
+
+
+def test_a_world_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one step"):
+        nano_world(steps=0)
+
+
+# ---- compiled, moved -----------------------------------------------------------------------------
+
+
+def test_a_compiled_world_fills_its_batch_up_and_imagines_the_same(
+    world: OpenSoraWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole graphs are captured for real, and run as they are: building kernels would take a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    # A kind of block comes in two shapes (condition frames, new frames), the decoder in one or two.
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    fixed = nano_world().compile(rows=3)
+    starts, actions = [start_state(1), start_state(2)], some_actions(2)
+    frames, after = fixed.imagine(fixed.start(starts), actions, [11, 12])
+    plain, plain_after = world.imagine(world.start(starts), actions, [11, 12])
+    assert frames.shape == plain.shape
+    assert grey_levels_apart(frames, plain) <= 1
+    torch.testing.assert_close(after.latents, plain_after.latents, atol=1e-5, rtol=1e-5)
+    later, _ = fixed.imagine(after.select([1]), actions[:1], [13])
+    assert grey_levels_apart(later, world.imagine(plain_after.select([1]), actions[:1], [13])[0]) <= 1
+
+
+def test_its_modules_are_what_is_moved(world: OpenSoraWorld) -> None:
+    assert world.modules() == {"transformer": world.transformer, "vae": world.vae}
+    moved = nano_world().to("meta")
+    assert {p.device.type for m in moved.modules().values() for p in m.parameters()} == {"meta"}
+    assert moved.device == torch.device("meta")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_decision_waits_for_nothing_and_is_that_of_the_cpu(world: OpenSoraWorld) -> None:
+    device = torch.device("cuda")
+    there = nano_world().to(device)
+    starts, actions = [start_state(1), start_state(2)], some_actions(2)
+    state, on_device = there.start(starts), actions.to(device)
+    there.imagine(state, on_device, [1, 2])  # libraries choose their kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fresh = there.start(starts)
+        frames, after = there.imagine(fresh, on_device, [1, 2])
+        after.write_rows([0], after.select([1]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected, _ = world.imagine(world.start(starts), actions, [1, 2])
+    assert grey_levels_apart(frames.cpu(), expected) <= 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_graph_of_all_steps_gives_the_same_frames_after_weights_moved() -> None:
+    device = torch.device("cuda")
+    plain, graphed = nano_world().to(device), nano_world().to(device).compile(rows=2)
+    starts, actions = [start_state(1), start_state(2)], some_actions(2).to(device)
+    before, expected_before = graphed.start(starts), plain.start(starts)
+    for decision in range(3):
+        frames, after = graphed.imagine(before, actions, [decision, 9])
+        expected, expected_after = plain.imagine(expected_before, actions, [decision, 9])
+        assert grey_levels_apart(frames, expected) <= 2
+        torch.testing.assert_close(after.latents, expected_after.latents, atol=1e-3, rtol=1e-3)
+        before, expected_before = after, expected_after
+        if decision == 1:
+            graphed.to("cpu").to(device)
+            graphed.weights_moved()
