@@ -66,7 +66,7 @@ class ImageEncoder(nn.Module):
         from transformers import CLIPVisionConfig, CLIPVisionModel
 
         self.size = size
-        self.vision: Any = CLIPVisionModel(
+        vision: Any = CLIPVisionModel(
             CLIPVisionConfig(
                 hidden_size=size.width,
                 intermediate_size=size.mlp,
@@ -77,6 +77,8 @@ class ImageEncoder(nn.Module):
                 hidden_act="gelu",
             )
         )
+        # Some versions of transformers keep the network one level deeper.
+        self.vision: Any = getattr(vision, "vision_model", vision)
         self.set_constants("cpu")
 
     def set_constants(self, device: torch.device | str) -> None:

@@ -16,9 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from asyncrl.records import ACTION_DIM
+from asyncrl.records import ACTION_DIM, POSE_DIM
 
-POSE_DIM: Final = 8
 ARMS: Final = 2
 MOTION_DIM: Final = 14
 """Of two arms: motion in x, y, z, turn in roll, pitch, yaw, and gripper."""
