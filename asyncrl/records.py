@@ -96,8 +96,8 @@ class StartState:
     context_actions: Float32
     """``[K, 7]`` the action that produced each context frame."""
     ee_pose: Float32 | None = None
-    """``[8]`` where the robot's hand is as the episode begins (at the last context frame, if there are any): x,
-    y, z in metres, quaternion x, y, z, w, gripper. None: not recorded; some worlds need it."""
+    """``[8]`` where the robot's hand is as the episode begins (at the last context frame, if there are any):
+    x, y, z in metres, quaternion x, y, z, w, gripper. None: not recorded; some worlds need it."""
 
 
 class Sampling(NamedTuple):

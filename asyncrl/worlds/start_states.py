@@ -8,8 +8,8 @@ Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
     context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, 7]
     ee_pose  float32 [S, 8], NaN where it is not known
 
-``context_frames`` and ``context_actions`` are left out when no start state has a context, and ``ee_pose`` when
-none has a pose. RLinf's folders of ``traj*.npy`` are read too, see `rlinf_start_states`.
+``context_frames`` and ``context_actions`` are left out when no start state has a context, and ``ee_pose``
+when none has a pose. RLinf's folders of ``traj*.npy`` are read too, see `rlinf_start_states`.
 """
 
 from __future__ import annotations

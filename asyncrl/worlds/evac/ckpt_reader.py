@@ -135,8 +135,8 @@ class CkptFile:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
         except (zipfile.BadZipFile, ValueError, IndexError, OverflowError, NotImplementedError) as error:
             raise CheckpointError(
-                f"{path} was not read: {error}. Only files of torch.save (PyTorch 1.6 or later) are read, and "
-                "only their tensors; nothing in a file is ever executed. Download it again."
+                f"{path} was not read: {error}. Only files of torch.save (PyTorch 1.6 or later) are read, "
+                "and only their tensors; nothing in a file is ever executed. Download it again."
             ) from error
 
     @property
@@ -279,10 +279,8 @@ class _Machine:
 
     def stored(self, _: object) -> None:
         match self.stack.pop():
-            case ("storage", Name(text=kind), str(key), str(), int(count)) if (
-                kind in _STORAGES and count >= 0
-            ):
-                if not key.isalnum():
+            case ("storage", Name(text=kind), str(key), str(), int(count)) if kind in _STORAGES:
+                if not key.isalnum() or count < 0:
                     raise Malformed("it names a storage in an unusual way")
                 self.stack.append(Storage(_STORAGES[kind], key, count))
             case ("storage", Name(), *_):

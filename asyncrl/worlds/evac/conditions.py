@@ -89,8 +89,8 @@ def conditions_of(
 ) -> Conditions:
     """Work out the conditions of a decision.
 
-    The condition image of a frame that is remembered is that frame, with a mask of 1; of a new frame it is the
-    last frame, with a mask of 0. Frames that are remembered have an empty trajectory map of zeros.
+    The condition image of a frame that is remembered is that frame, with a mask of 1; of a new frame it is
+    the last frame, with a mask of 0. Frames that are remembered have an empty trajectory map of zeros.
 
     Args:
         networks: Of the world.

@@ -126,7 +126,7 @@ class EvacConfig:
         values = dict(content)
         check_sizes(values)
         for name, kind in _PARTS.items():
-            part = values[name] if name in values else {}
+            part = values.get(name, {})
             if not isinstance(part, Mapping):
                 raise ValueError(f"{name} is no object")
             check_sizes(part)

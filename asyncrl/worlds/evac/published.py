@@ -58,7 +58,7 @@ MAX_DECISIONS: Final = 32
 TEMPERATURE: Final = 1.6
 """At which RLinf's GRPO samples the policy in it."""
 
-# Of the noise schedule, all of them known without a file; of OpenCLIP's text tower; of its picture's statistics.
+# Of the noise schedule, which is known without a file; of OpenCLIP's text tower, and statistics of pictures.
 _IGNORED: Final = re.compile(
     r"(alphas|sqrt|log|posterior)_\w+|betas|lvlb_weights|logvar|scale_arr|scale_factor|global_step|"
     r"embedder\.(mean|std)|embedder\.model\.(positional_embedding|text_projection|logit_scale|attn_mask|"
@@ -104,7 +104,7 @@ class PublishedFiles:
             CheckpointError: A tensor is missing or misshapen, or the parts do not fit together.
         """
         shapes = {
-            part: {name: entry.shape for name, entry in entries.items()}
+            part: _Shapes(PREFIXES.get(part, ""), {name: entry.shape for name, entry in entries.items()})
             for part, entries in self.parts.items()
         }
         try:
@@ -194,9 +194,11 @@ def find_published(folder: Path) -> PublishedFiles | None:
     Raises:
         CheckpointError: A file cannot be read, or a part of the world is missing.
     """
-    sources = _sources(folder)
+    sources, errors = _sources(folder)
     main = [path for path, source in sources.items() if MARK in _bare(source)]
     if not main:
+        if errors:  # Perhaps it is the one that cannot be read.
+            raise errors[0]
         return None
     if len(main) > 1:
         raise CheckpointError(
@@ -212,21 +214,39 @@ def find_published(folder: Path) -> PublishedFiles | None:
             raise CheckpointError(
                 f"{label} holds tensor {name}, which the model has no use for. It belongs to another variant."
             )
-    if not parts["image_encoder"]:
-        parts["image_encoder"] = _tower(folder, sources)
-    parts["pose_model"] = _pose_model(folder, sources)
+    tower = parts["image_encoder"] or _tower(sources)
+    poses = _pose_model(sources)
+    if errors and not (tower and poses):
+        raise errors[0]
+    if not tower:
+        raise CheckpointError(
+            f"{folder} holds an EVAC checkpoint without the image encoder (no tensor "
+            f"{PREFIXES['image_encoder']}conv1.weight), and no file with {TOWER}. Put "
+            "open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 beside it."
+        )
+    if not poses:
+        raise CheckpointError(
+            f"{folder} holds an EVAC checkpoint and no model of the hand's poses (no file with a linear layer "
+            f"of {ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside the "
+            "checkpoint."
+        )
+    parts |= {"image_encoder": tower, "pose_model": poses}
     return PublishedFiles(label=label, parts=parts)
 
 
-def _sources(folder: Path) -> dict[Path, Source]:
-    """Open the weight files of a folder; those that are no files of torch.save or safetensors are left out."""
+def _sources(folder: Path) -> tuple[dict[Path, Source], list[CheckpointError]]:
+    """Open the weight files of a folder, and say what is wrong with those that cannot be read."""
     found: dict[Path, Source] = {}
+    errors = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
-            found[path] = CkptFile(path)
-        elif path.suffix == ".safetensors":
-            found[path] = TensorFiles(path)
-    return found
+        try:
+            if path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+                found[path] = CkptFile(path)
+            elif path.suffix == ".safetensors":
+                found[path] = TensorFiles(path)
+        except CheckpointError as error:
+            errors.append(error)
+    return found, errors
 
 
 def _bare(source: Source) -> dict[str, Entry]:
@@ -234,48 +254,55 @@ def _bare(source: Source) -> dict[str, Entry]:
     return {n.removeprefix(WRAPPED): Entry(source, n, shape) for n, shape in source.shapes.items()}
 
 
-def _tower(folder: Path, sources: Mapping[Path, Source]) -> dict[str, Entry]:
-    """Find OpenCLIP's visual tower in a file of its own."""
+def _tower(sources: Mapping[Path, Source]) -> dict[str, Entry]:
+    """Find OpenCLIP's visual tower in a file of its own; else nothing."""
     for source in sources.values():
         if TOWER in source.shapes:
-            entries = {
-                n.removeprefix("visual."): e for n, e in _bare(source).items() if n.startswith("visual.")
-            }
-            return {name: entry for name, entry in entries.items() if name != "proj"}
-    raise CheckpointError(
-        f"{folder} holds an EVAC checkpoint without the image encoder (no tensor {PREFIXES['image_encoder']}"
-        f"conv1.weight), and no file with {TOWER}. Put open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 "
-        "beside it."
-    )
+            named = (
+                (n.removeprefix("visual."), e) for n, e in _bare(source).items() if n.startswith("visual.")
+            )
+            return {name: entry for name, entry in named if name != "proj"}
+    return {}
 
 
-def _pose_model(folder: Path, sources: Mapping[Path, Source]) -> dict[str, Entry]:
-    """Find the model of the hand's poses by its shapes: what its layers are called is not agreed upon."""
+def _pose_model(sources: Mapping[Path, Source]) -> dict[str, Entry]:
+    """Find the model of the hand's poses by its shapes: what its layers are called is not agreed upon.
+
+    Raises:
+        CheckpointError: A file has only a part of it.
+    """
+    inputs = ACTION_DIM + POSE_DIM
     for path, source in sources.items():
         entries = _bare(source)
-        first = [
-            n for n, e in entries.items() if e.shape[1:] == (ACTION_DIM + POSE_DIM,) and n.endswith("weight")
-        ]
+        weights = {n: e.shape for n, e in entries.items() if n.endswith("weight") and len(e.shape) == 2}
+        first = [name for name, shape in weights.items() if shape[1] == inputs]
         statistics = {n.rpartition(".")[2]: n for n in entries if re.search(r"abs_action_(mean|std)$", n)}
         if len(first) != 1 or len(statistics) != 2:
             continue
-        hidden = entries[first[0]].shape[0]
-        weights = [first[0]]
-        for shape in ((hidden, hidden), (POSE_DIM, hidden)):
-            weights += [n for n, e in entries.items() if e.shape == shape and n.endswith("weight")]
-        biases = [n.removesuffix("weight") + "bias" for n in weights]
-        if len(weights) != 3 or not all(name in entries for name in biases):
+        hidden = weights[first[0]][0]
+        sizes = ((hidden, inputs), (hidden, hidden), (POSE_DIM, hidden))
+        layers = [name for size in sizes for name, shape in weights.items() if shape == size]
+        biases = [name.removesuffix("weight") + "bias" for name in layers]
+        if len(layers) != 3 or not all(name in entries for name in biases):
             raise CheckpointError(
                 f"{path} holds tensor {first[0]} and not the three linear layers of a model of the hand's "
                 "poses. Download it again."
             )
-        named = {f"net.{2 * i}.weight": entries[name] for i, name in enumerate(weights)}
+        named = {f"net.{2 * i}.weight": entries[name] for i, name in enumerate(layers)}
         named |= {f"net.{2 * i}.bias": entries[name] for i, name in enumerate(biases)}
         return named | {short: entries[name] for short, name in statistics.items()}
-    raise CheckpointError(
-        f"{folder} holds an EVAC checkpoint and no model of the hand's poses (no file with a linear layer of "
-        f"{ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside the checkpoint."
-    )
+    return {}
+
+
+class _Shapes(dict[str, torch.Size]):
+    """Shapes by name without prefix; a name that is missing is said with it."""
+
+    def __init__(self, prefix: str, shapes: Mapping[str, torch.Size]) -> None:
+        super().__init__(shapes)
+        self.prefix = prefix
+
+    def __missing__(self, name: str) -> torch.Size:
+        raise KeyError(self.prefix + name)
 
 
 Shapes = Mapping[str, torch.Size]

@@ -3,7 +3,8 @@
 The network sees four earlier frames: three spread over the whole episode, its first frame among them, and the
 last one. So nothing may be forgotten, and the memory is made for as many decisions as will come.
 
-Dimension letters: B slots, N frames there is room for, Z latent channels, h/w latent size, P frames remembered.
+Dimension letters: B slots, N frames there is room for, P frames remembered, Z latent channels, h/w latent
+size.
 """
 
 from __future__ import annotations

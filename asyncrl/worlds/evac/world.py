@@ -1,9 +1,9 @@
 """Imagine frames from start states and actions with the EVAC (EnerVerse-AC) world model.
 
-The network sees a window of twelve frames, one latent each: four of the episode so far (`state.memory_index`),
-which stay clean, and the eight of the decision, which begin as noise. Where the actions take the hand is
-predicted first, drawn into maps and told as tokens (`conditions`). A chunk's latents are remembered as they
-were drawn; they are never encoded again.
+The network sees a window of twelve frames, one latent each: four of the episode so far, which stay clean
+(`state.memory_index`), and the eight of the decision, which begin as noise. Where the actions take the hand
+is predicted first, drawn into maps and told as tokens (`conditions`). A chunk's latents are remembered as
+they were drawn; they are never encoded again.
 
 Dimension letters: B slots, C steps, P frames remembered, F = P + C, Z latent channels, h/w latent size.
 """
@@ -301,8 +301,8 @@ def _check_start(state: StartState, size: int) -> None:
     if pose is None or np.shape(pose) != (POSE_DIM,) or not np.isfinite(pose).all():
         raise ConfigError(
             f"start state {state.name} does not say where the robot's hand is, and this world draws it into "
-            f"its maps. Use start states with a pose of {POSE_DIM} finite numbers (--start-states): ee_pose in "
-            "our files, init_ee_pose or abs_action in RLinf's."
+            f"its maps. Use start states with a pose of {POSE_DIM} finite numbers (--start-states): ee_pose "
+            "in our files, init_ee_pose or abs_action in RLinf's."
         )
 
 
