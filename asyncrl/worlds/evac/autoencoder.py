@@ -54,10 +54,13 @@ def build_autoencoder(size: AutoencoderConfig) -> Any:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     levels = len(size.multipliers)
+    per_level: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * levels,
+        "up_block_types": ("UpDecoderBlock2D",) * levels,
+        "block_out_channels": tuple(size.channels * multiplier for multiplier in size.multipliers),
+    }
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        block_out_channels=tuple(size.channels * multiplier for multiplier in size.multipliers),
+        **per_level,
         layers_per_block=size.res_blocks,
         latent_channels=size.latent,
         norm_num_groups=size.groups,

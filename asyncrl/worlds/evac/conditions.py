@@ -8,13 +8,14 @@ h/w latent size, I image tokens, T tokens of an action, K their width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.devices.tensors import to_signed
-from asyncrl.worlds.evac.autoencoder import build_autoencoder, encode_frames
+from asyncrl.worlds.evac.autoencoder import build_autoencoder
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.image_tokens import ImageEncoder
 from asyncrl.worlds.evac.maps import MapDrawer
@@ -85,7 +86,13 @@ class Geometry(nn.Module):
 
 
 def conditions_of(
-    networks: EvacNetworks, geometry: Geometry, config: EvacConfig, state: EvacState, actions_BC7: Tensor
+    networks: EvacNetworks,
+    geometry: Geometry,
+    state: EvacState,
+    actions_BC7: Tensor,
+    *,
+    remembered: int,
+    encode: Callable[[Tensor], Tensor],
 ) -> Conditions:
     """Work out the conditions of a decision.
 
@@ -95,11 +102,12 @@ def conditions_of(
     Args:
         networks: Of the world.
         geometry: Of the world.
-        config: Of the world.
         state: Of ``B`` slots.
         actions_BC7: ``[B, C, 7]`` float32 on the device.
+        remembered: ``P``.
+        encode: Turns maps ``[N, 3, H, W]`` into latents ``[N, Z, h, w]`` float32.
     """
-    history_BPZhw, poses_BP8, before_BP8 = state.remembered(config.history)
+    history_BPZhw, poses_BP8, before_BP8 = state.remembered(remembered)
     last_B8 = state.last_pose()
     poses_BC8 = networks.pose_model.follow(actions_BC7, last_B8)
     before_BC8 = torch.cat([last_B8[:, None], poses_BC8[:, :-1]], dim=1)
@@ -107,9 +115,7 @@ def conditions_of(
         torch.cat([poses_BP8, poses_BC8], dim=1), torch.cat([before_BP8, before_BC8], dim=1)
     )
     pictures_B3HW = to_signed(state.seen).permute(0, 3, 1, 2)
-    maps_BCZhw = encode_frames(
-        networks.autoencoder, geometry.drawer(poses_BC8).flatten(0, 1), config.autoencoder.scale
-    ).unflatten(0, poses_BC8.shape[:2])
+    maps_BCZhw = encode(geometry.drawer(poses_BC8).flatten(0, 1)).unflatten(0, poses_BC8.shape[:2])
     return Conditions(
         history=history_BPZhw.transpose(1, 2),
         channels=condition_channels(history_BPZhw, maps_BCZhw, geometry.drawer.rays),

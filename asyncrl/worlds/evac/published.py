@@ -226,9 +226,9 @@ def find_published(folder: Path) -> PublishedFiles | None:
         )
     if not poses:
         raise CheckpointError(
-            f"{folder} holds an EVAC checkpoint and no model of the hand's poses (no file with a linear layer "
-            f"of {ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside the "
-            "checkpoint."
+            f"{folder} holds an EVAC checkpoint and no model of the hand's poses (no file with a linear "
+            f"layer of {ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside "
+            "the checkpoint."
         )
     parts |= {"image_encoder": tower, "pose_model": poses}
     return PublishedFiles(label=label, parts=parts)

@@ -174,7 +174,7 @@ class EvacUNet(nn.Module):
         Returns:
             ``[B, 4, F, h, w]`` in the dtype of the weights.
         """
-        dtype, frames = self.out[2].weight.dtype, x_BCFhw.shape[2]
+        dtype, frames = self.domain_embedding.weight.dtype, x_BCFhw.shape[2]
         embedding_NE = self._embed(times_BF, fps_B, domain_B).flatten(0, 1)
         image_NIK = image_BIK.to(dtype).repeat_interleave(frames, dim=0)
         context = (image_NIK, actions_BFTK.to(dtype).flatten(0, 1))
@@ -191,7 +191,7 @@ class EvacUNet(nn.Module):
 
     def _embed(self, times_BF: Tensor, fps_B: Tensor, domain_B: Tensor) -> Tensor:
         """Return ``[B, F, E]``: what is told of time, speed and robot."""
-        dtype, width = self.out[2].weight.dtype, self.size.channels
+        dtype, width = self.domain_embedding.weight.dtype, self.size.channels
         time_BFE = self.time_embed(sinusoid(times_BF, width).to(dtype))
         told_BE = self.fps_embedding(sinusoid(fps_B, width).to(dtype)) + self.domain_embedding(domain_B)
         return time_BFE + told_BE.unsqueeze(1)

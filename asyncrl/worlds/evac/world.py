@@ -69,6 +69,8 @@ class EvacWorld:
         self._rows = 0
         self._velocity: Callable[..., Tensor] = networks.unet
         self._noise: Callable[..., Tensor] = normal_noise
+        self._encode_frames: Callable[..., Tensor] = encode_frames
+        self._decode_frames: Callable[..., Tensor] = decode_frames
         self.to(device)
 
     @property
@@ -119,6 +121,7 @@ class EvacWorld:
             torch.cat([torch.zeros(self.config.history), torch.ones(CHUNK)]).to(self.device),
             torch.tensor([float(self.config.fps)]).to(self.device),
             torch.tensor([self.config.domain]).to(self.device),
+            torch.arange(len(self.steps) + 1).to(self.device),
         )
         return self
 
@@ -133,10 +136,10 @@ class EvacWorld:
         unet.compile(fullgraph=True, dynamic=False)
         if self.device.type == "cuda":
             self._velocity = CudaGraphed(unet)
-        network: Any = self.networks.autoencoder
-        network.decoder.compile(fullgraph=True, dynamic=False)
-        network.encoder.compile(fullgraph=True, dynamic=False)
-        self._noise = torch.compile(normal_noise, fullgraph=True)
+        # Of the encoder only what decisions use: the numbers of frames that slots start with differ.
+        self._encode_frames = torch.compile(encode_frames, fullgraph=True, dynamic=False)
+        self._decode_frames = torch.compile(decode_frames, fullgraph=True, dynamic=False)
+        self._noise = torch.compile(normal_noise, fullgraph=True, dynamic=False)
         return self
 
     def weights_moved(self) -> None:
@@ -164,7 +167,7 @@ class EvacWorld:
         latent, size = self.config.autoencoder.latent, self.config.latent_size
         counts = np.array([1 + len(state.context_frames) for state in states], np.int64)
         frames = np.concatenate([f for s in states for f in (s.frame[None], s.context_frames)])
-        latents = self._encode(to_signed(to_device(frames, self.device)).permute(0, 3, 1, 2))
+        latents = self._encode(to_signed(to_device(frames, self.device)).permute(0, 3, 1, 2), encode_frames)
         history = torch.zeros(batch, room, latent, size, size, device=self.device)
         rows, places = np.repeat(np.arange(batch), counts), np.concatenate([np.arange(n) for n in counts])
         index = (to_device(rows, self.device), to_device(places, self.device))
@@ -218,7 +221,14 @@ class EvacWorld:
     def _imagine(
         self, state: EvacState, actions_BC7: Tensor, noise_seeds: Sequence[int]
     ) -> tuple[Tensor, EvacState]:
-        told = conditions_of(self.networks, self._geometry, self.config, state, actions_BC7)
+        told = conditions_of(
+            self.networks,
+            self._geometry,
+            state,
+            actions_BC7,
+            remembered=self.config.history,
+            encode=lambda maps: self._encode(maps, self._encode_frames),
+        )
         new_BZChw = self.denoise(told, noise_seeds)
         latents_BCZhw = new_BZChw.transpose(1, 2)
         pictures = self._decode(latents_BCZhw.flatten(0, 1)).unflatten(0, latents_BCZhw.shape[:2])
@@ -241,18 +251,19 @@ class EvacWorld:
         seeds_B2 = to_device(seed_words(noise_seeds), self.device)
         _, channels, _, height, width = told.history.shape
         shape = (channels, CHUNK, height, width)
-        x_BZChw = self._noise(seeds_B2, 0, shape)
+        draws = self._constants[3]
+        x_BZChw = self._noise(seeds_B2, draws[0], shape)
         for number, step in enumerate(self.steps):
             velocity = self._told_velocity(told, x_BZChw, step.time)
             x_BZChw = step.x_factor * x_BZChw + step.v_factor * velocity
             if step.fresh > 0:
-                x_BZChw = x_BZChw + step.fresh * self._noise(seeds_B2, number + 1, shape)
+                x_BZChw = x_BZChw + step.fresh * self._noise(seeds_B2, draws[number + 1], shape)
         return x_BZChw
 
     def _told_velocity(self, told: Conditions, x_BZChw: Tensor, time: int) -> Tensor:
         """Predict the velocity ``[B, Z, C, h, w]`` float32 of the new frames, with guidance if it is on."""
         # The history is put in front anew, so it stays clean; it is told the time 0.
-        is_new, fps, domain = self._constants
+        is_new, fps, domain, _ = self._constants
         window = torch.cat([torch.cat([told.history, x_BZChw], dim=2), told.channels], dim=1)
         image, actions, options = told.image, told.actions, self.options
         if options.guidance != 1:
@@ -265,20 +276,21 @@ class EvacWorld:
             window, (is_new * time).expand(rows, -1), image, actions, fps.expand(rows), domain.expand(rows)
         )[:, :, self.config.history :].float()
         if options.guidance != 1:
-            return guided(*velocity.chunk(2), options.guidance, options.guidance_rescale)
+            told_v, untold_v = velocity.chunk(2)
+            return guided(told_v, untold_v, options.guidance, options.guidance_rescale)
         return velocity
 
-    def _encode(self, pictures_N3HW: Tensor) -> Tensor:
+    def _encode(self, pictures_N3HW: Tensor, encode: Callable[..., Tensor]) -> Tensor:
         """Encode frames, some at a time: ``[N, Z, h, w]`` float32."""
         scale = self.config.autoencoder.scale
         parts = pictures_N3HW.split(FRAMES_AT_ONCE)
-        return torch.cat([encode_frames(self.networks.autoencoder, part, scale) for part in parts])
+        return torch.cat([encode(self.networks.autoencoder, part, scale) for part in parts])
 
     def _decode(self, latents_NZhw: Tensor) -> Tensor:
         """Decode frames, some at a time: ``[N, 3, H, W]`` in the dtype of the weights."""
         scale = self.config.autoencoder.scale
         parts = latents_NZhw.split(FRAMES_AT_ONCE)
-        return torch.cat([decode_frames(self.networks.autoencoder, part, scale) for part in parts])
+        return torch.cat([self._decode_frames(self.networks.autoencoder, part, scale) for part in parts])
 
 
 def _finite_rows(values: Tensor) -> Tensor:

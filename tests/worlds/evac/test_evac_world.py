@@ -248,9 +248,14 @@ def test_the_network_compiles_in_one_piece(world: EvacWorld) -> None:
     given = (x, times, torch.randn(1, 4, 24), torch.randn(1, 12, 3, 24), torch.ones(1), torch.tensor([11]))
     compiled = torch.compile(unet, backend="eager", fullgraph=True, dynamic=False)
     torch.testing.assert_close(compiled(*given), unet(*given), atol=1e-5, rtol=1e-5)
-    noise = torch.compile(normal_noise, backend="eager", fullgraph=True)
-    words = torch.from_numpy(seed_words([1, 2]))
-    assert torch.equal(noise(words, 3, (2, 5)), normal_noise(words, 3, (2, 5)))
+    noise = torch.compile(normal_noise, backend="eager", fullgraph=True, dynamic=False)
+    words, draws = torch.from_numpy(seed_words([1, 2])), torch.arange(4)
+    for draw in range(4):
+        assert torch.equal(noise(words, draws[draw], (2, 5)), normal_noise(words, draw, (2, 5)))
+    for coder, shape in ((encode_frames, (2, 3, 32, 32)), (decode_frames, (2, 4, 4, 4))):
+        network, values = world.networks.autoencoder, torch.randn(shape)
+        whole = torch.compile(coder, backend="eager", fullgraph=True, dynamic=False)
+        torch.testing.assert_close(whole(network, values, 0.2), coder(network, values, 0.2))
 
 
 class Waits(TorchDispatchMode):
