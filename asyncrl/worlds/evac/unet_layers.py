@@ -21,6 +21,8 @@ from torch.nn import functional
 
 _EPS: Final = 1e-6
 """Of the group norms in front of transformers; those of residual blocks have PyTorch's 1e-5."""
+MOST_ROWS: Final = 65_535
+"""Of one attention on a GPU, whose grid has no more. Every pixel of every sample is a row between frames."""
 
 
 class CausalConv(nn.Conv3d):
@@ -161,8 +163,24 @@ class Attention(nn.Module):
         else:
             key, value = self.to_k_ip(context), self.to_v_ip(context)
         heads = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in (self.to_q(x), key, value))
-        mixed = functional.scaled_dot_product_attention(*heads)
-        return self.to_out(mixed.transpose(1, 2).flatten(2))
+        return self.to_out(attend(*heads).transpose(1, 2).flatten(2))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, most: int = MOST_ROWS) -> Tensor:
+    """Attend, at most so many rows at a time.
+
+    Args:
+        query: ``[M, heads, S, E]``.
+        key: ``[M, heads, L, E]``.
+        value: Like `key`.
+        most: Rows of a call.
+
+    Returns:
+        ``[M, heads, S, E]``.
+    """
+    parts = zip(query.split(most), key.split(most), value.split(most), strict=True)
+    mixed = [functional.scaled_dot_product_attention(*part) for part in parts]
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
 class GatedProjection(nn.Module):

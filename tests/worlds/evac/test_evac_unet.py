@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
-from asyncrl.worlds.evac.unet_layers import CausalConv, sinusoid
+from asyncrl.worlds.evac.unet_layers import CausalConv, attend, sinusoid
 from support.evac import published_shapes, randomised, shapes_of
 
 TINY = UNetConfig.tiny()
@@ -270,6 +270,14 @@ def test_times_are_encoded_cosines_first() -> None:
     times = torch.tensor([0, 3, 999])
     expected = torch.stack([waves(float(t), 8) for t in times])
     torch.testing.assert_close(sinusoid(times, 8), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 100])
+def test_attention_in_parts_is_the_attention(most: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(7, 2, length, 4, generator=g) for length in (3, 5, 5))
+    expected = (q @ k.transpose(2, 3) / 2).softmax(-1) @ v
+    torch.testing.assert_close(attend(q, k, v, most), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_weights_take_float32_inputs() -> None:
