@@ -12,11 +12,13 @@ from __future__ import annotations
 import io
 import math
 import pickletools
+import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch import Tensor
@@ -128,9 +130,11 @@ class CkptFile:
                 self._check_order(archive)
                 if archive.getinfo(pickles[0]).file_size > MAX_PICKLE:
                     raise Malformed(f"its pickle has more than {MAX_PICKLE} bytes")
-                content = _Machine().run(archive.read(pickles[0]))
+                with warnings.catch_warnings():  # of odd characters in what is refused anyway
+                    warnings.simplefilter("ignore")
+                    content = _Machine().run(archive.read(pickles[0]))
                 self.tensors = _named(content)
-                self._check_storages(archive)
+                self._begins = self._find_storages(archive)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
         except (zipfile.BadZipFile, ValueError, IndexError, OverflowError, NotImplementedError) as error:
@@ -153,11 +157,11 @@ class CkptFile:
         found = self.tensors[name]
         size = found.storage.dtype.itemsize
         try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(self._entry(found.storage)) as entry:
-                entry.seek(found.offset * size)
-                raw = bytearray(entry.read(found.span * size))
-        except (OSError, zipfile.BadZipFile, KeyError) as error:
-            raise CheckpointError(f"{self.path} cannot be read ({error}). Download it again.") from error
+            with self.path.open("rb") as file:
+                file.seek(self._begins[found.storage.key] + found.offset * size)
+                raw = bytearray(file.read(found.span * size))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read ({error.strerror}).") from error
         if len(raw) != found.span * size:
             raise CheckpointError(f"{self.path} became shorter while it was read. Download it again.")
         if not raw:
@@ -173,15 +177,30 @@ class CkptFile:
         if name in archive.namelist() and archive.read(name) != b"little":
             raise Malformed("its numbers are in another byte order")
 
-    def _check_storages(self, archive: zipfile.ZipFile) -> None:
-        """Check that the numbers of every tensor are there, uncompressed."""
+    def _find_storages(self, archive: zipfile.ZipFile) -> dict[str, int]:
+        """Find the first byte of every storage: opening the archive for each tensor would take long."""
         entries = {entry.filename: entry for entry in archive.infolist()}
-        for name, tensor in self.tensors.items():
-            storage = tensor.storage
-            entry = entries.get(self._entry(storage))
-            whole = storage.count * storage.dtype.itemsize
-            if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size != whole:
-                raise Malformed(f"the numbers of tensor {name} are not all there")
+        begins: dict[str, int] = {}
+        with self.path.open("rb") as file:
+            for name, tensor in self.tensors.items():
+                storage = tensor.storage
+                entry = entries.get(self._entry(storage))
+                whole = storage.count * storage.dtype.itemsize
+                if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size != whole:
+                    raise Malformed(f"the numbers of tensor {name} are not all there")
+                if storage.key not in begins:
+                    begins[storage.key] = _first_byte(file, entry)
+        return begins
+
+
+def _first_byte(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Find where an uncompressed entry's bytes begin: behind its own header, whose length it says itself."""
+    file.seek(entry.header_offset)
+    header = file.read(30)
+    if len(header) != 30 or header[:4] != b"PK\x03\x04":
+        raise Malformed(f"there is no entry where its list says that {entry.filename} begins")
+    name, extra = struct.unpack("<HH", header[26:30])
+    return entry.header_offset + len(header) + name + extra
 
 
 def _named(content: Any) -> dict[str, StoredTensor]:

@@ -9,7 +9,8 @@ h/w latent size, I image tokens, T tokens of an action, K their width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +51,11 @@ class EvacNetworks:
 
     def by_name(self) -> dict[str, nn.Module]:
         """Return them by name, in the order of their files."""
-        return {
-            "unet": self.unet,
-            "autoencoder": self.autoencoder,
-            "image_encoder": self.image_encoder,
-            "image_resampler": self.image_resampler,
-            "action_resampler": self.action_resampler,
-            "pose_model": self.pose_model,
-        }
+        return {name: getattr(self, name) for name in NETWORKS}
+
+
+NETWORKS: Final = tuple(field.name for field in fields(EvacNetworks))
+"""Names of the networks, in the order of their files."""
 
 
 @dataclass(frozen=True, kw_only=True)

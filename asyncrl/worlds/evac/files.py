@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -15,12 +15,9 @@ from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.evac import published
-from asyncrl.worlds.evac.conditions import EvacNetworks
+from asyncrl.worlds.evac.conditions import NETWORKS, EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.published import PublishedFiles, fill_published, find_published
-
-if TYPE_CHECKING:
-    from asyncrl.worlds.evac.world import EvacWorld
 
 FORMAT: Final = "asyncrl-world-1"
 KIND: Final = "evac"
@@ -92,8 +89,7 @@ class EvacFiles:
 
     def _dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Say what each network's weights become: poses add up over an episode, so theirs stay float32."""
-        names = self.build().by_name()
-        return {name: torch.float32 if name == "pose_model" else dtype for name in names}
+        return {name: torch.float32 if name == "pose_model" else dtype for name in NETWORKS}
 
 
 def open_evac(folder: Path) -> EvacFiles:
@@ -129,21 +125,14 @@ def _open_own(folder: Path) -> EvacFiles:
         raise CheckpointError(
             f"{folder / 'world.json'} is incomplete or impossible ({error}). Save the world again."
         ) from error
-    with torch.device("meta"):
-        names = EvacNetworks.build(config).by_name()
-    own = {name: TensorFiles(folder / f"{name}.safetensors") for name in names}
+    own = {name: TensorFiles(folder / f"{name}.safetensors") for name in NETWORKS}
     return EvacFiles(config=config, version=version, own=own, published=None)
 
 
-def save_world(folder: Path, world: EvacWorld) -> None:
-    """Write `world` as one safetensors file per network, and ``world.json``."""
+def write_evac(folder: Path, networks: EvacNetworks, config: EvacConfig, version: int) -> None:
+    """Write one safetensors file per network, and ``world.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, module in world.modules().items():
+    for name, module in networks.by_name().items():
         write_tensors(folder / f"{name}.safetensors", nn.Module.state_dict(module))
-    content = {
-        "format": FORMAT,
-        "kind": KIND,
-        "version": world.version,
-        "config": world.config.to_json(),
-    }
+    content = {"format": FORMAT, "kind": KIND, "version": version, "config": config.to_json()}
     write_json(folder / "world.json", content)

@@ -3,7 +3,7 @@
 The noise levels are the sampler's (`ddim`). The remembered frames are noised a little while the network is
 told that they are clean, so that the imperfect frames of an imagined episode do not make it drift ("teacher
 forcing" augmentation; EnerVerse-AC, arXiv 2505.09723): a frame gets level ``(1 - cos(a)) * 1000 / d`` with a
-uniform in 0..pi/2 for each frame and d a whole number of 3 to 20 for each sample, the older frames the noisier
+uniform in 0..pi/2 for each frame and d a whole number of 3 to 20 for each sample, older frames the noisier
 ones. The condition image is taken from the noised frames, for else the clean ones would still be seen. Some
 samples are shown no tokens at all, which is what guidance needs.
 

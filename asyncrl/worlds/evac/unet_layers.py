@@ -43,9 +43,9 @@ class TemporalConv(nn.Module):
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
         self.conv1 = nn.Sequential(nn.GroupNorm(groups, channels), nn.SiLU(), CausalConv(channels))
-        for number in (2, 3, 4):
-            stage = [nn.GroupNorm(groups, channels), nn.SiLU(), nn.Identity(), CausalConv(channels)]
-            self.add_module(f"conv{number}", nn.Sequential(*stage))
+        self.conv2 = _stage(channels, groups)
+        self.conv3 = _stage(channels, groups)
+        self.conv4 = _stage(channels, groups)
 
     def forward(self, x_BCFhw: Tensor) -> Tensor:
         """Mix ``[B, C, F, h, w]`` of the dtype of the weights along F; the norms see all frames."""
@@ -53,6 +53,11 @@ class TemporalConv(nn.Module):
         for stage in self.children():
             y = stage(y)
         return x_BCFhw + y
+
+
+def _stage(channels: int, groups: int) -> nn.Sequential:
+    """Make a further stage; where the published network has a dropout, which is off, nothing is done."""
+    return nn.Sequential(nn.GroupNorm(groups, channels), nn.SiLU(), nn.Identity(), CausalConv(channels))
 
 
 class ResBlock(nn.Module):

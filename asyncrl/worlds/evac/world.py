@@ -28,7 +28,7 @@ from asyncrl.worlds.evac.autoencoder import decode_frames, encode_frames
 from asyncrl.worlds.evac.conditions import Conditions, EvacNetworks, Geometry, conditions_of
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.ddim import guided, sampling_steps
-from asyncrl.worlds.evac.files import EvacFiles, open_evac
+from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
 from asyncrl.worlds.evac.noise import normal_noise, seed_words
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.state import EvacState
@@ -339,6 +339,11 @@ def load_world(
     files: EvacFiles = open_evac(folder)
     networks = files.load(device, dtype)
     return EvacWorld(networks, files.config, options=options, version=files.version, device=device)
+
+
+def save_world(folder: Path, world: EvacWorld) -> None:
+    """Write `world` as one safetensors file per network, and ``world.json``."""
+    write_evac(folder, world.networks, world.config, world.version)
 
 
 def estimate_slot(config: EvacConfig, decisions: int, dtype: torch.dtype) -> SlotBytes:

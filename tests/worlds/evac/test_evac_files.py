@@ -17,12 +17,12 @@ from asyncrl.errors import CheckpointError
 from asyncrl.worlds.evac.autoencoder import AutoencoderConfig
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.files import open_evac, save_world
+from asyncrl.worlds.evac.files import open_evac
 from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
 from asyncrl.worlds.evac.published import PREFIXES, expected, published_tensors
 from asyncrl.worlds.evac.resampler import ResamplerConfig
 from asyncrl.worlds.evac.unet import UNetConfig
-from asyncrl.worlds.evac.world import EvacWorld, load_world
+from asyncrl.worlds.evac.world import EvacWorld, load_world, save_world
 from support.evac import published_shapes, some_actions, start_state, tiny_networks
 
 SETTINGS = ImaginationSettings()
