@@ -194,8 +194,7 @@ class EvacUNet(nn.Module):
         """
         dtype, frames = self.domain_embedding.weight.dtype, x_BCFhw.shape[2]
         embedding_NE = self._embed(times_BF, fps_B, domain_B).flatten(0, 1)
-        image_NIK = image_BIK.to(dtype).repeat_interleave(frames, dim=0)
-        context = (image_NIK, actions_BFTK.to(dtype).flatten(0, 1))
+        context = (image_BIK.to(dtype), actions_BFTK.to(dtype).flatten(0, 1))
         y = self.input_blocks[0][0](frames_to_batch(x_BCFhw.to(dtype)))  # type: ignore[index]
         y = self.init_attn[0](y, frames)
         skips = [y]

@@ -155,7 +155,8 @@ class Attention(nn.Module):
 
         Args:
             x: ``[M, S, width]`` tokens in the dtype of the weights.
-            context: ``[M, L, K]`` tokens in the same; None: `x` itself.
+            context: ``[M / R, L, K]`` tokens in the same, each for R rows of `x` that follow each other;
+                None: `x` itself.
             of_actions: Whether the context's tokens are those of actions; else they are those of an image.
 
         Returns:
@@ -167,8 +168,11 @@ class Attention(nn.Module):
             key, value = self.to_k_tp(context), self.to_v_tp(context)
         else:
             key, value = self.to_k_ip(context), self.to_v_ip(context)
-        heads = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in (self.to_q(x), key, value))
-        return self.to_out(attend(*heads).transpose(1, 2).flatten(2))
+        # Rows with the same context are one row with more tokens: its keys and values are made once.
+        query = self.to_q(x).unflatten(0, (len(key), -1)).flatten(1, 2)
+        heads = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in (query, key, value))
+        mixed = attend(*heads).transpose(1, 2).flatten(2)
+        return self.to_out(mixed.unflatten(1, (-1, x.shape[1])).flatten(0, 1))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, most: int = MOST_ROWS) -> Tensor:
@@ -245,12 +249,12 @@ class SpatialTransformer(nn.Module):
         self.transformer_blocks = nn.ModuleList([TransformerBlock(channels, head_dim, context)])
         self.proj_out = nn.Linear(channels, channels)
 
-    def forward(self, x_NChw: Tensor, image_NLK: Tensor, actions_NLK: Tensor) -> Tensor:
+    def forward(self, x_NChw: Tensor, image_BLK: Tensor, actions_NLK: Tensor) -> Tensor:
         """Transform frames.
 
         Args:
             x_NChw: ``[N, C, h, w]`` in the dtype of the weights.
-            image_NLK: ``[N, L, K]`` image tokens in the same.
+            image_BLK: ``[B, L, K]`` image tokens of each sample, in the same.
             actions_NLK: ``[N, L, K]`` action tokens of each frame, in the same.
 
         Returns:
@@ -258,7 +262,7 @@ class SpatialTransformer(nn.Module):
         """
         size = x_NChw.shape[2:]
         y = self.proj_in(self.norm(x_NChw).flatten(2).transpose(1, 2))
-        context = actions_NLK if self.of_actions else image_NLK
+        context = actions_NLK if self.of_actions else image_BLK
         for block in self.transformer_blocks:
             y = block(y, context, of_actions=self.of_actions)
         return x_NChw + self.proj_out(y).transpose(1, 2).unflatten(2, size)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
 from asyncrl.worlds.evac.unet_layers import CausalConv, attend, sinusoid
@@ -213,6 +214,24 @@ def test_names_shapes_and_count_are_the_published_ones() -> None:
     assert list(unet.state_dict()) == list(published_shapes("evac_unet"))
     assert len(unet.state_dict()) == 1549
     assert sum(p.numel() for p in unet.parameters()) == 1_464_484_100
+
+
+def test_a_pass_takes_the_work_that_was_counted_for_the_published_network() -> None:
+    """3.71 TFLOP with 256 image tokens; less what is done once per sample: keys and values of the image."""
+    with torch.device("meta"):
+        unet, image = EvacUNet(UNetConfig.published()), torch.empty(1, 256, 1024)
+        told = (
+            torch.zeros(1, 12),
+            image,
+            torch.empty(1, 12, 16, 1024),
+            torch.zeros(1),
+            torch.zeros(1).long(),
+        )
+        with FlopCounterMode(display=False) as counter:
+            unet(torch.empty(1, 19, 12, 32, 32), *told)
+    odd = [320, 640, 1280, 1280, 1280, 640, 320, 320]  # channels where frames look at the image
+    once = 11 * sum(2 * 2 * 256 * 1024 * channels for channels in odd)
+    assert (counter.get_total_flops() + once) / 1e12 == pytest.approx(3.709, abs=0.001)
 
 
 @pytest.mark.parametrize(
