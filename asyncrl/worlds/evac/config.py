@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from asyncrl.records import CHUNK
-from asyncrl.storage.bounded_json import check_sizes
+from asyncrl.storage.bounded_json import check_sizes, shortened
 from asyncrl.worlds.evac.autoencoder import AutoencoderConfig
 from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
 from asyncrl.worlds.evac.maps import Camera
@@ -68,6 +69,18 @@ class EvacConfig:
         for what, (found, needed) in pairs.items():
             if found != needed:
                 raise ValueError(f"{what} is {found}, and the other parts need {needed}")
+        encoder = self.image_encoder
+        whole = {
+            "channels of the network": (unet.channels, unet.groups),
+            "channels of the network, in heads,": (unet.channels, unet.head_dim),
+            "initial_inner": (unet.initial_inner, unet.head_dim),
+            "channels of the autoencoder": (self.autoencoder.channels, self.autoencoder.groups),
+            "width of the image encoder": (encoder.width, encoder.heads),
+            "size of the image encoder": (encoder.size, encoder.patch),
+        }
+        for what, (found, unit) in whole.items():
+            if unit < 1 or found < unit or found % unit:
+                raise ValueError(f"{what} is {found}, expected a multiple of {unit}")
         smallest = self.autoencoder.reduction * 2 ** (len(unet.multipliers) - 1)
         if self.image_size < smallest or self.image_size % smallest:
             raise ValueError(f"image_size is {self.image_size}, expected a multiple of {smallest}")
@@ -125,10 +138,31 @@ class EvacConfig:
         """
         values = dict(content)
         check_sizes(values)
+        _check_kinds(cls, values)
         for name, kind in _PARTS.items():
             part = values.get(name, {})
             if not isinstance(part, Mapping):
                 raise ValueError(f"{name} is no object")
             check_sizes(part)
+            _check_kinds(kind, part)
             values[name] = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in part.items()})
         return cls(**values)
+
+
+def _check_kinds(kind: type[Any], values: Mapping[str, Any]) -> None:
+    """Check that the fields of a dataclass get numbers of the kind that they are declared with.
+
+    Raises:
+        ValueError: One does not; names it.
+    """
+    for field_ in fields(kind):
+        declared = re.fullmatch(r"(tuple\[)?(int|float|bool)\b.*", str(field_.type))
+        if declared is None or field_.name not in values:
+            continue
+        value = values[field_.name]
+        many = declared[1] is not None
+        wanted = {"int": (int,), "float": (int, float), "bool": (bool,)}[declared[2]]
+        if many != isinstance(value, list | tuple) or (many and not value):
+            raise ValueError(f"{field_.name} is {shortened(value)}, expected {field_.type}")
+        if not all(type(number) in wanted for number in (value if many else (value,))):
+            raise ValueError(f"{field_.name} is {shortened(value)}, expected {field_.type}")
