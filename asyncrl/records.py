@@ -22,6 +22,8 @@ CHUNK: Final = 8
 """Steps per decision: a policy call returns this many actions, and a world model draws this many frames."""
 ACTION_DIM: Final = 7
 """(dx, dy, dz, droll, dpitch, dyaw, gripper)."""
+POSE_DIM: Final = 8
+"""(x, y, z, quaternion x, y, z, w, gripper) of a robot's hand."""
 SCHEMA_VERSION: Final = 1
 """Version of messages, and of an `Episode` whose sample is action tokens, on the wire and on disk."""
 COUNTED_SCHEMA_VERSION: Final = 3
@@ -93,6 +95,9 @@ class StartState:
     """``[K, H, W, 3]`` frames that lead to the present, oldest first; K = 0: it starts at `frame`."""
     context_actions: Float32
     """``[K, 7]`` the action that produced each context frame."""
+    ee_pose: Float32 | None = None
+    """``[8]`` where the robot's hand is as the episode begins (at the last context frame, if there are any):
+    x, y, z in metres, quaternion x, y, z, w, gripper. None: not recorded; some worlds need it."""
 
 
 class Sampling(NamedTuple):

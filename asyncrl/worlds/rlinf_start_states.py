@@ -1,11 +1,12 @@
 """Read start states from RLinf's folders of ``traj*.npy`` and ``traj*_kir.npy``.
 
 Each file is an array of one dict per frame: ``image`` uint8 ``[H, W, 3]``, ``delta_action`` ``[7]`` (the
-action that produced the frame), ``instruction`` or ``task``; other keys are not looked at. The first frame is
-where the episode begins. A file with four frames or more has a context: its last four frames with their
-actions. These are the keyframe files (``_kir``, keyframe-initialised roll-outs): the reference frame, then
-four frames on the way. RLinf (`NpyTrajectoryDatasetWrapper` and the Wan environment) goes by the number of
-frames and not by the name, and so does this.
+action that produced the frame), ``instruction`` or ``task``, and perhaps ``init_ee_pose`` or ``abs_action``
+``[8]`` (where the hand is); other keys are not looked at. The first frame is where the episode begins. A file
+with four frames or more has a context: its last four frames with their actions. These are the keyframe files
+(``_kir``, keyframe-initialised roll-outs): the reference frame, then four frames on the way. RLinf
+(`NpyTrajectoryDatasetWrapper` and the Wan environment) goes by the number of frames and not by the name, and
+so does this.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from asyncrl.errors import AssetError
-from asyncrl.records import ACTION_DIM, StartState
+from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.worlds.safe_npy import read_object_array
 
 CONTEXT: Final = 4
@@ -84,6 +85,7 @@ def load_trajectory(file: Path, *, image_size: int = 0) -> StartState:
         frame=images[0],
         context_frames=images[1:],
         context_actions=np.array(actions, dtype=np.float32).reshape(-1, ACTION_DIM),
+        ee_pose=_pose(frames[-1] if context else frames[0]),
     )
 
 
@@ -129,6 +131,23 @@ def _action(frame: Mapping[str, Any], file: Path) -> NDArray[np.float32]:
         f"{file}: 'delta_action' of a frame is missing or is not {ACTION_DIM} finite numbers. It is the "
         "action that produced the frame; use RLinf's layout."
     )
+
+
+def _pose(frame: Mapping[str, Any]) -> NDArray[np.float32] | None:
+    """Read where the hand is at a frame: ``[8]`` float32; None where nothing says it.
+
+    Most worlds need no pose, so one of another shape is no error here: a world that needs it says so.
+    """
+    for key in ("init_ee_pose", "abs_action"):
+        pose = frame.get(key)
+        if isinstance(pose, (list, tuple)) and all(type(n) in (int, float) and abs(n) < 1e9 for n in pose):
+            pose = np.array(pose, dtype=np.float64)
+        if isinstance(pose, np.ndarray) and pose.shape == (POSE_DIM,):
+            with np.errstate(over="ignore"):
+                pose = pose.astype(np.float32)
+            if np.isfinite(pose).all():
+                return pose
+    return None
 
 
 def _task(frame: Mapping[str, Any], file: Path) -> str:

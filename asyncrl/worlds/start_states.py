@@ -6,9 +6,10 @@ Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
     name       bytes  [S]       fixed length, UTF-8       task             bytes   [S]  fixed length, UTF-8
     frame      uint8  [S, H, W, 3]                        context_length   int64   [S]  0 or K
     context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, 7]
+    ee_pose  float32 [S, 8], NaN where it is not known
 
-``context_frames`` and ``context_actions`` are left out when no start state has a context. RLinf's folders of
-``traj*.npy`` are read too, see `rlinf_start_states`.
+``context_frames`` and ``context_actions`` are left out when no start state has a context, and ``ee_pose``
+when none has a pose. RLinf's folders of ``traj*.npy`` are read too, see `rlinf_start_states`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError
-from asyncrl.records import ACTION_DIM, StartState
+from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
@@ -52,6 +53,10 @@ def save_start_states(path: Path, states: Sequence[StartState]) -> None:
         rows = [(s.context_frames, s.context_actions) if len(s.context_frames) else blank for s in states]
         arrays["context_frames"] = np.stack([frames for frames, _ in rows])
         arrays["context_actions"] = np.stack([actions for _, actions in rows]).astype(np.float32)
+    if any(state.ee_pose is not None for state in states):
+        unknown = np.full(POSE_DIM, np.nan, np.float32)
+        poses = [unknown if state.ee_pose is None else state.ee_pose for state in states]
+        arrays["ee_pose"] = np.stack(poses).astype(np.float32)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, h5py.File(part, "w") as file:
         file.attrs["format"] = FORMAT
@@ -110,6 +115,12 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
     arrays = {name: np.asarray(dataset_in(file, name)) for name in map(str, file)}
     frames = arrays["frame"]
     none = (np.zeros((0, *frames.shape[1:]), np.uint8), np.zeros((0, ACTION_DIM), np.float32))
+    poses = arrays.get("ee_pose")
+    if poses is not None and (poses.shape != (len(frames), POSE_DIM) or poses.dtype != np.float32):
+        raise AssetError(
+            f"{path}: ee_pose is {poses.dtype}{list(poses.shape)}, expected float32 [{len(frames)}, "
+            f"{POSE_DIM}]. Write it again."
+        )
     states = []
     for i, length in enumerate(arrays["context_length"]):
         context = (arrays["context_frames"][i], arrays["context_actions"][i]) if length else none
@@ -120,6 +131,7 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
                 frame=frames[i],
                 context_frames=context[0],
                 context_actions=context[1],
+                ee_pose=None if poses is None or not np.isfinite(poses[i]).all() else poses[i],
             )
         )
     return states

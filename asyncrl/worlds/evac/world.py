@@ -1,0 +1,362 @@
+"""Imagine frames from start states and actions with the EVAC (EnerVerse-AC) world model.
+
+The network sees a window of twelve frames, one latent each: four of the episode so far, which stay clean
+(`state.memory_index`), and the eight of the decision, which begin as noise. Where the actions take the hand
+is predicted first, drawn into maps and told as tokens (`conditions`). A chunk's latents are remembered as
+they were drawn; they are never encoded again.
+
+Dimension letters: B slots, C steps, P frames remembered, F = P + C, Z latent channels, h/w latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from asyncrl.config.run import ImaginationSettings, WorldDefaults
+from asyncrl.devices.cuda_graph import CudaGraphed
+from asyncrl.devices.tensors import to_device, to_signed, to_uint8
+from asyncrl.errors import ConfigError
+from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, ActionSpec, ModelSummary, SlotBytes, StartState
+from asyncrl.worlds.evac.autoencoder import decode_frames, encode_frames
+from asyncrl.worlds.evac.conditions import Conditions, EvacNetworks, Geometry, conditions_of
+from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.ddim import guided, sampling_steps
+from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
+from asyncrl.worlds.evac.noise import normal_noise, seed_words
+from asyncrl.worlds.evac.options import EvacOptions
+from asyncrl.worlds.evac.state import EvacState
+
+CONTEXT: Final = 4
+"""Frames of a start state's context, if it has one."""
+FRAMES_AT_ONCE: Final = 32
+"""Frames that the autoencoder takes at a time: its memory grows with them."""
+
+
+class EvacWorld:
+    """Imagines frames with EVAC's video diffusion network and a frame-wise autoencoder."""
+
+    def __init__(
+        self,
+        networks: EvacNetworks,
+        config: EvacConfig,
+        *,
+        options: EvacOptions | None = None,
+        version: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Join the networks.
+
+        Args:
+            networks: Of the sizes in `config`, in evaluation mode.
+            config: Sizes and conventions.
+            options: How it samples; None: as published, with the folder's number of steps.
+            version: Which weights these are.
+            device: Where they go.
+        """
+        self.networks = networks
+        self.config = config
+        self.options = options or EvacOptions()
+        self.version = version
+        self.steps = sampling_steps(self.options.steps or config.schedule_steps, self.options.eta)
+        self._geometry = Geometry(config)
+        self._rows = 0
+        self._velocity: Callable[..., Tensor] = networks.unet
+        self._noise: Callable[..., Tensor] = normal_noise
+        self._encode_frames: Callable[..., Tensor] = encode_frames
+        self._decode_frames: Callable[..., Tensor] = decode_frames
+        self.to(device)
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self.config.image_size
+
+    @property
+    def action_spec(self) -> ActionSpec:
+        """8 steps of 7 numbers."""
+        return ActionSpec()
+
+    @classmethod
+    def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
+        """Check the files of a folder without loading weights. See `interface.World.check`."""
+        EvacOptions.from_settings(settings, own)
+        files = open_evac(folder)
+        return ModelSummary(image_size=files.config.image_size, nbytes=files.check(), version=files.version)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> EvacWorld:
+        """Read a folder of ours or a published one. See `interface.World.load`."""
+        return load_world(folder, device=device, options=EvacOptions.from_settings(settings, own))
+
+    @classmethod
+    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
+        """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
+        EvacOptions.from_settings(settings, own)
+        return open_evac(folder).defaults()
+
+    @classmethod
+    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
+        """Estimate what a slot takes in episodes of the folder's length. See `interface.CountsSlots`."""
+        EvacOptions.from_settings(settings, own)
+        files = open_evac(folder)
+        return estimate_slot(files.config, files.defaults().max_decisions, files.dtype)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the six networks by name."""
+        return self.networks.by_name()
+
+    def to(self, device: torch.device | str) -> EvacWorld:
+        """Move the weights to `device` (host memory while they are not needed) and return this world."""
+        for module in (*self.modules().values(), self._geometry):
+            nn.Module.to(module, device)  # diffusers' own `to` is untyped
+        self.device = torch.device(device)
+        self._constants = (
+            torch.cat([torch.zeros(self.config.history), torch.ones(CHUNK)]).to(self.device),
+            torch.tensor([float(self.config.fps)]).to(self.device),
+            torch.tensor([self.config.domain]).to(self.device),
+            torch.arange(len(self.steps) + 1).to(self.device),
+        )
+        return self
+
+    def compile(self, rows: int) -> EvacWorld:
+        """Compile what takes the time; the first decision takes minutes longer at full size.
+
+        Args:
+            rows: Slots of a decision from now on; fewer are filled up with copies and cost as much.
+        """
+        self._rows = rows
+        unet = self.networks.unet
+        unet.compile(fullgraph=True, dynamic=False)
+        if self.device.type == "cuda":
+            self._velocity = CudaGraphed(unet)
+        # Of the encoder only what decisions use: the numbers of frames that slots start with differ.
+        self._encode_frames = torch.compile(encode_frames, fullgraph=True, dynamic=False)
+        self._decode_frames = torch.compile(decode_frames, fullgraph=True, dynamic=False)
+        self._noise = torch.compile(normal_noise, fullgraph=True, dynamic=False)
+        return self
+
+    def weights_moved(self) -> None:
+        """Forget where the weights were; they return to other addresses."""
+        if isinstance(self._velocity, CudaGraphed):
+            self._velocity.forget()
+
+    @torch.no_grad()
+    def start(self, states: Sequence[StartState], *, decisions: int) -> EvacState:
+        """Open one slot per start state, with memory for `decisions` decisions.
+
+        Args:
+            states: ``B`` start states; each needs a pose of the hand.
+            decisions: How many times `imagine` will be called on each, at most.
+
+        Raises:
+            ConfigError: A frame has another size than the world's, a pose is missing, or there are not 0 or 4
+                context frames; or `decisions` is not positive.
+        """
+        if decisions < 1:
+            raise ConfigError(f"a world cannot start for {decisions} decisions. Use 1 or more.")
+        for state in states:
+            _check_start(state, self.image_size)
+        batch, room = len(states), 1 + CONTEXT + CHUNK * decisions
+        latent, size = self.config.autoencoder.latent, self.config.latent_size
+        counts = np.array([1 + len(state.context_frames) for state in states], np.int64)
+        frames = np.concatenate([f for s in states for f in (s.frame[None], s.context_frames)])
+        latents = self._encode(to_signed(to_device(frames, self.device)).permute(0, 3, 1, 2), encode_frames)
+        history = torch.zeros(batch, room, latent, size, size, device=self.device)
+        rows, places = np.repeat(np.arange(batch), counts), np.concatenate([np.arange(n) for n in counts])
+        index = (to_device(rows, self.device), to_device(places, self.device))
+        history = history.index_put(index, latents)
+        # Of the frames of a context no poses are known: the hand counts as resting where the episode begins.
+        poses = np.stack([np.asarray(state.ee_pose, np.float32) for state in states])
+        last = np.stack([s.context_frames[-1] if len(s.context_frames) else s.frame for s in states])
+        return EvacState(
+            history=history,
+            poses=to_device(poses, self.device)[:, None].repeat(1, room, 1),
+            count=to_device(counts, self.device),
+            seen=to_device(last, self.device),
+            finite=_finite_rows(history),
+            left=[decisions] * batch,
+        )
+
+    @torch.no_grad()
+    def imagine(
+        self, state: EvacState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
+    ) -> tuple[Tensor, EvacState]:
+        """Draw the 8 frames that 8 actions lead to. Never waits for the device.
+
+        Args:
+            state: What `start` or the last `imagine` returned; it is not changed.
+            actions: ``[B, 8, 7]`` float32; action i produced frame i.
+            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
+
+        Returns:
+            Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
+
+        Raises:
+            ConfigError: A slot has had as many decisions as `start` was told.
+        """
+        if not isinstance(actions, Tensor):
+            actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
+        actions_BC7 = actions.to(self.device, torch.float32, non_blocking=True)
+        live = len(state)
+        if actions_BC7.shape != (live, CHUNK, ACTION_DIM) or len(noise_seeds) != live:
+            raise ValueError(
+                f"{live} slots need actions [{live}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
+                f"got {list(actions_BC7.shape)} and {len(noise_seeds)}"
+            )
+        state.check_room()
+        if live < self._rows:
+            rows = [*range(live), *[0] * (self._rows - live)]
+            filled = torch.cat([actions_BC7, actions_BC7[:1].expand(len(rows) - live, -1, -1)])
+            frames, after = self._imagine(state.select(rows), filled, [noise_seeds[row] for row in rows])
+            return frames[:live], after.select(range(live))
+        return self._imagine(state, actions_BC7, noise_seeds)
+
+    def _imagine(
+        self, state: EvacState, actions_BC7: Tensor, noise_seeds: Sequence[int]
+    ) -> tuple[Tensor, EvacState]:
+        told = conditions_of(
+            self.networks,
+            self._geometry,
+            state,
+            actions_BC7,
+            remembered=self.config.history,
+            encode=lambda maps: self._encode(maps, self._encode_frames),
+        )
+        new_BZChw = self.denoise(told, noise_seeds)
+        latents_BCZhw = new_BZChw.transpose(1, 2)
+        pictures = self._decode(latents_BCZhw.flatten(0, 1)).unflatten(0, latents_BCZhw.shape[:2])
+        frames = to_uint8(pictures).permute(0, 1, 3, 4, 2).contiguous()
+        parts = (new_BZChw, told.poses, pictures)
+        finite = torch.stack([_finite_rows(part) for part in parts]).all(dim=0)
+        return frames, state.extended(latents_BCZhw, told.poses, frames[:, -1], finite)
+
+    @torch.no_grad()
+    def denoise(self, told: Conditions, noise_seeds: Sequence[int]) -> Tensor:
+        """Draw the latents of the new frames.
+
+        Args:
+            told: Conditions of ``B`` slots.
+            noise_seeds: ``B`` seeds.
+
+        Returns:
+            ``[B, Z, C, h, w]`` float32.
+        """
+        seeds_B2 = to_device(seed_words(noise_seeds), self.device)
+        _, channels, _, height, width = told.history.shape
+        shape = (channels, CHUNK, height, width)
+        draws = self._constants[3]
+        x_BZChw = self._noise(seeds_B2, draws[0], shape)
+        for number, step in enumerate(self.steps):
+            velocity = self._told_velocity(told, x_BZChw, step.time)
+            x_BZChw = step.x_factor * x_BZChw + step.v_factor * velocity
+            if step.fresh > 0:
+                x_BZChw = x_BZChw + step.fresh * self._noise(seeds_B2, draws[number + 1], shape)
+        return x_BZChw
+
+    def _told_velocity(self, told: Conditions, x_BZChw: Tensor, time: int) -> Tensor:
+        """Predict the velocity ``[B, Z, C, h, w]`` float32 of the new frames, with guidance if it is on."""
+        # The history is put in front anew, so it stays clean; it is told the time 0.
+        is_new, fps, domain, _ = self._constants
+        window = torch.cat([torch.cat([told.history, x_BZChw], dim=2), told.channels], dim=1)
+        image, actions, options = told.image, told.actions, self.options
+        if options.guidance != 1:
+            # Without conditions: all tokens are zero, as where training leaves them out.
+            window = torch.cat([window, window])
+            image = torch.cat([image, torch.zeros_like(image)])
+            actions = torch.cat([actions, torch.zeros_like(actions)])
+        rows = len(window)
+        velocity = self._velocity(
+            window, (is_new * time).expand(rows, -1), image, actions, fps.expand(rows), domain.expand(rows)
+        )[:, :, self.config.history :].float()
+        if options.guidance != 1:
+            told_v, untold_v = velocity.chunk(2)
+            return guided(told_v, untold_v, options.guidance, options.guidance_rescale)
+        return velocity
+
+    def _encode(self, pictures_N3HW: Tensor, encode: Callable[..., Tensor]) -> Tensor:
+        """Encode frames, some at a time: ``[N, Z, h, w]`` float32."""
+        scale = self.config.autoencoder.scale
+        parts = pictures_N3HW.split(FRAMES_AT_ONCE)
+        return torch.cat([encode(self.networks.autoencoder, part, scale) for part in parts])
+
+    def _decode(self, latents_NZhw: Tensor) -> Tensor:
+        """Decode frames, some at a time: ``[N, 3, H, W]`` in the dtype of the weights."""
+        scale = self.config.autoencoder.scale
+        parts = latents_NZhw.split(FRAMES_AT_ONCE)
+        return torch.cat([self._decode_frames(self.networks.autoencoder, part, scale) for part in parts])
+
+
+def _finite_rows(values: Tensor) -> Tensor:
+    """Tell which rows of ``[B, ...]`` are finite throughout: ``[B]`` bool."""
+    return values.isfinite().flatten(1).all(dim=1)
+
+
+def _check_start(state: StartState, size: int) -> None:
+    if state.frame.shape != (size, size, 3):
+        raise ConfigError(
+            f"start state {state.name} has a frame of shape {list(state.frame.shape)}, but the world draws "
+            f"{size}x{size} pixels. Use start states recorded at that size (--start-states)."
+        )
+    if len(state.context_frames) not in (0, CONTEXT):
+        raise ConfigError(
+            f"start state {state.name} has {len(state.context_frames)} context frames; the world needs 0 or "
+            f"{CONTEXT}. Record start states with {CONTEXT} (--start-states)."
+        )
+    pose = state.ee_pose
+    if pose is None or np.shape(pose) != (POSE_DIM,) or not np.isfinite(pose).all():
+        raise ConfigError(
+            f"start state {state.name} does not say where the robot's hand is, and this world draws it into "
+            f"its maps. Use start states with a pose of {POSE_DIM} finite numbers (--start-states): ee_pose "
+            "in our files, init_ee_pose or abs_action in RLinf's."
+        )
+
+
+def load_world(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    options: EvacOptions | None = None,
+) -> EvacWorld:
+    """Load a world for inference from a folder of ours or one with the published files.
+
+    Args:
+        folder: See `open_evac`.
+        device: Where the weights go.
+        dtype: Of the weights once loaded; None takes `EvacFiles.dtype`.
+        options: How it samples; None: as published.
+
+    Raises:
+        CheckpointError: A file is missing or does not fit.
+    """
+    files: EvacFiles = open_evac(folder)
+    networks = files.load(device, dtype)
+    return EvacWorld(networks, files.config, options=options, version=files.version, device=device)
+
+
+def save_world(folder: Path, world: EvacWorld) -> None:
+    """Write `world` as one safetensors file per network, and ``world.json``."""
+    write_evac(folder, world.networks, world.config, world.version)
+
+
+def estimate_slot(config: EvacConfig, decisions: int, dtype: torch.dtype) -> SlotBytes:
+    """Estimate the device memory of one slot beside the weights, in episodes of so many decisions."""
+    size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
+    remembered = frames * (config.autoencoder.latent * size**2 + POSE_DIM) * 4
+    kept = 2 * (remembered + 3 * config.image_size**2)  # the state before a decision and the one after it
+    # Of the network: what the way down leaves for the way up. Of the decoder: its largest tensors, of as
+    # many frames as it takes at once, shared by the slots; as if a slot were alone with its own.
+    levels = sum(
+        (config.unet.res_blocks + 1) * m * config.unet.channels * (size >> i) ** 2
+        for i, m in enumerate(config.unet.multipliers)
+    )
+    largest = config.autoencoder.channels * config.image_size**2
+    scratch = dtype.itemsize * (3 * config.frames * levels + 4 * CHUNK * largest)
+    return SlotBytes(kept=kept, scratch=scratch)

@@ -1,0 +1,335 @@
+"""Folders of EVAC worlds: ours, and the published layout written with random values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.config.run import ImaginationSettings
+from asyncrl.errors import CheckpointError
+from asyncrl.worlds.evac.autoencoder import AutoencoderConfig
+from asyncrl.worlds.evac.conditions import EvacNetworks
+from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.files import open_evac
+from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
+from asyncrl.worlds.evac.published import PREFIXES, expected, published_tensors
+from asyncrl.worlds.evac.resampler import ResamplerConfig
+from asyncrl.worlds.evac.unet import UNetConfig
+from asyncrl.worlds.evac.world import EvacWorld, load_world, save_world
+from support.evac import published_shapes, some_actions, start_state, tiny_networks
+
+SETTINGS = ImaginationSettings()
+TINY = EvacConfig.tiny()
+_INNER = {"width": 32, "depth": 1, "heads": 1, "head_dim": 64}
+SMALL = EvacConfig(
+    image_size=256,
+    unet=UNetConfig(
+        channels=64,
+        multipliers=(1, 2),
+        res_blocks=1,
+        attention_levels=(0,),
+        head_dim=64,
+        context_dim=32,
+        initial_inner=64,
+    ),
+    autoencoder=AutoencoderConfig(channels=32, multipliers=(1, 1, 1, 2), res_blocks=1),
+    image_encoder=ImageEncoderConfig(width=80, layers=2, heads=1, mlp=96, patch=14, size=28),
+    image_resampler=ResamplerConfig(inputs=80, queries=128, **_INNER),
+    action_resampler=ResamplerConfig(inputs=14, queries=16, **_INNER),
+    pose_hidden=64,
+)
+"""A small world with what the published layout leaves open: heads of 64, groups of 32."""
+
+
+@pytest.fixture(scope="module")
+def small() -> EvacNetworks:
+    return tiny_networks(SMALL)
+
+
+def checkpoint(networks: EvacNetworks) -> dict[str, Tensor]:
+    """All tensors of one published file, with what training frameworks put beside them."""
+    tensors = published_tensors(networks)
+    found = {p + name: t.clone() for part, p in PREFIXES.items() for name, t in tensors[part].items()}
+    text = {
+        "positional_embedding": (77, 4),
+        "ln_final.weight": (4,),
+        "transformer.resblocks.0.ln_1.bias": (4,),
+    }
+    found |= {f"embedder.model.{name}": torch.zeros(shape) for name, shape in text.items()}
+    found["embedder.model.visual.proj"] = torch.zeros(80, 4)
+    for name in (
+        "betas",
+        "alphas_cumprod",
+        "sqrt_recipm1_alphas_cumprod",
+        "scale_arr",
+        "posterior_mean_coef1",
+    ):
+        found[name] = torch.zeros(1000)
+    return found
+
+
+def pose_file(networks: EvacNetworks) -> dict[str, Tensor]:
+    own = networks.pose_model.state_dict()
+    layers = {f"mlp.{i}.{kind}": own[f"net.{i}.{kind}"] for i in (0, 2, 4) for kind in ("weight", "bias")}
+    return layers | {name: own[name] for name in ("abs_action_mean", "abs_action_std")}
+
+
+class Callback:
+    """Stands for an object of a training framework."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return (write_it, (self.path,))
+
+
+def write_it(path: str) -> None:
+    Path(path).write_text("this ran")
+
+
+def lightning(folder: Path, tensors: dict[str, Tensor], proof: Path | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    content: dict[str, Any] = {
+        "epoch": 281,
+        "global_step": 34800,
+        "state_dict": tensors,
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.zeros(3), "step": 4}}, "param_groups": [{}]}],
+        "hyper_parameters": {"lr": 5e-5, (1, 2): {"set": {3, 4}}},
+    }
+    if proof is not None:
+        content["callbacks"] = {"EMA": Callback(str(proof)), "more": [Callback(str(proof))]}
+    path = folder / "epoch=281-step=34800.ckpt"
+    torch.save(content, path)
+    return path
+
+
+def published_folder(folder: Path, networks: EvacNetworks, **changed: Tensor | None) -> Path:
+    tensors: dict[str, Tensor | None] = {**checkpoint(networks), **changed}
+    lightning(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    torch.save(pose_file(networks), folder / "action_predictor.pth")
+    return folder
+
+
+def equal_networks(one: EvacNetworks, other: EvacNetworks) -> None:
+    for name, module in one.by_name().items():
+        theirs = other.by_name()[name].state_dict()
+        assert module.state_dict().keys() == theirs.keys()
+        for key, tensor in module.state_dict().items():
+            assert torch.equal(tensor.float(), theirs[key].float()), (name, key)
+
+
+# ---- ours -------------------------------------------------------------------------------------------
+
+
+def test_a_saved_world_draws_the_same_frames(tmp_path: Path) -> None:
+    world = EvacWorld(tiny_networks(TINY), TINY, version=7)
+    save_world(tmp_path, world)
+    loaded = load_world(tmp_path)
+    equal_networks(world.networks, loaded.networks)
+    assert (loaded.version, loaded.config) == (7, TINY)
+    start = [start_state(1)]
+    frames, _ = world.imagine(world.start(start, decisions=1), some_actions(1), [3])
+    again, _ = loaded.imagine(loaded.start(start, decisions=1), some_actions(1), [3])
+    assert torch.equal(frames, again)
+    summary = EvacWorld.check(tmp_path, SETTINGS)
+    assert (summary.image_size, summary.version) == (32, 7)
+    weights = [p for module in world.modules().values() for p in module.parameters()]
+    assert summary.nbytes == sum(p.nbytes for p in weights)
+    assert EvacWorld.defaults(tmp_path, SETTINGS).steps == 3
+    assert EvacWorld.load(tmp_path, torch.device("cpu"), SETTINGS, guidance=2.0).options.guidance == 2
+
+
+def test_a_loaded_world_has_nothing_on_the_meta_device(tmp_path: Path) -> None:
+    save_world(tmp_path, EvacWorld(tiny_networks(TINY), TINY))
+    for module in load_world(tmp_path).modules().values():
+        assert not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+        assert not any(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(kind="wan"), "describes 'wan'"),
+        (lambda c: c.update(format="asyncrl-world-9"), "asyncrl-world-9"),
+        (lambda c: c["config"].pop("unet"), "incomplete or impossible"),
+        (lambda c: c["config"]["unet"].update(channels=2**40), "channels is 1099511627776"),
+        (lambda c: c["config"]["camera"].update(focal=0), "focal length"),
+        (lambda c: c["config"].update(colour=1), "colour"),
+        (lambda c: c["config"].update(camera=3), "camera is no object"),
+        (lambda c: c["config"].update(history="4"), "history is '4', expected int"),
+        (lambda c: c["config"]["unet"].update(channels=16.0), r"channels is 16\.0, expected int"),
+        (lambda c: c["config"]["unet"].update(multipliers=[1, None]), r"multipliers is \[1, None\]"),
+        (lambda c: c["config"]["unet"].update(multipliers=[]), "multipliers is"),
+        (lambda c: c["config"]["unet"].update(groups=5), "multiple of 5"),
+        (lambda c: c["config"]["unet"].update(head_dim=0), "multiple of 0"),
+        (lambda c: c["config"]["image_encoder"].update(heads=3), "multiple of 3"),
+        (lambda c: c["config"]["motions"].update(std=[0.1]), "12 numbers"),
+        (lambda c: c["config"]["camera"].update(flipped=1), "flipped is 1"),
+        (lambda c: c.pop("version"), "version"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(tmp_path: Path, change: Callable, message: str) -> None:
+    save_world(tmp_path, EvacWorld(tiny_networks(TINY), TINY))
+    content = json.loads((tmp_path / "world.json").read_text())
+    change(content)
+    (tmp_path / "world.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message):
+        open_evac(tmp_path)
+
+
+def test_a_folder_that_lacks_a_network_names_its_file(tmp_path: Path) -> None:
+    save_world(tmp_path, EvacWorld(tiny_networks(TINY), TINY))
+    (tmp_path / "action_resampler.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"action_resampler\.safetensors is missing"):
+        EvacWorld.check(tmp_path, SETTINGS)
+
+
+def test_a_folder_of_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"world\.json of kind 'evac'.*model\.diffusion_model\.input_blocks"
+    ):
+        open_evac(tmp_path)
+
+
+# ---- published ----------------------------------------------------------------------------------------
+
+
+def test_the_expected_names_are_those_of_the_published_files() -> None:
+    with torch.device("meta"):
+        wanted = expected(EvacNetworks.build(EvacConfig.published()))
+    files = {
+        "unet": "evac_unet",
+        "autoencoder": "evac_autoencoder",
+        "action_resampler": "evac_action_resampler",
+        "image_resampler": "evac_image_resampler_8",
+    }
+    for part, file in files.items():
+        assert {name: tuple(shape) for name, shape in wanted[part].items()} == published_shapes(file)
+
+
+def test_a_published_checkpoint_is_read_and_runs_nothing(tmp_path: Path, small: EvacNetworks) -> None:
+    folder = published_folder(tmp_path / "world", small)
+    proof = tmp_path / "proof"
+    lightning(folder, checkpoint(small), proof)
+    files = open_evac(folder)
+    assert files.config == SMALL
+    assert files.dtype == torch.bfloat16
+    loaded = load_world(folder, dtype=torch.float32)
+    equal_networks(small, loaded.networks)
+    assert not proof.exists()
+    assert EvacWorld.defaults(folder, SETTINGS).max_decisions == 32
+    with pytest.raises(Exception, match=r"Unsupported|weights_only|GLOBAL"):  # what PyTorch says of the file
+        torch.load(folder / "epoch=281-step=34800.ckpt", weights_only=True)
+
+
+def test_a_published_world_draws_in_bfloat16(tmp_path: Path, small: EvacNetworks) -> None:
+    folder = published_folder(tmp_path, small)
+    world = EvacWorld.load(folder, torch.device("cpu"), ImaginationSettings(steps=1))
+    kinds = {n: next(m.parameters()).dtype for n, m in world.modules().items()}
+    assert kinds.pop("pose_model") == torch.float32
+    assert set(kinds.values()) == {torch.bfloat16}
+    frames, state = world.imagine(world.start([start_state(1, size=256)], decisions=1), some_actions(1), [1])
+    assert frames.shape == (1, 8, 256, 256, 3)
+    assert state.finite.all()
+
+
+def test_a_file_of_deepspeed_is_read(tmp_path: Path, small: EvacNetworks) -> None:
+    wrapped = {f"_forward_module.{name}": tensor for name, tensor in checkpoint(small).items()}
+    torch.save({"module": wrapped, "optimizer": Callback(str(tmp_path / "proof"))}, tmp_path / "EnerV.pt")
+    torch.save(pose_file(small), tmp_path / "pose.pth")
+    equal_networks(small, load_world(tmp_path, dtype=torch.float32).networks)
+    assert not (tmp_path / "proof").exists()
+
+
+def test_the_image_encoder_may_lie_in_openclip_s_own_file(tmp_path: Path, small: EvacNetworks) -> None:
+    tensors = checkpoint(small)
+    tower = {n.removeprefix("embedder.model."): tensors.pop(n) for n in list(tensors) if "embedder." in n}
+    lightning(tmp_path, tensors)
+    torch.save(pose_file(small), tmp_path / "pose.pth")
+    with pytest.raises(
+        CheckpointError, match=r"embedder\.model\.visual\.conv1\.weight.*open_clip_pytorch_model"
+    ):
+        open_evac(tmp_path)
+    torch.save(tower, tmp_path / "open_clip_pytorch_model.bin")
+    equal_networks(small, load_world(tmp_path, dtype=torch.float32).networks)
+
+
+KEYS = [
+    "model.diffusion_model.middle_block.0.emb_layers.1.bias",
+    "first_stage_model.decoder.up.1.upsample.conv.weight",
+    "cond_stage_model.layers.0.0.to_kv.weight",
+    "image_proj_model.norm_out.weight",
+    "embedder.model.visual.transformer.resblocks.1.attn.in_proj_weight",
+]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_missing_key_is_named(tmp_path: Path, small: EvacNetworks, key: str) -> None:
+    folder = published_folder(tmp_path, small, **{key: None})
+    with pytest.raises(CheckpointError, match=f"lacks tensor {key} of shape"):
+        EvacWorld.check(folder, SETTINGS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_of_another_shape_is_named(tmp_path: Path, small: EvacNetworks, key: str) -> None:
+    folder = published_folder(tmp_path, small, **{key: torch.zeros(3, 5)})
+    with pytest.raises(CheckpointError, match=rf"tensor {key} has shape \[3, 5\], the model needs"):
+        EvacWorld.check(folder, SETTINGS)
+
+
+@pytest.mark.parametrize("key", [f"{prefix}odd.weight" for prefix in PREFIXES.values()] + ["model_ema.decay"])
+def test_a_key_too_many_is_named(tmp_path: Path, small: EvacNetworks, key: str) -> None:
+    folder = published_folder(tmp_path, small, **{key: torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=f"holds tensor {key}, which the model has no use for"):
+        EvacWorld.check(folder, SETTINGS)
+
+
+@pytest.mark.parametrize("key", ["latents", "proj_in.weight"])
+def test_a_key_that_sizes_are_read_from_is_named_too(tmp_path: Path, small: EvacNetworks, key: str) -> None:
+    folder = published_folder(tmp_path, small, **{f"cond_stage_model.{key}": None})
+    with pytest.raises(CheckpointError, match=f"lacks tensor cond_stage_model.{key}"):
+        open_evac(folder)
+
+
+def test_a_checkpoint_for_chunks_of_16_is_refused_by_its_tensor(tmp_path: Path) -> None:
+    wide = replace(SMALL, image_resampler=replace(SMALL.image_resampler, queries=256))
+    folder = published_folder(tmp_path, tiny_networks(wide))
+    with pytest.raises(CheckpointError, match=r"image_proj_model\.latents has 256 tokens.*chunks of 8"):
+        open_evac(folder)
+
+
+def test_a_checkpoint_without_the_model_of_poses_says_so(tmp_path: Path, small: EvacNetworks) -> None:
+    folder = published_folder(tmp_path, small)
+    (folder / "action_predictor.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"no model of the hand's poses.*15 inputs"):
+        open_evac(folder)
+
+
+def test_two_checkpoints_in_a_folder_are_refused(tmp_path: Path, small: EvacNetworks) -> None:
+    folder = published_folder(tmp_path, small)
+    (folder / "other.ckpt").write_bytes((folder / "epoch=281-step=34800.ckpt").read_bytes())
+    with pytest.raises(CheckpointError, match="several EVAC checkpoints"):
+        open_evac(folder)
+
+
+def test_a_truncated_checkpoint_is_named(tmp_path: Path, small: EvacNetworks) -> None:
+    folder = published_folder(tmp_path, small)
+    path = folder / "epoch=281-step=34800.ckpt"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"epoch=281-step=34800\.ckpt was not read"):
+        open_evac(folder)
+
+
+def test_other_files_beside_a_checkpoint_do_not_matter(tmp_path: Path, small: EvacNetworks) -> None:
+    folder = published_folder(tmp_path, small)
+    torch.save({"x": torch.ones(2)}, folder / "old_reward.pth", _use_new_zipfile_serialization=False)
+    torch.save({"model_state_dict": {"net.0.weight": torch.ones(2, 15)}}, folder / "resnet_rm.pth")
+    assert open_evac(folder).config == SMALL

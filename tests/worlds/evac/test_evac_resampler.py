@@ -1,0 +1,69 @@
+"""EVAC's resamplers against the equations, query by query."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from asyncrl.worlds.evac.resampler import Resampler, ResamplerConfig
+from support.evac import published_shapes, randomised, shapes_of
+
+TINY = ResamplerConfig(inputs=5, queries=4, width=12, depth=2, heads=2, head_dim=3)
+
+
+def norm(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    spread = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return centred / spread * w[name + ".weight"] + w[name + ".bias"]
+
+
+def slow(w: dict[str, Tensor], size: ResamplerConfig, vectors: Tensor) -> Tensor:
+    """Of one row: vectors ``[S, A]`` to ``[Q, D]``."""
+    x = vectors @ w["proj_in.weight"].T + w["proj_in.bias"]
+    queries, inner = w["latents"][0], size.heads * size.head_dim
+    for layer in range(size.depth):
+        at, mlp = f"layers.{layer}.0.", f"layers.{layer}.1."
+        seen = norm(queries, w, at + "norm2")
+        source = torch.cat([norm(x, w, at + "norm1"), seen])
+        both = source @ w[at + "to_kv.weight"].T
+        rows = []
+        for query in seen @ w[at + "to_q.weight"].T:
+            heads = []
+            for head in range(size.heads):
+                part = slice(head * size.head_dim, (head + 1) * size.head_dim)
+                keys, values = both[:, :inner][:, part], both[:, inner:][:, part]
+                scores = torch.stack([(query[part] * key).sum() for key in keys]) / math.sqrt(size.head_dim)
+                share = torch.exp(scores - scores.max())
+                heads.append((share / share.sum()) @ values)
+            rows.append(torch.cat(heads) @ w[at + "to_out.weight"].T)
+        queries = queries + torch.stack(rows)
+        y = norm(queries, w, mlp + "0") @ w[mlp + "1.weight"].T
+        queries = queries + (y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))) @ w[mlp + "3.weight"].T
+    return norm(queries @ w["proj_out.weight"].T + w["proj_out.bias"], w, "norm_out")
+
+
+def test_names_shapes_and_counts_are_the_published_ones() -> None:
+    with torch.device("meta"):
+        actions = Resampler(ResamplerConfig.published_actions())
+        images = {chunk: Resampler(ResamplerConfig.published_image(chunk)) for chunk in (8, 16)}
+    assert shapes_of(actions) == published_shapes("evac_action_resampler")
+    assert shapes_of(images[8]) == published_shapes("evac_image_resampler_8")
+    assert shapes_of(images[16]) == published_shapes("evac_image_resampler_16")
+    counts = [sum(p.numel() for p in m.parameters()) for m in (actions, images[8], images[16])]
+    assert counts == [47_245_312, 48_656_384, 48_787_456]
+    assert len(actions.state_dict()) == 51
+
+
+def test_numbers_and_gradients_follow_the_equations() -> None:
+    module = randomised(Resampler(TINY), 1)
+    vectors = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weights = dict(module.named_parameters())
+    got, expected = module(vectors), torch.stack([slow(weights, TINY, row) for row in vectors])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    direction = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+    leaves = [vectors, *weights.values()]
+    mine = torch.autograd.grad((got * direction).sum(), leaves)
+    theirs = torch.autograd.grad((expected * direction).sum(), leaves)
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,90 @@
+"""Start states with a pose of the hand: RLinf's files, ours, and old ones of ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl.errors import AssetError
+from asyncrl.worlds.rlinf_start_states import load_trajectory
+from asyncrl.worlds.start_states import load_start_states, save_start_states
+from support.evac import POSE, start_state
+
+OTHER = [float(i) for i in range(8)]
+
+
+def write_npy(path: Path, poses: list[dict[str, Any]]) -> None:
+    frames = np.empty(len(poses), dtype=object)
+    for i, pose in enumerate(poses):
+        image = np.full((4, 4, 3), i, np.uint8)
+        frames[i] = {"image": image, "delta_action": np.zeros(7, np.float32), "task": "Go.", **pose}
+    np.save(path, frames)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"init_ee_pose": np.array(OTHER, np.float64)}, OTHER),
+        ({"init_ee_pose": OTHER}, OTHER),
+        ({"abs_action": np.array(OTHER, np.float32)}, OTHER),
+        ({"init_ee_pose": np.array(OTHER), "abs_action": np.zeros(8)}, OTHER),
+        ({"init_ee_pose": None, "abs_action": np.array(OTHER)}, OTHER),
+        ({"init_ee_pose": np.zeros(7), "abs_action": np.array(OTHER)}, OTHER),
+        ({}, None),
+        ({"abs_action": np.zeros(16)}, None),
+        ({"init_ee_pose": "here"}, None),
+        ({"init_ee_pose": np.full(8, np.nan)}, None),
+        ({"init_ee_pose": np.full(8, 1e300)}, None),
+    ],
+)
+def test_a_pose_is_read_where_there_is_one(tmp_path: Path, said: dict, expected: list[float] | None) -> None:
+    write_npy(tmp_path / "traj0.npy", [said])
+    pose = load_trajectory(tmp_path / "traj0.npy").ee_pose
+    if expected is None:
+        assert pose is None
+    else:
+        assert pose is not None
+        assert pose.dtype == np.float32
+        assert pose.tolist() == expected
+
+
+def test_with_a_context_the_pose_is_that_of_the_last_frame(tmp_path: Path) -> None:
+    write_npy(tmp_path / "traj0_kir.npy", [{"init_ee_pose": np.full(8, i, np.float32)} for i in range(5)])
+    pose = load_trajectory(tmp_path / "traj0_kir.npy").ee_pose
+    assert pose is not None
+    assert pose.tolist() == [4.0] * 8
+
+
+def test_poses_survive_our_files(tmp_path: Path) -> None:
+    states = [start_state(1), start_state(2, pose=None), start_state(3, pose=OTHER)]
+    save_start_states(tmp_path / "a.h5", states)
+    poses = [state.ee_pose for state in load_start_states(tmp_path / "a.h5")]
+    assert poses[1] is None
+    assert np.array_equal(poses[0], np.array(POSE, np.float32))
+    assert np.array_equal(poses[2], np.array(OTHER, np.float32))
+
+
+def test_files_without_poses_are_written_and_read_as_before(tmp_path: Path) -> None:
+    states = [replace(start_state(i), ee_pose=None) for i in range(2)]
+    save_start_states(tmp_path / "a.h5", states)
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert set(file) == {"name", "task", "frame", "context_length"}
+    assert [state.ee_pose for state in load_start_states(tmp_path / "a.h5")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.zeros((2, 7), np.float32), np.zeros((3, 8), np.float32), np.zeros((2, 8))]
+)
+def test_poses_of_another_shape_are_refused(tmp_path: Path, wrong: np.ndarray) -> None:
+    path = tmp_path / "a.h5"
+    save_start_states(path, [start_state(1), start_state(2)])
+    with h5py.File(path, "a") as file:
+        del file["ee_pose"]
+        file.create_dataset("ee_pose", data=wrong)
+    with pytest.raises(AssetError, match=r"ee_pose is float(32|64)\[\d, \d\], expected float32 \[2, 8\]"):
+        load_start_states(path)

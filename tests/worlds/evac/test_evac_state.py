@@ -1,0 +1,111 @@
+"""What the EVAC world remembers: the rule of its memory, and rows that belong to nobody else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.worlds.evac.state import EvacState, memory_index
+
+
+def some_state(batch: int, room: int = 17, seed: int = 0) -> EvacState:
+    g = torch.Generator().manual_seed(seed)
+    return EvacState(
+        history=torch.randn(batch, room, 4, 2, 2, generator=g),
+        poses=torch.randn(batch, room, 8, generator=g),
+        count=torch.randint(1, room - 8, (batch,), generator=g),
+        seen=torch.randint(0, 256, (batch, 4, 4, 3), generator=g, dtype=torch.uint8),
+        finite=torch.rand(batch, generator=g) > 0.5,
+        left=[1 + (seed + row) % 3 for row in range(batch)],
+    )
+
+
+def tensors(state: EvacState) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize("remembered", [2, 3, 4, 6])
+def test_the_memory_is_spread_over_the_episode_and_ends_with_the_last_frame(remembered: int) -> None:
+    counts = [1, 2, 5, 9, 13, 17, 261]
+    expected = [[int(n * i / (remembered - 1)) for i in range(remembered - 1)] + [n - 1] for n in counts]
+    assert memory_index(torch.tensor(counts), remembered).tolist() == expected
+
+
+def test_memory_comes_with_the_poses_there_and_before() -> None:
+    state = some_state(3)
+    latents, poses, before = state.remembered(4)
+    for row in range(3):
+        count = int(state.count[row])
+        for place, frame in enumerate([0, count // 3, 2 * count // 3, count - 1]):
+            assert torch.equal(latents[row, place], state.history[row, frame])
+            assert torch.equal(poses[row, place], state.poses[row, frame])
+            assert torch.equal(before[row, place], state.poses[row, max(frame - 1, 0)])
+        assert torch.equal(state.last_pose()[row], state.poses[row, count - 1])
+
+
+def test_selected_rows_are_copies_in_the_order_asked_for() -> None:
+    state = some_state(3)
+    picked = state.select([2, 0, 2])
+    assert len(picked) == 3
+    assert picked.left == [state.left[2], state.left[0], state.left[2]]
+    for name, tensor in tensors(picked).items():
+        assert torch.equal(tensor, tensors(state)[name][[2, 0, 2]])
+    picked.history.zero_()
+    picked.left[0] = 99
+    assert state.history.abs().min() > 0
+    assert 99 not in state.left
+
+
+def test_written_rows_replace_those_and_no_others() -> None:
+    state, other = some_state(4), some_state(2, seed=1)
+    before = {name: tensor.clone() for name, tensor in tensors(state).items()}
+    left = list(state.left)
+    assert state.write_rows([3, 1], other) is state
+    for name, tensor in tensors(state).items():
+        assert torch.equal(tensor[[3, 1]], tensors(other)[name])
+        assert torch.equal(tensor[[0, 2]], before[name][[0, 2]])
+    assert state.left == [left[0], other.left[1], left[2], other.left[0]]
+
+
+def test_states_for_other_numbers_of_decisions_do_not_mix() -> None:
+    with pytest.raises(ConfigError, match=r"room for 25 frames .* room for 17"):
+        some_state(2).write_rows([0], some_state(1, room=25))
+
+
+def test_new_frames_stand_behind_those_there_are() -> None:
+    state = some_state(3)
+    before = {name: tensor.clone() for name, tensor in tensors(state).items()}
+    g = torch.Generator().manual_seed(9)
+    latents, poses = torch.randn(3, 8, 4, 2, 2, generator=g), torch.randn(3, 8, 8, generator=g)
+    seen = torch.randint(0, 256, (3, 4, 4, 3), generator=g, dtype=torch.uint8)
+    after = state.extended(latents, poses, seen, torch.tensor([True, False, True]))
+    for name, tensor in tensors(state).items():
+        assert torch.equal(tensor, before[name])
+    for row in range(3):
+        count = int(state.count[row])
+        assert torch.equal(after.history[row, :count], state.history[row, :count])
+        assert torch.equal(after.history[row, count : count + 8], latents[row])
+        assert torch.equal(after.poses[row, count : count + 8], poses[row])
+    assert after.count.tolist() == [n + 8 for n in state.count.tolist()]
+    assert after.left == [left - 1 for left in state.left]
+    assert after.finite.tolist() == [bool(a) and b for a, b in zip(state.finite, [1, 0, 1], strict=True)]
+    seen.zero_()
+    assert after.seen.any()
+
+
+def test_a_decision_that_does_not_fit_names_the_slot() -> None:
+    state = some_state(3)
+    state.check_room()
+    state.left[1] = 0
+    with pytest.raises(ConfigError, match="slot 1 has imagined as many decisions"):
+        state.check_room()
+
+
+def test_moving_gives_a_state_with_the_same_numbers() -> None:
+    state = some_state(2)
+    moved = state.to("cpu")
+    assert all(torch.equal(t, tensors(state)[name]) for name, t in tensors(moved).items())
+    moved.left[0] = 77
+    assert state.left[0] != 77

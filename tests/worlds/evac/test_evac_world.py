@@ -1,0 +1,384 @@
+"""The EVAC world against its parts put together by hand, and slots against their neighbours."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncrl.config.run import ImaginationSettings
+from asyncrl.errors import ConfigError
+from asyncrl.records import StartState
+from asyncrl.worlds.evac.autoencoder import decode_frames, encode_frames
+from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.ddim import sampling_times, signal_scales, signal_shares
+from asyncrl.worlds.evac.noise import normal_noise, seed_words
+from asyncrl.worlds.evac.options import EvacOptions
+from asyncrl.worlds.evac.state import EvacState
+from asyncrl.worlds.evac.unet import EvacUNet
+from asyncrl.worlds.evac.world import EvacWorld, estimate_slot
+from support.evac import POSE, some_actions, start_state, tiny_networks
+
+CONFIG = EvacConfig.tiny()
+
+
+@pytest.fixture(scope="module")
+def world() -> EvacWorld:
+    return EvacWorld(tiny_networks(CONFIG), CONFIG, version=3)
+
+
+def with_options(world: EvacWorld, **options: float) -> EvacWorld:
+    return EvacWorld(world.networks, world.config, options=EvacOptions(**options))  # type: ignore[arg-type]
+
+
+# ---- against the parts -----------------------------------------------------------------------------
+
+
+class Slow:
+    """One slot, one frame and one step at a time; only the networks are those of the world."""
+
+    def __init__(self, world: EvacWorld, start: StartState) -> None:
+        self.world, self.net, self.config = world, world.networks, world.config
+        pictures = [start.frame, *start.context_frames]
+        self.latents = [self.encode(torch.tensor(p).permute(2, 0, 1) / 127.5 - 1) for p in pictures]
+        assert start.ee_pose is not None
+        self.poses = [torch.tensor(start.ee_pose) for _ in pictures]
+        self.last = torch.tensor(pictures[-1]).permute(2, 0, 1) / 127.5 - 1
+
+    def encode(self, picture: Tensor) -> Tensor:
+        return encode_frames(self.net.autoencoder, picture[None], 0.18215)[0]
+
+    def tokens(self, poses: list[Tensor], frame: int) -> Tensor:
+        before = poses[max(frame - 1, 0)]
+        motion = self.world._geometry.motions(poses[frame][None, None], before[None, None])
+        return self.net.action_resampler(motion)[0]
+
+    def decide(self, actions: Tensor, seed: int) -> Tensor:
+        n, options = len(self.latents), self.world.options
+        known = [int(n * i / 3) for i in range(3)] + [n - 1]
+        poses = list(self.poses)
+        for action in actions:
+            poses.append(self.net.pose_model(action[None], poses[-1][None])[0])
+        drawer = self.world._geometry.drawer
+        empty, rays = torch.zeros_like(self.latents[0]), drawer.rays
+        told = []
+        for frame in known:
+            told.append(torch.cat([self.latents[frame], torch.ones(1, 4, 4), empty, rays]))
+        for step in range(8):
+            drawn = self.encode(drawer(poses[n + step][None, None])[0, 0])
+            told.append(torch.cat([self.latents[-1], torch.zeros(1, 4, 4), drawn, rays]))
+        actions_FTK = torch.stack([self.tokens(poses, f) for f in [*known, *range(n, n + 8)]])
+        image_IK = self.net.image_resampler(self.net.image_encoder(self.last[None]))[0]
+        words = torch.from_numpy(seed_words([seed]))
+        x = normal_noise(words, 0, (4, 8, 4, 4))[0]
+        steps = options.steps or self.config.schedule_steps
+        times = [*sampling_times(steps), 0]
+        for number, (t, s) in enumerate(pairwise(times)):
+            frames = [self.latents[f] for f in known] + list(x.unbind(1))
+            window = torch.stack([torch.cat([z, c]) for z, c in zip(frames, told, strict=True)], 1)
+
+            v = self.velocity(window, t, image_IK, actions_FTK)
+            if options.guidance != 1:
+                untold = self.velocity(window, t, 0 * image_IK, 0 * actions_FTK)
+                pushed = untold + options.guidance * (v - untold)
+                r = options.guidance_rescale
+                v = r * pushed * v.std() / pushed.std() + (1 - r) * pushed
+            x = self.step(x, v, t, s, normal_noise(words, number + 1, (4, 8, 4, 4))[0], options.eta)
+        self.latents += list(x.unbind(1))
+        self.poses = poses
+        pictures = torch.stack(
+            [decode_frames(self.net.autoencoder, z[None], 0.18215)[0] for z in x.unbind(1)]
+        )
+        pixels = ((pictures.clamp(-1, 1) + 1) * 127.5).round()
+        self.last = pixels[-1] / 127.5 - 1
+        return pixels.permute(0, 2, 3, 1)
+
+    def velocity(self, window: Tensor, t: int, image_IK: Tensor, actions_FTK: Tensor) -> Tensor:
+        times = torch.tensor([[0.0] * 4 + [float(t)] * 8])
+        told = (image_IK[None], actions_FTK[None], torch.tensor([2.0]), torch.tensor([11]))
+        return self.net.unet(window[None], times, *told)[0][:, 4:]
+
+    @staticmethod
+    def step(x: Tensor, v: Tensor, t: int, s: int, noise: Tensor, eta: float) -> Tensor:
+        a, b = signal_shares()[t], signal_shares()[s]
+        signal = (math.sqrt(a) * x - math.sqrt(1 - a) * v) * signal_scales()[s] / signal_scales()[t]
+        told = math.sqrt(a) * v + math.sqrt(1 - a) * x
+        variance = min(max(eta**2 * (1 - b) / (1 - a) * (1 - a / b), 0), 1 - b)
+        kept = math.sqrt(1 - b - variance)
+        return math.sqrt(b) * signal + kept * told + math.sqrt(variance) * noise
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"eta": 0.0, "steps": 2}, {"guidance": 3.0, "guidance_rescale": 0.7, "steps": 2}]
+)
+def test_decisions_are_what_the_parts_give_by_hand(world: EvacWorld, options: dict[str, Any]) -> None:
+    asked = with_options(world, **options)
+    starts = [start_state(1), start_state(2, context=4)]
+    state = asked.start(starts, decisions=2)
+    slow = [Slow(asked, start) for start in starts]
+    for decision in range(2):
+        actions, seeds = some_actions(2, decision), [11 + decision, 2**62 + 5]
+        frames, state = asked.imagine(state, actions, seeds)
+        for row in range(2):
+            expected = slow[row].decide(actions[row], seeds[row])
+            difference = (frames[row].float() - expected).abs()
+            assert difference.max() <= 1  # grey levels: of values that lie between two
+            assert difference.mean() < 0.01
+            n = len(slow[row].latents)
+            assert int(state.count[row]) == n
+            latents = torch.stack(slow[row].latents)
+            torch.testing.assert_close(state.history[row, :n], latents, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(state.poses[row, :n], torch.stack(slow[row].poses), atol=1e-5, rtol=0)
+    assert state.finite.all()
+    assert frames.float().std() > 1  # something was drawn
+
+
+def test_fifty_steps_stay_finite(world: EvacWorld) -> None:
+    asked = with_options(world, steps=50)
+    frames, state = asked.imagine(asked.start([start_state(0)], decisions=1), some_actions(1), [4])
+    assert state.finite.all()
+    assert frames.dtype == torch.uint8
+    assert frames.shape == (1, 8, 32, 32, 3)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------
+
+
+def same(one: EvacState, other: EvacState, *, exact: bool) -> None:
+    assert one.left == other.left
+    for name in ("history", "poses", "count", "seen", "finite"):
+        a, b = getattr(one, name), getattr(other, name)
+        if exact or name in ("count", "finite"):
+            assert torch.equal(a, b), name
+        else:
+            torch.testing.assert_close(a.float(), b.float(), atol=1.0 if name == "seen" else 1e-4, rtol=1e-4)
+
+
+def test_a_row_is_the_same_beside_other_neighbours(world: EvacWorld) -> None:
+    one = world.start([start_state(1), start_state(2)], decisions=2)
+    two = world.start([start_state(1), start_state(3, context=4)], decisions=2)
+    actions = some_actions(3)
+    frames_one, after_one = world.imagine(one, actions[[0, 1]], [5, 6])
+    frames_two, after_two = world.imagine(two, actions[[0, 2]], [5, 7])
+    assert torch.equal(frames_one[0], frames_two[0])
+    same(after_one.select([0]), after_two.select([0]), exact=True)
+    assert not torch.equal(frames_one[1], frames_two[1])
+    alone, after = world.imagine(world.start([start_state(1)], decisions=2), actions[:1], [5])
+    assert (alone[0].int() - frames_one[0].int()).abs().max() <= 1
+    same(after, after_one.select([0]), exact=False)
+
+
+def test_the_given_state_is_not_changed(world: EvacWorld) -> None:
+    state = world.start([start_state(1)], decisions=2)
+    before = state.select([0])
+    first, _ = world.imagine(state, some_actions(1), [5])
+    again, _ = world.imagine(state, some_actions(1), [5])
+    same(state, before, exact=True)
+    assert torch.equal(first, again)
+    other, _ = world.imagine(state, some_actions(1), [6])
+    assert not torch.equal(first, other)
+
+
+def test_a_slot_saved_in_mid_episode_goes_on_as_if_nothing_had_been(world: EvacWorld) -> None:
+    state = world.start([start_state(1), start_state(2)], decisions=3)
+    _, state = world.imagine(state, some_actions(2, 1), [1, 2])
+    kept = state.select([1])
+    expected, _ = world.imagine(state, some_actions(2, 2), [3, 4])
+    other = world.start([start_state(7), start_state(8)], decisions=3)
+    other.write_rows([1], kept)
+    got, after = world.imagine(other, some_actions(2, 2), [3, 4])
+    assert torch.equal(got[1], expected[1])
+    assert after.left == [2, 1]
+    assert after.count.tolist() == [9, 17]
+
+
+def test_an_action_reaches_the_hand_from_its_own_frame_on(world: EvacWorld) -> None:
+    state = world.start([start_state(1)], decisions=1)
+    actions = some_actions(1)
+    changed = actions.clone()
+    changed[0, 5] += 1
+    before, after = (world.imagine(state, a, [1])[1].poses[0, 1:9] for a in (actions, changed))
+    moved = (after - before).abs().amax(dim=1)
+    assert moved[:5].max() == 0
+    assert moved[5:].min() > 0
+
+
+def test_actions_and_seeds_and_starts_all_matter(world: EvacWorld) -> None:
+    starts = [start_state(1), start_state(1), start_state(1, pose=(-0.3, *POSE[1:])), start_state(2)]
+    actions = some_actions(1).repeat(4, 1, 1)
+    actions[1] *= -3
+    frames, _ = world.imagine(world.start(starts, decisions=1), actions, [1, 1, 1, 1])
+    for row in (1, 2, 3):
+        assert not torch.equal(frames[0], frames[row])
+
+
+def test_actions_that_are_not_finite_poison_their_row_only(world: EvacWorld) -> None:
+    state = world.start([start_state(1), start_state(2)], decisions=2)
+    actions = some_actions(2)
+    clean, _ = world.imagine(state, actions, [1, 2])
+    actions[1, 3, 2] = math.nan
+    frames, after = world.imagine(state, actions, [1, 2])
+    assert after.finite.tolist() == [True, False]
+    assert torch.equal(frames[0], clean[0])
+    _, later = world.imagine(after, some_actions(2), [3, 4])
+    assert later.finite.tolist() == [True, False]
+
+
+def test_fewer_rows_than_compiled_for_are_filled_up(world: EvacWorld) -> None:
+    filled = EvacWorld(world.networks, CONFIG)
+    filled._rows = 3
+    state = world.start([start_state(1), start_state(2)], decisions=1)
+    frames, after = world.imagine(state, some_actions(2), [1, 2])
+    got, got_after = filled.imagine(state, some_actions(2), [1, 2])
+    assert got.shape == frames.shape
+    assert (got.int() - frames.int()).abs().max() <= 1
+    same(got_after, after, exact=False)
+
+
+@pytest.mark.slow
+def test_the_network_compiles_in_one_piece(world: EvacWorld) -> None:
+    torch._dynamo.reset()
+    unet = EvacUNet(replace(CONFIG.unet, attention_levels=(1,))).eval()
+    x, times = torch.randn(1, 19, 12, 4, 4), torch.zeros(1, 12)
+    given = (x, times, torch.randn(1, 4, 24), torch.randn(1, 12, 3, 24), torch.ones(1), torch.tensor([11]))
+    compiled = torch.compile(unet, backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(*given), unet(*given), atol=1e-5, rtol=1e-5)
+    noise = torch.compile(normal_noise, backend="eager", fullgraph=True, dynamic=False)
+    words, draws = torch.from_numpy(seed_words([1, 2])), torch.arange(4)
+    for draw in range(4):
+        assert torch.equal(noise(words, draws[draw], (2, 5)), normal_noise(words, draw, (2, 5)))
+    for coder, shape in ((encode_frames, (2, 3, 32, 32)), (decode_frames, (2, 4, 4, 4))):
+        network, values = world.networks.autoencoder, torch.randn(shape)
+        whole = torch.compile(coder, backend="eager", fullgraph=True, dynamic=False)
+        torch.testing.assert_close(whole(network, values, 0.2), coder(network, values, 0.2))
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a device: numbers that go to the host, and shapes that depend on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        waiting = (
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "unique_dim",
+            "_unique2",
+            "equal",
+            "item",
+        )
+        masks = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
+        if name in waiting or masks:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_imagining_never_asks_for_a_number(world: EvacWorld) -> None:
+    state = world.start([start_state(1), start_state(2)], decisions=2)
+    actions = some_actions(2)
+    with Waits() as waits:
+        world.imagine(state, actions, [1, 2])
+    assert waits.found == []
+    with Waits() as waits:  # the count itself works
+        actions[actions > 0].sum().item()
+    assert waits.found
+
+
+# ---- refusals ------------------------------------------------------------------------------------------
+
+
+def test_a_decision_beyond_the_announced_number_is_an_error(world: EvacWorld) -> None:
+    state = world.start([start_state(1)], decisions=1)
+    _, state = world.imagine(state, some_actions(1), [1])
+    with pytest.raises(ConfigError, match="as many decisions as its memory was made for"):
+        world.imagine(state, some_actions(1), [1])
+    with pytest.raises(ConfigError, match="0 decisions"):
+        world.start([start_state(1)], decisions=0)
+
+
+def test_a_start_state_without_a_pose_is_refused_by_name(world: EvacWorld) -> None:
+    with pytest.raises(ConfigError, match="start-9 does not say where the robot's hand is"):
+        world.start([start_state(1), start_state(9, pose=None)], decisions=1)
+    odd = replace(start_state(8), ee_pose=np.full(8, np.nan, np.float32))
+    with pytest.raises(ConfigError, match="start-8"):
+        world.start([odd], decisions=1)
+
+
+def test_other_pictures_and_contexts_are_refused(world: EvacWorld) -> None:
+    with pytest.raises(ConfigError, match=r"start-1 has a frame of shape \[16, 16, 3\].*32x32"):
+        world.start([start_state(1, size=16)], decisions=1)
+    with pytest.raises(ConfigError, match="3 context frames"):
+        world.start([start_state(1, context=3)], decisions=1)
+
+
+def test_wrong_shapes_name_both_shapes(world: EvacWorld) -> None:
+    state = world.start([start_state(1), start_state(2)], decisions=1)
+    with pytest.raises(ValueError, match=r"actions \[2, 8, 7\].*got \[2, 4, 7\] and 2"):
+        world.imagine(state, torch.zeros(2, 4, 7), [1, 2])
+    with pytest.raises(ValueError, match=r"got \[2, 8, 7\] and 1"):
+        world.imagine(state, torch.zeros(2, 8, 7), [1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "flag"),
+    [
+        ({"context": "frames"}, {}, "--imagination.context is frames"),
+        ({"decoder": "tiny"}, {}, "--imagination.decoder is tiny"),
+        ({"steps": 1001}, {}, "--imagination.steps is 1001"),
+        ({}, {"speed": 1}, "speed"),
+        ({}, {"guidance": -1}, "guidance is -1"),
+        ({}, {"eta": 1.5}, "eta is 1.5"),
+        ({}, {"guidance": "much"}, "guidance is 'much'"),
+        ({}, {"eta": math.nan}, "eta is nan"),
+    ],
+)
+def test_settings_it_cannot_follow_are_refused_with_their_flag(settings: dict, own: dict, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        EvacOptions.from_settings(ImaginationSettings(**settings), own)
+
+
+def test_its_own_settings_are_read() -> None:
+    options = EvacOptions.from_settings(ImaginationSettings(steps=27), {"guidance": 7.5, "eta": 0})
+    assert options == EvacOptions(steps=27, guidance=7.5, eta=0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"image_size": 24},
+        {"history": 1},
+        {"domain": 12},
+        {"schedule_steps": 0},
+        {"unet": {"in_channels": 18}},
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
+    content = CONFIG.to_json()
+    content |= {"unet": content["unet"] | wrong["unet"]} if "unet" in wrong else wrong
+    with pytest.raises(ValueError, match=r"image_size|history|channels"):
+        EvacConfig.from_json(content)
+
+
+def test_a_slot_of_the_published_size_is_what_the_documentation_says() -> None:
+    slot = estimate_slot(EvacConfig.published(), 32, torch.bfloat16)
+    frames = 1 + 4 + 256
+    state = frames * (4 * 32 * 32 * 4 + 8 * 4) + 256 * 256 * 3
+    assert slot.kept == 2 * state
+    assert state < 8 * 2**20
+
+
+def test_the_estimate_of_a_slot_is_the_size_of_its_state(world: EvacWorld) -> None:
+    state = world.start([start_state(1)], decisions=6)
+    held = sum(t.nbytes for t in (state.history, state.poses, state.seen))
+    assert estimate_slot(CONFIG, 6, torch.float32).kept == 2 * held
