@@ -48,7 +48,10 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "openvla_oft": "asyncrl.policies.openvla.policy:OpenVLAOFTPolicy",
             "openvla": "asyncrl.policies.openvla.policy:OpenVLAPolicy",
         },
-        "world": {"wan": "asyncrl.worlds.wan.world:WanWorld"},
+        "world": {
+            "wan": "asyncrl.worlds.wan.world:WanWorld",
+            "opensora": "asyncrl.worlds.opensora.world:OpenSoraWorld",
+        },
         "reward": {"resnet": "asyncrl.rewards.model:ResNetReward"},
         "simulator": {
             "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",

@@ -12,9 +12,10 @@ from typing import Any
 
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.storage import asset_paths
 from asyncrl.storage.atomic import read_json
+from asyncrl.worlds.kinds import is_opensora, world_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
     if registry.names_code(text):
         return _of_user("policy", text, settings)
     folder, keywords = asset_paths.policy_folder(text), registry.keywords("--policy-settings", settings)
+    if is_opensora(folder):
+        raise CheckpointError(f"--policy {text} is a world model (OpenSora's). Give it as --world.")
     decoding = keywords.get("decoding") or read_json(folder / "config.json").get("decoding")
     name = "openvla" if decoding == "autoregressive" else "openvla_oft"
     return NamedModel(kind=registry.resolve("policy", name), folder=folder, settings=keywords)
@@ -48,7 +51,7 @@ def named_world(text: str, settings: Iterable[str] = ()) -> NamedModel:
     if registry.names_code(text):
         return _of_user("world", text, settings)
     folder, keywords = asset_paths.world_folder(text), registry.keywords("--world-settings", settings)
-    return NamedModel(kind=registry.resolve("world", "wan"), folder=folder, settings=keywords)
+    return NamedModel(kind=registry.resolve("world", world_kind(folder)), folder=folder, settings=keywords)
 
 
 def named_reward(text: str, world_folder: Path, settings: Iterable[str] = ()) -> NamedModel:

@@ -495,21 +495,18 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(copy: Path, missi
         check_environment(TrainConfig(world=str(copy)))
 
 
-@pytest.mark.parametrize("seen_by", ["its files", "its tensors", "its tensors beside Wan's autoencoder"])
-def test_opensoras_folder_is_recognised(copy: Path, seen_by: str) -> None:
+@pytest.mark.parametrize("beside", ["nothing", "Wan's autoencoder"])
+def test_opensoras_folder_is_recognised(copy: Path, beside: str) -> None:
     """It has the transformer's file under Wan's name; nobody should fetch Wan's autoencoder for it."""
-    if seen_by == "its files":
+    blocks = (f"{kind}_blocks.0.attn.qkv.weight" for kind in ("spatial", "temporal"))
+    save_file({name: torch.zeros(3) for name in ("x_embedder.proj.weight", *blocks)}, copy / MODEL)
+    if beside == "nothing":
         (copy / VAE).unlink()
-        (copy / "vae").mkdir()
-        (copy / "dataset_statistics.json").write_text("{}")
-    else:
-        names = ("x_embedder.proj.weight", "spatial_blocks.0.attn.qkv.weight", "final_layer.linear.weight")
-        save_file({name: torch.zeros(3) for name in names}, copy / MODEL)
-    if seen_by == "its tensors":
-        (copy / VAE).unlink()
-    with pytest.raises(CheckpointError, match=r"OpenSora's.* no world of this version reads") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"lacks tensor action_embedder.*RLinf-OpenSora-LIBERO"
+    ) as raised:
         check_environment(TrainConfig(world=str(copy)))
-    assert "Download" not in str(raised.value)
+    assert VAE not in str(raised.value)
 
 
 def broken_index(folder: Path) -> None:

@@ -164,12 +164,6 @@ def open_world(folder: Path) -> WorldFiles:
 
 
 def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
-    if _is_opensora(folder, transformer_files):
-        raise CheckpointError(
-            f"{folder} is a folder of OpenSora's world (RLinf-OpenSora-LIBERO-*), and no world of this "
-            "version reads it. Use one of Wan's (RLinf-Wan-LIBERO-*), or a class of your own: "
-            "package.module:Class@FOLDER."
-        )
     if not (folder / WAN_VAE).is_file():
         raise CheckpointError(
             f"{folder} holds a transformer ({transformer_files[0].name}) and no autoencoder: "
@@ -187,11 +181,3 @@ def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
         version=0,
         published=True,
     )
-
-
-def _is_opensora(folder: Path, transformer_files: list[Path]) -> bool:
-    """Tell OpenSora's folder, whose transformer has the same file name, by what lies in it."""
-    if (folder / WAN_VAE).is_file():
-        return False
-    beside = (folder / "vae").is_dir() and (folder / "dataset_statistics.json").is_file()
-    return beside or published_world.OPENSORA in TensorFiles(transformer_files).names()

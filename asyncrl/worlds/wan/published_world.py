@@ -187,7 +187,7 @@ def _unsupported(shapes: dict[str, torch.Size]) -> str | None:
     token, vector = (shapes.get(f"action_mlp{n}.0.weight") for n in (1, 2))
     scales = sorted(name for name in shapes if name.startswith("action_scale"))
     if OPENSORA in shapes:
-        return "is OpenSora's (STDiT3), which no world of this version reads"
+        return "is OpenSora's (STDiT3), and not Wan's"
     if "patch_embedding.weight" not in shapes or "blocks.0.self_attn.q.weight" not in shapes:
         return "is no Wan transformer (it lacks patch_embedding.weight or blocks.0.self_attn.q.weight)"
     if token is None and vector is None:
