@@ -51,6 +51,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "world": {
             "wan": "asyncrl.worlds.wan.world:WanWorld",
             "opensora": "asyncrl.worlds.opensora.world:OpenSoraWorld",
+            "evac": "asyncrl.worlds.evac.world:EvacWorld",
         },
         "reward": {"resnet": "asyncrl.rewards.model:ResNetReward"},
         "simulator": {

@@ -201,7 +201,8 @@ class Imagination(Generic[State]):
         stage.timed_work = []
 
     def _start(self, slots: Slots, indices: list[int]) -> State:
-        state = self.world.start([_start_state(slots.episode(i)) for i in self._filled(indices)])
+        starts = [_start_state(slots.episode(i)) for i in self._filled(indices)]
+        state = self.world.start(starts, decisions=self.rule.max_decisions)
         return _first_rows(state, len(indices))
 
     def _filled(self, indices: list[int]) -> list[int]:

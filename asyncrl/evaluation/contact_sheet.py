@@ -84,8 +84,9 @@ def _imagine_alike(world: World[State], episodes: Sequence[Shown]) -> NDArray[np
     missing = -(length - 1) % chunk  # a world draws whole decisions; the policy may have ended within one
     actions_BFA = np.concatenate([actions_BFA, np.repeat(actions_BFA[:, -1:], missing, axis=1)], axis=1)
     parts = [np.stack([episode.frames[:1] for episode in episodes])]
-    state = world.start([_start_of(episode) for episode in episodes])
-    for decision in range((actions_BFA.shape[1] - 1) // chunk):
+    decisions = (actions_BFA.shape[1] - 1) // chunk
+    state = world.start([_start_of(episode) for episode in episodes], decisions=decisions)
+    for decision in range(decisions):
         actions = actions_BFA[:, 1 + chunk * decision : 1 + chunk * (decision + 1)]
         frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
         parts.append(frames.cpu().numpy())

@@ -59,8 +59,9 @@ def _imagine_together(
 ) -> list[ImaginedAgain]:
     found = [ImaginedAgain() for _ in episodes]
     in_state = _filled(list(range(len(episodes))), rows)
-    state = world.start([start] * len(in_state))
-    for n in range(max(len(episode.actions) for episode in episodes)):
+    decisions = max(len(episode.actions) for episode in episodes)
+    state = world.start([start] * len(in_state), decisions=decisions)
+    for n in range(decisions):
         going_on = [member for member, episode in enumerate(episodes) if n < len(episode.actions)]
         taking_part = _filled(going_on, rows)
         if taking_part != in_state:

@@ -26,6 +26,7 @@ from asyncrl.worlds.interface import World
 
 SAMPLING: Final = SamplingParams(temperature=1.0)
 SEEDS: Final = (11, 22)
+CHECKED_DECISIONS: Final = 2
 LOGPROB_TOLERANCE: Final = 0.05
 """Nats by which `evaluate` may differ from `act` at equal weights: what bfloat16 rounds."""
 PIXEL_TOLERANCE: Final = 2
@@ -260,7 +261,7 @@ def _start(world: World[Any], states: Sequence[StartState]) -> Any:
     report.require(isinstance(modules, Mapping), "modules", type(modules).__name__, "a mapping of networks")
     wrong = [state.frame.shape for state in states if state.frame.shape != (size, size, 3)]
     report.require(not wrong, "image_size", size, f"that of the start states, {wrong}")
-    state = world.start(states)
+    state = world.start(states, decisions=CHECKED_DECISIONS)
     report.require(len(state) == len(states), "start", f"a state of {len(state)} rows", f"{len(states)} rows")
     report.tensor("start().finite", state.finite, "bool", (len(states),))
     return state

@@ -14,6 +14,8 @@ DEFAULT: Final = "tabletop"
 """The shipped collection that settings name until they are set."""
 WAN_TRANSFORMER: Final = "model-00001.safetensors"
 WAN_VAE: Final = "Wan2.2_VAE.pth"
+CHECKPOINTS: Final = (".ckpt", ".pt")
+"""Suffixes of files that hold the whole of a published world."""
 _INDEX: Final = "model.safetensors.index.json"
 _SHARD: Final = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -53,11 +55,14 @@ def world_folder(name: str) -> Path:
     for candidate in (ASSETS / name / "world", path):
         if (candidate / "world.json").is_file() or wan_transformer_files(candidate):
             return candidate
+        if candidate.is_dir() and any(file.suffix in CHECKPOINTS for file in candidate.iterdir()):
+            return candidate
     raise CheckpointError(
         f"--world {name} is neither a shipped world ({', '.join(shipped())}) nor a folder with a world.json "
-        f"(`asyncrl fit world` makes one) or with the published {WAN_TRANSFORMER} and {WAN_VAE} "
-        f"(RLinf-Wan-LIBERO-*). Looked for these in {path.absolute()}{_seen(path)}. One of a class of your "
-        "own is named package.module:Class@FOLDER."
+        f"(`asyncrl fit world` makes one) or with published files: {WAN_TRANSFORMER} and {WAN_VAE} "
+        "(RLinf-Wan-LIBERO-*), shards with their index (RLinf-OpenSora-LIBERO-*), or a *.ckpt (EVAC). Looked "
+        f"for these in {path.absolute()}{_seen(path)}. One of a class of your own is named "
+        "package.module:Class@FOLDER."
     )
 
 

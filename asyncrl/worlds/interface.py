@@ -98,11 +98,13 @@ class World(Protocol[State]):
         """Return its networks by name: what is moved to host memory while there is nothing to imagine."""
         ...
 
-    def start(self, states: Sequence[StartState]) -> State:
+    def start(self, states: Sequence[StartState], *, decisions: int) -> State:
         """Open one slot per start state.
 
         Args:
             states: `B` start states whose frames ``[H, W, 3]`` uint8 are `image_size` pixels high and wide.
+            decisions: That will be imagined from here at most: a world that remembers all of an episode has
+                room for them.
         """
         ...
 

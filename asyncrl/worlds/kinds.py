@@ -6,6 +6,7 @@ from pathlib import Path
 
 from asyncrl import registry
 from asyncrl.errors import CheckpointError
+from asyncrl.storage import asset_paths
 from asyncrl.storage.atomic import read_json
 
 
@@ -24,7 +25,9 @@ def world_kind(folder: Path) -> str:
             known = ", ".join(registry.BUILT_IN["world"])
             raise CheckpointError(f"{described} describes a world of kind {kind!r}; there are: {known}.")
         return str(kind)
-    return "opensora" if is_opensora(folder) else "wan"
+    if is_opensora(folder):
+        return "opensora"
+    return "evac" if is_evac(folder) else "wan"
 
 
 def is_opensora(folder: Path) -> bool:
@@ -32,3 +35,16 @@ def is_opensora(folder: Path) -> bool:
     from asyncrl.worlds.opensora.published_world import recognises  # It needs torch.
 
     return recognises(folder)
+
+
+def is_evac(folder: Path) -> bool:
+    """Tell whether a folder is one of EVAC's as published.
+
+    Raises:
+        CheckpointError: A checkpoint in it cannot be read, or lacks a part.
+    """
+    if not any(path.suffix in asset_paths.CHECKPOINTS for path in folder.iterdir()):
+        return False
+    from asyncrl.worlds.evac.published import find_published
+
+    return find_published(folder) is not None

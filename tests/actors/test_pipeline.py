@@ -283,9 +283,9 @@ def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(device_events.time, "perf_counter", lambda: clock[0])
 
     def slowed(original: Any, seconds: float) -> Any:
-        def slow(self: RowModels, *args: Any) -> Any:
+        def slow(self: RowModels, *args: Any, **more: Any) -> Any:
             clock[0] += seconds
-            return original(self, *args)
+            return original(self, *args, **more)
 
         return slow
 

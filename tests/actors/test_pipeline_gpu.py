@@ -50,7 +50,7 @@ class Integers:
         self.policy_device, self.world_device, self.cycles = policy_device, world_device, cycles
         self.weight = torch.zeros(1, device=policy_device)
 
-    def start(self, states: Sequence[StartState]) -> RowState:
+    def start(self, states: Sequence[StartState], *, decisions: int = 0) -> RowState:
         numbers = moved(
             np.stack([state.frame[0, 0, 0] for state in states]).astype(np.int64), self.world_device
         )

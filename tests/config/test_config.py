@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl import registry
 from asyncrl.config.algorithm import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -20,6 +21,7 @@ from asyncrl.config.algorithm import (
 from asyncrl.config.loading import REMOVED, RENAMED, load_file, overlay, parse, to_json
 from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig, WeightSettings
 from asyncrl.errors import ConfigError
+from asyncrl.launch.simulated import refuse_idle, simulator_named
 from support import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -252,6 +254,72 @@ def test_the_wan_ppo_recipe_has_rlinfs_values() -> None:
     assert (critic.learning_rate, critic.gamma, critic.lam) == (3e-3, 0.99, 0.95)
     assert (critic.value_clip, critic.huber) == (0.2, 10.0)
     assert (config.optimizer.learning_rate, config.lora.rank) == (5e-6, 32)
+
+
+@pytest.mark.parametrize("suite", ["spatial", "object", "goal", "10"])
+def test_the_libero_recipes_have_rlinfs_values(suite: str) -> None:
+    config = load_file(CONFIGS / f"libero_{suite}_grpo_openvlaoft.toml")
+    chosen, optimizer = config.algorithm, config.optimizer
+    assert (config.world, config.simulator.horizon) == (f"libero_{suite}", 512)
+    assert config.world_settings == ("settle=15", "wrist=false")
+    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 8)
+    assert chosen.group_size * chosen.groups_per_update == 64 * 16  # environments times rollout epochs
+    assert 64 * 16 * 64 / chosen.minibatches == 16384  # the global batch
+    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
+    assert (chosen.temperature, chosen.top_k, optimizer.learning_rate, optimizer.eps) == (1.6, 0, 2e-5, 1e-8)
+    assert config.actor.slots == config.simulator.workers, "LIBERO has one episode in a process"
+
+
+def test_the_libero_ppo_recipe_has_rlinfs_values() -> None:
+    config = load_file(CONFIGS / "libero_10_ppo_openvlaoft.toml")
+    chosen, critic = config.algorithm, config.critic
+    assert (config.world, config.simulator.horizon, config.lora.rank) == ("libero_10", 512, 32)
+    assert (chosen.kind, chosen.group_size, chosen.groups_per_update) == ("ppo", 1, 64)
+    assert 64 * 64 / chosen.minibatches == 1024  # the global batch
+    assert (chosen.micro_batch, chosen.temperature, chosen.top_k) == (16, 1.0, 50)
+    assert (critic.level, critic.learning_rate, config.optimizer.learning_rate) == ("decision", 3e-3, 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batch", "level", "clip_high", "learning_rate", "norm", "top_k", "rank"),
+    [
+        ("ppo_openvla", 80, "action", 0.2, 1e-4, 10.0, 0, 32),
+        ("ppo_openvlaoft", 40, "token", 0.28, 1e-4, 10.0, 0, 32),
+        ("grpo_openvla", 40, "token", 0.28, 1e-5, 1.0, 50, 0),
+        ("grpo_openvlaoft", 40, "token", 0.28, 1e-4, 10.0, 0, 32),
+    ],
+)
+def test_the_maniskill_recipes_have_rlinfs_values(
+    name: str,
+    micro_batch: int,
+    level: str,
+    clip_high: float,
+    learning_rate: float,
+    norm: float,
+    top_k: int,
+    rank: int,
+) -> None:
+    config = load_file(CONFIGS / f"maniskill_{name}.toml")
+    chosen, optimizer = config.algorithm, config.optimizer
+    assert (config.world, config.simulator.horizon) == ("maniskill_put_on_plate_25", 80)
+    assert config.world_settings == ('reward="shaped"',)
+    assert (chosen.micro_batch, chosen.level, chosen.clip_high) == (micro_batch, level, clip_high)
+    assert (optimizer.learning_rate, optimizer.max_grad_norm) == (learning_rate, norm)
+    assert (chosen.temperature, chosen.top_k, config.lora.rank) == (1.0, top_k, rank)
+    assert chosen.group_size * chosen.groups_per_update * 80 / chosen.minibatches == 640  # the global batch
+    if chosen.kind == "ppo":
+        assert (config.critic.level, config.critic.learning_rate) == ("action", 3e-3)
+    assert config.actor.slots * 4 == (128 if chosen.kind == "ppo" else 256)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_the_slots_of_every_recipe_fit_its_simulator(file: Path) -> None:
+    config = load_file(file)
+    if not (name := simulator_named(config.world)):
+        return
+    places = -(-config.actor.slots // max(1, config.simulator.workers))
+    assert places <= getattr(registry.resolve("simulator", name), "most_places", places)
+    refuse_idle(config)
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED))

@@ -103,7 +103,10 @@ def test_an_environment_of_ones_own_is_played_in_all_its_places(
     )
     assert code == 0
     assert "1 task, seeds as starts, 24 steps, pictures of 32 x 32" in found["simulator"]["seen"]
-    assert "actions of 2, reward dense; no expert" in found["simulator"]["seen"]
+    assert (
+        "actions of 2, reward dense; with an expert if what the function makes has one"
+        in found["simulator"]["seen"]
+    )
     assert "of 3 places together" in found["step"]["seen"]
 
 

@@ -55,7 +55,7 @@ class AddingWorld:
 
     version, image_size, action_spec = 0, 2, ActionSpec()
 
-    def start(self, states: Sequence[StartState]) -> Any:
+    def start(self, states: Sequence[StartState], *, decisions: int = 0) -> Any:
         assert all(len(state.context_frames) == 0 for state in states)
         return Sum(np.array([int(state.frame[0, 0, 0]) for state in states]))
 

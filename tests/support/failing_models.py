@@ -100,7 +100,7 @@ class RowModels:
             if self.poisoned.hits(part, number, decision):
                 raise RuntimeError(f"{part} for {number}\nmore lines")
 
-    def start(self, states: Sequence[StartState]) -> RowState:
+    def start(self, states: Sequence[StartState], *, decisions: int = 0) -> RowState:
         numbers = [int(state.frame[0, 0, 0]) for state in states]
         self._raise_for("start raises", numbers, [1] * len(numbers))
         self.poisoned.begun += numbers

@@ -142,8 +142,10 @@ class OpenSoraWorld:
             self._sampler.forget()
 
     @torch.no_grad()
-    def start(self, states: Sequence[StartState]) -> OpenSoraState:
+    def start(self, states: Sequence[StartState], *, decisions: int = 0) -> OpenSoraState:
         """Open one slot per start state. Each frame is encoded once, however many slots begin with it.
+
+        What is remembered has one size, however many decisions follow.
 
         Raises:
             ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.

@@ -157,8 +157,10 @@ class WanWorld:
             self._velocity.forget()
 
     @torch.no_grad()
-    def start(self, states: Sequence[StartState]) -> WanState:
+    def start(self, states: Sequence[StartState], *, decisions: int = 0) -> WanState:
         """Open one slot per start state: encode what was seen and let the decoder see it too.
+
+        What is remembered has one size, however many decisions follow.
 
         Raises:
             ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
