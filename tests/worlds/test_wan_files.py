@@ -482,7 +482,7 @@ def test_every_suite_has_its_ten_instructions() -> None:
     [
         (
             MODEL,
-            r"--world .* with published files: model-00001\.safetensors and Wan2\.2_VAE\.pth .*Looked for these",
+            r"--world .* published files: model-00001\.safetensors and Wan2\.2_VAE\.pth .*Looked for these",
         ),
         (VAE, r"no autoencoder: .*Wan2\.2_VAE\.pth does not exist"),
         ("resnet_rm.pth", r"no readable reward model \(looked for reward\.json, resnet_rm\.pth, taskemb"),
