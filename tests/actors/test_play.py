@@ -79,9 +79,10 @@ def playing(
     places: int = 2,
     max_decisions: int = 100,
     accident: str = "",
+    lockstep: bool = False,
     **more: Any,
 ) -> Iterator[tuple[Play, Slots, Stage[Any]]]:
-    settings = (f'accident="{accident}"',) if accident else ()
+    settings = (*((f'accident="{accident}"',) if accident else ()), f"lockstep={str(lockstep).lower()}")
     source = SimulatorSource(name=COUNTING, places=places, settings=settings)
     with SimulatorPool(source, workers, steps=chunk, timeout=30.0) as pool:
         policy: Any = more.pop("policy", None) or Chooser(chunk)
@@ -221,8 +222,13 @@ def assert_equal(one: Episode, other: Episode, *but: str) -> None:
 def test_no_episode_depends_on_workers_slots_or_who_answers_first() -> None:
     alone = episodes_of(workers=0, places=1)
     assert len(alone) == 16
-    for workers, places, together in ((2, 2, False), (0, 5, True)):
-        found = episodes_of(workers=workers, places=places, together=together)
+    for workers, places, together, lockstep in (
+        (2, 2, False, False),
+        (0, 5, True, False),
+        (2, 3, False, True),
+        (0, 5, True, True),
+    ):
+        found = episodes_of(workers=workers, places=places, together=together, lockstep=lockstep)
         assert found.keys() == alone.keys()
         for key, made in found.items():
             assert_equal(made, alone[key])

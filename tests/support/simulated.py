@@ -63,8 +63,9 @@ class Counting(OneByOne[CountingPlace]):
         trials: int = 0,
         accident: str = "",
         seconds: float = 0.0,
+        lockstep: bool = False,
     ) -> None:
-        """`seconds` is how long it takes to be built."""
+        """`seconds` is how long it takes to be built; `lockstep`: its places only step together."""
         time.sleep(seconds)
         spec = SimulatorSpec(
             name="counting",
@@ -75,6 +76,7 @@ class Counting(OneByOne[CountingPlace]):
             cameras=("front", "wrist"),
             state_dim=2,
             places=places,
+            lockstep=lockstep,
         )
         super().__init__(spec, [CountingPlace(accident) for _ in range(places)])
 
