@@ -11,30 +11,24 @@ dies. The parent waits for answers (`waits.SIMULATORS`) as long as it says, and 
 
 from __future__ import annotations
 
-import json
 import logging
-import mmap
-import multiprocessing as mp
-import os
 import time
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import reduction
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import waits
 from asyncrl.records import CHUNK
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSpec
-from asyncrl.simulators.pool_worker import Frames, PlaceArrays, Request, Worker, spec_from_json, worker_main
+from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec
+from asyncrl.simulators.pool_members import InProcessMember, WorkerMember
+from asyncrl.simulators.pool_worker import Frames, Request
 
 _log = logging.getLogger(__name__)
-_KINDS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "ConfigError": ConfigError}
 MOST_LOST: Final = 5
 """Workers that may be lost before the pool gives up."""
 START_TIMEOUT: Final = 300.0
@@ -112,109 +106,6 @@ class Pool(Protocol):
         ...
 
 
-class _InProcess:
-    """Stands in for a worker where no process is wanted: carries requests out when answers are asked for."""
-
-    def __init__(self, simulator: Simulator, steps: int) -> None:
-        self._simulator, spec = simulator, simulator.spec
-        self.spec = spec
-        self.arrays: PlaceArrays | None = PlaceArrays.over(
-            bytearray(PlaceArrays.nbytes(spec, steps)), spec, steps
-        )
-        self._worker = Worker(simulator, self.arrays)
-        self._requests: list[Request] = []
-
-    def send(self, request: Request) -> None:
-        self._requests.append(request)
-
-    def answers(self) -> list[dict[str, Any]]:
-        requests, self._requests = self._requests, []
-        return self._worker.take(requests)
-
-    def close(self) -> None:
-        self._simulator.close()
-
-
-class _Remote:
-    """The parent's side of one worker process."""
-
-    def __init__(self, source: SimulatorSource, number: int, steps: int) -> None:
-        context = mp.get_context("spawn")
-        self.name = f"simulator worker {number}"
-        self.arrays: PlaceArrays | None = None
-        self.spec: SimulatorSpec | None = None
-        """None until it is ready."""
-        self._steps = steps
-        self._unsent: list[Request] = []
-        """Asked for before it was ready."""
-        self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=worker_main, name=self.name, args=(theirs, source, steps, os.getpid()), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-
-    def send(self, request: Request) -> None:
-        if self.arrays is None:
-            self._unsent.append(request)
-            return
-        try:
-            self.pipe.send_bytes(json.dumps(request).encode())
-        except (BrokenPipeError, ConnectionResetError):
-            return  # It died: that is noticed, and said, where answers are taken.
-
-    def answers(self) -> list[dict[str, Any]]:
-        """Take what has come without waiting.
-
-        Raises:
-            RunError: The worker died or failed.
-            ConfigError: It cannot be built.
-        """
-        found = []
-        try:
-            while self.pipe.poll():
-                message = json.loads(self.pipe.recv_bytes())
-                if "error" in message:
-                    kind = _KINDS.get(message["kind"], RunError)
-                    raise kind(
-                        message["error"]
-                        if kind is not RunError
-                        else f"The {self.name} failed: {message['kind']}: {message['error']}"
-                    )
-                if "spec" in message:
-                    self._begin(spec_from_json(message["spec"]))
-                else:
-                    found.append(message)
-        except (EOFError, ConnectionResetError):
-            raise self.dead() from None
-        return found
-
-    def _begin(self, spec: SimulatorSpec) -> None:
-        memory = reduction.recv_handle(self.pipe)
-        size = max(1, PlaceArrays.nbytes(spec, self._steps))
-        self.spec, self.arrays = spec, PlaceArrays.over(mmap.mmap(memory, size), spec, self._steps)
-        os.close(memory)
-        unsent, self._unsent = self._unsent, []
-        for request in unsent:
-            self.send(request)
-
-    def dead(self) -> RunError:
-        """Say how it died."""
-        self.process.join(timeout=5)
-        return RunError(
-            f"The {self.name} died with exit code {self.process.exitcode} (negative: killed by signal). Its "
-            "own output above says why; signal 9 often means a lack of memory."
-        )
-
-    def close(self, patience: float = 5.0) -> None:
-        """End the process: politely by closing the pipe, by SIGKILL if that takes longer."""
-        self.pipe.close()
-        self.process.join(timeout=patience)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(timeout=5)
-
-
 @dataclass(kw_only=True)
 class _Asked:
     """What a slot was asked."""
@@ -256,12 +147,12 @@ class SimulatorPool:
         """Slot -> task id of the scene that is loaded there."""
         self._lost: list[str] = []
         self._closed = False
-        self._members: list[_InProcess | _Remote] = []
+        self._members: list[InProcessMember | WorkerMember] = []
         try:
             if workers == 0:
-                self._members = [_InProcess(source.build(), steps)]
+                self._members = [InProcessMember(source.build(), steps)]
             for number in range(workers):
-                self._members.append(_Remote(source, number, steps))
+                self._members.append(WorkerMember(source, number, steps))
             self.spec: SimulatorSpec = self._first_spec()
         except BaseException:
             self.close()
@@ -356,7 +247,7 @@ class SimulatorPool:
             left = deadline - time.monotonic()
             if answers or not self._asked or left <= 0:
                 return answers
-            remotes = [member for member in self._members if isinstance(member, _Remote)]
+            remotes = [member for member in self._members if isinstance(member, WorkerMember)]
             if remotes:
                 with waits.waiting(waits.SIMULATORS):
                     wait([x for m in remotes for x in (m.pipe, m.process.sentinel)], timeout=min(left, 1.0))
@@ -366,7 +257,7 @@ class SimulatorPool:
         self._closed = True
         members, self._members = self._members, []
         for member in members:
-            if isinstance(member, _Remote):
+            if isinstance(member, WorkerMember):
                 member.pipe.close()  # All end at the same time.
         for member in members:
             member.close()
@@ -380,7 +271,7 @@ class SimulatorPool:
     def _first_spec(self) -> SimulatorSpec:
         """Wait until the first worker is ready; the others may still be loading."""
         first = self._members[0]
-        if isinstance(first, _InProcess):
+        if isinstance(first, InProcessMember):
             return first.spec
         deadline = time.monotonic() + START_TIMEOUT
         while first.spec is None:
@@ -412,7 +303,7 @@ class SimulatorPool:
 
     def _answers(self, number: int) -> list[SlotAnswer]:
         member = self._members[number]
-        if isinstance(member, _InProcess):
+        if isinstance(member, InProcessMember):
             return [self._read(number, message) for message in member.answers()]
         starting = member.arrays is None
         try:
@@ -425,7 +316,7 @@ class SimulatorPool:
         except RunError as error:
             return self._replace(number, member, str(error))
 
-    def _check_alive(self, number: int, member: _Remote) -> None:
+    def _check_alive(self, number: int, member: WorkerMember) -> None:
         """Raise when a worker died, or takes too long for what it was asked."""
         if not member.process.is_alive() and not member.pipe.poll():
             raise member.dead()
@@ -444,14 +335,14 @@ class SimulatorPool:
             if slot in self._asked:
                 self._asked[slot] = replace(self._asked[slot], since=time.monotonic())
 
-    def _replace(self, number: int, member: _Remote, reason: str) -> list[SlotAnswer]:
+    def _replace(self, number: int, member: WorkerMember, reason: str) -> list[SlotAnswer]:
         """Start another worker in the place of one that is lost; tell all its slots."""
         self._lost.append(reason)
         _log.warning("%s Its episodes are played again (%d of %d times).", reason, len(self._lost), MOST_LOST)
         member.close(patience=0.0)
         if len(self._lost) >= MOST_LOST:
             raise RunError(f"{reason} It is number {len(self._lost)} that was lost, so the pool gives up.")
-        self._members[number] = _Remote(self._source, number, self._steps)
+        self._members[number] = WorkerMember(self._source, number, self._steps)
         slots = list(self._slots_of(number))
         for slot in slots:
             self._asked.pop(slot, None)
