@@ -95,3 +95,8 @@ class TensorState:
 
     def _rows(self, indices: Sequence[int]) -> Tensor:
         return to_device(np.array(indices, np.int64), self.finite.device)
+
+
+def finite_rows(values: Tensor) -> Tensor:
+    """Tell which rows of ``[B, ...]`` are finite throughout: ``[B]`` bool."""
+    return values.isfinite().flatten(1).all(dim=1)

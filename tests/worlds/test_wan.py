@@ -20,6 +20,7 @@ from asyncrl.config.run import ImaginationSettings
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.records import StartState
+from asyncrl.worlds.noise import draw_noise
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, save_start_states, start_state_at
 from asyncrl.worlds.wan.flow_matching import (
     CONTEXT_SIGMA,
@@ -43,7 +44,7 @@ from asyncrl.worlds.wan.vae import (
     encode_step,
     encode_stream,
 )
-from asyncrl.worlds.wan.world import WanWorld, draw_noise, load_world, save_world
+from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
 
 NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
 

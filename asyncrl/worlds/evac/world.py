@@ -32,6 +32,7 @@ from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
 from asyncrl.worlds.evac.noise import normal_noise, seed_words
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.state import EvacState
+from asyncrl.worlds.tensor_state import finite_rows
 
 CONTEXT: Final = 4
 """Frames of a start state's context, if it has one."""
@@ -180,7 +181,7 @@ class EvacWorld:
             poses=to_device(poses, self.device)[:, None].repeat(1, room, 1),
             count=to_device(counts, self.device),
             seen=to_device(last, self.device),
-            finite=_finite_rows(history),
+            finite=finite_rows(history),
             left=[decisions] * batch,
         )
 
@@ -234,7 +235,7 @@ class EvacWorld:
         pictures = self._decode(latents_BCZhw.flatten(0, 1)).unflatten(0, latents_BCZhw.shape[:2])
         frames = to_uint8(pictures).permute(0, 1, 3, 4, 2).contiguous()
         parts = (new_BZChw, told.poses, pictures)
-        finite = torch.stack([_finite_rows(part) for part in parts]).all(dim=0)
+        finite = torch.stack([finite_rows(part) for part in parts]).all(dim=0)
         return frames, state.extended(latents_BCZhw, told.poses, frames[:, -1], finite)
 
     @torch.no_grad()
@@ -291,11 +292,6 @@ class EvacWorld:
         scale = self.config.autoencoder.scale
         parts = latents_NZhw.split(FRAMES_AT_ONCE)
         return torch.cat([self._decode_frames(self.networks.autoencoder, part, scale) for part in parts])
-
-
-def _finite_rows(values: Tensor) -> Tensor:
-    """Tell which rows of ``[B, ...]`` are finite throughout: ``[B]`` bool."""
-    return values.isfinite().flatten(1).all(dim=1)
 
 
 def _check_start(state: StartState, size: int) -> None:

@@ -34,6 +34,7 @@ from asyncrl.worlds.opensora.files import AS_SAVED, WorldFiles, check_settings, 
 from asyncrl.worlds.opensora.rectified_flow import STEPS, sample, sampling_times
 from asyncrl.worlds.opensora.state import OpenSoraState
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
+from asyncrl.worlds.tensor_state import finite_rows
 
 
 class OpenSoraWorld:
@@ -164,7 +165,7 @@ class OpenSoraWorld:
         latents_UZhw = self.vae.encode(frames_U3HW)
         picked = latents_UZhw.index_select(0, to_device(np.array(rows, np.int64), self.device))
         latents_BZ4hw = picked.unflatten(0, (len(states), CONDITION)).transpose(1, 2).contiguous()
-        return OpenSoraState(latents=latents_BZ4hw, finite=_finite_rows(latents_BZ4hw))
+        return OpenSoraState(latents=latents_BZ4hw, finite=finite_rows(latents_BZ4hw))
 
     @torch.no_grad()
     def imagine(
@@ -203,7 +204,7 @@ class OpenSoraWorld:
         pixels = self.vae.decode(new_BZChw.transpose(1, 2).flatten(0, 1)).unflatten(0, (-1, CHUNK))
         after = OpenSoraState(
             latents=new_BZChw[:, :, -CONDITION:].clone(),
-            finite=state.finite & _finite_rows(new_BZChw) & _finite_rows(pixels),
+            finite=state.finite & finite_rows(new_BZChw) & finite_rows(pixels),
         )
         return to_uint8(pixels).permute(0, 1, 3, 4, 2).contiguous(), after
 
@@ -233,11 +234,6 @@ class OpenSoraWorld:
             return self.transformer.step(new_BZChw, times_B, scaled_BCA, prefix)
 
         return sample(velocity, noise_BZChw, steps=self.schedule_steps)
-
-
-def _finite_rows(values: Tensor) -> Tensor:
-    """Tell which rows of ``[B, ...]`` are finite throughout: ``[B]`` bool."""
-    return values.isfinite().flatten(1).all(dim=1)
 
 
 def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:

@@ -33,6 +33,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, DUMMY_ACTION, ActionSpec, ModelSummary, SlotBytes, StartState
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.worlds.noise import draw_noise
+from asyncrl.worlds.tensor_state import finite_rows
 from asyncrl.worlds.wan.files import AS_SAVED, FORMAT, TRANSFORMER, VAE, WorldFiles, open_world
 from asyncrl.worlds.wan.flow_matching import sampling_sigmas
 from asyncrl.worlds.wan.state import WanState
@@ -178,7 +180,7 @@ class WanWorld:
             anchor=anchor,
             memory=memory,
             last_actions=to_device(actions, self.device),
-            finite=_finite_rows(anchor) & _finite_rows(memory),
+            finite=finite_rows(anchor) & finite_rows(memory),
             cache=cache,
             encoder_cache=seen if self.memory == "frames" else [],
         )
@@ -229,7 +231,7 @@ class WanWorld:
             anchor=state.anchor.clone(),
             memory=memory,
             last_actions=actions_B8A[:, -CONTEXT:].clone(),
-            finite=state.finite & _finite_rows(new_BZ2hw) & _finite_rows(frames),
+            finite=state.finite & finite_rows(new_BZ2hw) & finite_rows(frames),
             cache=cache,
             encoder_cache=[tensor.clone() for tensor in state.encoder_cache],
         )
@@ -273,17 +275,6 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         dummy = torch.tensor(DUMMY_ACTION, device=device)
         return dummy, torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
-
-
-def _finite_rows(values: Tensor) -> Tensor:
-    """Tell which rows of ``[B, ...]`` are finite throughout: ``[B]`` bool."""
-    return values.isfinite().flatten(1).all(dim=1)
-
-
-def draw_noise(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    """Draw ``[B, *shape]`` float32 standard normal noise on the CPU, row i from ``seeds[i]`` alone."""
-    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]
-    return torch.stack(rows)
 
 
 def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
