@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 
 from asyncrl import __version__, cli
-from asyncrl.errors import AssetError
+from asyncrl.errors import RunError
 from asyncrl.observability.metrics_page import as_markdown
 
 
@@ -89,7 +89,7 @@ def test_main_exits_with_the_code_of_the_command() -> None:
 
 def fails(arguments: list[str]) -> int:
     """Stand for a command whose files are missing."""
-    raise AssetError(f"nothing there for {arguments[0]}")
+    raise RunError(f"nothing there for {arguments[0]}")
 
 
 def test_an_error_of_ours_is_one_line_and_code_one(
