@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,8 +120,11 @@ def must_be_new(folder: Path) -> None:
     if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
         raise ConfigError(f"--out {folder} is a file, where a folder is expected. Choose another name.")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {folder} cannot be made in {above}. Choose another folder.")
+    problem = "" if above.is_dir() else os.strerror(errno.ENOTDIR)
+    if not problem and not os.access(above, os.W_OK | os.X_OK):
+        problem = os.strerror(errno.EACCES)
+    if problem:
+        raise ConfigError(f"--out {folder} cannot be made ({problem}). Choose another folder.")
     if any(folder.glob("part-*.h5")):
         raise ConfigError(
             f"--out {folder} already holds recordings; they are not overwritten. Choose another folder."
