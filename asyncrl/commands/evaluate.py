@@ -325,5 +325,6 @@ def table(result: Evaluation) -> str:
     width = max(len(task) for task in [*result.by_task, "all tasks"])
     rows = [f"{task:<{width}}  {rate}" for task, rate in result.by_task.items()]
     head = f"{'task':<{width}}  success  95 % interval   episodes"
-    total = f"{'all tasks':<{width}}  {result.overall}   mean steps to success {result.mean_steps:.1f}"
+    steps = f"   mean steps to success {result.mean_steps:.1f}" if result.overall.successes else ""
+    total = f"{'all tasks':<{width}}  {result.overall}{steps}"
     return "\n".join([head, *rows, total])
