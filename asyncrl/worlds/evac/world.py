@@ -23,7 +23,7 @@ from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, ActionSpec, ModelSummary, SlotBytes, StartState
+from asyncrl.records import CHUNK, POSE_DIM, ActionSpec, ModelSummary, SlotBytes, StartState
 from asyncrl.worlds.evac.autoencoder import decode_frames, encode_frames
 from asyncrl.worlds.evac.conditions import Conditions, EvacNetworks, Geometry, conditions_of
 from asyncrl.worlds.evac.config import EvacConfig
@@ -32,6 +32,7 @@ from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
 from asyncrl.worlds.evac.noise import normal_noise, seed_words
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.state import EvacState
+from asyncrl.worlds.full_batch import imagine_full
 from asyncrl.worlds.tensor_state import finite_rows
 
 CONTEXT: Final = 4
@@ -202,22 +203,8 @@ class EvacWorld:
         Raises:
             ConfigError: A slot has had as many decisions as `start` was told.
         """
-        if not isinstance(actions, Tensor):
-            actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
-        actions_BC7 = actions.to(self.device, torch.float32, non_blocking=True)
-        live = len(state)
-        if actions_BC7.shape != (live, CHUNK, ACTION_DIM) or len(noise_seeds) != live:
-            raise ValueError(
-                f"{live} slots need actions [{live}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
-                f"got {list(actions_BC7.shape)} and {len(noise_seeds)}"
-            )
         state.check_room()
-        if live < self._rows:
-            rows = [*range(live), *[0] * (self._rows - live)]
-            filled = torch.cat([actions_BC7, actions_BC7[:1].expand(len(rows) - live, -1, -1)])
-            frames, after = self._imagine(state.select(rows), filled, [noise_seeds[row] for row in rows])
-            return frames[:live], after.select(range(live))
-        return self._imagine(state, actions_BC7, noise_seeds)
+        return imagine_full(self._imagine, state, actions, noise_seeds, rows=self._rows, device=self.device)
 
     def _imagine(
         self, state: EvacState, actions_BC7: Tensor, noise_seeds: Sequence[int]

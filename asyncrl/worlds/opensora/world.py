@@ -26,7 +26,8 @@ from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.records import ACTION_DIM, CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
+from asyncrl.records import CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
+from asyncrl.worlds.full_batch import imagine_full
 from asyncrl.worlds.noise import draw_noise
 from asyncrl.worlds.opensora.action_range import ActionRange, normalise
 from asyncrl.worlds.opensora.autoencoder import FrameVae
@@ -181,21 +182,7 @@ class OpenSoraWorld:
         Returns:
             Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
         """
-        if not isinstance(actions, Tensor):
-            actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
-        actions_BCA = actions.to(self.device, torch.float32, non_blocking=True)
-        live = len(state)
-        if actions_BCA.shape != (live, CHUNK, ACTION_DIM) or len(noise_seeds) != live:
-            raise ValueError(
-                f"{live} slots need actions [{live}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
-                f"got {list(actions_BCA.shape)} and {len(noise_seeds)}"
-            )
-        if live < self._rows:
-            rows = [*range(live), *[0] * (self._rows - live)]
-            filled = torch.cat([actions_BCA, actions_BCA[:1].expand(len(rows) - live, -1, -1)])
-            frames, after = self._imagine(state.select(rows), filled, [noise_seeds[row] for row in rows])
-            return frames[:live], after.select(range(live))
-        return self._imagine(state, actions_BCA, noise_seeds)
+        return imagine_full(self._imagine, state, actions, noise_seeds, rows=self._rows, device=self.device)
 
     def _imagine(
         self, state: OpenSoraState, actions_BCA: Tensor, noise_seeds: Sequence[int]
