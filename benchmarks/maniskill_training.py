@@ -1,6 +1,7 @@
 """What PPO gains in ManiSkill: a small policy that pushes too short is trained where it plays.
 
     python benchmarks/maniskill_training.py OUT --workers 12        extra maniskill; a GPU, or much patience
+    python benchmarks/maniskill_training.py OUT --plot curve.png    the same, and draws it (extra benchmarks)
 
 The expert of PushCube is made to stop short (`--expert.place-offset`), and a fresh policy imitates it. PPO
 then trains that policy in the simulator. Both are judged by held-out seeds, sampled and greedy. What is in
@@ -10,9 +11,11 @@ OUT is not made again, so that an interrupted run goes on.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +53,8 @@ class Settings:
     image_size: int = 64
     episodes: int = 256
     """Of each evaluation."""
+    plot: Path | None = None
+    """Picture of the episodes' success while training, and of the evaluations."""
 
 
 def program(done: Path, log: Path, *arguments: str) -> None:
@@ -103,6 +108,28 @@ def train(settings: Settings, policy: Path, seed: int) -> Path:
     return run
 
 
+def plot(settings: Settings, before: list[dict[str, Any]], after: dict[int, list[dict[str, Any]]]) -> None:
+    """Draw success of the episodes that each update learned from, and sampled success by held-out seeds."""
+    assert settings.plot is not None
+    import_module("matplotlib").use("Agg")  # Of the extra `benchmarks`, and of this function alone.
+    figure, axis = import_module("matplotlib.pyplot").subplots(figsize=(6.5, 4))
+    ends = [(0, before[0], "imitation"), *((settings.updates, found[0], "PPO") for found in after.values())]
+    for update, found, name in ends:
+        bars = [[100 * (found["rate"] - found["low"])], [100 * (found["high"] - found["rate"])]]
+        label = f"{name}, {settings.episodes} held-out seeds"
+        axis.errorbar([update], [100 * found["rate"]], yerr=bars, marker="o", capsize=4, label=label)
+    for seed in after:
+        printed = (settings.out / f"run{seed}.log").read_text()
+        rows = re.findall(r"^ +(\d+) +([\d.]+)%", printed, re.M)
+        line = [float(share) for _, share in rows]
+        axis.plot([int(update) for update, _ in rows], line, color="grey", label="training episodes")
+    axis.set(xlabel="update", ylabel="success (%)", ylim=(0, 100))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(settings.plot, dpi=110)
+
+
 def main() -> int:
     """Run what is missing and print the table; code 1 when the gain is smaller than claimed."""
     given = tyro.cli(Settings, description=__doc__)
@@ -110,11 +137,15 @@ def main() -> int:
     settings.out.mkdir(parents=True, exist_ok=True)
     policy = base(settings)
     before = judge(settings, policy, "before")
-    rows, holds = [("imitation", before)], True
-    for seed in settings.seeds:
-        after = judge(settings, train(settings, policy, seed), f"after{seed}")
-        holds &= after[0]["rate"] - before[0]["rate"] >= GAIN and after[0]["low"] > before[0]["high"]
-        rows.append((f"PPO, {settings.updates} updates, seed {seed}", after))
+    after = {seed: judge(settings, train(settings, policy, seed), f"after{seed}") for seed in settings.seeds}
+    rows = [("imitation", before)]
+    rows += [(f"PPO, {settings.updates} updates, seed {seed}", found) for seed, found in after.items()]
+    holds = all(
+        found[0]["rate"] - before[0]["rate"] >= GAIN and found[0]["low"] > before[0]["high"]
+        for found in after.values()
+    )
+    if settings.plot:
+        plot(settings, before, after)
     print("\n| PushCube | sampled, 95 % interval | greedy |\n|---|---|---|")
     for name, found in rows:
         shown = [f"{100 * r['rate']:.1f} [{100 * r['low']:.1f}, {100 * r['high']:.1f}]" for r in found]

@@ -54,15 +54,15 @@ class Table:
     out: Annotated[Path, tyro.conf.Positional]
 
 
-def program(run: Run, log: Path, *arguments: str) -> None:
-    """Run ``asyncrl`` with its output in a file; raises when it fails or takes too long."""
+def program(limit: float, log: Path, *arguments: str) -> None:
+    """Run ``asyncrl`` with its output in a file; raises when it fails or takes more than `limit` seconds."""
     with log.open("w") as text:
         subprocess.run(
             [sys.executable, "-m", "asyncrl", *arguments],
             cwd=ROOT,
             stdout=text,
             stderr=subprocess.STDOUT,
-            timeout=run.limit,
+            timeout=limit,
             check=True,
         )
 
@@ -71,7 +71,7 @@ def judge(run: Run, policy: str, answer: Path) -> None:
     """Evaluate a policy at held-out starts; the result appears whole or not at all."""
     partial = answer.with_suffix(".partial")
     flags = ["--episodes", str(run.episodes), "--temperature", "1", "--json", str(partial.absolute())]
-    program(run, answer.with_suffix(".log"), "evaluate", policy, *flags)
+    program(run.limit, answer.with_suffix(".log"), "evaluate", policy, *flags)
     partial.replace(answer)
 
 
@@ -82,7 +82,7 @@ def cell(run: Run, algorithm: str, lag: int, seed: int) -> str:
     if not answer.exists():
         flags = ["--inline", "--replay.max-lag", str(lag), "--seed", str(seed), "--run-dir", str(folder)]
         config = f"configs/tabletop_true_{algorithm}.toml"
-        program(run, run.out / f"{name}.train.log", "train", config, *flags, *run.flags)
+        program(run.limit, run.out / f"{name}.train.log", "train", config, *flags, *run.flags)
         judge(run, str(folder), answer)
     return f"{name}: {rate(answer)}"
 

@@ -1,6 +1,6 @@
 """Draw true and imagined episodes side by side as an animated picture.
 
-The imagined half gets the first true frame and the same actions, and nothing else.
+The imagined half gets the first true frame, where the hand is in it, and the same actions, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.storage.movies import GREEN, RED, require_mp4, write_movie
-from asyncrl.worlds.interface import State, World
+from asyncrl.worlds.interface import NeedsPose, State, World
 
 
 class Shown(Protocol):
@@ -43,6 +43,11 @@ class Shown(Protocol):
         ...
 
     @property
+    def poses(self) -> NDArray[np.float32]:
+        """``[F, 8]`` where the hand is; empty: not known."""
+        ...
+
+    @property
     def success(self) -> NDArray[np.bool_]:
         """``[F]``."""
         ...
@@ -61,7 +66,7 @@ def imagine_again(world: World[State], episodes: Sequence[Shown]) -> list[NDArra
 
     Args:
         world: Draws frames of the episodes' size.
-        episodes: Simulated episodes; only their first frames and their actions are used.
+        episodes: Simulated episodes; only their first frames and poses and their actions are used.
 
     Returns:
         One ``[F, H, W, 3]`` uint8 array per episode, frame 0 being the true one.
@@ -100,6 +105,7 @@ def _start_of(episode: Shown) -> StartState:
         frame=episode.frames[0],
         context_frames=episode.frames[:0],
         context_actions=episode.actions[:0],
+        ee_pose=episode.poses[0] if episode.poses.size else None,
     )
 
 
@@ -119,13 +125,19 @@ def check_imagines(world: World[Any], spec: SimulatorSpec) -> None:
     """Refuse a world that cannot imagine what a simulator shows.
 
     Raises:
-        ConfigError: It draws pictures of another size, or takes actions of another width.
+        ConfigError: It draws pictures of another size, takes actions of another width, or needs poses that
+            the simulator does not say.
     """
     wanted, drawn = (spec.image_size, spec.action_dim), (world.image_size, world.action_spec.dim)
     if wanted != drawn:
         raise ConfigError(
             f"--video: {spec.name} shows {wanted[0]} pixels and takes {wanted[1]} numbers, but --world draws "
             f"{drawn[0]} pixels and takes {drawn[1]}. Set --image-size {drawn[0]}, or another --world."
+        )
+    if isinstance(world, NeedsPose) and world.needs_pose and not spec.poses:
+        raise ConfigError(
+            f"--video: --world needs to know where the robot's hand is, but {spec.name} does not say it. "
+            "Choose another --world, or leave --video out."
         )
 
 

@@ -40,6 +40,8 @@ class SimulatorSpec:
     """Names of the K cameras; the first is what models of one picture see."""
     state_dim: int = 0
     """``Q``: numbers of the robot's state, as published policies are given it."""
+    poses: bool = False
+    """Whether `Seen.poses` says where the hand is: some world models begin with it."""
     action_low: tuple[float, ...] = (-1.0,) * 7
     action_high: tuple[float, ...] = (1.0,) * 7
     """``A`` bounds; what lies outside is clipped."""
@@ -85,6 +87,31 @@ class Seen(NamedTuple):
     """``[n, Q]``."""
     tasks: tuple[str, ...] = ()
     """After a reset the n instructions, otherwise empty."""
+    poses: NDArray[np.float32] | None = None
+    """``[n, 8]`` where the hand is, as `hand_pose` returns it; None unless `SimulatorSpec.poses`."""
+
+
+def hand_pose(
+    position: NDArray[np.floating], quaternion: NDArray[np.floating], opened: float
+) -> NDArray[np.float32]:
+    """Say where a hand is, in the order of `records.POSE_DIM`.
+
+    Args:
+        position: ``[3]`` of the point between the fingers, in metres, in the simulator's world.
+        quaternion: ``[4]`` x, y, z, w of length 1: from the hand's axes to the world's. Its sign is free, but
+            must not jump between two steps.
+        opened: How far the fingers are apart, from 0 to 1; clipped.
+
+    Returns:
+        ``[8]`` float32; the last number is the gripper as in actions, but as it is and not as it was told to
+        be: -1 (open) to 1 (closed).
+
+    Example:
+        >>> hand_pose(np.array([0.5, 0.0, 0.2]), np.array([1.0, 0.0, 0.0, 0.0]), 0.75).tolist()
+        [0.5, 0.0, 0.20000000298023224, 1.0, 0.0, 0.0, 0.0, -0.5]
+    """
+    gripper = 1.0 - 2.0 * min(max(opened, 0.0), 1.0)
+    return np.concatenate([position, quaternion, [gripper]]).astype(np.float32)
 
 
 class Stepped(NamedTuple):

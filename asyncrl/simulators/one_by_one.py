@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,14 @@ class Place(Protocol):
 
     def look(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         """Return pictures ``[K, H, W, 3]`` uint8 and state ``[Q]`` float32."""
+        ...
+
+
+class HasPose(Place, Protocol):
+    """A place that says where the hand is: all of a simulator with `SimulatorSpec.poses`."""
+
+    def pose(self) -> NDArray[np.float32]:
+        """Return ``[8]`` float32: see `interface.hand_pose`."""
         ...
 
 
@@ -78,7 +86,10 @@ class OneByOne(Generic[SomePlace]):
     def look(self, places: Sequence[int]) -> Seen:
         """See `Simulator.look`."""
         images, states = zip(*(self.places[place].look() for place in places), strict=True)
-        return Seen(np.stack(images), np.stack(states))
+        seen = Seen(np.stack(images), np.stack(states))
+        if not self.spec.poses:
+            return seen
+        return seen._replace(poses=np.stack([cast("HasPose", self.places[place]).pose() for place in places]))
 
     def close(self) -> None:
         """Close the places that can be closed."""

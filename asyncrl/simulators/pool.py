@@ -50,6 +50,8 @@ class SlotAnswer:
     after the last one, or after the reset."""
     states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """``[rows of frames, Q]``."""
+    poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """``[rows of frames, 8]``; ``[rows of frames, 0]`` of a simulator that says none."""
     actions: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """``[S, A]`` what was carried out."""
     rewards: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -365,6 +367,7 @@ class SimulatorPool:
             task=message.get("task", ""),
             frames=arrays.frames[place, rows].copy(),
             states=arrays.states[place, rows].copy(),
+            poses=arrays.poses[place, rows].copy(),
             actions=arrays.actions[place, :steps].copy(),
             rewards=arrays.rewards[place, :steps].copy(),
             success=arrays.success[place, :steps].copy(),

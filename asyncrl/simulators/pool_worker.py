@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.observability.signals import die_with_parent
+from asyncrl.records import POSE_DIM
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSpec
 
@@ -48,6 +49,8 @@ class PlaceArrays:
     """``[P, C, K, H, W, 3]``."""
     states: NDArray[np.float32]
     """``[P, C, Q]``."""
+    poses: NDArray[np.float32]
+    """``[P, C, 8]``; ``[P, C, 0]`` of a simulator that says none."""
     rewards: NDArray[np.float32]
     """``[P, C]``."""
     success: NDArray[np.bool_]
@@ -61,6 +64,7 @@ class PlaceArrays:
         return {
             "actions": (np.dtype(np.float32), (*rows, spec.action_dim)),
             "states": (np.dtype(np.float32), (*rows, spec.state_dim)),
+            "poses": (np.dtype(np.float32), (*rows, POSE_DIM if spec.poses else 0)),
             "rewards": (np.dtype(np.float32), rows),
             "frames": (np.dtype(np.uint8), (*rows, *picture)),
             "success": (np.dtype(np.bool_), rows),
@@ -190,6 +194,14 @@ class Worker:
     def _write_seen(self, places: list[int], rows: list[int], seen: Seen) -> None:
         self._arrays.frames[places, rows] = seen.images
         self._arrays.states[places, rows] = seen.states
+        spec = self._simulator.spec
+        if (seen.poses is not None) != spec.poses:
+            raise ConfigError(
+                f"{spec.name} shows {'no poses' if seen.poses is None else 'poses'}, but its spec says poses="
+                f"{spec.poses}. Let both say the same."
+            )
+        if seen.poses is not None:
+            self._arrays.poses[places, rows] = seen.poses
 
 
 def _turn(request: Request) -> _Turn:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.records import CHUNK, DUMMY_ACTION
+from asyncrl.records import CHUNK, dummy_action
 from asyncrl.seeds import simulated_sampling_seed
 from asyncrl.simulators.interface import Demonstrator, SimStart
 from asyncrl.simulators.pool import Pool, SlotAnswer
@@ -73,6 +73,8 @@ class SimulatedEpisode:
     """``[F, K - 1, H, W, 3]`` of the others; as `frames`."""
     states: NDArray[np.float32]
     """``[F, Q]``; as `frames`."""
+    poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """``[F, 8]`` where the hand was (`interface.hand_pose`); as `frames`. Empty: the simulator says none."""
     actions: NDArray[np.float32]
     """``[F, A]``; row 0 is `DUMMY_ACTION`, or zeros where A is not 7."""
     rewards: NDArray[np.float32]
@@ -104,7 +106,7 @@ class SimulatedEpisode:
     def drop_frames(self) -> None:
         """Keep of frames and states only the first: an evaluation's would not fit into memory."""
         self.frames, self.more_frames = self.frames[:1].copy(), self.more_frames[:1].copy()
-        self.states = self.states[:1].copy()
+        self.states, self.poses = self.states[:1].copy(), self.poses[:1].copy()
 
 
 @dataclass(kw_only=True)
@@ -134,6 +136,7 @@ class _Running:
             frames=images[:, 0].copy(),
             more_frames=images[:, 1:].copy(),
             states=np.concatenate([answer.states for answer in shown]),
+            poses=np.concatenate([answer.poses for answer in shown]),
             actions=np.concatenate([first_action(width)[None], *(answer.actions for answer in others)]),
             rewards=np.concatenate([np.zeros(1, np.float32), *(answer.rewards for answer in others)]),
             success=np.concatenate([np.zeros(1, np.bool_), *(answer.success for answer in others)]),
@@ -145,7 +148,7 @@ class _Running:
 
 def first_action(width: int) -> NDArray[np.float32]:
     """Return ``[A]`` float32, what stands for the action before the first frame."""
-    return DUMMY_ACTION if width == len(DUMMY_ACTION) else np.zeros(width, np.float32)
+    return dummy_action(width)
 
 
 def rollout(

@@ -14,8 +14,15 @@ from PIL import Image
 
 from asyncrl.commands.evaluate import main
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.evaluation.contact_sheet import check_suffix, imagine_again, tile, write_contact_sheet
+from asyncrl.evaluation.contact_sheet import (
+    check_imagines,
+    check_suffix,
+    imagine_again,
+    tile,
+    write_contact_sheet,
+)
 from asyncrl.records import ActionSpec, StartState
+from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
@@ -73,6 +80,33 @@ def test_only_the_first_frame_and_the_actions_are_used() -> None:
     assert drawn[0][:, 0, 0, 0].tolist() == [10 + t for t in triangular]
     assert drawn[1][:, 1, 1, 2].tolist() == [20 + t for t in triangular[:9]]
     assert drawn[2][:, 0, 0, 0].tolist() == [30 + t for t in triangular]
+
+
+def test_the_world_is_told_where_the_hand_is_where_that_is_known() -> None:
+    class Told(AddingWorld):
+        def start(self, states: Sequence[StartState], *, decisions: int = 0) -> Any:
+            poses.extend(state.ee_pose for state in states)
+            return super().start(states, decisions=decisions)
+
+    poses: list[np.ndarray | None] = []
+    known = replace(episode(1, 1), poses=np.arange(72, dtype=np.float32).reshape(9, 8))
+    imagine_again(Told(), [known, episode(2, 1)])
+    assert poses[0] is not None
+    assert poses[0].tolist() == list(range(8))
+    assert poses[1] is None
+
+
+def test_a_world_that_needs_poses_cannot_redraw_a_simulator_without() -> None:
+    class Needing(AddingWorld):
+        needs_pose = True
+
+    silent = SimulatorSpec(name="lab", tasks=(), trials=0, max_steps=8, image_size=2)
+    world: Any = Needing()
+    with pytest.raises(ConfigError, match="where the robot's hand is, but lab does not say it"):
+        check_imagines(world, silent)
+    check_imagines(world, replace(silent, poses=True))
+    plain: Any = AddingWorld()
+    check_imagines(plain, silent)
 
 
 def test_an_episode_that_ends_within_a_chunk_is_imagined_to_its_end() -> None:

@@ -141,6 +141,38 @@ def test_time_runs_out_once_and_nothing_begins_by_itself(tested: Case) -> None:
         assert (answer.steps, answer.truncated, answer.terminated) == (STEPS - 1, True, False)
 
 
+def test_where_the_hand_is_follows_from_start_and_actions(tested: Case) -> None:
+    simulator = tested.source.build()
+    start = starts_of(simulator.spec)[0]
+
+    def poses() -> list[np.ndarray | None]:
+        found = [simulator.reset([0], [start]).poses]
+        for action in actions_of(simulator.spec):
+            seen = simulator.step([0], action[None], draw=True).seen
+            assert seen is not None
+            found.append(seen.poses)
+        return [*found, simulator.look([0]).poses]
+
+    first, again = poses(), poses()
+    simulator.close()
+    if not simulator.spec.poses:
+        assert first == [None] * len(first)
+        return
+    one, other = (
+        np.concatenate([p for p in first if p is not None]),
+        np.stack([p[0] for p in again if p is not None]),
+    )
+    assert one.shape == (STEPS + 2, 8)
+    assert one.dtype == np.float32
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(one[-1], one[-2])
+    np.testing.assert_allclose(np.linalg.norm(one[:, 3:7], axis=1), 1, atol=1e-4)
+    assert np.abs(np.diff(one[:, 3:7], axis=0)).max() < 0.5, "the quaternion's sign does not jump"
+    assert 1e-4 < np.abs(np.diff(one[:-1, :3], axis=0)).max() < 0.3, "metres"
+    assert one[0, 7] < -0.8, "an episode begins with an open gripper"
+    assert np.abs(one[:, 7]).max() <= 1
+
+
 def idle(spec: SimulatorSpec) -> Act:
     def act(shown: Observations) -> np.ndarray:
         return np.tile(np.array(spec.idle, np.float32), (len(shown.tasks), 8, 1))
@@ -158,7 +190,13 @@ def test_neither_workers_nor_order_change_an_episode(tested: Case) -> None:
             plays = [Play(start=starts[i]) for i in order]
             episodes = list(rollout(pool, idle(spec), plays, keep_frames=True))
         return sorted(
-            (e.start.name, e.task, e.solved, e.steps, e.frames.tobytes() + e.states.tobytes())
+            (
+                e.start.name,
+                e.task,
+                e.solved,
+                e.steps,
+                e.frames.tobytes() + e.states.tobytes() + e.poses.tobytes(),
+            )
             for e in episodes
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.simulators.build import SimulatorSource
@@ -14,6 +15,7 @@ from asyncrl.simulators.interface import Demonstrator, SimStart, random_start, s
 from asyncrl.simulators.maniskill.expert import SceneView
 from asyncrl.simulators.maniskill.tasks import TASKS
 from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.worlds.evac.poses import rotation
 from support.maniskill import require_maniskill
 
 require_maniskill()
@@ -367,3 +369,25 @@ def test_every_task_can_be_played_and_begins_as_its_seed_says(name: str, build: 
     np.testing.assert_array_equal(again.images, first.images)
     np.testing.assert_array_equal(again.states, first.states)
     assert (other.images != first.images).any()
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_the_pose_is_that_of_the_tool_point(name: str, build: Build) -> None:
+    two = build(name, places=2)
+    two.reset([0, 1], [start(two, 3), start(two, 4)])
+    for action in actions_of(3):
+        seen = two.step([1, 0], np.stack([action, -action]), draw=True).seen
+        for place, pose, state in zip((1, 0), seen.poses, seen.states, strict=True):
+            agent = two._envs[place].agent
+            np.testing.assert_allclose(pose[:3], agent.tcp.pose.p[0].numpy(), atol=1e-6)
+            expected = agent.tcp.pose.to_transformation_matrix()[0, :3, :3].double()
+            torch.testing.assert_close(
+                rotation(torch.from_numpy(pose[3:7]).double()), expected, atol=1e-5, rtol=0
+            )
+            opened = np.clip(state[-2:].sum() / 0.08, 0, 1)
+            assert pose[7] == pytest.approx(1 - 2 * opened, abs=1e-5)
+
+
+def test_a_robot_without_a_gripper_of_its_own_says_no_pose(build: Build) -> None:
+    seen = build("push_t").reset([0], [start(build("push_t"), 1)])
+    assert (build("push_t").spec.poses, seen.poses) == (False, None)

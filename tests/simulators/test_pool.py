@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ import pytest
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.simulators import pool as pools
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, SimStart, random_start
+from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
+from asyncrl.simulators.pool_worker import PlaceArrays, Worker
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import Observations, Play, rollout
 from support.simulated import COUNTING, CountingPlace
@@ -264,3 +266,49 @@ def test_workers_die_when_their_parent_is_killed() -> None:
         parent.send_signal(signal.SIGKILL)
         assert select.select([worker], [], [], 20)[0] == [worker]
         os.close(worker)
+
+
+@pytest.mark.multiprocess
+def test_poses_belong_to_their_frames_in_every_kind_of_pool() -> None:
+    tables = source(2, "render=false", name="tabletop")
+    chosen, simulator = actions(8), tables.build()
+    start = random_start(simulator.spec, 3)
+    seen = [simulator.reset([1], [start])]
+    seen += [simulator.step([1], action[None], draw=True).seen for action in chosen]
+    expected = np.concatenate([one.poses for one in seen if one is not None and one.poses is not None])
+    assert expected.shape == (9, 8)
+    for workers in (0, 1):
+        with SimulatorPool(tables, workers) as pool:
+            pool.reset(1, start)
+            begun = take(pool, 1)[1]
+            pool.step(1, chosen, frames="all", past_success=True)
+            played = take(pool, 1)[1]
+            np.testing.assert_array_equal(np.concatenate([begun.poses, played.poses]), expected)
+            (episode,) = rollout(pool, lambda _: chosen[None], [Play(start=start)], keep_frames=True)
+            np.testing.assert_array_equal(episode.poses[:9], expected)
+            assert len(episode.poses) == len(episode.actions)
+            episode.drop_frames()
+            assert episode.poses.shape == (1, 8)
+
+
+def test_a_simulator_without_poses_gives_answers_without() -> None:
+    with SimulatorPool(source(), 0) as pool:
+        pool.reset(0, random_start(pool.spec, 3))
+        assert take(pool, 1)[0].poses.shape == (1, 0)
+
+
+def test_a_simulator_whose_spec_promises_poses_must_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = source().build()
+    monkeypatch.setattr(type(simulator), "look", lambda self, places: Seen(*_blank(len(places))))
+    simulator.spec = replace(simulator.spec, poses=True)
+    worker = Worker(
+        simulator, PlaceArrays.over(bytearray(PlaceArrays.nbytes(simulator.spec, 8)), simulator.spec, 8)
+    )
+    with pytest.raises(ConfigError, match="counting shows no poses, but its spec says poses=True"):
+        worker.take(
+            [{"do": "reset", "place": 0, "start": asdict(random_start(simulator.spec, 1)), "expert": None}]
+        )
+
+
+def _blank(places: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((places, 2, 2, 2, 3), np.uint8), np.zeros((places, 2), np.float32)

@@ -289,3 +289,48 @@ def test_a_library_that_loads_but_is_not_egl_is_not_usable(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "egl")
     monkeypatch.setattr(rendering, "LIBRARIES", {"egl": (ctypes.util.find_library("c"),)})
     assert find_backend() is None
+
+
+def matrix_of(quaternion):
+    """The rotation of a quaternion x, y, z, w, column by column: q e q* (Hamilton's product)."""
+    x, y, z, w = quaternion
+
+    def times(p, q):
+        (px, py, pz, pw), (qx, qy, qz, qw) = p, q
+        return np.array(
+            [
+                pw * qx + px * qw + py * qz - pz * qy,
+                pw * qy - px * qz + py * qw + pz * qx,
+                pw * qz + px * qy - py * qx + pz * qw,
+                pw * qw - px * qx - py * qy - pz * qz,
+            ]
+        )
+
+    turned = [times(times((x, y, z, w), (*axis, 0)), (-x, -y, -z, w))[:3] for axis in np.eye(3)]
+    return np.stack(turned, axis=1)
+
+
+def test_the_pose_is_that_of_the_tool_site():
+    simulator = Tabletop(places=2, render=False)
+    first = simulator.reset([0, 1], [random_start(simulator.spec, seed) for seed in (3, 4)])
+    before = first.poses
+    actions = random_actions((20, 2))
+    actions[:10, :, 6] = -1
+    actions[10:, :, 6] = 1
+    for action in actions:
+        seen = simulator.step([0, 1], action, draw=True).seen
+        assert seen.poses.shape == (2, 8)
+        assert seen.poses.dtype == np.float32
+        for pose, place in zip(seen.poses, simulator.places, strict=True):
+            data = place.table.data
+            site = place.table.model.site("tool").id
+            np.testing.assert_allclose(pose[:3], data.site_xpos[site], atol=1e-6)
+            np.testing.assert_allclose(matrix_of(pose[3:7]), data.site_xmat[site].reshape(3, 3), atol=1e-6)
+            opened = (data.qpos[7] + data.qpos[8]) / 0.08
+            assert pose[7] == pytest.approx(1 - 2 * np.clip(opened, 0, 1), abs=1e-6)
+        turned = np.abs(seen.poses[:, 3:7] - before[:, 3:7]).max()
+        assert turned < 0.2, "the quaternion's sign does not jump"
+        before = seen.poses
+    assert (before[:, 7] > 0.9).all(), "closed"
+    assert (first.poses[:, 7] < -0.9).all(), "open"
+    np.testing.assert_array_equal(simulator.look([1]).poses, before[1:])

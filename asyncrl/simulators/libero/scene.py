@@ -21,12 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.simulators.interface import hand_pose
 from asyncrl.simulators.libero.loading import load_robosuite, quiet
 from asyncrl.simulators.libero.pictures import Pictures
 
 CAMERAS: Final = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
 """Names of the cameras, and what robosuite calls them."""
 STATE_DIM: Final = 8
+OPEN: Final = 0.08
+"""Metres between the fingers of an open gripper."""
 CONTROL_HZ: Final = 20
 _STATE: Final = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 _LAYOUT_TRIES: Final = 20
@@ -117,6 +120,11 @@ class Scene:
         position, quaternion, fingers = (self._seen[name] for name in _STATE)
         return np.concatenate([position, axis_angle(quaternion), fingers]).astype(np.float32)
 
+    def pose(self) -> NDArray[np.float32]:
+        """Return where the hand is: ``[8]``, of the same observation as `state`. See `hand_pose`."""
+        position, quaternion, fingers = (self._seen[name] for name in _STATE)
+        return hand_pose(position, quaternion, float(np.abs(fingers).sum()) / OPEN)
+
     def draw(self) -> NDArray[np.uint8]:
         """Draw what belongs to `state`: see `Pictures.draw`."""
         return self._pictures.draw()
@@ -205,6 +213,18 @@ def axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
     if np.isclose(sine, 0.0):
         return np.zeros(3)
     return quaternion[:3] * 2.0 * np.arccos(cosine) / sine
+
+
+def quaternion_of(turn: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return the quaternion (x, y, z, w) ``[4]`` of a rotation as `axis_angle` returns it: ``[3]`` rad.
+
+    Example:
+        >>> quaternion_of(np.array([0.0, 0.0, -1.5 * np.pi])).round(4).tolist()
+        [0.0, 0.0, -0.7071, -0.7071]
+    """
+    angle = float(np.linalg.norm(turn))
+    half_sinc = 0.5 * np.sinc(angle / (2 * np.pi))  # sin(angle / 2) / angle, also at 0.
+    return np.append(half_sinc * np.asarray(turn, np.float64), np.cos(angle / 2))
 
 
 @contextlib.contextmanager

@@ -120,6 +120,7 @@ class LiberoSuite:
             image_size=image_size or IMAGE_SIZE,
             cameras=tuple(CAMERAS)[: 2 if chosen.wrist else 1],
             state_dim=STATE_DIM,
+            poses=True,
             idle=IDLE,
             protocol=chosen.protocol,
         )
@@ -201,7 +202,10 @@ class LiberoSuite:
 
     def _seen(self, tasks: tuple[str, ...] = ()) -> Seen:
         assert self._scene is not None
-        return Seen(images=self._scene.draw()[None], states=self._scene.state()[None], tasks=tasks)
+        scene = self._scene
+        return Seen(
+            images=scene.draw()[None], states=scene.state()[None], tasks=tasks, poses=scene.pose()[None]
+        )
 
     def _check(self, start: SimStart) -> None:
         """Refuse a start that the suite does not have."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped, hand_pose
 from asyncrl.simulators.maniskill.expert import EXPERTS, SceneView, make_expert
 from asyncrl.simulators.maniskill.loading import load_maniskill, make_environment, renderer, reward_mode
 from asyncrl.simulators.maniskill.rotations import axis_angle
@@ -126,6 +126,7 @@ class ManiSkill:
             image_size=size,
             cameras=("main", "wrist") if wrist else ("main",),
             state_dim=self._states(0).shape[1],
+            poses=self.task.robot == "gripper" and not hasattr(self._envs[0].agent, "agents"),
             action_low=tuple(np.where(self._signs < 0, -high, low).tolist()),
             action_high=tuple(np.where(self._signs < 0, -low, high).tolist()),
             idle=tuple((_idle(self.task, len(low)) * self._signs + 0.0).tolist()),
@@ -199,10 +200,14 @@ class ManiSkill:
         pictures = {index: self._draw(index) for index in groups}
         states = {index: self._states(index) for index in groups}
         where = [self._where(place) for place in places]
-        return Seen(
+        seen = Seen(
             np.stack([pictures[index][row] for index, row in where]),
             np.stack([states[index][row] for index, row in where]),
         )
+        if not self.spec.poses:
+            return seen
+        poses = {index: self._poses(index) for index in groups}
+        return seen._replace(poses=np.stack([poses[index][row] for index, row in where]))
 
     def close(self) -> None:
         """Free the simulations. May be called again."""
@@ -267,6 +272,17 @@ class ManiSkill:
             turned = np.stack([axis_angle(q) for q in pose.q.cpu().numpy().astype(np.float64)])
             parts += [pose.p.cpu().numpy(), turned, joints[:, -2:]]
         return np.concatenate(parts, axis=1).astype(np.float32)
+
+    def _poses(self, index: int) -> NDArray[np.float32]:
+        """Return ``[rows, 8]`` where the only arm's hand is: see `hand_pose`."""
+        agent = self._envs[index].agent
+        position, quaternion = (values.cpu().numpy() for values in (agent.tcp.pose.p, agent.tcp.pose.q))
+        fingers = agent.robot.get_qpos()[:, -2:].cpu().numpy()
+        low, high = agent.robot.get_qlimits()[0, -2:].cpu().numpy().T
+        opened = ((fingers - low) / (high - low)).mean(axis=1)
+        # ManiSkill has the real part first.
+        rows = zip(position, np.roll(quaternion, -1, axis=1), opened, strict=True)
+        return np.stack([hand_pose(*row) for row in rows])
 
 
 class ManiSkillWithExpert(ManiSkill):

