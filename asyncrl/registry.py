@@ -53,7 +53,10 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "opensora": "asyncrl.worlds.opensora.world:OpenSoraWorld",
             "evac": "asyncrl.worlds.evac.world:EvacWorld",
         },
-        "reward": {"resnet": "asyncrl.rewards.model:ResNetReward"},
+        "reward": {
+            "resnet": "asyncrl.rewards.model:ResNetReward",
+            "libero_long": "asyncrl.rewards.grouped:GroupedReward",
+        },
         "simulator": {
             "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",
             **{f"maniskill_{task}": f"asyncrl.simulators.maniskill.simulator:{task}" for task in _MANISKILL},
@@ -123,6 +126,10 @@ FLAGS: Final = MappingProxyType(
     }
 )
 """The flag that names a part of each kind."""
+EVALUATION: Final = "--evaluation.simulator"
+"""The flag of `asyncrl train` that names a simulator beside the run's world."""
+MODULE: Final = "module"
+"""The setting of a simulator that names a module."""
 MODELS: Final = ("policy", "world", "reward")
 """Kinds that an actor loads."""
 PARTS_OF_A_RUN: Final = tuple(kind for kind in FLAGS if kind != "simulator")
@@ -267,7 +274,19 @@ def names_code(text: str) -> bool:
 
 
 def own_code(settings: Any, kinds: Iterable[str] = PARTS_OF_A_RUN) -> list[tuple[str, str]]:
-    """List flag and value of the settings of a run that name a class of the user's."""
-    flags = [FLAGS[kind] for kind in kinds]
-    values = [(flag, attrgetter(flag.removeprefix("--"))(settings)) for flag in flags]
-    return [(flag, text) for flag, text in values if names_code(text)]
+    """List flag and value of the settings of a run that name code of the user's: a class, or a module."""
+    named = set(kinds)
+    flags = [FLAGS[kind] for kind in kinds] + ([EVALUATION] if named == set(PARTS_OF_A_RUN) else [])
+    found = [(flag, text) for flag in flags if names_code(text := _setting(settings, flag))]
+    lists = ["--world-settings"] if "world" in named else []
+    lists += [f"{EVALUATION}-settings"] if EVALUATION in flags else []
+    return found + [(flag, text) for flag in lists for text in _setting(settings, flag) if names_module(text)]
+
+
+def names_module(setting: str) -> bool:
+    """Whether a 'key=value' setting names a module to import, as for own environments of ManiSkill."""
+    return setting.partition("=")[0].strip() == MODULE
+
+
+def _setting(settings: Any, flag: str) -> Any:
+    return attrgetter(flag.removeprefix("--").replace("-", "_"))(settings)

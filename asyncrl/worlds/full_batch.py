@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.records import ACTION_DIM, CHUNK
+from asyncrl.records import ActionSpec
 from asyncrl.worlds.interface import State
+
+USUAL: Final = ActionSpec()
 
 
 def imagine_full(
@@ -21,16 +24,18 @@ def imagine_full(
     *,
     rows: int,
     device: torch.device,
+    spec: ActionSpec = USUAL,
 ) -> tuple[Tensor, State]:
     """Check a decision, fill it up with copies of its first row, and leave out what they became.
 
     Args:
-        imagine: Draws a decision from a state, actions ``[B, 8, 7]`` float32 on `device` and ``B`` seeds.
+        imagine: Draws a decision from a state, actions ``[B, C, A]`` float32 on `device` and ``B`` seeds.
         state: Of ``B`` slots.
-        actions: ``[B, 8, 7]`` float32, on any device.
+        actions: ``[B, C, A]`` float32, on any device.
         noise_seeds: ``B`` seeds.
         rows: Slots that a batch has at least; 0: as many as there are.
         device: Of the world.
+        spec: ``C`` and ``A`` of the world.
 
     Returns:
         What `imagine` returns for the ``B`` slots.
@@ -42,9 +47,9 @@ def imagine_full(
         actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
     actions_BCA = actions.to(device, torch.float32, non_blocking=True)
     live = len(state)
-    if actions_BCA.shape != (live, CHUNK, ACTION_DIM) or len(noise_seeds) != live:
+    if actions_BCA.shape != (live, spec.chunk, spec.dim) or len(noise_seeds) != live:
         raise ValueError(
-            f"{live} slots need actions [{live}, {CHUNK}, {ACTION_DIM}] and as many seeds, "
+            f"{live} slots need actions [{live}, {spec.chunk}, {spec.dim}] and as many seeds, "
             f"got {list(actions_BCA.shape)} and {len(noise_seeds)}"
         )
     if live >= rows:

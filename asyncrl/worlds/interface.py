@@ -140,12 +140,21 @@ class BringsDefaults(Protocol):
 
 
 @runtime_checkable
+class NeedsPose(Protocol):
+    """A world that says whether its start states must have a pose, `StartState.ee_pose`; others need none."""
+
+    needs_pose: bool
+
+
+@runtime_checkable
 class CountsSlots(Protocol):
     """A world that knows what a slot takes: for `asyncrl doctor`."""
 
     @classmethod
-    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
-        """Estimate the memory of one slot; reads no weights."""
+    def slot_bytes(
+        cls, folder: Path, settings: ImaginationSettings, *, decisions: int, **own: Any
+    ) -> SlotBytes:
+        """Estimate what slots take in episodes of at most `decisions` decisions; reads no weights."""
         ...
 
 

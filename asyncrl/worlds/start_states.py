@@ -5,7 +5,7 @@ Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
     attribute  format           "asyncrl-start-states-1"
     name       bytes  [S]       fixed length, UTF-8       task             bytes   [S]  fixed length, UTF-8
     frame      uint8  [S, H, W, 3]                        context_length   int64   [S]  0 or K
-    context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, 7]
+    context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, A]
     ee_pose  float32 [S, 8], NaN where it is not known
 
 ``context_frames`` and ``context_actions`` are left out when no start state has a context, and ``ee_pose``
@@ -23,10 +23,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import AssetError
+from asyncrl.errors import AssetError, ConfigError
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
+from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in, open_hdf5
 from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
 
 FORMAT: Final = "asyncrl-start-states-1"
@@ -41,6 +41,7 @@ def save_start_states(path: Path, states: Sequence[StartState]) -> None:
     """
     _check_alike(path, states)
     length = max(len(state.context_frames) for state in states)
+    numbers = max(state.context_actions.shape[1] for state in states)
     arrays: dict[str, NDArray[np.generic]] = {
         "name": np.array([state.name.encode() for state in states]),
         "task": np.array([state.task.encode() for state in states]),
@@ -49,7 +50,7 @@ def save_start_states(path: Path, states: Sequence[StartState]) -> None:
     }
     if length:
         shape = states[0].frame.shape
-        blank = (np.zeros((length, *shape), np.uint8), np.zeros((length, ACTION_DIM), np.float32))
+        blank = (np.zeros((length, *shape), np.uint8), np.zeros((length, numbers), np.float32))
         rows = [(s.context_frames, s.context_actions) if len(s.context_frames) else blank for s in states]
         arrays["context_frames"] = np.stack([frames for frames, _ in rows])
         arrays["context_actions"] = np.stack([actions for _, actions in rows]).astype(np.float32)
@@ -103,7 +104,7 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
     if path.suffix == ".npy":
         return [load_trajectory(path, image_size=image_size)]
     try:
-        with h5py.File(path, "r") as file:
+        with open_hdf5(path) as file:
             return _read(path, file)
     except (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError) as error:
         raise AssetError(f"{path} cannot be read as start states ({error}). Write it again.") from error
@@ -135,6 +136,65 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
             )
         )
     return states
+
+
+def check_beginnings(
+    states: Sequence[StartState],
+    *,
+    image_size: int,
+    context: int = 0,
+    action_dim: int = ACTION_DIM,
+    needs_pose: bool = False,
+) -> None:
+    """Check that a world can begin with start states.
+
+    Args:
+        states: Of an episode each.
+        image_size: Height and width of the world's frames in pixels.
+        context: Frames of a context, where a state has one; 0: the world takes none.
+        action_dim: Numbers of the world's actions.
+        needs_pose: See `check_pose`.
+
+    Raises:
+        ConfigError: A frame has another size, the frames of a context are not so many, their actions have
+            another width, or a pose is missing.
+    """
+    for state in states:
+        for frame in (state.frame, *state.context_frames):
+            if frame.shape != (image_size, image_size, 3):
+                raise ConfigError(
+                    f"start state {state.name} has a frame of shape {list(frame.shape)}, but the world draws "
+                    f"{image_size}x{image_size} pixels. Use start states recorded at that size "
+                    "(--start-states)."
+                )
+        if len(state.context_frames) not in (0, context):
+            wanted = f"0 or {context}. Record start states with {context}" if context else "none. Use others"
+            raise ConfigError(
+                f"start state {state.name} has {len(state.context_frames)} context frames; the world needs "
+                f"{wanted} (--start-states)."
+            )
+        if len(state.context_actions) and (width := state.context_actions.shape[1]) != action_dim:
+            raise ConfigError(
+                f"start state {state.name} has a context of actions of {width} numbers, but the world's have "
+                f"{action_dim}. Use start states of the same robot (--start-states)."
+            )
+        if needs_pose:
+            check_pose(state)
+
+
+def check_pose(state: StartState) -> None:
+    """Check that a start state says where the hand is, for a world that needs it.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    pose = state.ee_pose
+    if pose is None or np.shape(pose) != (POSE_DIM,) or not np.isfinite(pose).all():
+        raise ConfigError(
+            f"start state {state.name} does not say where the robot's hand is, and this world draws it into "
+            f"its maps. Use start states with a pose of {POSE_DIM} finite numbers (--start-states): ee_pose "
+            "in our files, init_ee_pose or abs_action in RLinf's."
+        )
 
 
 @lru_cache(maxsize=8)

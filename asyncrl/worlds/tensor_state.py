@@ -79,7 +79,7 @@ class TensorState:
     def select(self, indices: Sequence[int]) -> Self:
         """Return a state of its own that holds copies of the rows `indices`, in that order."""
         rows = self._rows(indices)
-        return self._map(lambda tensor: tensor.index_select(0, rows))
+        return self._map(lambda tensor: _select(tensor, rows))
 
     @torch.inference_mode()  # in place on tensors that may or may not have been made in inference mode
     def write_rows(self, indices: Sequence[int], other: Self) -> Self:
@@ -95,6 +95,17 @@ class TensorState:
 
     def _rows(self, indices: Sequence[int]) -> Tensor:
         return to_device(np.array(indices, np.int64), self.finite.device)
+
+
+def _select(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows of ``[B, ...]``, with the dimensions in memory as they lie there.
+
+    `index_select` alone would put them in their usual order, and networks that keep channels last would
+    rearrange what they remember in every decision.
+    """
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    copied = tensor.permute(order).index_select(order.index(0), rows)
+    return copied.permute([order.index(dim) for dim in range(tensor.ndim)])
 
 
 def finite_rows(values: Tensor) -> Tensor:

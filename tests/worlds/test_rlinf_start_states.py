@@ -60,8 +60,8 @@ def test_a_single_frame_begins_an_episode_with_the_gripper_open(tmp_path: Path) 
     assert state.context_frames.shape == (0, SIZE, SIZE, 3)
     assert state.context_actions.shape == (0, 7)
     # What the world makes of it: the first frame five times, no motion, gripper at -1.
-    np.testing.assert_array_equal(_opening_frames(state, SIZE), np.stack([state.frame] * 5))
-    np.testing.assert_array_equal(_opening_actions(state), np.stack([DUMMY_ACTION] * 4))
+    np.testing.assert_array_equal(_opening_frames(state), np.stack([state.frame] * 5))
+    np.testing.assert_array_equal(_opening_actions(state, 7), np.stack([DUMMY_ACTION] * 4))
     assert DUMMY_ACTION.tolist() == [0, 0, 0, 0, 0, 0, -1]
 
 

@@ -53,6 +53,19 @@ def test_rows_are_picked_in_the_order_asked_for_and_copied() -> None:
     assert len(state.select([])) == 0
 
 
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 1, 2, 3), (0, 3, 2, 1)])
+def test_rows_that_are_picked_lie_in_memory_as_before(order: tuple[int, ...]) -> None:
+    usual = torch.arange(120.0).view(2, 3, 4, 5)
+    inverse = [order.index(dim) for dim in range(4)]
+    laid_out = usual.permute(order).contiguous().permute(inverse)
+    state = replace(memory(2), pictures=laid_out)
+    picked = state.select([1, 0]).pictures
+    assert torch.equal(picked, usual.flip(0))
+    assert picked.stride() == laid_out.stride()
+    assert picked.data_ptr() != laid_out.data_ptr()
+    assert state.select([0]).select([0, 0]).pictures.permute(order).is_contiguous()
+
+
 def test_rows_are_written_in_place_and_the_source_stays() -> None:
     state, other = memory(4), memory(2, first=10)
     before = state.pictures

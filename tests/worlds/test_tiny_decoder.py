@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from asyncrl.commands import fit
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.fitting.autoencoder import reconstruction_loss
 from asyncrl.fitting.fit_decoder import (
     OPENING,
     Imagined,
@@ -26,7 +27,6 @@ from asyncrl.fitting.fit_decoder import (
     imagine_episodes,
     psnr,
 )
-from asyncrl.fitting.fit_vae import reconstruction_loss
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy

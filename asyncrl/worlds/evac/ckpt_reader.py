@@ -204,16 +204,25 @@ def _first_byte(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
 
 
 def _named(content: Any) -> dict[str, StoredTensor]:
-    """Find the state dict in what a file holds: itself, or under the name that its framework gives it."""
+    """Find the state dict in what a file holds: itself, or under the name that its framework gives it.
+
+    Tensors beside it, such as the statistics of a model's inputs, come under their own names.
+    """
+    found = _tensors(content)
     for wrapper in ("module", "state_dict", "model_state_dict"):  # DeepSpeed, Lightning, others
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
+            found |= _tensors(content)
     if not isinstance(content, dict):
         raise Malformed("it is no state dict")
-    found = {n: t for n, t in content.items() if isinstance(n, str) and isinstance(t, StoredTensor)}
     if not found:
         raise Malformed("it holds no tensors by name")
     return found
+
+
+def _tensors(content: Any) -> dict[str, StoredTensor]:
+    items = content.items() if isinstance(content, dict) else ()
+    return {n: t for n, t in items if isinstance(n, str) and isinstance(t, StoredTensor)}
 
 
 class _Machine:

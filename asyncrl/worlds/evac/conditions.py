@@ -1,4 +1,4 @@
-"""Work out what EVAC's network is told before it draws: tokens of actions and of the last picture, and maps.
+"""Work out what EVAC's network is told before it draws: tokens of actions and of the first picture, and maps.
 
 All of it is the same at every step of the sampler, so it is worked out once per decision, on the device.
 
@@ -67,7 +67,7 @@ class Conditions:
     channels: Tensor
     """``[B, 2 Z + 7, F, h, w]`` float32: condition image, mask, trajectory map, rays, in this order."""
     image: Tensor
-    """``[B, I, K]`` tokens of the last picture."""
+    """``[B, I, K]`` tokens of the episode's first picture, which is the window's first too."""
     actions: Tensor
     """``[B, F, T, K]`` tokens of the action that made each frame."""
     poses: Tensor
@@ -112,7 +112,7 @@ def conditions_of(
     motions_BF14 = geometry.motions(
         torch.cat([poses_BP8, poses_BC8], dim=1), torch.cat([before_BP8, before_BC8], dim=1)
     )
-    pictures_B3HW = to_signed(state.seen).permute(0, 3, 1, 2)
+    pictures_B3HW = to_signed(state.first).permute(0, 3, 1, 2)
     maps_BCZhw = encode(geometry.drawer(poses_BC8).flatten(0, 1)).unflatten(0, poses_BC8.shape[:2])
     return Conditions(
         history=history_BPZhw.transpose(1, 2),

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.records import CHUNK
 from asyncrl.storage.bounded_json import check_sizes, shortened
 from asyncrl.worlds.evac.autoencoder import AutoencoderConfig
+from asyncrl.worlds.evac.ddim import LEVELS
 from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
 from asyncrl.worlds.evac.maps import Camera
 from asyncrl.worlds.evac.poses import MOTION_DIM, MotionStatistics
@@ -84,8 +85,10 @@ class EvacConfig:
         smallest = self.autoencoder.reduction * 2 ** (len(unet.multipliers) - 1)
         if self.image_size < smallest or self.image_size % smallest:
             raise ValueError(f"image_size is {self.image_size}, expected a multiple of {smallest}")
-        if self.history < 2 or self.schedule_steps < 1 or not 0 <= self.domain < unet.domains:
-            raise ValueError("history must be at least 2, schedule_steps 1, and domain one of the network's")
+        if self.history < 2 or not 1 <= self.schedule_steps <= LEVELS or not 0 <= self.domain < unet.domains:
+            raise ValueError(
+                f"history must be at least 2, schedule_steps 1 to {LEVELS}, and domain one of the network's"
+            )
 
     @property
     def latent_size(self) -> int:
@@ -138,18 +141,18 @@ class EvacConfig:
         """
         values = dict(content)
         check_sizes(values)
-        _check_kinds(cls, values)
+        check_kinds(cls, values)
         for name, kind in _PARTS.items():
             part = values.get(name, {})
             if not isinstance(part, Mapping):
                 raise ValueError(f"{name} is no object")
             check_sizes(part)
-            _check_kinds(kind, part)
+            check_kinds(kind, part)
             values[name] = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in part.items()})
         return cls(**values)
 
 
-def _check_kinds(kind: type[Any], values: Mapping[str, Any]) -> None:
+def check_kinds(kind: type[Any], values: Mapping[str, Any]) -> None:
     """Check that the fields of a dataclass get numbers of the kind that they are declared with.
 
     Raises:

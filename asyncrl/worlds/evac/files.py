@@ -18,6 +18,7 @@ from asyncrl.worlds.evac import published
 from asyncrl.worlds.evac.conditions import NETWORKS, EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.published import PublishedFiles, fill_published, find_published
+from asyncrl.worlds.evac.recognition import MARK
 
 FORMAT: Final = "asyncrl-world-1"
 KIND: Final = "evac"
@@ -107,7 +108,7 @@ def open_evac(folder: Path) -> EvacFiles:
     if found is None:
         raise CheckpointError(
             f"{folder} holds no EVAC world: neither a world.json of kind {KIND!r} nor a checkpoint (*.ckpt, "
-            f"*.pt) with tensor {published.MARK}."
+            f"*.pt) with tensor {MARK}."
         )
     return EvacFiles(config=found.config(), version=0, own={}, published=found)
 

@@ -1,4 +1,4 @@
-"""Turn a picture into tokens with OpenCLIP's vision transformer, as EVAC looks at its last frame.
+"""Turn a picture into tokens with OpenCLIP's vision transformer, as EVAC looks at its first frame.
 
 The network is transformers' CLIP vision model; published files have the names of OpenCLIP, whose attention
 keeps the projections of queries, keys and values in one tensor. The tokens are those of the last layer,

@@ -10,6 +10,7 @@ Dimension letters: B slots, F frames, A arms, S height and width of the map in p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,8 +28,10 @@ LINE_WIDTH: Final = 8.0
 AXIS: Final = 0.1
 """Length of the hand's axes in metres."""
 REACH: Final = 0.23
-"""From the pose's origin to the hand, along its z axis, in metres."""
+"""From the pose's origin to the hand, along its z axis, in metres: of the published poses."""
 _MAP_SIZE: Final = 256
+_UNIT: Final = 1e-2
+"""What the length of a quaternion may differ from 1."""
 _NEAREST: Final = 1e-3
 """Depth in metres from which on something is drawn."""
 # ColorBrewer's nine-class sequential palettes (Harrower and Brewer, 2003), from light to dark.
@@ -52,13 +55,19 @@ class Camera:
     """Rotation from the camera's axes to the world's, x, y, z, w. The defaults are LIBERO's in RLinf."""
     flipped: bool = True
     """Whether maps are turned by 180 degrees, as LIBERO's pictures are."""
+    reach: float = REACH
+    """From the pose's origin to what is drawn, along the hand's z axis, in metres."""
 
     def __post_init__(self) -> None:
         """Check the numbers.
 
         Raises:
-            ValueError: A size is not positive, or a vector has another length.
+            ValueError: A size is not positive, a vector has another length, a number is not finite, or the
+                quaternion does not have the length 1.
         """
+        numbers = (self.focal, self.centre, *self.position, *self.quaternion, self.reach)
+        if not all(map(math.isfinite, numbers)) or abs(math.hypot(*self.quaternion) - 1) > _UNIT:
+            raise ValueError("a camera needs finite numbers and a quaternion of length 1")
         if min(self.focal, self.size) <= 0 or len(self.position) != 3 or len(self.quaternion) != 4:
             raise ValueError("a camera needs a positive focal length and size, 3 and 4 numbers of its pose")
 
@@ -116,7 +125,7 @@ class MapDrawer(nn.Module):
         """Draw one arm's hand over what is there."""
         pixel = self.size / _MAP_SIZE
         axes = rotation(poses_BF8[..., 3:7]).transpose(-1, -2)  # [B, F, axis, 3]
-        hand = poses_BF8[..., None, :3] + REACH * axes[..., 2:, :]
+        hand = poses_BF8[..., None, :3] + self.camera.reach * axes[..., 2:, :]
         points, depths = self._project(torch.cat([hand, hand + AXIS * axes], dim=-2))
         seen = depths[..., :1] > _NEAREST
         u = self.places - points[..., :1, :1]  # [B, F, 1, S]

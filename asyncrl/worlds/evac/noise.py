@@ -10,7 +10,7 @@ comes from the host but the seeds. Words are kept in int64, whose products wrap 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -58,21 +58,21 @@ def seed_words(seeds: Sequence[int]) -> NDArray[np.int64]:
     return np.array([(int(seed) & _MASK, (int(seed) >> 32) & _MASK) for seed in seeds], dtype=np.int64)
 
 
-def normal_noise(seeds_B2: Tensor, draw: int | Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Draw standard normal numbers.
+def normal_words(place_N: Tensor, seeds_B2: Tensor, draw: int | Tensor) -> Tensor:
+    """Draw four standard normal numbers for each place.
+
+    This is what may be compiled. Places come from outside: a compiled `arange` would be an index of 32 bits,
+    which Philox's products leave.
 
     Args:
-        seeds_B2: ``[B, 2]`` int64 on the device, of `seed_words`.
+        place_N: ``[N]`` int64 in 0..2**32 - 1.
+        seeds_B2: ``[B, 2]`` int64, of `seed_words`.
         draw: Number of the draw, 0..2**32 - 1; a tensor: ``[]`` int64.
-        shape: Of a row.
 
     Returns:
-        ``[B, *shape]`` float32; row i depends on ``seeds_B2[i]`` and `draw` alone.
+        ``[B, N, 4]`` float64.
     """
-    count = math.prod(shape)
-    place = torch.arange((count + 3) // 4, device=seeds_B2.device)
-    low, high = seeds_B2[:, :1], seeds_B2[:, 1:]
-    words = philox((place, draw, 0, 0), (low, high))
+    words = philox((place_N, draw, 0, 0), (seeds_B2[:, :1], seeds_B2[:, 1:]))
     # Centres of 2**32 equal parts of (0, 1), so that the logarithm is finite. In float64: float32 has no
     # room for them next to 1, where the radius goes to zero.
     uniform = [(word.double() + 0.5) * 2.0**-32 for word in words]
@@ -80,4 +80,27 @@ def normal_noise(seeds_B2: Tensor, draw: int | Tensor, shape: tuple[int, ...]) -
     for first, second in ((uniform[0], uniform[1]), (uniform[2], uniform[3])):  # Box and Muller (1958)
         radius, angle = (-2 * first.log()).sqrt(), 2 * math.pi * second
         numbers += [radius * angle.cos(), radius * angle.sin()]
-    return torch.stack(numbers, dim=2).flatten(1)[:, :count].float().unflatten(1, shape)
+    return torch.stack(numbers, dim=2)
+
+
+def normal_noise(
+    seeds_B2: Tensor,
+    draw: int | Tensor,
+    shape: tuple[int, ...],
+    *,
+    words: Callable[[Tensor, Tensor, int | Tensor], Tensor] = normal_words,
+) -> Tensor:
+    """Draw standard normal numbers.
+
+    Args:
+        seeds_B2: ``[B, 2]`` int64 on the device, of `seed_words`.
+        draw: Number of the draw, 0..2**32 - 1; a tensor: ``[]`` int64.
+        shape: Of a row.
+        words: `normal_words`, or that compiled.
+
+    Returns:
+        ``[B, *shape]`` float32; row i depends on ``seeds_B2[i]`` and `draw` alone.
+    """
+    count = math.prod(shape)
+    place_N = torch.arange((count + 3) // 4, device=seeds_B2.device)
+    return words(place_N, seeds_B2, draw).flatten(1)[:, :count].float().unflatten(1, shape)

@@ -33,11 +33,10 @@ from asyncrl.worlds.evac.image_tokens import (
     image_tensor_from_published,
     published_image_encoder,
 )
+from asyncrl.worlds.evac.recognition import MARK, PICKLED, WRAPPED
 from asyncrl.worlds.evac.resampler import ResamplerConfig
 from asyncrl.worlds.evac.unet import UNetConfig
 
-WRAPPED: Final = "_forward_module."
-"""Stands in front of all names in DeepSpeed's files."""
 PREFIXES: Final = {
     "unet": "model.diffusion_model.",
     "autoencoder": "first_stage_model.",
@@ -45,8 +44,6 @@ PREFIXES: Final = {
     "image_resampler": "image_proj_model.",
     "image_encoder": "embedder.model.visual.",
 }
-MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"
-"""A tensor that every published checkpoint of EVAC has."""
 TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"
 """A tensor of OpenCLIP's own file."""
 HEAD_DIM: Final = 64
@@ -240,7 +237,7 @@ def _sources(folder: Path) -> tuple[dict[Path, Source], list[CheckpointError]]:
     errors = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         try:
-            if path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+            if path.suffix in PICKLED:
                 found[path] = CkptFile(path)
             elif path.suffix == ".safetensors":
                 found[path] = TensorFiles(path)

@@ -23,15 +23,24 @@ from asyncrl.errors import ConfigError
 def memory_index(count_B: Tensor, remembered: int) -> Tensor:
     """Choose the frames that the network sees of an episode so far.
 
+    An episode begins with `P` copies of its first frame, and they are counted: of ``n = count + P - 1``
+    frames the network sees ``n * i // (P - 1)`` for i from 0 to P - 2, and the last one (EnerVerse-AC's
+    sampler).
+
     Args:
-        count_B: ``[B]`` int64 frames so far, at least 1.
+        count_B: ``[B]`` int64 frames so far, the first one counted once; at least 1.
         remembered: ``P``, at least 2.
 
     Returns:
-        ``[B, P]`` int64: frames ``count * i // (P - 1)`` for i from 0 to P - 2, then the last one.
+        ``[B, P]`` int64: their numbers, the first frame's being 0.
+
+    Example:
+        >>> memory_index(torch.tensor([1, 9]), 4).tolist()
+        [[0, 0, 0, 0], [0, 1, 5, 8]]
     """
-    spread = torch.arange(remembered - 1, device=count_B.device) * count_B[:, None] // (remembered - 1)
-    return torch.cat([spread, count_B[:, None] - 1], dim=1)
+    copies = remembered - 1  # of the first frame, beside itself
+    spread = torch.arange(copies, device=count_B.device) * (count_B[:, None] + copies) // copies - copies
+    return torch.cat([spread.clamp(min=0), count_B[:, None] - 1], dim=1)
 
 
 @dataclass(kw_only=True)
@@ -44,8 +53,8 @@ class EvacState:
     """``[B, N, 8]`` float32 pose of the hand at each of them."""
     count: Tensor
     """``[B]`` int64 frames so far."""
-    seen: Tensor
-    """``[B, H, W, 3]`` uint8: the last frame."""
+    first: Tensor
+    """``[B, H, W, 3]`` uint8: the first frame."""
     finite: Tensor
     """``[B]`` bool: all latents, pixels and poses so far were finite."""
     left: list[int]
@@ -56,11 +65,11 @@ class EvacState:
         return len(self.left)
 
     def _tensors(self) -> list[Tensor]:
-        return [self.history, self.poses, self.count, self.seen, self.finite]
+        return [self.history, self.poses, self.count, self.first, self.finite]
 
     def _like(self, tensors: list[Tensor], left: list[int]) -> EvacState:
-        history, poses, count, seen, finite = tensors
-        return EvacState(history=history, poses=poses, count=count, seen=seen, finite=finite, left=left)
+        history, poses, count, first, finite = tensors
+        return EvacState(history=history, poses=poses, count=count, first=first, finite=finite, left=left)
 
     def select(self, indices: Sequence[int]) -> EvacState:
         """Return a state of its own that holds copies of the rows `indices`, in that order."""
@@ -123,13 +132,12 @@ class EvacState:
                 "another one does not fit. Start with more decisions (--actor.max-decisions)."
             )
 
-    def extended(self, latents: Tensor, poses: Tensor, seen: Tensor, finite: Tensor) -> EvacState:
+    def extended(self, latents: Tensor, poses: Tensor, finite: Tensor) -> EvacState:
         """Return a state of its own with the frames of a decision behind those there are.
 
         Args:
             latents: ``[B, C, Z, h, w]`` float32.
             poses: ``[B, C, 8]`` float32.
-            seen: ``[B, H, W, 3]`` uint8: the last of the frames.
             finite: ``[B]`` bool: whether the new ones are.
         """
         rows = torch.arange(len(self), device=self.count.device)[:, None]
@@ -138,7 +146,7 @@ class EvacState:
             history=self.history.index_put((rows, places), latents),
             poses=self.poses.index_put((rows, places), poses),
             count=self.count + latents.shape[1],
-            seen=seen.clone(),
+            first=self.first.clone(),
             finite=self.finite & finite,
             left=[left - 1 for left in self.left],
         )

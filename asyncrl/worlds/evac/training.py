@@ -130,7 +130,7 @@ def chunk_loss(
         new_BCZhw: ``[B, C, Z, h, w]`` float32 clean latents of the new frames.
         maps_BCZhw: ``[B, C, Z, h, w]`` float32 latents of their trajectory maps.
         rays_6hw: ``[6, h, w]`` float32.
-        image_BIK: ``[B, I, K]`` tokens of the last remembered frame.
+        image_BIK: ``[B, I, K]`` tokens of the window's first frame.
         actions_BFTK: ``[B, F, T, K]`` tokens of the action that made each frame.
         fps: ``[B]`` of any dtype.
         domain: ``[B]`` int64.

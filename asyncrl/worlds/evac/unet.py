@@ -106,24 +106,6 @@ class EvacUNet(nn.Module):
             nn.GroupNorm(size.groups, width), nn.SiLU(), nn.Conv2d(width, size.out_channels, 3, padding=1)
         )
 
-    @torch.no_grad()
-    def zero_ends(self) -> EvacUNet:
-        """Let training begin with a network that predicts 0 and whose blocks pass on what comes in.
-
-        The last layer of every residual block, temporal convolution and transformer, and of the whole,
-        becomes zero, as is usual in diffusion (arXiv 2105.05233). Returns this network.
-        """
-        ends: list[nn.Module] = [self.out[2]]
-        for module in self.modules():
-            if isinstance(module, ResBlock):
-                ends += [module.out_layers[3], module.temopral_conv.conv4[3]]
-            elif isinstance(module, SpatialTransformer | TemporalTransformer):
-                ends.append(module.proj_out)
-        for end in ends:
-            for parameter in end.parameters():
-                parameter.zero_()
-        return self
-
     def _res(self, channels: int, out: int) -> ResBlock:
         return ResBlock(channels, out, 4 * self.size.channels, self.size.groups)
 

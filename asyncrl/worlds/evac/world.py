@@ -11,6 +11,7 @@ Dimension letters: B slots, C steps, P frames remembered, F = P + C, Z latent ch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,10 +30,12 @@ from asyncrl.worlds.evac.conditions import Conditions, EvacNetworks, Geometry, c
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.ddim import guided, sampling_steps
 from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
-from asyncrl.worlds.evac.noise import normal_noise, seed_words
+from asyncrl.worlds.evac.noise import normal_noise, normal_words, seed_words
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.state import EvacState
 from asyncrl.worlds.full_batch import imagine_full
+from asyncrl.worlds.opening import open_each_once
+from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.tensor_state import finite_rows
 
 CONTEXT: Final = 4
@@ -43,6 +46,9 @@ FRAMES_AT_ONCE: Final = 32
 
 class EvacWorld:
     """Imagines frames with EVAC's video diffusion network and a frame-wise autoencoder."""
+
+    needs_pose = True
+    """Where the hand is at the start: see `interface.NeedsPose`."""
 
     def __init__(
         self,
@@ -104,11 +110,13 @@ class EvacWorld:
         return open_evac(folder).defaults()
 
     @classmethod
-    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
-        """Estimate what a slot takes in episodes of the folder's length. See `interface.CountsSlots`."""
-        EvacOptions.from_settings(settings, own)
+    def slot_bytes(
+        cls, folder: Path, settings: ImaginationSettings, *, decisions: int, **own: Any
+    ) -> SlotBytes:
+        """Estimate what a slot takes, which remembers its whole episode. See `interface.CountsSlots`."""
+        options = EvacOptions.from_settings(settings, own)
         files = open_evac(folder)
-        return estimate_slot(files.config, files.defaults().max_decisions, files.dtype)
+        return estimate_slot(files.config, decisions, files.dtype, guided=options.guidance != 1)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks by name."""
@@ -141,7 +149,7 @@ class EvacWorld:
         # Of the encoder only what decisions use: the numbers of frames that slots start with differ.
         self._encode_frames = torch.compile(encode_frames, fullgraph=True, dynamic=False)
         self._decode_frames = torch.compile(decode_frames, fullgraph=True, dynamic=False)
-        self._noise = torch.compile(normal_noise, fullgraph=True, dynamic=False)
+        self._noise = partial(normal_noise, words=torch.compile(normal_words, fullgraph=True, dynamic=False))
         return self
 
     def weights_moved(self) -> None:
@@ -151,7 +159,7 @@ class EvacWorld:
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int) -> EvacState:
-        """Open one slot per start state, with memory for `decisions` decisions.
+        """Open one slot per start state, with memory for `decisions` decisions; siblings are opened once.
 
         Args:
             states: ``B`` start states; each needs a pose of the hand.
@@ -163,8 +171,10 @@ class EvacWorld:
         """
         if decisions < 1:
             raise ConfigError(f"a world cannot start for {decisions} decisions. Use 1 or more.")
-        for state in states:
-            _check_start(state, self.image_size)
+        return open_each_once(states, lambda some: self._open(some, decisions))
+
+    def _open(self, states: Sequence[StartState], decisions: int) -> EvacState:
+        check_beginnings(states, image_size=self.image_size, context=CONTEXT, needs_pose=self.needs_pose)
         batch, room = len(states), 1 + CONTEXT + CHUNK * decisions
         latent, size = self.config.autoencoder.latent, self.config.latent_size
         counts = np.array([1 + len(state.context_frames) for state in states], np.int64)
@@ -176,12 +186,11 @@ class EvacWorld:
         history = history.index_put(index, latents)
         # Of the frames of a context no poses are known: the hand counts as resting where the episode begins.
         poses = np.stack([np.asarray(state.ee_pose, np.float32) for state in states])
-        last = np.stack([s.context_frames[-1] if len(s.context_frames) else s.frame for s in states])
         return EvacState(
             history=history,
             poses=to_device(poses, self.device)[:, None].repeat(1, room, 1),
             count=to_device(counts, self.device),
-            seen=to_device(last, self.device),
+            first=to_device(np.stack([state.frame for state in states]), self.device),
             finite=finite_rows(history),
             left=[decisions] * batch,
         )
@@ -223,7 +232,7 @@ class EvacWorld:
         frames = to_uint8(pictures).permute(0, 1, 3, 4, 2).contiguous()
         parts = (new_BZChw, told.poses, pictures)
         finite = torch.stack([finite_rows(part) for part in parts]).all(dim=0)
-        return frames, state.extended(latents_BCZhw, told.poses, frames[:, -1], finite)
+        return frames, state.extended(latents_BCZhw, told.poses, finite)
 
     @torch.no_grad()
     def denoise(self, told: Conditions, noise_seeds: Sequence[int]) -> Tensor:
@@ -281,26 +290,6 @@ class EvacWorld:
         return torch.cat([self._decode_frames(self.networks.autoencoder, part, scale) for part in parts])
 
 
-def _check_start(state: StartState, size: int) -> None:
-    if state.frame.shape != (size, size, 3):
-        raise ConfigError(
-            f"start state {state.name} has a frame of shape {list(state.frame.shape)}, but the world draws "
-            f"{size}x{size} pixels. Use start states recorded at that size (--start-states)."
-        )
-    if len(state.context_frames) not in (0, CONTEXT):
-        raise ConfigError(
-            f"start state {state.name} has {len(state.context_frames)} context frames; the world needs 0 or "
-            f"{CONTEXT}. Record start states with {CONTEXT} (--start-states)."
-        )
-    pose = state.ee_pose
-    if pose is None or np.shape(pose) != (POSE_DIM,) or not np.isfinite(pose).all():
-        raise ConfigError(
-            f"start state {state.name} does not say where the robot's hand is, and this world draws it into "
-            f"its maps. Use start states with a pose of {POSE_DIM} finite numbers (--start-states): ee_pose "
-            "in our files, init_ee_pose or abs_action in RLinf's."
-        )
-
-
 def load_world(
     folder: Path,
     *,
@@ -329,17 +318,26 @@ def save_world(folder: Path, world: EvacWorld) -> None:
     write_evac(folder, world.networks, world.config, world.version)
 
 
-def estimate_slot(config: EvacConfig, decisions: int, dtype: torch.dtype) -> SlotBytes:
-    """Estimate the device memory of one slot beside the weights, in episodes of so many decisions."""
+def estimate_slot(
+    config: EvacConfig, decisions: int, dtype: torch.dtype, *, guided: bool = False
+) -> SlotBytes:
+    """Estimate the device memory beside the weights, in episodes of so many decisions.
+
+    Args:
+        config: Sizes.
+        decisions: That a slot has room for.
+        dtype: Of the weights.
+        guided: Whether every slot passes through the network twice.
+    """
     size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
     remembered = frames * (config.autoencoder.latent * size**2 + POSE_DIM) * 4
     kept = 2 * (remembered + 3 * config.image_size**2)  # the state before a decision and the one after it
     # Of the network: what the way down leaves for the way up. Of the decoder: its largest tensors, of as
-    # many frames as it takes at once, shared by the slots; as if a slot were alone with its own.
+    # many frames as it takes at once.
     levels = sum(
         (config.unet.res_blocks + 1) * m * config.unet.channels * (size >> i) ** 2
         for i, m in enumerate(config.unet.multipliers)
     )
     largest = config.autoencoder.channels * config.image_size**2
-    scratch = dtype.itemsize * (3 * config.frames * levels + 4 * CHUNK * largest)
-    return SlotBytes(kept=kept, scratch=scratch)
+    scratch = dtype.itemsize * 3 * config.frames * levels * (2 if guided else 1)
+    return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * 4 * FRAMES_AT_ONCE * largest)

@@ -31,9 +31,9 @@ class ActionRange:
     """What becomes -1 and 1 of each number of an action."""
 
     low: tuple[float, ...]
-    """7 numbers in the policy's units: ``q01``."""
+    """``A`` numbers in the policy's units: ``q01``."""
     high: tuple[float, ...]
-    """7 numbers, each above that of `low`: ``q99``."""
+    """``A`` numbers, each above that of `low`: ``q99``."""
 
     @classmethod
     def symmetric(cls) -> ActionRange:
@@ -41,7 +41,7 @@ class ActionRange:
         return cls(low=(-1.0,) * ACTION_DIM, high=(1.0,) * ACTION_DIM)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `low` and `high` ``[7]`` float32 on `device`, to be kept."""
+        """Return `low` and `high` ``[A]`` float32 on `device`, to be kept."""
         low, high = (constant_to_device(np.array(ends, np.float32), device) for ends in (self.low, self.high))
         return low, high
 
@@ -54,12 +54,12 @@ def normalise(actions_BCA: Tensor, low_A: Tensor, high_A: Tensor) -> Tensor:
     """Return ``2 (a - low) / (high - low) - 1``.
 
     Args:
-        actions_BCA: ``[B, C, 7]`` float32 in the policy's units.
-        low_A: ``[7]`` float32.
-        high_A: ``[7]`` float32, greater.
+        actions_BCA: ``[B, C, A]`` float32 in the policy's units.
+        low_A: ``[A]`` float32.
+        high_A: ``[A]`` float32, greater.
 
     Returns:
-        ``[B, C, 7]`` float32; between the percentiles in [-1, 1].
+        ``[B, C, A]`` float32; between the percentiles in [-1, 1].
 
     Example:
         >>> normalise(torch.tensor([0.5, 4.0]), torch.tensor([0.0, 0.0]), torch.tensor([1.0, 2.0])).tolist()
@@ -68,17 +68,21 @@ def normalise(actions_BCA: Tensor, low_A: Tensor, high_A: Tensor) -> Tensor:
     return 2 * (actions_BCA - low_A) / (high_A - low_A) - 1
 
 
-def read_action_range(folder: Path) -> ActionRange:
+def read_action_range(folder: Path, numbers: int = ACTION_DIM) -> ActionRange:
     """Read ``dataset_statistics.json``: ``action`` at its top, or in its only data set.
 
+    Args:
+        folder: Of the world.
+        numbers: Of an action.
+
     Raises:
-        CheckpointError: The file is missing, has several data sets (they are named), or no percentiles of 7
-            numbers each, the 99th above the 1st.
+        CheckpointError: The file is missing, has several data sets (they are named), or no percentiles of
+            that many numbers each, the 99th above the 1st.
     """
     path = folder / STATISTICS
     content = read_json(path, _PUBLISHED)
     action = _action_entry(path, content)
-    ends = {key: _percentile(path, action, key) for key in ("q01", "q99")}
+    ends = {key: _percentile(path, action, key, numbers) for key in ("q01", "q99")}
     for number, (low, high) in enumerate(zip(ends["q01"], ends["q99"], strict=True)):
         if not low < high:
             raise CheckpointError(
@@ -108,14 +112,14 @@ def _action_entry(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _percentile(path: Path, action: Mapping[str, Any], key: str) -> tuple[float, ...]:
-    numbers = action.get(key)
+def _percentile(path: Path, action: Mapping[str, Any], key: str, numbers: int) -> tuple[float, ...]:
+    found = action.get(key)
     if (
-        not isinstance(numbers, list)
-        or len(numbers) != ACTION_DIM
-        or not all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+        not isinstance(found, list)
+        or len(found) != numbers
+        or not all(type(x) in (int, float) and math.isfinite(x) for x in found)
     ):
         raise CheckpointError(
-            f"{path}: {key} of action is {shortened(numbers)}, expected {ACTION_DIM} numbers. {_PUBLISHED}"
+            f"{path}: {key} of action is {shortened(found)}, expected {numbers} numbers. {_PUBLISHED}"
         )
-    return tuple(float(x) for x in numbers)
+    return tuple(float(x) for x in found)

@@ -19,7 +19,8 @@ from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.opensora import published_world
 from asyncrl.worlds.opensora.action_range import ActionRange, read_action_range
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
-from asyncrl.worlds.opensora.memory import drawing_bytes, slot_bytes
+from asyncrl.worlds.opensora.memory import slot_bytes
+from asyncrl.worlds.opensora.recognition import lacks
 from asyncrl.worlds.opensora.rectified_flow import STEPS
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 
@@ -74,10 +75,6 @@ class WorldFiles:
         """Estimate the device memory of a slot beside the weights."""
         check_settings(settings)
         return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.dtype)
-
-    def drawing_bytes(self) -> int:
-        """Estimate the device memory that drawing takes, however many slots there are."""
-        return drawing_bytes(self.vae_size, self.image_size, self.dtype)
 
     def build(self, *, unused_branches: bool) -> tuple[STDiT3, FrameVae]:
         """Build the modules without memory for their weights (on the meta device)."""
@@ -152,7 +149,7 @@ def open_world(folder: Path) -> WorldFiles:
     Raises:
         CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
     """
-    if not (folder / "world.json").is_file() and published_world.recognises(folder):
+    if not (folder / "world.json").is_file() and not lacks(folder):
         return _open_published(folder)
     content = read_json(folder / "world.json")
     if content.get("format") != FORMAT or content.get("kind") != KIND:
@@ -176,7 +173,7 @@ def open_world(folder: Path) -> WorldFiles:
         transformer_size=size,
         vae=TensorFiles(folder / VAE),
         vae_size=vae,
-        action_range=read_action_range(folder),
+        action_range=read_action_range(folder, size.action_dim),
         image_size=image_size,
         schedule_steps=steps,
         version=version,

@@ -2,7 +2,7 @@
 
 What a slot remembers is small and exact. What a decision needs for a while is the keys and values of the
 condition frames, exact too, and the largest tensors of a block. The decoder draws a fixed number of frames at
-once: what it takes does not grow with the slots, and is told separately.
+once: what it takes does not grow with the slots.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DRAWING: Final = 4
 
 
 def slot_bytes(size: STDiT3Config, vae: VaeConfig, image_size: int, dtype: torch.dtype) -> SlotBytes:
-    """Estimate the bytes of one slot.
+    """Estimate the bytes of slots.
 
     Args:
         size: Of the transformer.
@@ -43,10 +43,6 @@ def slot_bytes(size: STDiT3Config, vae: VaeConfig, image_size: int, dtype: torch
     prefix = 2 * size.depth * CONDITION * frame
     block = CHUNK * frame * (_BLOCK + _INNER * size.mlp_ratio)
     pixels = CHUNK * 3 * image_size**2 * (2 * dtype.itemsize + torch.float32.itemsize)
-    return SlotBytes(kept=STATES * state.bytes_per_slot, scratch=prefix + block + pixels)
-
-
-def drawing_bytes(vae: VaeConfig, image_size: int, dtype: torch.dtype) -> int:
-    """Estimate what the decoder takes while it draws, however many slots there are."""
-    # The finest level begins with the channels of the next coarser one.
-    return _DRAWING * FRAMES_AT_ONCE * max(vae.widths[:2]) * image_size**2 * dtype.itemsize
+    # The decoder's finest level begins with the channels of the next coarser one.
+    drawing = _DRAWING * FRAMES_AT_ONCE * max(vae.widths[:2]) * image_size**2 * dtype.itemsize
+    return SlotBytes(kept=STATES * state.bytes_per_slot, scratch=prefix + block + pixels, shared=drawing)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,10 +18,11 @@ import torch
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM
 from asyncrl.storage.atomic import read_json
-from asyncrl.storage.bounded_json import check_sizes, parse_json
+from asyncrl.storage.bounded_json import check_sizes
+from asyncrl.storage.tensor_names import header_names, indexed_names
 from asyncrl.storage.tensor_reader import TensorFiles
-from asyncrl.storage.weight_files import INDEX
 from asyncrl.worlds.opensora.autoencoder import VaeConfig
+from asyncrl.worlds.opensora.recognition import MARKS
 from asyncrl.worlds.opensora.stdit3 import STDiT3Config
 
 _log = logging.getLogger(__name__)
@@ -32,12 +32,6 @@ MAX_DECISIONS: Final = 32
 """256 steps, the length of episodes in RLinf's files for these worlds."""
 TEMPERATURE: Final = 1.6
 """At which RLinf's GRPO samples the policy in these worlds."""
-MARKS: Final = (
-    "x_embedder.proj.weight",
-    "spatial_blocks.0.attn.qkv.weight",
-    "temporal_blocks.0.attn.qkv.weight",
-)
-"""Tensors that every STDiT3 has, and no other world or policy."""
 VAE: Final = "vae"
 _OWN: Final = (
     "spatial_blocks.",
@@ -48,17 +42,9 @@ _OWN: Final = (
     "t_block.",
 )
 _VAE_MARK: Final = "decoder.conv_in.weight"
-_HEADER_BYTES: Final = 100_000_000
 _OLD_ATTENTION: Final = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Of autoencoders that an old version of diffusers wrote."""
 _Shapes = Mapping[str, torch.Size]
-
-
-def recognises(folder: Path) -> bool:
-    """Tell whether the weight files of `folder` hold an STDiT3; reads names only, also of torn files."""
-    names = _indexed_names(folder)
-    names |= {name for path in folder.glob("*.safetensors") for name in header_names(path)}
-    return names.issuperset(MARKS)
 
 
 def transformer_files(folder: Path) -> TensorFiles:
@@ -67,7 +53,7 @@ def transformer_files(folder: Path) -> TensorFiles:
     Raises:
         CheckpointError: None does, one is missing or truncated, or index and files do not agree.
     """
-    if _indexed_names(folder):
+    if indexed_names(folder):
         return TensorFiles(folder)
     files = sorted(
         path
@@ -80,26 +66,6 @@ def transformer_files(folder: Path) -> TensorFiles:
             f"{', '.join(MARKS)}. Download the folder again (RLinf-OpenSora-LIBERO-*)."
         )
     return TensorFiles(files)
-
-
-def header_names(path: Path) -> set[str]:
-    """Return the names in the header of a safetensors file, which may be cut behind it; of others, none."""
-    if not path.is_file():
-        return set()
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entries = parse_json(file.read(length), dict) if length <= _HEADER_BYTES else {}
-    except (OSError, struct.error, ValueError):
-        return set()
-    return entries.keys() - {"__metadata__"}
-
-
-def _indexed_names(folder: Path) -> set[str]:
-    if not (folder / INDEX).is_file():
-        return set()
-    weight_map = read_json(folder / INDEX, "Download it again.").get("weight_map")
-    return set(weight_map) if isinstance(weight_map, dict) else set()
 
 
 def recognise_transformer(files: TensorFiles) -> STDiT3Config:

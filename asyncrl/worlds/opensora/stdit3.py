@@ -62,12 +62,22 @@ class STDiT3Config:
     """Channels of the sinusoid of the time."""
     unused_branches: bool = False
     """Keep the text and frame-rate branches, which no computation reads: to write published files."""
+    action_dim: int = ACTION_DIM
+    """Numbers per action; published: 7."""
     text_channels: int = 4096
     """Of the text embedding; only with `unused_branches`, like `text_tokens`."""
     text_tokens: int = 300
 
     def __post_init__(self) -> None:
-        counts = (self.depth, self.width, self.heads, self.channels, self.patch, self.mlp_ratio)
+        counts = (
+            self.depth,
+            self.width,
+            self.heads,
+            self.channels,
+            self.patch,
+            self.mlp_ratio,
+            self.action_dim,
+        )
         if min(counts) < 1 or self.freq_dim < 2 or self.freq_dim % 2:
             raise ValueError(f"{self} has a size that is no size")
         if self.width % 4 or self.width % (2 * self.heads):
@@ -78,8 +88,13 @@ class STDiT3Config:
 
     @classmethod
     def tiny(cls) -> STDiT3Config:
-        """A size of 1.8 million parameters, for small frames."""
-        return cls(depth=4, width=128, heads=4, freq_dim=64)
+        """A size of 4.0 million parameters, for small frames."""
+        return cls(depth=4, width=192, heads=4, freq_dim=64)
+
+    @classmethod
+    def small(cls) -> STDiT3Config:
+        """A size of 10 million parameters, for small frames."""
+        return cls(depth=6, width=256, heads=4, freq_dim=64)
 
     @classmethod
     def xl2(cls) -> STDiT3Config:
@@ -99,7 +114,7 @@ class STDiT3(nn.Module):
         self.x_embedder = _branch(proj=nn.Conv3d(size.channels, width, patch, stride=patch))
         self.t_embedder = _branch(mlp=_time_mlp(size))
         self.action_embedder = _branch(
-            fc=nn.Sequential(nn.Linear(ACTION_DIM, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)),
+            fc=nn.Sequential(nn.Linear(size.action_dim, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)),
             none_action=nn.Embedding(1, width),
         )
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
@@ -128,7 +143,7 @@ class STDiT3(nn.Module):
             latents_BZFhw: ``[B, Z, 4 + C, h, w]`` of any float dtype: condition frames, noisy new ones; h and
                 w are multiples of the patch.
             times_B: ``[B]`` float32, time of the new frames, 0..1000.
-            actions_BCA: ``[B, C, 7]`` float32, normalised; action i produced new frame i.
+            actions_BCA: ``[B, C, A]`` float32, normalised; action i produced new frame i.
 
         Returns:
             ``[B, Z, C, h, w]`` in the dtype of the weights.

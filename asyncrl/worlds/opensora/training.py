@@ -60,7 +60,7 @@ def window_loss(
     Args:
         transformer: In the mode the caller wants.
         latents_BZFhw: ``[B, Z, 4 + C, h, w]`` of any float dtype, clean and scaled.
-        actions_BCA: ``[B, C, 7]`` float32, normalised; action i produced new frame i.
+        actions_BCA: ``[B, C, A]`` float32, normalised; action i produced new frame i.
         generator: On the CPU; draws the times, then the noise of all frames.
         condition_noise: Whether the condition frames are noised.
     """

@@ -13,7 +13,8 @@ differ, A numbers of an action.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,18 @@ from torch import Tensor, nn
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
-from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
 from asyncrl.worlds.full_batch import imagine_full
 from asyncrl.worlds.noise import draw_noise
+from asyncrl.worlds.opening import open_each_once
 from asyncrl.worlds.opensora.action_range import ActionRange, normalise
 from asyncrl.worlds.opensora.autoencoder import FrameVae
 from asyncrl.worlds.opensora.files import AS_SAVED, WorldFiles, check_settings, open_world, write_world
 from asyncrl.worlds.opensora.rectified_flow import STEPS, sample, sampling_times
 from asyncrl.worlds.opensora.state import OpenSoraState
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
+from asyncrl.worlds.own_settings import refuse_own_settings
+from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.tensor_state import finite_rows
 
 
@@ -82,35 +85,42 @@ class OpenSoraWorld:
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
         """Check the files of a folder without loading weights. See `interface.World.check`."""
-        _refuse_settings(own)
+        refuse_own_settings(own, "an OpenSora world")
         files = open_world(folder)
         nbytes = files.check(settings)
-        return ModelSummary(image_size=files.image_size, nbytes=nbytes, version=files.version)
+        return ModelSummary(
+            image_size=files.image_size,
+            nbytes=nbytes,
+            action_spec=ActionSpec(dim=files.transformer_size.action_dim),
+            version=files.version,
+        )
 
     @classmethod
     def load(
         cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any
     ) -> OpenSoraWorld:
         """Read a folder of ours or a published one. See `interface.World.load`."""
-        _refuse_settings(own)
+        refuse_own_settings(own, "an OpenSora world")
         return load_world(folder, device=device, settings=settings)
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
         """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
-        _refuse_settings(own)
+        refuse_own_settings(own, "an OpenSora world")
         return open_world(folder).defaults(settings)
 
     @classmethod
-    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
+    def slot_bytes(
+        cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
+    ) -> SlotBytes:
         """Estimate what a slot takes. See `interface.CountsSlots`."""
-        _refuse_settings(own)
+        refuse_own_settings(own, "an OpenSora world")
         return open_world(folder).slot_bytes(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
-        """8 steps of 7 numbers."""
-        return ActionSpec()
+        """8 steps of 7 numbers as published; of as many as a fitted world's recordings had."""
+        return ActionSpec(dim=self.transformer.size.action_dim)
 
     def modules(self) -> dict[str, nn.Module]:
         """Transformer and autoencoder."""
@@ -145,26 +155,25 @@ class OpenSoraWorld:
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> OpenSoraState:
-        """Open one slot per start state. Each frame is encoded once, however many slots begin with it.
+        """Open one slot per start state; siblings are opened once.
 
         What is remembered has one size, however many decisions follow.
 
         Raises:
             ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
         """
-        numbers: dict[bytes, int] = {}
-        distinct: list[NDArray[np.uint8]] = []
-        rows: list[int] = []
-        for state in states:
-            for frame in _opening_frames(state, self.image_size):
-                key = frame.tobytes()
-                if key not in numbers:
-                    numbers[key] = len(distinct)
-                    distinct.append(frame)
-                rows.append(numbers[key])
-        frames_U3HW = to_signed(to_device(np.stack(distinct), self.device)).permute(0, 3, 1, 2)
-        latents_UZhw = self.vae.encode(frames_U3HW)
-        picked = latents_UZhw.index_select(0, to_device(np.array(rows, np.int64), self.device))
+        return open_each_once(states, self._open)
+
+    def _open(self, states: Sequence[StartState]) -> OpenSoraState:
+        """Encode the context of each slot; without one its first frame, which then is seen four times."""
+        numbers = self.action_spec.dim
+        check_beginnings(states, image_size=self.image_size, context=CONDITION, action_dim=numbers)
+        clips = [s.context_frames if len(s.context_frames) else s.frame[None] for s in states]
+        firsts = np.cumsum([0, *map(len, clips)])
+        places = [np.linspace(first, last - 1, CONDITION) for first, last in pairwise(firsts)]
+        frames_U3HW = to_signed(to_device(np.concatenate(clips), self.device)).permute(0, 3, 1, 2)
+        rows = to_device(np.concatenate(places).astype(np.int64), self.device)
+        picked = self.vae.encode(frames_U3HW).index_select(0, rows)
         latents_BZ4hw = picked.unflatten(0, (len(states), CONDITION)).transpose(1, 2).contiguous()
         return OpenSoraState(latents=latents_BZ4hw, finite=finite_rows(latents_BZ4hw))
 
@@ -176,13 +185,21 @@ class OpenSoraWorld:
 
         Args:
             state: What `start` or the last `imagine` returned; it is not changed.
-            actions: ``[B, 8, 7]`` float32 in the policy's units; action i produced frame i.
+            actions: ``[B, 8, A]`` float32 in the policy's units; action i produced frame i.
             noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
 
         Returns:
             Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
         """
-        return imagine_full(self._imagine, state, actions, noise_seeds, rows=self._rows, device=self.device)
+        return imagine_full(
+            self._imagine,
+            state,
+            actions,
+            noise_seeds,
+            rows=self._rows,
+            device=self.device,
+            spec=self.action_spec,
+        )
 
     def _imagine(
         self, state: OpenSoraState, actions_BCA: Tensor, noise_seeds: Sequence[int]
@@ -201,7 +218,7 @@ class OpenSoraWorld:
 
         Args:
             state: Of ``B`` slots.
-            actions_BCA: ``[B, 8, 7]`` float32 in the policy's units, on the world's device.
+            actions_BCA: ``[B, 8, A]`` float32 in the policy's units, on the world's device.
             noise_seeds: ``B`` seeds.
 
         Returns:
@@ -221,29 +238,6 @@ class OpenSoraWorld:
             return self.transformer.step(new_BZChw, times_B, scaled_BCA, prefix)
 
         return sample(velocity, noise_BZChw, steps=self.schedule_steps)
-
-
-def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
-    """Return ``[4, H, W, 3]``: the context, else the first frame four times."""
-    for frame in (state.frame, *state.context_frames):
-        if frame.shape != (size, size, 3):
-            raise ConfigError(
-                f"start state {state.name} has a frame of shape {list(frame.shape)}, but the world draws "
-                f"{size}x{size} pixels. Use start states recorded at that size (--start-states)."
-            )
-    if len(state.context_frames) not in (0, CONDITION):
-        raise ConfigError(
-            f"start state {state.name} has {len(state.context_frames)} context frames; the world needs 0 or "
-            f"{CONDITION}. Record start states with {CONDITION} (--start-states)."
-        )
-    return state.context_frames if len(state.context_frames) else np.stack([state.frame] * CONDITION)
-
-
-def _refuse_settings(own: Mapping[str, Any]) -> None:
-    if own:
-        raise ConfigError(
-            f"--world-settings has {', '.join(own)}, but an OpenSora world takes none: see --imagination.*."
-        )
 
 
 def load_world(

@@ -13,13 +13,13 @@ from torch import nn
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError
 from asyncrl.records import SlotBytes
-from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE, wan_transformer_files
 from asyncrl.storage.atomic import read_json
 from asyncrl.storage.bounded_json import check_sizes
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 from asyncrl.worlds.wan import published_world
 from asyncrl.worlds.wan.memory import slot_bytes
 from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
+from asyncrl.worlds.wan.recognition import WAN_TRANSFORMER, WAN_VAE, transformer_files
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
@@ -132,7 +132,7 @@ def open_world(folder: Path) -> WorldFiles:
     Raises:
         CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
     """
-    if not (folder / "world.json").is_file() and (files := wan_transformer_files(folder)):
+    if not (folder / "world.json").is_file() and (files := transformer_files(folder)):
         return _open_published(folder, files)
     content = read_json(folder / "world.json")
     if content.get("format") != FORMAT or content.get("kind") != "wan":

@@ -86,7 +86,7 @@ def window_loss(
     Args:
         transformer: An `ActionWanTransformer`, in the mode the caller wants.
         latents_BZ4hw: ``[B, Z, 4, h, w]`` of any float dtype, clean and normalised: anchor, memory, two new.
-        actions_BTA: ``[B, 13, 7]`` float32 raw actions, the first of them the dummy.
+        actions_BTA: ``[B, 13, A]`` float32 raw actions, the first of them the dummy.
         generator: On the CPU; draws the noise levels, the noise and the memory's noise, in this order.
         context_noise: Whether the memory is noised.
         context_sigma: Noise level of the memory, in [0, 1].

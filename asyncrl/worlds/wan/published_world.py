@@ -21,11 +21,9 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM
 from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.worlds.wan.recognition import bare
 from asyncrl.worlds.wan.transformer import FRAMES_PER_LATENT, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig
-
-PREFIX: Final = "pipe.dit."
-"""Stands in front of a transformer's names in some files."""
 
 
 def fingerprint(shapes: Mapping[str, Sequence[int]]) -> str:
@@ -85,7 +83,7 @@ def transformer_from_published(name: str) -> str:
         >>> transformer_from_published("blocks.3.self_attn.o.bias")
         'blocks.3.attn1.to_out.0.bias'
     """
-    return _rename(name.removeprefix(PREFIX), _OUTSIDE, _IN_BLOCK)
+    return _rename(bare(name), _OUTSIDE, _IN_BLOCK)
 
 
 def transformer_to_published(name: str) -> str:
@@ -166,7 +164,7 @@ def recognise_transformer(files: TensorFiles) -> TransformerConfig:
     Raises:
         CheckpointError: It is a variant that takes actions in another way, or none that is known.
     """
-    shapes = {name.removeprefix(PREFIX): shape for name, shape in files.shapes.items()}
+    shapes = {bare(name): shape for name, shape in files.shapes.items()}
     if why := _unsupported(shapes):
         raise CheckpointError(
             f"{files.label} {why}. The variant that can be read takes 7-D actions in cross-attention and in "

@@ -1,6 +1,6 @@
 """What the Wan world remembers about each slot.
 
-Dimension letters: B slots, Z latent channels, h/w latent size.
+Dimension letters: B slots, Z latent channels, h/w latent size, A numbers per action.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WanState(TensorState):
     memory: Tensor
     """``[B, Z, 1, h, w]`` float32 latent of the last four frames."""
     last_actions: Tensor
-    """``[B, 4, 7]`` float32 actions that produced the last four frames."""
+    """``[B, 4, A]`` float32 actions that produced the last four frames."""
     cache: Cache
     """What the decoder remembers: of the frames so far, or (memory in frames) of the first frame."""
     encoder_cache: Cache = field(default_factory=list)

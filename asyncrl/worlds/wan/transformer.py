@@ -117,6 +117,8 @@ class TransformerConfig:
     """Channels of the sinusoid of the time."""
     round_timestep: bool = False
     """Round times to bfloat16 first, as published checkpoints were trained (952.38 becomes 952)."""
+    action_dim: int = ACTION_DIM
+    """Numbers per action; published: 7."""
 
     @classmethod
     def tiny(cls) -> TransformerConfig:
@@ -155,9 +157,11 @@ class ActionWanTransformer(WanTransformer3DModel):
         self.size = size
         self.blocks = nn.ModuleList(WanBlock(width, size.ffn_dim, size.heads) for _ in range(size.layers))
         self.condition_embedder.register_module("text_embedder", nn.Identity())
-        self.action_mlp1 = nn.Sequential(nn.Linear(ACTION_DIM, width), nn.GELU(), nn.Linear(width, width))
+        self.action_mlp1 = nn.Sequential(
+            nn.Linear(size.action_dim, width), nn.GELU(), nn.Linear(width, width)
+        )
         self.action_mlp2 = nn.Sequential(
-            nn.Linear(FRAMES_PER_LATENT * ACTION_DIM, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)
+            nn.Linear(FRAMES_PER_LATENT * size.action_dim, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, latents_BZFhw: Tensor, times_BF: Tensor, actions_BTA: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -166,7 +170,7 @@ class ActionWanTransformer(WanTransformer3DModel):
         Args:
             latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype; h and w are multiples of the patch.
             times_BF: ``[B, F]`` float32, 1000 * sigma of each latent frame; 0 for those that are conditions.
-            actions_BTA: ``[B, T, 7]`` float32 raw actions; action i produced frame i; the first is the dummy.
+            actions_BTA: ``[B, T, A]`` float32 raw actions; action i produced frame i; the first is the dummy.
 
         Returns:
             ``[B, Z, F, h, w]`` in the dtype of the weights.

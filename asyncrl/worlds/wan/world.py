@@ -14,7 +14,7 @@ Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise
@@ -29,12 +29,14 @@ from torch import Tensor, nn
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
-from asyncrl.errors import ConfigError
-from asyncrl.records import DUMMY_ACTION, ActionSpec, ModelSummary, SlotBytes, StartState
+from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState, dummy_action
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_writer import write_tensors
 from asyncrl.worlds.full_batch import imagine_full
 from asyncrl.worlds.noise import draw_noise
+from asyncrl.worlds.opening import open_each_once
+from asyncrl.worlds.own_settings import refuse_own_settings
+from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.tensor_state import finite_rows
 from asyncrl.worlds.wan.files import AS_SAVED, FORMAT, TRANSFORMER, VAE, WorldFiles, open_world
 from asyncrl.worlds.wan.flow_matching import sampling_sigmas
@@ -98,33 +100,40 @@ class WanWorld:
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
         """Check the files of a folder without loading weights. See `interface.World.check`."""
-        _refuse_settings(own)
+        refuse_own_settings(own, "a Wan world")
         files = open_world(folder)
         nbytes = files.check(settings)
-        return ModelSummary(image_size=files.image_size, nbytes=nbytes, version=files.version)
+        return ModelSummary(
+            image_size=files.image_size,
+            nbytes=nbytes,
+            action_spec=ActionSpec(dim=files.transformer_size.action_dim),
+            version=files.version,
+        )
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> WanWorld:
         """Read a folder of ours or a published one. See `interface.World.load`."""
-        _refuse_settings(own)
+        refuse_own_settings(own, "a Wan world")
         return _opened(open_world(folder), device, None, settings)
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
         """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
-        _refuse_settings(own)
+        refuse_own_settings(own, "a Wan world")
         return open_world(folder).defaults(settings)
 
     @classmethod
-    def slot_bytes(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> SlotBytes:
+    def slot_bytes(
+        cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
+    ) -> SlotBytes:
         """Estimate what a slot takes. See `interface.CountsSlots`."""
-        _refuse_settings(own)
+        refuse_own_settings(own, "a Wan world")
         return open_world(folder).slot_bytes(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
-        """8 steps of 7 numbers."""
-        return ActionSpec()
+        """8 steps of 7 numbers as published; of as many as a fitted world's recordings had."""
+        return ActionSpec(dim=self.transformer.size.action_dim)
 
     def modules(self) -> dict[str, nn.Module]:
         """Transformer, autoencoder and, where it is another one, the decoder."""
@@ -163,13 +172,20 @@ class WanWorld:
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> WanState:
         """Open one slot per start state: encode what was seen and let the decoder see it too.
 
-        What is remembered has one size, however many decisions follow.
+        Siblings are opened once. What is remembered has one size, however many decisions follow.
 
         Raises:
             ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
         """
-        clips = np.stack([_opening_frames(state, self.image_size) for state in states])
-        actions = np.stack([_opening_actions(state) for state in states])
+        return open_each_once(states, self.open_slots)
+
+    @torch.no_grad()
+    def open_slots(self, states: Sequence[StartState]) -> WanState:
+        """Do what `start` does, for siblings too: every slot passes through encoder and decoder."""
+        numbers = self.transformer.size.action_dim
+        check_beginnings(states, image_size=self.image_size, context=CONTEXT, action_dim=numbers)
+        clips = np.stack([_opening_frames(state) for state in states])
+        actions = np.stack([_opening_actions(state, numbers) for state in states])
         video = to_signed(to_device(clips, self.device)).permute(0, 4, 1, 2, 3)
         anchor, seen = encode_step(self.vae, video[:, :, :1], None)
         memory, _ = encode_step(self.vae, video[:, :, 1:], seen)
@@ -194,13 +210,21 @@ class WanWorld:
 
         Args:
             state: What `start` or the last `imagine` returned; it is not changed.
-            actions: ``[B, 8, 7]`` float32; action i produced frame i.
+            actions: ``[B, 8, A]`` float32; action i produced frame i.
             noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
 
         Returns:
             Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
         """
-        return imagine_full(self._imagine, state, actions, noise_seeds, rows=self._rows, device=self.device)
+        return imagine_full(
+            self._imagine,
+            state,
+            actions,
+            noise_seeds,
+            rows=self._rows,
+            device=self.device,
+            spec=self.action_spec,
+        )
 
     def _imagine(
         self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]
@@ -235,7 +259,7 @@ class WanWorld:
 
         Args:
             state: Of ``B`` slots.
-            actions_B8A: ``[B, 8, 7]`` float32 on the world's device.
+            actions_B8A: ``[B, 8, A]`` float32 on the world's device.
             noise_seeds: ``B`` seeds.
 
         Returns:
@@ -244,7 +268,7 @@ class WanWorld:
         batch, channels, _, height, width = state.anchor.shape
         noise = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:]
         new_BZ2hw = to_device(noise.numpy(), self.device)
-        dummy, is_new = _constants(self.device)
+        dummy, is_new = _constants(self.device, actions_B8A.shape[-1])
         actions_BTA = torch.cat([dummy.expand(batch, 1, -1), state.last_actions, actions_B8A], dim=1)
         sigmas = sampling_sigmas(self.schedule_steps)
         for sigma, following in pairwise(sigmas):
@@ -257,33 +281,23 @@ class WanWorld:
 
 
 @lru_cache(maxsize=8)
-def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the dummy action ``[7]`` and which latents are new ``[4]``; kept, for a copy waits."""
+def _constants(device: torch.device, numbers: int) -> tuple[Tensor, Tensor]:
+    """Return the dummy action ``[A]`` and which latents are new ``[4]``; kept, for a copy waits."""
     with torch.inference_mode(False):
-        dummy = torch.tensor(DUMMY_ACTION, device=device)
+        dummy = torch.tensor(dummy_action(numbers), device=device)
         return dummy, torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
 
 
-def _opening_frames(state: StartState, size: int) -> NDArray[np.uint8]:
+def _opening_frames(state: StartState) -> NDArray[np.uint8]:
     """Return ``[5, H, W, 3]``: the first frame, then the context (else the first frame four times)."""
-    if state.frame.shape != (size, size, 3):
-        raise ConfigError(
-            f"start state {state.name} has a frame of shape {list(state.frame.shape)}, but the world draws "
-            f"{size}x{size} pixels. Use start states recorded at that size (--start-states)."
-        )
-    if len(state.context_frames) not in (0, CONTEXT):
-        raise ConfigError(
-            f"start state {state.name} has {len(state.context_frames)} context frames; the world needs 0 or "
-            f"{CONTEXT}. Record start states with {CONTEXT} (--start-states)."
-        )
     context = state.context_frames if len(state.context_frames) else np.stack([state.frame] * CONTEXT)
     return np.concatenate([state.frame[None], context])
 
 
-def _opening_actions(state: StartState) -> NDArray[np.float32]:
+def _opening_actions(state: StartState, numbers: int) -> NDArray[np.float32]:
     if len(state.context_actions):
         return state.context_actions.astype(np.float32)
-    return np.tile(DUMMY_ACTION, (CONTEXT, 1))
+    return np.tile(dummy_action(numbers), (CONTEXT, 1))
 
 
 def _opened(
@@ -300,13 +314,6 @@ def _opened(
         memory=files.context(settings),
         decoder=decoder,
     )
-
-
-def _refuse_settings(own: Mapping[str, Any]) -> None:
-    if own:
-        raise ConfigError(
-            f"--world-settings has {', '.join(own)}, but a Wan world takes none: see --imagination.*."
-        )
 
 
 def load_world(

@@ -187,3 +187,15 @@ def test_damaged_pickles_end_in_an_error_or_in_tensors(tmp_path: Path, seed: int
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
     assert not proof.exists()
+
+
+def test_tensors_beside_the_state_dict_come_under_their_own_names(tmp_path: Path) -> None:
+    """As a model of poses may be saved: its inputs' statistics are no part of its state dict."""
+    path = tmp_path / "poses.pt"
+    mean, weight = torch.arange(8.0), torch.ones(2, 3)
+    torch.save({"model_state_dict": {"net.0.weight": weight}, "abs_action_mean": mean, "epoch": 3}, path)
+    file = CkptFile(path)
+    assert {name: tuple(shape) for name, shape in file.shapes.items()} == {
+        "net.0.weight": (2, 3),
+        "abs_action_mean": (8,),
+    }

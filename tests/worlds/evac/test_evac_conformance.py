@@ -1,36 +1,16 @@
-"""The EVAC world keeps the interface that a run needs of every world."""
+"""The EVAC world offers what a run may need; what it needs of every world is in test_world_conformance."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from asyncrl.launch.conformance import check_world
-from asyncrl.records import StartState
 from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.state import EvacState
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.interface import BringsDefaults, CompilesWorld, CountsSlots
 from support.evac import some_actions, start_state, tiny_networks
 
 CONFIG = EvacConfig.tiny()
-
-
-class OfTwoDecisions(EvacWorld):
-    """Knows the length of its episodes, for a caller that does not say it."""
-
-    def start(self, states: Sequence[StartState], *, decisions: int = 2) -> EvacState:
-        return super().start(states, decisions=decisions)
-
-
-def test_it_does_what_a_run_needs_of_a_world() -> None:
-    world = OfTwoDecisions(tiny_networks(CONFIG), CONFIG)
-    held = list(check_world(world, [start_state(1), start_state(2, context=4)]))
-    assert any("neighbours do not matter" in line for line in held)
-    assert any("rows are selected and written" in line for line in held)
-    assert "unet" in held[-1]
 
 
 def test_it_offers_what_a_world_may_offer() -> None:

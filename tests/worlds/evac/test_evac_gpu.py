@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.noise import normal_noise, normal_words, seed_words
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.world import EvacWorld
 from support.evac import some_actions, start_state, tiny_networks
@@ -38,6 +39,14 @@ def test_imagining_makes_no_call_that_waits(guidance: float, compiled: bool) -> 
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert state.finite.all()
+
+
+def test_compiled_noise_is_the_noise() -> None:
+    seeds = torch.from_numpy(seed_words([1, 2**62 + 3])).cuda()
+    draw, shape = torch.tensor(5, device="cuda"), (4, 100_000)
+    compiled = torch.compile(normal_words, fullgraph=True, dynamic=False)
+    got = normal_noise(seeds, draw, shape, words=compiled)
+    torch.testing.assert_close(got.cpu(), normal_noise(seeds.cpu(), 5, shape), atol=1e-6, rtol=1e-5)
 
 
 def test_the_gpu_draws_what_the_cpu_draws() -> None:

@@ -16,7 +16,7 @@ def some_state(batch: int, room: int = 17, seed: int = 0) -> EvacState:
         history=torch.randn(batch, room, 4, 2, 2, generator=g),
         poses=torch.randn(batch, room, 8, generator=g),
         count=torch.randint(1, room - 8, (batch,), generator=g),
-        seen=torch.randint(0, 256, (batch, 4, 4, 3), generator=g, dtype=torch.uint8),
+        first=torch.randint(0, 256, (batch, 4, 4, 3), generator=g, dtype=torch.uint8),
         finite=torch.rand(batch, generator=g) > 0.5,
         left=[1 + (seed + row) % 3 for row in range(batch)],
     )
@@ -29,7 +29,12 @@ def tensors(state: EvacState) -> dict[str, Tensor]:
 @pytest.mark.parametrize("remembered", [2, 3, 4, 6])
 def test_the_memory_is_spread_over_the_episode_and_ends_with_the_last_frame(remembered: int) -> None:
     counts = [1, 2, 5, 9, 13, 17, 261]
-    expected = [[int(n * i / (remembered - 1)) for i in range(remembered - 1)] + [n - 1] for n in counts]
+    expected = []
+    for count in counts:
+        # As EnerVerse-AC's sampler keeps them: the first frame P times, then those that were drawn.
+        kept = [0] * remembered + list(range(1, count))
+        spread = [kept[len(kept) * i // (remembered - 1)] for i in range(remembered - 1)]
+        expected.append([*spread, kept[-1]])
     assert memory_index(torch.tensor(counts), remembered).tolist() == expected
 
 
@@ -38,7 +43,7 @@ def test_memory_comes_with_the_poses_there_and_before() -> None:
     latents, poses, before = state.remembered(4)
     for row in range(3):
         count = int(state.count[row])
-        for place, frame in enumerate([0, count // 3, 2 * count // 3, count - 1]):
+        for place, frame in enumerate(memory_index(state.count, 4)[row].tolist()):
             assert torch.equal(latents[row, place], state.history[row, frame])
             assert torch.equal(poses[row, place], state.poses[row, frame])
             assert torch.equal(before[row, place], state.poses[row, max(frame - 1, 0)])
@@ -79,8 +84,7 @@ def test_new_frames_stand_behind_those_there_are() -> None:
     before = {name: tensor.clone() for name, tensor in tensors(state).items()}
     g = torch.Generator().manual_seed(9)
     latents, poses = torch.randn(3, 8, 4, 2, 2, generator=g), torch.randn(3, 8, 8, generator=g)
-    seen = torch.randint(0, 256, (3, 4, 4, 3), generator=g, dtype=torch.uint8)
-    after = state.extended(latents, poses, seen, torch.tensor([True, False, True]))
+    after = state.extended(latents, poses, torch.tensor([True, False, True]))
     for name, tensor in tensors(state).items():
         assert torch.equal(tensor, before[name])
     for row in range(3):
@@ -91,8 +95,7 @@ def test_new_frames_stand_behind_those_there_are() -> None:
     assert after.count.tolist() == [n + 8 for n in state.count.tolist()]
     assert after.left == [left - 1 for left in state.left]
     assert after.finite.tolist() == [bool(a) and b for a, b in zip(state.finite, [1, 0, 1], strict=True)]
-    seen.zero_()
-    assert after.seen.any()
+    assert torch.equal(after.first, state.first)
 
 
 def test_a_decision_that_does_not_fit_names_the_slot() -> None:

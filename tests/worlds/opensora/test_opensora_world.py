@@ -193,7 +193,10 @@ def test_an_episode_goes_on_from_its_context_and_not_from_the_first_frame(world:
         torch.testing.assert_close(state.latents[:, :, i], only.latents[:, :, 0], atol=1e-5, rtol=1e-5)
     still = replace(start, context_frames=np.stack([start.frame] * 4))
     plain = replace(start, context_frames=start.context_frames[:0])
-    assert torch.equal(world.start([still]).latents, world.start([plain]).latents)
+    # Four frames are encoded beside each other, one alone: the last digits may differ.
+    torch.testing.assert_close(
+        world.start([still]).latents, world.start([plain]).latents, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_wrong_shapes_are_refused_with_both(world: OpenSoraWorld) -> None:

@@ -1,0 +1,314 @@
+"""A small world that keeps everything asked of worlds, and worlds that break one thing each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from asyncrl.errors import ConfigError
+from asyncrl.records import ActionSpec, ModelSummary, StartState
+from asyncrl.worlds.full_batch import imagine_full
+from asyncrl.worlds.start_states import check_beginnings
+from asyncrl.worlds.tensor_state import TensorState, finite_rows
+
+SIZE = 16
+DECISIONS = 3
+"""That the checks announce at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canvas(TensorState):
+    """A picture, and the decisions there is room for."""
+
+    pixels: Tensor
+    """``[B, H, W, 3]`` float32 in [0, 1]."""
+    left: Tensor
+    """``[B]`` int64."""
+
+
+def shown(pixels: Tensor) -> Tensor:
+    """Reflect numbers into [0, 1] and make them uint8: a little larger is a little lighter or darker."""
+    return ((1 - (pixels % 2 - 1).abs()) * 255).to(torch.uint8)
+
+
+class SoundWorld:
+    """Every action adds a pattern to the picture, weakly also to those before it, and noise."""
+
+    version, image_size, action_spec = 0, SIZE, ActionSpec()
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.patterns = nn.Linear(7, SIZE * SIZE * 3, bias=False)
+        nn.init.normal_(self.patterns.weight, std=0.05, generator=generator)
+
+    @classmethod
+    def check(cls, folder: Path, settings: Any, **own: Any) -> ModelSummary:
+        return ModelSummary(image_size=SIZE, nbytes=0)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, settings: Any, **own: Any) -> Self:
+        return cls()
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"patterns": self.patterns}
+
+    def start(self, states: Sequence[StartState], *, decisions: int) -> Canvas:
+        check_beginnings(states, image_size=SIZE, context=4)
+        pixels = torch.from_numpy(np.stack([state.frame for state in states])).float() / 255
+        finite = torch.ones(len(states), dtype=torch.bool)
+        return Canvas(pixels=pixels, left=torch.full((len(states),), decisions), finite=finite)
+
+    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        if not state.left.all():
+            raise ConfigError("there is no room for another decision")
+        return imagine_full(self.draw, state, actions, noise_seeds, rows=0, device=self.device)
+
+    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        added = self.patterns(actions).unflatten(2, (SIZE, SIZE, 3))
+        pixels = state.pixels[:, None] + added.cumsum(1) + 0.01 * added.mean(1, keepdim=True)
+        noise = [torch.rand((), generator=torch.Generator().manual_seed(seed)) for seed in noise_seeds]
+        frames = shown(pixels + 0.1 * torch.stack(noise)[:, None, None, None, None])
+        finite = state.finite & finite_rows(pixels)
+        return frames, replace(state, pixels=pixels[:, -1].clone(), left=state.left - 1, finite=finite)
+
+
+# ---- seeds, neighbours, siblings, actions --------------------------------------------------------
+
+
+class Unseeded(SoundWorld):
+    """Draws the first decision of an episode from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        frames, after = super().draw(state, actions, noise_seeds)
+        self.calls += bool(state.left[0] == DECISIONS)
+        frames[0, 0, 0, 0, 0] ^= self.calls & 1  # one grey level in one pixel
+        return frames, after
+
+
+class Changing(SoundWorld):
+    """Draws into the state that it was given."""
+
+    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        frames, after = super().draw(state, actions, noise_seeds)
+        if state.left[0] == DECISIONS:
+            state.pixels[0, 0, 0] += 1 / 255
+        return frames, after
+
+
+class Crowded(SoundWorld):
+    """Normalises over the batch."""
+
+    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        return super().draw(state, actions + 0.2 * len(actions), noise_seeds)
+
+
+class Numbered(SoundWorld):
+    """A slot begins as its number says."""
+
+    def start(self, states: Sequence[StartState], *, decisions: int) -> Canvas:
+        state = super().start(states, decisions=decisions)
+        return replace(state, pixels=state.pixels + 0.05 * torch.arange(len(states))[:, None, None, None])
+
+
+def acted(change: Callable[[Tensor], Tensor]) -> Callable[[], SoundWorld]:
+    """Build a world that takes its actions in another order."""
+
+    class Disordered(SoundWorld):
+        def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+            return super().draw(state, change(actions), noise_seeds)
+
+    return Disordered
+
+
+def late(actions: Tensor) -> Tensor:
+    """Action i makes frame i + 1, and the last none."""
+    return torch.cat([actions[:, :1], actions[:, :-1]], dim=1)
+
+
+def early(actions: Tensor) -> Tensor:
+    """Action i makes frame i - 1, and the first none."""
+    return torch.cat([actions[:, 1:], actions[:, -1:]], dim=1)
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def with_state(kind: type[Canvas]) -> Callable[[], SoundWorld]:
+    """Build a world with another state."""
+
+    class Odd(SoundWorld):
+        def start(self, states: Sequence[StartState], *, decisions: int) -> Canvas:
+            return kind(**vars(super().start(states, decisions=decisions)))
+
+    return Odd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared(Canvas):
+    """Hands out views of itself where the rows are its own."""
+
+    def select(self, indices: Sequence[int]) -> Self:
+        return self if list(indices) == list(range(len(self))) else super().select(indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unwritten(Canvas):
+    """Keeps the picture of a row that is written over."""
+
+    def write_rows(self, indices: Sequence[int], other: Self) -> Self:
+        return super().write_rows(indices, replace(other, pixels=self.select(indices).pixels))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lossy(Canvas):
+    """Rounds what it copies."""
+
+    def select(self, indices: Sequence[int]) -> Self:
+        picked = super().select(indices)
+        return replace(picked, pixels=(picked.pixels * 1024).round() / 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(Canvas):
+    """Is in half precision on the host."""
+
+    def to(self, device: torch.device | str) -> Self:
+        moved = super().to(device)
+        return replace(moved, pixels=moved.pixels.to(torch.bfloat16).float())
+
+
+class OneAge(SoundWorld):
+    """Thinks that all slots are as old as the oldest."""
+
+    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        age = (100 - state.left).max()
+        frames, after = super().draw(state, actions, noise_seeds)
+        return frames + (10 * age).to(torch.uint8), after
+
+
+class Stale(SoundWorld):
+    """Forgets its weights when they move."""
+
+    def weights_moved(self) -> None:
+        self.patterns = nn.Linear(7, SIZE * SIZE * 3, bias=False)
+
+
+class Endless(SoundWorld):
+    """Repeats the last picture where there is no room left, and says nothing."""
+
+    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        if state.left.all():
+            return super().imagine(state, actions, noise_seeds)
+        return shown(state.pixels)[:, None].repeat(1, 8, 1, 1, 1), state
+
+
+class Overrun(SoundWorld):
+    """Runs over the end of its memory."""
+
+    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        if not state.left.all():
+            raise IndexError("index 9 is out of bounds for dimension 1 with size 9")
+        return super().imagine(state, actions, noise_seeds)
+
+
+# ---- what is not finite, what has another shape --------------------------------------------------
+
+
+class Silent(SoundWorld):
+    """Takes what is not finite for nothing."""
+
+    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        return super().draw(state, actions.nan_to_num(), noise_seeds)
+
+
+class Contagious(SoundWorld):
+    """What is not finite in one row spoils all."""
+
+    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        frames, after = super().draw(state, actions, noise_seeds)
+        return frames, replace(after, finite=after.finite & after.finite.all())
+
+
+class Forgiving(SoundWorld):
+    """A row is finite again as soon as its picture is."""
+
+    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        _, after = super().draw(state, actions, noise_seeds)
+        sound = replace(state, pixels=state.pixels.nan_to_num(), finite=torch.ones_like(state.finite))
+        frames, again = super().draw(sound, actions, noise_seeds)
+        return frames, replace(again, pixels=after.pixels.nan_to_num())
+
+
+class Lenient(SoundWorld):
+    """Takes the first steps of too many."""
+
+    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        return super().imagine(state, actions[:, :8, :7].expand(len(state), -1, -1), noise_seeds)
+
+
+class Curt(SoundWorld):
+    """Refuses, and does not say what."""
+
+    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        if actions.shape != (len(state), 8, 7):
+            raise ValueError("wrong shape")
+        return super().imagine(state, actions, noise_seeds)
+
+
+class Asserting(SoundWorld):
+    """Leaves it to an assertion."""
+
+    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+        assert actions.shape == (len(state), 8, 7)
+        return super().imagine(state, actions, noise_seeds)
+
+
+class Cropping(SoundWorld):
+    """Begins with pictures of any size."""
+
+    def start(self, states: Sequence[StartState], *, decisions: int) -> Canvas:
+        whole = [replace(s, frame=np.resize(s.frame, (SIZE, SIZE, 3))) for s in states]
+        return super().start(whole, decisions=decisions)
+
+
+BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
+    "draws from a generator of its own": (Unseeded, "seeds", "another film from the same state"),
+    "draws into the state it was given": (Changing, "seeds", "another film from the same state"),
+    "normalises over the batch": (Crowded, "neighbours", "grey levels off when a row is alone"),
+    "begins as the slot's number says": (Numbered, "siblings", "between two slots that begin alike"),
+    "reverses the actions": (acted(lambda a: a.flip(1)), "actions", "changed by the first action at frame"),
+    "takes the actions in a circle": (acted(lambda a: a.roll(1, 1)), "actions", "by the last at frame"),
+    "is a step late": (acted(late), "actions", "blind to action 7"),
+    "is a step early": (acted(early), "actions", "blind to action 0"),
+    "hands out its own memory": (with_state(Shared), "put back", "what is written into it changes the state"),
+    "rounds what is saved": (with_state(Lossy), "put back", "another episode once it is put back"),
+    "does not write all of a row": (with_state(Unwritten), "ages", "beside an older episode"),
+    "has one age for all": (OneAge, "ages", "beside an older episode"),
+    "rounds on the way": (with_state(Halved), "moved", "after a state was in host memory and back"),
+    "forgets weights that move": (Stale, "parked", "after its weights were parked and back"),
+    "repeats itself without room": (Endless, "room", "more than was announced, without an error"),
+    "runs over its memory": (Overrun, "room", "IndexError (index 9 is out of bounds"),
+    "takes NaN for nothing": (Silent, "not finite", "[True, True], expected [False, True] after NaN"),
+    "lets NaN spread": (Contagious, "not finite", "[False, False], expected [False, True] after NaN"),
+    "forgives NaN": (Forgiving, "not finite", "expected [False, True] after NaN"),
+    "crops actions": (
+        Lenient,
+        "shapes",
+        "content with a wrong shape, expected an error that names [2, 8, 7] and",
+    ),
+    "does not say the shapes": (Curt, "shapes", "ValueError (wrong shape), expected an error that names"),
+    "asserts": (Asserting, "shapes", "AssertionError"),
+    "resizes what it begins with": (Cropping, "shapes", "start is content with a wrong shape"),
+}
+"""How to build it, the check that must fail, and what it says."""

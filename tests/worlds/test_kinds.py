@@ -1,0 +1,201 @@
+"""Kinds of worlds: told apart by tensors in one table, refused as policies, each with what it can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from asyncrl import registry
+from asyncrl.config.run import ImaginationSettings
+from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
+from asyncrl.launch.named_models import named_policy, named_world
+from asyncrl.worlds import kinds
+from asyncrl.worlds.evac import recognition as evac
+from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.world import EvacWorld
+from asyncrl.worlds.evac.world import save_world as save_evac
+from asyncrl.worlds.opensora import recognition as opensora
+from asyncrl.worlds.opensora.world import save_world as save_opensora
+from asyncrl.worlds.wan import recognition as wan
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.world import WanWorld
+from asyncrl.worlds.wan.world import save_world as save_wan
+from support import fourth_kind
+from support.evac import tiny_networks
+from support.opensora import nano_world
+
+TITLES = {"wan": "Wan", "opensora": "OpenSora", "evac": "EVAC"}
+
+
+def write_tensors(folder: Path, names: tuple[str, ...], file: str = "weights.safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: torch.zeros(2) for name in names}, folder / file)
+    return folder
+
+
+def write_wan(folder: Path) -> Path:
+    return write_tensors(folder, tuple(wan.PIPELINE + name for name in wan.MARKS), "dit.safetensors")
+
+
+def write_opensora(folder: Path) -> Path:
+    return write_tensors(folder, opensora.MARKS, "ema.safetensors")
+
+
+def write_evac(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    torch.save({"module": {evac.WRAPPED + evac.MARK: torch.zeros(2)}}, folder / "step.bin")
+    return folder
+
+
+PUBLISHED: dict[str, Callable[[Path], Path]] = {
+    "wan": write_wan,
+    "opensora": write_opensora,
+    "evac": write_evac,
+}
+
+
+def save_ours(kind: str, folder: Path) -> Path:
+    if kind == "wan":
+        size = TransformerConfig(heads=1, head_dim=24, layers=1, ffn_dim=8, channels=32, patch=1, freq_dim=8)
+        save_wan(folder, WanWorld(ActionWanTransformer(size), WanVae(VaeConfig.tiny()), image_size=64))
+    elif kind == "opensora":
+        save_opensora(folder, nano_world())
+    else:
+        save_evac(folder, EvacWorld(tiny_networks(EvacConfig.tiny()), EvacConfig.tiny()))
+    return folder
+
+
+def test_the_table_has_the_built_in_worlds() -> None:
+    assert kinds.KINDS.keys() == registry.BUILT_IN["world"].keys()
+    assert {name: kind.title for name, kind in kinds.KINDS.items()} == TITLES
+
+
+@pytest.mark.parametrize("kind", TITLES)
+def test_a_published_kind_is_told_by_tensors_whatever_the_files_are_called(tmp_path: Path, kind: str) -> None:
+    folder = PUBLISHED[kind](tmp_path / "world")
+    assert named_world(str(folder)).kind is registry.resolve("world", kind)
+    assert kinds.world_title(folder) == TITLES[kind]
+
+
+def test_what_is_no_world_is_told_for_each_kind_what_was_looked_for(tmp_path: Path) -> None:
+    folder = write_tensors(tmp_path / "world", ("patch_embedding.weight", opensora.MARKS[0]))
+    with pytest.raises(CheckpointError) as raised:
+        named_world(str(folder))
+    for part in (
+        "holds weights.safetensors: no world model",
+        f"Wan's (no tensor {wan.MARKS[1]} in",
+        f"OpenSora's (no tensor {opensora.MARKS[1]} in",
+        f"EVAC's (no tensor {evac.MARK} in",
+    ):
+        assert part in str(raised.value)
+    with pytest.raises(CheckpointError, match="is neither a shipped world"):
+        named_world(str(tmp_path / "nowhere"))
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named_and_runs_nothing(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    folder = tmp_path / "world"
+    folder.mkdir()
+    (folder / "cut.ckpt").write_bytes(b"PK cut")
+    torch.save({"state_dict": Harmful()}, folder / "harmful.ckpt")
+    with pytest.raises(CheckpointError, match=r"EVAC's \(no tensor .*cut\.ckpt was not read"):
+        named_world(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_world_json_of_no_known_kind_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    for kind in ("dreams", ["wan"], None):
+        (tmp_path / "world.json").write_text(json.dumps({"kind": kind}))
+        with pytest.raises(CheckpointError, match="there are: wan, opensora, evac"):
+            named_world(str(tmp_path))
+
+
+@pytest.mark.parametrize("looks", ["like a policy", "like none"])
+@pytest.mark.parametrize("source", ["published", "ours"])
+@pytest.mark.parametrize("kind", TITLES)
+def test_a_world_given_as_policy_is_refused_as_what_it_is(
+    tmp_path: Path, kind: str, source: str, looks: str
+) -> None:
+    folder = tmp_path / "world"
+    if source == "published":
+        PUBLISHED[kind](folder)
+    else:
+        save_ours(kind, folder)
+    if looks == "like a policy":
+        (folder / "config.json").write_text("{}")
+        write_tensors(folder, ("a.weight",), "model.safetensors")
+    message = rf"--policy .* is a world model \({TITLES[kind]}'s\)\. Give it as --world\."
+    with pytest.raises(CheckpointError, match=message):
+        named_policy(str(folder))
+
+
+def test_what_is_neither_policy_nor_world_is_refused_as_no_policy(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"The policy .*holds no config\.json"):
+        named_policy(str(write_tensors(tmp_path / "x", ("a.weight",))))
+
+
+def test_a_fourth_kind_is_one_entry_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fourth = kinds.Kind(
+        title="Fourth", world="support.fourth_kind:FourthWorld", recogniser="support.fourth_kind:lacks"
+    )
+    monkeypatch.setitem(kinds.KINDS, "fourth", fourth)
+    folder = write_tensors(tmp_path / "world", (fourth_kind.MARK,))
+    assert named_world(str(folder)).kind is fourth_kind.FourthWorld
+    with pytest.raises(CheckpointError, match=r"is a world model \(Fourth's\)"):
+        named_policy(str(folder))
+    other = write_tensors(tmp_path / "other", ("a.weight",))
+    with pytest.raises(CheckpointError, match=r"Fourth's \(no tensor fourth\.weight"):
+        named_world(str(other))
+    (other / "world.json").write_text(json.dumps({"kind": "fourth"}))
+    assert named_world(str(other)).kind is fourth_kind.FourthWorld
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "own", "words"),
+    [
+        ("wan", {}, {"guidance": 2.0}, "takes none and draws without guidance.*--imagination.steps"),
+        ("wan", {"decoder": "tiny"}, {}, "asyncrl fit decoder"),
+        ("opensora", {"context": "frames"}, {}, "--imagination.context is frames.*Use --imagination.context"),
+        (
+            "opensora",
+            {"decoder": "tiny"},
+            {},
+            "--imagination.decoder is tiny.*Use --imagination.decoder full",
+        ),
+        ("opensora", {}, {"guidance": 2.0}, "takes none and draws without guidance.*--imagination.steps"),
+        ("evac", {"context": "frames"}, {}, "--imagination.context is frames.*Use auto or latents"),
+        ("evac", {"decoder": "tiny"}, {}, "--imagination.decoder is tiny.*Use full"),
+        ("evac", {"steps": 1001}, {}, "--imagination.steps is 1001.*Use 1 to 1000"),
+        ("evac", {}, {"guidance": -1.0}, "guidance is -1.0, expected a number from 0"),
+        ("evac", {}, {"seed": 1}, "--world-settings has seed.*It takes guidance, guidance_rescale, eta"),
+    ],
+)
+def test_what_a_kind_cannot_do_is_refused_with_the_flag_and_the_alternative(
+    tmp_path: Path, kind: str, settings: dict[str, Any], own: dict[str, Any], words: str
+) -> None:
+    folder, world = save_ours(kind, tmp_path / "world"), registry.resolve("world", kind)
+    for call in (
+        lambda: world.check(folder, ImaginationSettings(**settings), **own),
+        lambda: world.load(folder, torch.device("cpu"), ImaginationSettings(**settings), **own),
+    ):
+        with pytest.raises(AsyncRLError, match=words) as raised:
+            call()
+        assert isinstance(raised.value, ConfigError | CheckpointError)
+
+
+@pytest.mark.parametrize("kind", TITLES)
+def test_what_every_kind_can_do_is_accepted(tmp_path: Path, kind: str) -> None:
+    folder, world = save_ours(kind, tmp_path / "world"), registry.resolve("world", kind)
+    for settings in (ImaginationSettings(), ImaginationSettings(context="latents", steps=3)):
+        assert world.check(folder, settings).nbytes > 0
+        assert world.defaults(folder, settings).context == "latents"
