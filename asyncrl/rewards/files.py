@@ -1,21 +1,20 @@
 """Read and write reward models: our own files, and the published ones.
 
-Published are ``resnet_rm.pth`` (any task) and ``taskemb_resnet_rm.pth`` (one LIBERO suite); which of the two
-networks a file holds is told by its tensors and not by its name. Their scores are rounded to 0 or 1 and count
-as a success from 0.9, as RLinf trains with them.
+Which of the published networks a file holds is told by its tensors (`published`) and not by its name. The six
+that judge LIBERO-Long together are put together in `grouped`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from asyncrl.errors import CheckpointError
-from asyncrl.rewards.libero_tasks import SUITES, suite_of
+from asyncrl.rewards.published import PUBLISHED, find_published, recognise
 from asyncrl.rewards.resnet import (
     ResnetRewModel,
     RewardConfig,
@@ -28,7 +27,6 @@ from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
-PUBLISHED: Final = ("resnet_rm.pth", "taskemb_resnet_rm.pth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ def open_reward(folder: Path, tasks: Collection[str] = ()) -> RewardFiles:
     """Read what a folder says about its reward model, without its numbers.
 
     Args:
-        folder: Holds ``reward.json``, ``resnet_rm.pth`` or ``taskemb_resnet_rm.pth``.
+        folder: Holds ``reward.json``, or a file with a published network.
         tasks: Instructions of the start states; a published model of a suite needs them to know which.
 
     Raises:
@@ -74,13 +72,24 @@ def open_reward(folder: Path, tasks: Collection[str] = ()) -> RewardFiles:
     """
     if (folder / "reward.json").is_file():
         return _open_ours(folder)
-    for name in PUBLISHED:
-        if (folder / name).is_file():
-            return _open_published(folder / name, tasks)
-    raise CheckpointError(
-        f"{folder} holds no readable reward model (looked for reward.json, {', '.join(PUBLISHED)}). Fit one "
-        "with `asyncrl fit reward`, download it beside the world, or set another --world."
-    )
+    weights = find_published(folder)
+    if weights is None:
+        raise CheckpointError(
+            f"{folder} holds no readable reward model (looked for reward.json, {', '.join(PUBLISHED)}, "
+            "another *.pth with the tensors of one, and group_1 to group_6). Fit one with "
+            "`asyncrl fit reward`, download it beside the world, or set another --world."
+        )
+    return published_files(weights, tasks)
+
+
+def published_files(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
+    """Read from the tensors of a published file which network it holds, and how large.
+
+    Raises:
+        CheckpointError: It is none of the published ones, or the tasks are not of one suite.
+    """
+    config, rounded = recognise(weights, tasks)
+    return RewardFiles(weights=weights, config=config, rounded=rounded)
 
 
 def _open_ours(folder: Path) -> RewardFiles:
@@ -96,27 +105,3 @@ def _open_ours(folder: Path) -> RewardFiles:
     return RewardFiles(
         weights=TensorFiles(folder / WEIGHTS), config=config, rounded=bool(content.get("rounded"))
     )
-
-
-def _open_published(path: Path, tasks: Collection[str]) -> RewardFiles:
-    weights = TensorFiles(path)
-    shapes = weights.shapes
-    embedding, fusion = (shapes.get(f"{name}.weight") for name in ("task_embedding", "fusion_layer.0"))
-    trunk = "net" if embedding is None else "visual_encoder"
-    stem = [f"{trunk}.0.0.weight", *(f"{trunk}.{stage}.0.conv1.weight" for stage in (2, 3, 4))]
-    if absent := [name for name in stem if not shapes.get(name)]:
-        raise CheckpointError(
-            f"{path} is no reward model for world models: it lacks {absent[0]}. Its tensors begin with "
-            f"{', '.join(sorted(shapes)[:3])}. Use resnet_rm.pth or taskemb_resnet_rm.pth."
-        )
-    first, second, third, fourth = (shapes[name][0] for name in stem)
-    config = replace(RewardConfig.full(), widths=(first, second, third, fourth))
-    if embedding is not None and fusion is not None:
-        suite = SUITES[suite_of(tasks)]
-        if embedding[0] != len(suite):
-            raise CheckpointError(
-                f"{path} knows {embedding[0]} tasks, a LIBERO suite has {len(suite)}. Use the reward model "
-                "of the suite that the start states are of."
-            )
-        config = replace(config, tasks=suite, embed_dim=embedding[1], hidden_dim=fusion[0])
-    return RewardFiles(weights=weights, config=config, rounded=True)

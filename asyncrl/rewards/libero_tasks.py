@@ -58,6 +58,11 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 """The id of an instruction is its index in the suite."""
+LONG: Final = "libero_10"
+"""LIBERO-Long."""
+LONG_GROUPS: Final = (5, 2, 1, 1, 1, 3, 4, 4, 6, 2)
+"""By id, which of the six reward models of LIBERO-Long knows a task: 1 things into the basket, 2 moka pots on
+the stove, 3 the bowl into the drawer, 4 the white mug on a plate, 5 the book into the caddy, 6 microwave."""
 
 
 def suite_of(tasks: Collection[str]) -> str:

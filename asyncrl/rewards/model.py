@@ -37,14 +37,14 @@ class ResNetReward:
         self.network = network.to(device).eval()
         self.config = config
         self.rounded = rounded
-        """Round probabilities to 0 or 1, as training with the published checkpoints does."""
+        """Round probabilities to 0 or 1, as training with most published checkpoints does."""
         self.device = torch.device(device)
         self._ids = {task: i for i, task in enumerate(config.tasks)}
 
     @classmethod
     def check(cls, folder: Path, tasks: Sequence[str], **own: Any) -> ModelSummary:
         """Check files and tasks without loading weights. See `interface.RewardModel.check`."""
-        _refuse_settings(own)
+        refuse_settings(own)
         files = open_reward(folder, tasks)
         files.config.check_tasks(tasks)
         return ModelSummary(image_size=files.config.image_size, nbytes=files.check())
@@ -52,7 +52,7 @@ class ResNetReward:
     @classmethod
     def load(cls, folder: Path, device: torch.device, tasks: Sequence[str], **own: Any) -> ResNetReward:
         """Read ours or a published model. See `interface.RewardModel.load`."""
-        _refuse_settings(own)
+        refuse_settings(own)
         return _opened(open_reward(folder, tasks), device)
 
     @property
@@ -135,6 +135,11 @@ def _opened(files: RewardFiles, device: torch.device | str) -> ResNetReward:
     return ResNetReward(files.network(device), files.config, rounded=files.rounded, device=device)
 
 
-def _refuse_settings(own: Mapping[str, Any]) -> None:
+def refuse_settings(own: Mapping[str, Any]) -> None:
+    """Refuse settings of --reward-settings: a ResNet takes none.
+
+    Raises:
+        ConfigError: There are some.
+    """
     if own:
         raise ConfigError(f"--reward-settings has {', '.join(own)}, but this reward model takes none.")

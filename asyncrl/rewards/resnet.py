@@ -1,6 +1,7 @@
 """Judge the success of frames with ResNet reward models of any size.
 
-Tensor names equal those of the published files (``resnet_rm.pth``, ``taskemb_resnet_rm.pth``).
+Tensor names equal those of the published files (``resnet_rm.pth``, ``taskemb_resnet_rm.pth``, and the file of
+RLinf's first EVAC environment, whose blocks are others).
 
 Dimension letters: B slots, C frames per slot (8), N = B * C images, H/W pixels.
 """
@@ -32,6 +33,8 @@ class RewardConfig:
     """Width between trunk and probability (unused without tasks)."""
     image_size: int
     """Height and width of the frames in pixels."""
+    normed_shortcut: bool = False
+    """Blocks as in EVAC's reward model: `NormedBlock` and not `ResidualBlock`."""
 
     @classmethod
     def tiny(cls, tasks: Sequence[str], image_size: int = 64) -> RewardConfig:
@@ -47,7 +50,7 @@ class RewardConfig:
 
     @classmethod
     def full(cls, tasks: Sequence[str] = ()) -> RewardConfig:
-        """Return the published size: 127 tensors without tasks, 130 with ten of them."""
+        """Return the published size: 127 tensors without tasks, 130 with ten, 123 in EVAC's layout."""
         return cls(
             widths=(64, 128, 256, 512), tasks=tuple(tasks), embed_dim=64, hidden_dim=256, image_size=256
         )
@@ -84,16 +87,37 @@ class ResidualBlock(nn.Module):
         return functional.relu(y + (x if self.conv3 is None else self.conv3(x)))
 
 
-def _trunk(widths: Sequence[int]) -> list[nn.Module]:
+class NormedBlock(nn.Module):
+    """Two 3x3 convolutions without biases beside a shortcut, which is normed where the shape changes."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            projection = nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, channels_in, h, w]`` to ``[N, channels, h / stride, w / stride]``, both float32."""
+        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        return functional.relu(y + self.shortcut(x))
+
+
+def _trunk(config: RewardConfig) -> list[nn.Module]:
+    widths, block = config.widths, NormedBlock if config.normed_shortcut else ResidualBlock
     stem = nn.Sequential(
         nn.Conv2d(3, widths[0], 7, stride=2, padding=3),
         nn.BatchNorm2d(widths[0]),
         nn.ReLU(),
         nn.MaxPool2d(3, stride=2, padding=1),
     )
-    stages = [nn.Sequential(ResidualBlock(widths[0], widths[0], 1), ResidualBlock(widths[0], widths[0], 1))]
+    stages = [nn.Sequential(block(widths[0], widths[0], 1), block(widths[0], widths[0], 1))]
     for before, width in pairwise(widths):
-        stages.append(nn.Sequential(ResidualBlock(before, width, 2), ResidualBlock(width, width, 1)))
+        stages.append(nn.Sequential(block(before, width, 2), block(width, width, 1)))
     return [stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
 
 
@@ -102,7 +126,7 @@ class ResnetRewModel(nn.Module):
 
     def __init__(self, config: RewardConfig) -> None:
         super().__init__()
-        self.net = nn.Sequential(*_trunk(config.widths), nn.Linear(config.widths[-1], 1), nn.Sigmoid())
+        self.net = nn.Sequential(*_trunk(config), nn.Linear(config.widths[-1], 1), nn.Sigmoid())
 
     def logits(self, images_N3HW: Tensor, task_ids_N: Tensor | None = None) -> Tensor:
         """Score images, whatever the task.
@@ -122,7 +146,7 @@ class TaskEmbedResnetRewModel(nn.Module):
 
     def __init__(self, config: RewardConfig) -> None:
         super().__init__()
-        self.visual_encoder = nn.Sequential(*_trunk(config.widths))
+        self.visual_encoder = nn.Sequential(*_trunk(config))
         self.task_embedding = nn.Embedding(len(config.tasks), config.embed_dim)
         self.fusion_layer = nn.Sequential(
             nn.Linear(config.widths[-1] + config.embed_dim, config.hidden_dim),

@@ -2,6 +2,12 @@
 
 The step at which it is decided gets the reward, and learning counts the steps up to it.
 
+RLinf ends an episode when the largest score of a decision reaches the threshold, and pays
+``coefficient * (score_t - score_{t-1})`` at step t, whose sum is the score of the decision's last frame:
+where a frame scores and the decision's last one does not, the episode ends with the return 0. Here, with
+``frames=1``, it ends at the same decision and is paid, since a success that is not paid teaches the opposite.
+With ``"last"`` it is not paid and goes on. The coefficient is no setting: it cancels in group advantages.
+
 Dimension letters: N decisions so far, C steps per decision.
 """
 
