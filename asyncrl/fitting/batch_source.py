@@ -18,17 +18,22 @@ ON_DEVICE: Final = 0.4
 class BatchSource:
     """Pictures from which batches are drawn, on the device where they fit there."""
 
-    def __init__(self, frames: Frames, device: torch.device) -> None:
+    def __init__(self, frames: Frames, device: torch.device, *, resident: bool = True) -> None:
         """Move the pictures to a GPU that has room for them; elsewhere every batch is read when it is drawn.
 
         Args:
             frames: ``[F, H, W, 3]`` uint8.
             device: Of the batches.
+            resident: False leaves them where they are, whatever room there is.
         """
         self.frames = frames
         self.device = device
         self.resident: Tensor | None = None
-        if device.type == "cuda" and frames.nbytes < ON_DEVICE * torch.cuda.mem_get_info(device)[0]:
+        if (
+            resident
+            and device.type == "cuda"
+            and frames.nbytes < ON_DEVICE * torch.cuda.mem_get_info(device)[0]
+        ):
             self.resident = torch.empty(frames.shape, dtype=torch.uint8, device=device)
             for part in blocks(frames.shape):
                 self.resident[part] = to_device(frames[part], device)

@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_uint8
-from asyncrl.fitting.fit_vae import reconstruction_loss, to_video
+from asyncrl.fitting.autoencoder import reconstruction_loss, to_video
 from asyncrl.fitting.loop import minimise, prepared
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.rewards.model import ResNetReward
+from asyncrl.rewards.interface import RewardModel
 from asyncrl.seeds import recorded_noise_seed
-from asyncrl.worlds.wan.tiny_decoder import Decoder, TinyDecoder
+from asyncrl.worlds.wan.tiny_decoder import Decoder
 from asyncrl.worlds.wan.world import WanWorld
 
 
@@ -100,7 +100,7 @@ def imagine_episodes(
         for begin in range(0, len(starts), batch):
             some = starts[begin : begin + batch]
             with recorded(world) as recorder:
-                tasks, state = [start.task for start in some], world.start(some)
+                tasks, state = [start.task for start in some], world.open_slots(some)
                 seen_BHW3 = np.stack([_last_frame(start) for start in some])
                 for decision in range(decisions):
                     seeds = [recorded_noise_seed(seed, begin + row, decision) for row in range(len(some))]
@@ -145,7 +145,7 @@ class Likeness:
 
 
 def fit_decoder(
-    decoder: TinyDecoder,
+    decoder: nn.Module,
     imagined: Imagined,
     *,
     steps: int,
@@ -190,9 +190,9 @@ def fit_decoder(
 
 @torch.no_grad()
 def compare(
-    decoder: TinyDecoder,
+    decoder: nn.Module,
     held_out: Imagined,
-    reward: ResNetReward | None,
+    reward: RewardModel | None,
     *,
     threshold: float,
     batch: int = 16,

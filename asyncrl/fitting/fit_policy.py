@@ -9,7 +9,7 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.batch_source import BatchSource, shown_to
 from asyncrl.fitting.frame_file import Frames
-from asyncrl.fitting.loop import minimise, prepared
+from asyncrl.fitting.loop import ONE_RANK, FitRanks, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.policies.action_tokens import BINS, encode, normalise, opening_of
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
@@ -43,8 +43,8 @@ def check_imitable(policy: OpenVLAOFT, recordings: Recordings) -> None:
     width = recordings.actions.shape[1]
     if width != policy.config.action_dim:
         raise ConfigError(
-            f"--data has actions of {width} numbers, but the policy makes {policy.config.action_dim}. Record "
-            f"a simulator with {policy.config.action_dim} numbers per action."
+            f"--data has actions of {width} numbers, but the policy makes {policy.config.action_dim}. Leave "
+            f"--refine out: a fresh policy makes as many as the recordings have."
         )
     policy.tokenizer.batch(sorted(set(recordings.tasks)))
 
@@ -76,6 +76,10 @@ def fit_policy(
     drawn: Frames | None = None,
     jitter: float = 1.3,
     compiled: bool = False,
+    average: float = 0.999,
+    micro_batch: int = 0,
+    pictures_on_device: bool = True,
+    ranks: FitRanks = ONE_RANK,
 ) -> float:
     """Minimise the negative log-likelihood of the recorded actions, in nats per token.
 
@@ -91,6 +95,11 @@ def fit_policy(
         jitter: Standard deviation in bins by which the imitated tokens are moved: neighbouring bins then
             share what is learned.
         compiled: Run the model through `torch.compile`.
+        average: Decay of the moving average of what is trained, which replaces it at the end; 0: none.
+        micro_batch: Examples that a rank computes at once; 0: all of its own. The step is the same, up to
+            rounding, whatever it is and however many ranks there are.
+        pictures_on_device: Whether a GPU that has room for them holds all pictures.
+        ranks: That share every batch.
 
     Returns:
         Mean loss of the last tenth.
@@ -102,7 +111,10 @@ def fit_policy(
     require_trainable(policy.config)
     check_imitable(policy, recordings)
     device = next(policy.parameters()).device
-    imitation = _Imitation(policy, recordings, drawn, seed=seed, jitter=jitter)
+    imitation = _Imitation(
+        policy, recordings, drawn, seed=seed, jitter=jitter, ranks=ranks, resident=pictures_on_device
+    )
+    parts = parts_of(batch, ranks.size, micro_batch)
 
     def logprob(pixels: Tensor, input_ids: Tensor, attention_mask: Tensor, tokens_BCA: Tensor) -> Tensor:
         inputs = PolicyInputs(
@@ -117,13 +129,41 @@ def fit_policy(
 
     logprob = prepared(logprob, device, compiled=compiled)
 
-    def loss_at(step: int) -> Tensor:
-        return -logprob(*imitation.draw(step, batch)).mean()
+    def loss_at(count: int) -> Tensor:
+        step, part = divmod(count, parts)
+        if part == 0:
+            imitation.draw(batch)
+        return -logprob(*imitation.part(step, part, parts)).mean()
 
     policy.train()
-    loss = minimise("policy", policy, loss_at, steps=steps, learning_rate=learning_rate, average=0.999)
+    loss = minimise(
+        "policy",
+        policy,
+        loss_at,
+        steps=steps,
+        learning_rate=learning_rate,
+        warmup=min(200, steps // 10),
+        average=average,
+        parts=parts,
+        ranks=ranks,
+    )
     policy.eval()
     return loss
+
+
+def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
+    """Count the micro-batches of a rank: alike for all, so that their means make up the batch's.
+
+    Raises:
+        ConfigError: The batch cannot be shared out evenly.
+    """
+    at_once = micro_batch or batch // max(1, ranks)
+    if at_once < 1 or batch % (ranks * at_once):
+        raise ConfigError(
+            f"--batch is {batch} for {ranks} ranks and --micro-batch {at_once}: it is shared out evenly. "
+            f"Use a --batch that is a multiple of {ranks * max(1, at_once)}."
+        )
+    return batch // (ranks * at_once)
 
 
 class _Imitation:
@@ -137,12 +177,17 @@ class _Imitation:
         *,
         seed: int,
         jitter: float,
+        ranks: FitRanks,
+        resident: bool,
     ) -> None:
+        self.ranks = ranks
         self.device = policy.device
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.jitter = jitter
         pictures = (frames for frames in (recordings.frames, drawn) if frames is not None)
-        self.sources = [BatchSource(shown_to(policy, frames), self.device) for frames in pictures]
+        self.sources = [
+            BatchSource(shown_to(policy, frames), self.device, resident=resident) for frames in pictures
+        ]
         self.tokens = self._put(tokens_of(recordings.actions, policy.config))
         self.rows = self._put(examples(recordings))
         names = sorted(set(recordings.tasks))
@@ -154,17 +199,22 @@ class _Imitation:
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def draw(self, step: int, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw examples for step number `step`; the sources take turns.
-
-        Returns:
-            Pixels ``[B, H, W, 3]`` uint8, prompt ids and mask ``[B, L]`` int64, tokens ``[B, 8, 7]`` int32.
-        """
+    def draw(self, batch: int) -> None:
+        """Choose the examples of a step: all ranks choose the same, and each keeps its own."""
         drawn = torch.randint(len(self.rows), (batch,), generator=self.generator, device=self.device)
         rows = self.rows[drawn]
         imitated = self.tokens[rows[:, None] + self.chunk]
         moved = self.jitter * torch.randn(imitated.shape, generator=self.generator, device=self.device)
-        tokens = (imitated + moved.round().int()).clamp(0, BINS - 1)
+        own = slice(self.ranks.rank, None, self.ranks.size)
+        self.drawn = rows[own], (imitated + moved.round().int()).clamp(0, BINS - 1)[own]
+
+    def part(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return micro-batch `part` of this rank's examples of step `step`; the sources take turns.
+
+        Returns:
+            Pixels ``[B, H, W, 3]`` uint8, prompt ids and mask ``[B, L]`` int64, tokens ``[B, 8, A]`` int32.
+        """
+        rows, tokens = (chosen[part::parts] for chosen in self.drawn)
         task = self.tasks[rows]
         pixels = self.sources[step % len(self.sources)].take(rows)
         return pixels, self.prompts.input_ids[task], self.prompts.attention_mask[task], tokens

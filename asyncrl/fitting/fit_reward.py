@@ -1,60 +1,22 @@
 """Train the reward model to tell whether a frame shows the task solved.
 
-It will judge frames that a world model drew, so half of what it sees has gone through the VAE.
+It will judge frames that a world model drew, so half of what it sees went through the world's autoencoder.
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
-from tqdm import tqdm
 
-from asyncrl.devices.tensors import to_signed, to_uint8
+from asyncrl.devices.tensors import to_signed
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.batch_source import BatchSource
-from asyncrl.fitting.fit_vae import Latents, rows_at_once
-from asyncrl.fitting.frame_file import FrameFile, Frames
+from asyncrl.fitting.frame_file import Frames
 from asyncrl.fitting.loop import minimise
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.rewards.model import ResNetReward
-from asyncrl.worlds.wan.vae import WanVae, decode_stream
-
-EPISODES_AT_ONCE: Final = 64
-"""That are drawn side by side at most, of one length."""
-
-
-@torch.no_grad()
-def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
-    """Decode encoded episodes back to frames.
-
-    Args:
-        vae: Encoded the episodes.
-        latents: See `fit_vae.encode_recordings`.
-        recordings: What was encoded.
-
-    Returns:
-        ``[F, H, W, 3]`` uint8, in the recordings' order, in a temporary file.
-    """
-    _, height, width, _ = shape = recordings.frames.shape
-    frames = FrameFile((shape[0], height, width, 3))
-    by_length: dict[int, list[int]] = {}
-    for episode in range(len(recordings)):
-        by_length.setdefault(len(latents[episode]), []).append(episode)
-    for length, alike in tqdm(by_length.items(), desc="redraw", mininterval=2.0):
-        batch = rows_at_once(latents.all.device, EPISODES_AT_ONCE, 1 + 4 * (length - 1), height * width * 3)
-        for begin in range(0, len(alike), batch):
-            part = alike[begin : begin + batch]
-            video = decode_stream(vae, torch.stack([latents[e] for e in part]).transpose(1, 2))
-            drawn = to_uint8(video).permute(0, 2, 3, 4, 1).cpu().numpy()
-            for episode, stream in zip(part, drawn, strict=True):
-                span = recordings.span(episode)
-                seen = np.concatenate([stream[:1], stream[5:]])
-                frames.write(span.start, seen[: span.stop - span.start])
-    return frames
 
 
 def fit_reward(
@@ -72,7 +34,7 @@ def fit_reward(
     Args:
         reward: Its network is trained in place.
         recordings: Frames, tasks and success.
-        drawn: ``[F, H, W, 3]`` uint8, the same frames as the VAE draws them.
+        drawn: ``[F, H, W, 3]`` uint8, the same frames as the world's autoencoder draws them.
         steps: Optimizer steps.
         batch: Frames per step.
         learning_rate: Peak learning rate.
@@ -132,7 +94,8 @@ def _check_both(solved_rows: np.ndarray, late_rows: np.ndarray) -> None:
         if not len(rows):
             raise ConfigError(
                 f"No frame of --data {lacking}: a reward model learns from successes and from failures. Add "
-                "recordings of a demonstrator that is better or worse (--expert.spread, --expert.noise)."
+                "recordings of a demonstrator that is better or worse (--expert.spread, --expert.noise), and "
+                "say of a data set when it is solved (--dataset.success KEY, --dataset.solved end)."
             )
 
 

@@ -13,19 +13,17 @@ import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import FIRST_SIMULATOR, Recordings
+from asyncrl.fitting.worlds.interface import Size
 from asyncrl.policies.action_tokens import BINS, NormStats
 from asyncrl.policies.checkpoints.published_policy import STATISTICS
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
+from asyncrl.records import ACTION_DIM
 from asyncrl.rewards.model import ResNetReward
 from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.storage.atomic import write_json
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld
 
-Size = Literal["tiny", "small"]
 Statistics = Literal["auto", "q01_q99", "none"]
 LARGEST_PATCH: Final = 16
 """Pixels."""
@@ -37,9 +35,21 @@ def patch_size(image_size: int) -> int:
     Example:
         >>> [patch_size(side) for side in (64, 96, 128, 256)]
         [8, 12, 16, 16]
+
+    Raises:
+        ConfigError: Only far smaller patches tile such a picture: its sequence would be too long.
     """
     most = min(LARGEST_PATCH, max(1, image_size // 8))
-    return max(side for side in range(1, most + 1) if image_size % side == 0)
+    patch = max(side for side in range(1, most + 1) if image_size % side == 0)
+    if image_size // patch > 2 * -(-image_size // most):
+        near = image_size // most * most
+        raise ConfigError(
+            f"--data has pictures of {image_size} pixels, which only patches of {patch} pixels tile: "
+            f"{(image_size // patch) ** 2} tokens a picture. Use a side with a divisor of 8 to "
+            f"{LARGEST_PATCH}, such as {near}: --dataset.image-size {near} of a data set, asyncrl collect "
+            f"--image-size {near} of a simulator."
+        )
+    return patch
 
 
 def fresh_policy(size: Size, recordings: Recordings, statistics: Statistics) -> OpenVLAOFTPolicy:
@@ -69,7 +79,7 @@ def fresh_policy(size: Size, recordings: Recordings, statistics: Statistics) -> 
     return new_policy(config, PromptTokenizer(tokenizer, pad_id=config.token_count))
 
 
-def _executed(recordings: Recordings) -> np.ndarray:
+def executed(recordings: Recordings) -> np.ndarray:
     """Return the actions that were carried out, ``[F - E, A]`` float32: all but each episode's first row."""
     return np.delete(recordings.actions, recordings.offsets[:-1], axis=0)
 
@@ -77,14 +87,18 @@ def _executed(recordings: Recordings) -> np.ndarray:
 def action_statistics(recordings: Recordings) -> NormStats:
     """Measure what actions are scaled with: the first and 99th percentile of each number but the gripper's.
 
+    The last of 7 numbers is the gripper's, and stays as it is, where it keeps to -1 to 1.
+
     Raises:
         ConfigError: No action was recorded.
     """
-    actions = _executed(recordings)
+    actions = executed(recordings)
     if not len(actions):
         raise ConfigError("--data holds no action: there is nothing to imitate. Record whole episodes.")
     low, high = np.quantile(actions.astype(np.float64), [0.01, 0.99], axis=0)
-    scaled = (True,) * (actions.shape[1] - 1) + (False,)
+    width = actions.shape[1]
+    gripper = width == ACTION_DIM and float(np.abs(actions[:, -1]).max()) <= 1
+    scaled = (True,) * (width - 1) + (not gripper,)
     return NormStats(q01=tuple(low.tolist()), q99=tuple(high.tolist()), mask=scaled)
 
 
@@ -96,34 +110,12 @@ def write_statistics(folder: Path, policy: OpenVLAOFTPolicy, recordings: Recordi
     key = policy.config.norm_key
     if not key or policy.config.norm_stats[key] != action_statistics(recordings):
         return
-    actions = _executed(recordings).astype(np.float64)
+    actions = executed(recordings).astype(np.float64)
     measured = {"mean": actions.mean(0), "std": actions.std(0), "max": actions.max(0), "min": actions.min(0)}
     entry = policy.config.norm_stats[key].to_published()
     entry["action"] |= {name: values.tolist() for name, values in measured.items()}
     counts = {"num_transitions": len(actions), "num_trajectories": len(recordings)}
     write_json(folder / STATISTICS, {key: entry | counts})
-
-
-def fresh_world(size: Size, vae_size: Size, recordings: Recordings) -> WanWorld:
-    """Build a world of the recordings' picture size.
-
-    Args:
-        size: Of the transformer.
-        vae_size: Of the autoencoder.
-        recordings: What it will imagine.
-
-    Raises:
-        ConfigError: An autoencoder cannot cut the pictures into its latents.
-    """
-    side = recordings.image_size
-    if side % SPATIAL:
-        raise ConfigError(
-            f"--data has pictures of {side} pixels, but an autoencoder makes a latent of every {SPATIAL} x "
-            f"{SPATIAL}. Record a multiple of {SPATIAL}: asyncrl collect --image-size 128."
-        )
-    transformer: TransformerConfig = getattr(TransformerConfig, size)()
-    vae: VaeConfig = getattr(VaeConfig, vae_size)()
-    return WanWorld(ActionWanTransformer(transformer), WanVae(vae), image_size=side)
 
 
 def fresh_reward(size: Size, recordings: Recordings, device: torch.device) -> ResNetReward:
@@ -135,16 +127,3 @@ def fresh_reward(size: Size, recordings: Recordings, device: torch.device) -> Re
     make = RewardConfig.tiny if size == "tiny" else RewardConfig.small
     config = make(tuple(sorted(set(recordings.tasks))), recordings.image_size)
     return ResNetReward(build_network(config), config, device=device)
-
-
-def check_same_size(world: WanWorld, recordings: Recordings, flag: str) -> None:
-    """Check that a world draws pictures of the recordings' size.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    if world.image_size != recordings.image_size:
-        raise ConfigError(
-            f"--data has pictures of {recordings.image_size} pixels, but --{flag} draws {world.image_size}. "
-            "Give recordings and a world of one size: asyncrl collect --image-size sets that of recordings."
-        )

@@ -41,9 +41,10 @@ from asyncrl.errors import ConfigError, first_line
 from asyncrl.fitting.recordings import write_part
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.simulators.interface import SimStart, SimulatorSpec
+from asyncrl.simulators.interface import SimStart, SimulatorSpec, hand_pose
+from asyncrl.simulators.libero.scene import OPEN, quaternion_of
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
+from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in, group_in, open_hdf5
 
 CAMERAS: Final = ("agentview", "wrist")
 _PICTURES: Final = {"agentview": "obs/agentview_rgb", "wrist": "obs/eye_in_hand_rgb"}
@@ -98,8 +99,8 @@ def open_demonstrations(path: Path) -> DemonstrationFile:
         ConfigError: It is no file of demonstrations.
     """
     try:
-        with h5py.File(path, "r") as file:
-            data: Any = _group(file, "data")
+        with open_hdf5(path) as file:
+            data: Any = group_in(file, "data")
             numbers = sorted(int(n.removeprefix("demo_")) for n in data if n.startswith("demo_"))
             if not numbers:
                 raise KeyError("there is no data/demo_0")
@@ -122,15 +123,6 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
         f"{path} is not a file of LIBERO's demonstrations ({first_line(error)}). Give files as published, "
         "such as libero_spatial/NAME_demo.hdf5."
     )
-
-
-def _group(file: Any, name: str) -> h5py.Group:
-    """Find a group that lies in this file itself."""
-    link = file.get(name, getlink=True)
-    group = file[name] if isinstance(link, h5py.HardLink) else None
-    if not isinstance(group, h5py.Group):
-        raise KeyError(f"there is no group {name}")
-    return group
 
 
 def suite_of_files(files: Sequence[DemonstrationFile], simulator: str) -> str:
@@ -183,7 +175,7 @@ def read_demonstrations(
         ConfigError: Something is missing or has another shape.
     """
     try:
-        with h5py.File(opened.path, "r") as file:
+        with open_hdf5(opened.path) as file:
             for number, name in enumerate(opened.demos):
                 arrays = _arrays(file, name, opened, cameras)
                 start = SimStart(
@@ -210,8 +202,8 @@ def read_demonstrations(
 def _arrays(
     file: h5py.File, name: str, opened: DemonstrationFile, cameras: Sequence[str]
 ) -> dict[str, NDArray[Any]]:
-    demo: Any = _group(_group(file, "data"), name)
-    _group(demo, "obs")
+    demo: Any = group_in(group_in(file, "data"), name)
+    group_in(demo, "obs")
     verdicts = "rewards" if "rewards" in demo else "dones"
     read = {what: dataset_in(file, f"data/{name}/{what}")[:] for what in ("actions", verdicts)}
     states = [dataset_in(file, f"data/{name}/obs/{what}")[:] for what in ("ee_states", "gripper_states")]
@@ -232,10 +224,16 @@ def _arrays(
         "frames": np.ascontiguousarray(shown[0]),
         "more_frames": np.stack(shown[1:], 1) if shown[1:] else np.zeros((steps, 0, *shape[1:]), np.uint8),
         "states": np.concatenate(states, axis=1).astype(np.float32),
+        "poses": np.stack(list(map(_pose, *states))),
         "actions": actions,
         "rewards": success.astype(np.float32),
         "success": success,
     }
+
+
+def _pose(hand: NDArray[np.floating], fingers: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Turn position and rotation ``[6]`` and two fingers ``[2]``, as published, into a pose ``[8]``."""
+    return hand_pose(hand[:3], quaternion_of(hand[3:]), float(np.abs(fingers).sum()) / OPEN)
 
 
 def import_demonstrations(
@@ -271,7 +269,14 @@ def _write(
     cameras: Sequence[str],
 ) -> int:
     spec = SimulatorSpec(
-        name=suite, tasks=tasks, trials=50, max_steps=1000, image_size=0, cameras=tuple(cameras), state_dim=8
+        name=suite,
+        tasks=tasks,
+        trials=50,
+        max_steps=1000,
+        image_size=0,
+        cameras=tuple(cameras),
+        state_dim=8,
+        poses=True,
     )
     written = parts = 0
     for file in tqdm(files, desc="import", unit="file", mininterval=2.0):

@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from asyncrl.errors import RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRanks:
+    """The processes that fit one network together; each computes a part of every batch."""
+
+    rank: int = 0
+    size: int = 1
+    mean: Callable[[Tensor], Tensor] = lambda value: value
+    """Averages a ``[]`` tensor over the ranks; all call it at the same step."""
+
+
+ONE_RANK: Final = FitRanks()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast a network is fitted."""
+
+    steps: int
+    """Optimizer steps."""
+    batch: int
+    """Examples per step."""
+    learning_rate: float
+    """Peak learning rate."""
+    seed: int
+    """Of the choice of examples and of all noise."""
+    compiled: bool = False
+    """Use `torch.compile`."""
 
 
 def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bool) -> Callable[..., Any]:
@@ -44,18 +74,23 @@ def minimise(
     weight_decay: float = 0.01,
     warmup: int = 200,
     average: float = 0.0,
+    parts: int = 1,
+    ranks: FitRanks = ONE_RANK,
 ) -> float:
     """Train `module` with AdamW and return the mean loss of the last tenth.
 
     Args:
         name: Shown in the progress bar.
         module: Its parameters are changed in place.
-        loss_at: Gives the loss of step i: ``[]`` float32, with gradient.
+        loss_at: Gives a loss, ``[]`` float32, with gradient: of step i; with `parts` of part
+            ``i % parts`` of step ``i // parts``.
         steps: Optimizer steps.
         learning_rate: Peak of a warm-up and cosine schedule.
         weight_decay: Decoupled weight decay on matrices; vectors (norms, biases) have none.
         warmup: Steps until the peak.
         average: Decay of an exponential moving average that replaces the parameters at the end; 0 = off.
+        parts: Micro-batches of a step, whose gradients are averaged.
+        ranks: Those that train together; gradients are averaged by whatever spread `module` over them.
 
     Raises:
         RunError: the loss stopped being finite.
@@ -64,29 +99,34 @@ def minimise(
     parameters = [p for p in module.parameters() if p.requires_grad]
     averaged = [p.detach().clone() for p in parameters] if average else []
     losses: list[Tensor] = []
-    bar = tqdm(range(steps), desc=name, mininterval=2.0, dynamic_ncols=True)
+    bar = tqdm(range(steps), desc=name, mininterval=2.0, dynamic_ncols=True, disable=ranks.rank > 0)
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, steps, learning_rate, warmup)
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_at(step)
-        loss.backward()
+        whole = torch.zeros((), device=parameters[0].device)
+        for part in range(parts):
+            loss = loss_at(step * parts + part)
+            loss.backward(torch.full_like(loss, 1 / parts))
+            whole += loss.detach() / parts
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        losses.append(loss.detach())
+        losses.append(whole)
         if average:
             decay = min(average, (1 + step) / (10 + step))
             for mean, parameter in zip(averaged, parameters, strict=True):
                 mean.lerp_(parameter.detach(), 1 - decay)
         if (step + 1) % 100 == 0:
-            bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:]):.4f}")
+            bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:], ranks):.4f}")
     with torch.no_grad():
         for parameter, mean in zip(parameters, averaged, strict=bool(averaged)):
             parameter.copy_(mean)
-    return _finite_mean(name, losses[-max(1, steps // 10) :])
+    return _finite_mean(name, losses[-max(1, steps // 10) :], ranks)
 
 
 def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+    from torch.distributed.tensor import DTensor  # Takes a second to import.
+
     parameters = [p for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         [
@@ -95,12 +135,12 @@ def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
         ],
         lr=0.0,
         betas=(0.9, 0.95),
-        fused=True,
+        fused=not any(isinstance(p, DTensor) for p in parameters),  # Spread weights have no fused kernel.
     )
 
 
-def _finite_mean(name: str, losses: Iterable[Tensor]) -> float:
-    mean = float(torch.stack(list(losses)).mean())
+def _finite_mean(name: str, losses: Iterable[Tensor], ranks: FitRanks) -> float:
+    mean = float(ranks.mean(torch.stack(list(losses)).mean()))
     if not math.isfinite(mean):
         raise RunError(f"The loss of `{name}` is {mean}. Lower its learning rate, or check the recordings.")
     return mean

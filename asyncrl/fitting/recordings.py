@@ -9,6 +9,7 @@ Letters: E episodes, F frames of all episodes, H W image size, A numbers per act
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import zlib
@@ -22,24 +23,29 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from asyncrl.errors import AssetError, ConfigError, first_line
 from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
+from asyncrl.fitting.looks import Looks
+from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
+from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in, open_hdf5
 
 if TYPE_CHECKING:
     import h5py
 
+_log = logging.getLogger(__name__)
 FORMAT = "asyncrl-recordings-2"
+_FAMILY: Final = "asyncrl-recordings-"
 FORMATS = ("asyncrl-recordings-1", FORMAT)
 """That are read; the first had neither rewards nor states nor further cameras, and its starts were seeds."""
 FIRST_SIMULATOR: Final = "tabletop"
 FIRST_CAMERAS: Final = ("main",)
 """What all recordings of the first format were made with."""
+RATE: Final = "steps_per_second"
+"""In `about`, where it is known."""
 _UNREADABLE = (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError, zlib.error)
 
 
@@ -63,6 +69,9 @@ class Recordings:
     """``[E]`` numbers of the tasks, -1 where they have none; empty: as if all were -1."""
     simulator: str = FIRST_SIMULATOR
     """Name of the simulator."""
+    poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, POSE_DIM), np.float32))
+    """``[F, 8]`` where the hand is in each frame (`simulators.interface.hand_pose`); ``[0, 8]``: not every
+    file says it."""
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -78,7 +87,8 @@ class Recordings:
         if height != width:
             raise ConfigError(
                 f"The recorded pictures are {height} x {width} pixels, but models look at square ones. "
-                "Record square pictures."
+                "Record square pictures, or have those of a data set made square: --dataset.image-size 128, "
+                "with --dataset.aspect stretch, crop or pad."
             )
         return height
 
@@ -124,6 +134,8 @@ def write_part(
             _append(file, "actions", episode.actions)
             _append(file, "success", episode.success.astype(np.uint8))
             _append(file, "rewards", episode.rewards)
+            if episode.poses.size:
+                _append(file, "poses", episode.poses)
             if episode.states.shape[1]:
                 _append(file, "states", episode.states)
             if episode.more_frames.shape[1]:
@@ -165,41 +177,13 @@ def _append(file: object, name: str, rows: NDArray) -> None:
     dataset[begin:] = rows
 
 
-def load_recordings(folders: Iterable[Path]) -> Recordings:
-    """Read every part of the given folders. The pictures are unpacked into a temporary file.
-
-    Raises:
-        AssetError: A folder holds no recordings, or there is no room for the pictures.
-        ConfigError: A file is not a recording of this format, or they are of different simulators, cameras,
-            sizes of picture or widths of action.
-    """
-    paths = [path for folder in folders for path in recording_files(folder)]
-    parts = [read_part(path) for path in paths]
-    first = parts[0]
-    for path, part in zip(paths, parts, strict=True):
-        if part.made_by != first.made_by:
-            raise ConfigError(
-                f"{path} has {part.described()}, but {paths[0]} has {first.described()}. What is fitted "
-                "together must look alike: give --data of one kind."
-            )
-    starts = np.cumsum([0, *(part.shape[0] for part in parts)])
-    frames = FrameFile((int(starts[-1]), *first.shape[1:]))
-    for path, start in zip(
-        tqdm(paths, desc="unpack", unit="file", delay=2, leave=False), starts, strict=False
-    ):
-        unpack_frames(path, frames, int(start))
-    return Recordings(
-        frames=frames,
-        actions=np.concatenate([part.actions for part in parts]),
-        success=np.concatenate([part.success for part in parts]),
-        offsets=np.concatenate(
-            [[0], *(part.offsets[1:] + start for part, start in zip(parts, starts[:-1], strict=True))]
-        ).astype(np.int64),
-        tasks=[task for part in parts for task in part.tasks],
-        seeds=np.concatenate([part.seeds for part in parts]),
-        task_ids=np.concatenate([part.task_ids for part in parts]),
-        simulator=first.simulator,
-    )
+def is_recording(path: Path) -> bool:
+    """Tell whether a file says that it is a recording, of whatever version."""
+    try:
+        with open_hdf5(path) as file:
+            return str(attribute_of(file, "format")).startswith(_FAMILY)
+    except _UNREADABLE:
+        return False
 
 
 def recording_files(folder: Path) -> list[Path]:
@@ -211,7 +195,8 @@ def recording_files(folder: Path) -> list[Path]:
     parts = sorted(folder.glob("part-*.h5"))
     if not parts:
         raise AssetError(
-            f"{folder} holds no part-*.h5 recordings. Make some with `asyncrl collect --out {folder}`."
+            f"{folder} holds no part-*.h5 recordings, nor a data set of LeRobot v3 (meta/info.json) or "
+            f"robomimic (*.hdf5). Make recordings with `asyncrl collect --out {folder}`."
         )
     return parts
 
@@ -230,21 +215,24 @@ class RecordingFile:
     tasks: list[str]
     seeds: NDArray[np.int64]
     task_ids: NDArray[np.int64]
+    poses: NDArray[np.float32]
+    rate: float = 0.0
+    """Steps per second; 0: not said."""
 
     def solved(self) -> NDArray[np.bool_]:
         """Tell of each episode whether it was solved at any step: ``[E]`` bool."""
         return np.logical_or.reduceat(self.success, self.offsets[:-1]) if self.tasks else np.zeros(0, bool)
 
     @property
-    def made_by(self) -> tuple[object, ...]:
-        """Return what recordings that are fitted together have in common."""
-        return self.simulator, self.cameras, self.shape[1:], self.actions.shape[1]
-
-    def described(self) -> str:
-        """Say the same in words."""
-        return (
-            f"pictures of {self.shape[1]} x {self.shape[2]} pixels by {', '.join(self.cameras)} and actions "
-            f"of {self.actions.shape[1]} numbers in {self.simulator}"
+    def looks(self) -> Looks:
+        """What recordings that are fitted together have in common."""
+        return Looks(
+            simulator=self.simulator,
+            cameras=self.cameras,
+            height=self.shape[1],
+            width=self.shape[2],
+            action_dim=self.actions.shape[1],
+            rate=self.rate,
         )
 
 
@@ -262,15 +250,38 @@ def read_part(path: Path) -> RecordingFile:
             simulator=FIRST_SIMULATOR if first else str(attribute_of(file, "simulator")),
             cameras=FIRST_CAMERAS if first else tuple(json.loads(str(attribute_of(file, "cameras")))),
             shape=frames.shape,
-            actions=dataset_in(file, "actions")[:],
+            actions=_numbers(dataset_in(file, "actions")[:], "actions"),
             success=dataset_in(file, "success")[:].astype(bool),
             offsets=dataset_in(file, "offsets")[:],
             tasks=[task.decode() for task in dataset_in(file, "tasks")[:]],
             seeds=seeds,
             task_ids=np.full(len(seeds), -1) if first else dataset_in(file, "task_ids")[:],
+            poses=dataset_in(file, "poses")[:] if "poses" in file else np.zeros((0, POSE_DIM), np.float32),
+            rate=_rate_in(file),
         )
         _check(part, frames.dtype)
         return part
+
+
+def _numbers(stored: NDArray[np.generic], name: str) -> NDArray[np.float32]:
+    """Return numbers of any type as those of 32 bits.
+
+    Raises:
+        ValueError: They are no numbers, or not all finite.
+    """
+    if stored.dtype.kind not in "fiu":
+        raise ValueError(f"{name} are {stored.dtype}, expected float32")
+    found = stored.astype(np.float32, copy=False)
+    if not np.isfinite(found).all():
+        raise ValueError(f"its {name} are not all finite")
+    return found
+
+
+def _rate_in(file: h5py.File) -> float:
+    """Return the steps per second that an import noted; 0: nothing did."""
+    about = json.loads(str(attribute_of(file, "about"))) if "about" in file.attrs else {}
+    rate = about.get(RATE, 0) if isinstance(about, dict) else 0
+    return float(rate) if isinstance(rate, int | float) else 0.0
 
 
 def _check(part: RecordingFile, dtype: np.dtype) -> None:
@@ -282,6 +293,11 @@ def _check(part: RecordingFile, dtype: np.dtype) -> None:
         raise ValueError(
             f"{shape[0]} frames, but {len(part.actions)} actions and {len(part.success)} success"
         )
+    poses = part.poses
+    if poses.dtype != np.float32 or poses.shape not in ((0, POSE_DIM), (shape[0], POSE_DIM)):
+        raise ValueError(f"{shape[0]} frames, but poses are {poses.dtype}{list(poses.shape)}")
+    if not np.isfinite(poses).all():
+        raise ValueError("its poses are not all finite")
     if offsets.shape != (episodes + 1,) or not len(part.seeds) == len(part.task_ids) == episodes:
         raise ValueError(f"{episodes} tasks, but {len(offsets)} offsets and {len(part.seeds)} seeds")
     if offsets[0] != 0 or offsets[-1] != shape[0] or (np.diff(offsets) < 1).any():
@@ -295,10 +311,8 @@ def opened(path: Path) -> Iterator[h5py.File]:
     Raises:
         ConfigError: It is no recording, or is damaged.
     """
-    import h5py
-
     try:
-        with h5py.File(path, "r") as file:
+        with open_hdf5(path) as file:
             if (found := attribute_of(file, "format")) not in FORMATS:
                 raise ConfigError(f"{path} has format {found!r}, expected {FORMAT!r}. Collect it again.")
             yield file

@@ -4,9 +4,10 @@
     traj00003_step0040_kir.npy    its first frame, then the four frames up to step 40: a key frame
 
 Each file is an array of one dict per frame: `image` uint8 ``[H, W, 3]``, `delta_action` float32 ``[7]`` (the
-action that produced the frame) and `instruction`. RLinf tells the two kinds apart by the number of frames,
-and takes every file of a folder as often as any other. How it chose key frames was never published; this is
-the rule here, by which an episode has at most two, both at the end of a decision:
+action that produced the frame) and `instruction`; where the recordings say it, `init_ee_pose` and
+`abs_action` float32 ``[8]``, both where the hand is in that very frame. RLinf tells the two kinds apart by
+the number of frames, and takes every file of a folder as often as any other. How it chose key frames was
+never published; this is the rule here, by which an episode has at most two, both at the end of a decision:
 
     contact   one decision before the one in which the gripper's command changes for the first time
     late      one decision before the one that solves the task; of an episode that was not solved, two before
@@ -105,5 +106,8 @@ def _write(path: Path, recordings: Recordings, episode: int, steps: list[int]) -
             "delta_action": action.astype(np.float32),
             "instruction": recordings.tasks[episode],
         }
+        if len(recordings.poses):
+            pose = recordings.poses[rows[place]]
+            frames[place] |= {"init_ee_pose": pose.copy(), "abs_action": pose.copy()}
     with replacing(path) as part, part.open("wb") as file:
         np.save(file, frames, allow_pickle=True)  # RLinf's format is a pickle; it is written, never loaded

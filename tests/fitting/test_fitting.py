@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import AssetError, ConfigError, RunError
+from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.collect import must_be_new, record, training_starts
 from asyncrl.fitting.fit_policy import examples, fit_policy
-from asyncrl.fitting.fit_vae import Latents, stream_of
-from asyncrl.fitting.fit_world import windows
+from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import learning_rate_at, minimise
-from asyncrl.fitting.recordings import Recordings, load_recordings, write_part
+from asyncrl.fitting.recordings import Recordings, write_part
+from asyncrl.fitting.worlds.wan import windows
+from asyncrl.fitting.worlds.wan_latents import stream_of
 from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -308,7 +310,7 @@ def test_start_states_are_of_all_tasks_and_told_apart(tmp_path: Path) -> None:
     recordings = load_recordings([tmp_path / "data0", tmp_path / "data1"])
     for chosen in ([0, 4, 7, 11], list(range(12))):
         file = tmp_path / f"starts{len(chosen)}.h5"
-        write_starts(FitStarts(data=(), out=file, count=len(chosen)), recordings)
+        write_starts(FitStarts(data=(tmp_path,), out=file, count=len(chosen)), recordings)
         states = load_start_states(file, keyframes=False, image_size=16)
         assert len({state.name for state in states}) == len(chosen)
         for state, episode in zip(states, chosen, strict=True):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.libero_demonstrations import _NUMBERS, import_demonstrations, instruction_of
-from asyncrl.fitting.recordings import load_recordings
+from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.rlinf_trajectories import keyframes, write_trajectories
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.worlds.evac.poses import rotation
 from asyncrl.worlds.rlinf_start_states import load_trajectories, trajectory_files
 from support.recorded import KITCHEN, recorded_spec, write_recorded
 
@@ -51,6 +54,17 @@ def write_libero(
             for camera in ("agentview_rgb", "eye_in_hand_rgb"):
                 demo[f"obs/{camera}"] = rng.integers(0, 256, (steps, 16, 16, 3), dtype=np.uint8)
     return path
+
+
+def assert_poses(poses: np.ndarray, states: np.ndarray) -> None:
+    """Compare with states of position, axis-angle and two fingers; 0.04 m each are open."""
+    np.testing.assert_allclose(poses[:, :3], states[:, :3], atol=1e-6)
+    opened = np.minimum(np.abs(states[:, 6]) + np.abs(states[:, 7]), 0.08) / 0.08
+    np.testing.assert_allclose(poses[:, 7], 1 - 2 * opened, atol=1e-6)
+    for quaternion, (x, y, z) in zip(poses[:, 3:7], states[:, 3:6], strict=True):
+        turn = torch.linalg.matrix_exp(torch.tensor([[0, -z, y], [z, 0, -x], [-y, x, 0]]))
+        found = rotation(torch.from_numpy(quaternion).double())
+        torch.testing.assert_close(found, turn, atol=1e-6, rtol=0)
 
 
 # ---- LIBERO in -----------------------------------------------------------------------------------
@@ -104,6 +118,7 @@ def test_demonstrations_become_recordings_as_the_simulator_would_show_them(tmp_p
             np.testing.assert_array_equal(written["more_frames"][21:, 0], wrist)
             states = np.concatenate([demo["obs/ee_states"][:], demo["obs/gripper_states"][:]], axis=1)
             np.testing.assert_array_equal(written["states"][21:], states.astype(np.float32))
+            assert_poses(written["poses"][21:], states)
             assert json.loads(written.attrs["cameras"]) == ["agentview", "wrist"]
             assert written["starts"][1] == b"libero_goal/8/demo_10"
             assert written["seeds"][:].tolist() == [0, 1]
@@ -155,6 +170,13 @@ def test_a_suite_that_is_not_known_is_the_folders_name_or_must_be_said(tmp_path:
         import_demonstrations([other], tmp_path / "three", simulator="libero_spatial")
 
 
+@pytest.mark.timeout(60)
+def test_demonstrations_that_are_a_named_pipe_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a_demo.hdf5")
+    with pytest.raises(ConfigError, match="named pipe"):
+        import_demonstrations([tmp_path / "a_demo.hdf5"], tmp_path / "data")
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -192,7 +214,7 @@ def test_a_file_that_lacks_something_is_named_and_nothing_is_written(
 
 
 def test_trajectories_are_read_back_as_the_starts_they_were_made_from(tmp_path: Path) -> None:
-    write_recorded(tmp_path / "data", recorded_spec(32), (49, 41, 9))
+    write_recorded(tmp_path / "data", recorded_spec(32, poses=True), (49, 41, 9))
     read = load_recordings([tmp_path / "data"])
     assert write_trajectories(read, tmp_path / "out") == (3, 4)
     names = [path.stem for path in trajectory_files(tmp_path / "out", keyframes=True)]
@@ -206,10 +228,25 @@ def test_trajectories_are_read_back_as_the_starts_they_were_made_from(tmp_path: 
     for episode, state in enumerate(plain):
         np.testing.assert_array_equal(state.frame, read.frames[read.offsets[episode]])
         assert len(state.context_frames) == 0
+        np.testing.assert_array_equal(state.ee_pose, read.poses[read.offsets[episode]])
     key = load_trajectories(tmp_path / "out", keyframes=True)[2]
     np.testing.assert_array_equal(key.frame, read.frames[0])
     np.testing.assert_array_equal(key.context_frames, read.frames[29:33])
     np.testing.assert_array_equal(key.context_actions, read.actions[29:33])
+    np.testing.assert_array_equal(key.ee_pose, read.poses[32])
+    frames = np.load(tmp_path / "out" / "traj00000_step0032_kir.npy", allow_pickle=True)
+    for frame, row in zip(frames, (0, 29, 30, 31, 32), strict=True):
+        for name in ("init_ee_pose", "abs_action"):
+            np.testing.assert_array_equal(frame[name], read.poses[row])
+            assert frame[name].dtype == np.float32
+
+
+def test_trajectories_of_recordings_without_poses_say_none(tmp_path: Path) -> None:
+    write_recorded(tmp_path / "data", recorded_spec(32), (9,))
+    write_trajectories(load_recordings([tmp_path / "data"]), tmp_path / "out")
+    (frame,) = np.load(tmp_path / "out" / "traj00000.npy", allow_pickle=True)
+    assert sorted(frame) == ["delta_action", "image", "instruction"]
+    assert load_trajectories(tmp_path / "out", keyframes=False)[0].ee_pose is None
 
 
 def gripper(changes_at: int, steps: int) -> np.ndarray:

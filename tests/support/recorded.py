@@ -16,10 +16,32 @@ KITCHEN: Final = ("open the middle drawer", "push the plate", "turn on the stove
 
 
 def recorded_spec(
-    image_size: int, *, simulator: str = "kitchen", tasks: tuple[str, ...] = KITCHEN, trials: int = 50
+    image_size: int,
+    *,
+    simulator: str = "kitchen",
+    tasks: tuple[str, ...] = KITCHEN,
+    trials: int = 50,
+    poses: bool = False,
+    idle: tuple[float, ...] = tuple(DUMMY_ACTION.tolist()),
 ) -> SimulatorSpec:
-    """Of a simulator with numbered tasks."""
-    return SimulatorSpec(name=simulator, tasks=tasks, trials=trials, max_steps=400, image_size=image_size)
+    """Of a simulator with numbered tasks, whose actions have as many numbers as `idle`."""
+    return SimulatorSpec(
+        name=simulator,
+        tasks=tasks,
+        trials=trials,
+        max_steps=400,
+        image_size=image_size,
+        poses=poses,
+        idle=idle,
+    )
+
+
+def recorded_poses(seed: int, frames: int) -> np.ndarray:
+    """Of a hand that moves at random, ``[F, 8]``."""
+    poses = np.random.default_rng(2000 + seed).normal(size=(frames, 8))
+    poses[:, 3:7] /= np.linalg.norm(poses[:, 3:7], axis=1, keepdims=True)
+    poses[:, 7] = np.clip(poses[:, 7], -1, 1)
+    return poses.astype(np.float32)
 
 
 def recorded_episode(seed: int, spec: SimulatorSpec, frames: int) -> SimulatedEpisode:
@@ -31,9 +53,10 @@ def recorded_episode(seed: int, spec: SimulatorSpec, frames: int) -> SimulatedEp
     edge = size // 8
     for number, at in enumerate(rng.integers(0, size - edge, (frames, 2))):
         pictures[number, at[0] : at[0] + edge, at[1] : at[1] + edge] = rng.integers(0, 256, 3)
-    actions = (rng.uniform(-0.3, 0.5, (frames, 7)) * np.arange(1, 8) / 7).astype(np.float32)
-    actions[:, 6] = np.where(np.arange(frames) > frames // 2, 1, -1)
-    actions[0] = DUMMY_ACTION
+    numbers = spec.action_dim
+    actions = (rng.uniform(-0.3, 0.5, (frames, numbers)) * np.arange(1, numbers + 1) / 7).astype(np.float32)
+    actions[:, -1] = np.where(np.arange(frames) > frames // 2, 1, -1)
+    actions[0] = spec.idle
     success = (np.arange(frames) >= frames - 5) & (seed % 2 == 1)
     numbered = spec.trials > 0
     return SimulatedEpisode(
@@ -48,6 +71,7 @@ def recorded_episode(seed: int, spec: SimulatorSpec, frames: int) -> SimulatedEp
         frames=pictures,
         more_frames=np.zeros((frames, 0, size, size, 3), np.uint8),
         states=np.zeros((frames, 0), np.float32),
+        poses=recorded_poses(seed, frames) if spec.poses else np.zeros((frames, 0), np.float32),
         actions=actions,
         rewards=success.astype(np.float32),
         success=success,

@@ -1,0 +1,204 @@
+"""Fit an OpenSora world: its frame autoencoder, then its transformer by rectified flow.
+
+As published (`worlds.opensora.training`): times whose logit is normal, a little noise on the condition
+frames, a loss on the new frames only, a moving average by 0.99. A window may begin at any frame. The range of
+the actions is that of the recordings; a world that is refined keeps its own.
+
+Letters: W windows, B windows of a batch, F frames of all episodes, Z latent channels, h w latent grid,
+A numbers of an action, P = 4 condition frames, C = 8 new frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.devices.tensors import to_device
+from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
+from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.fresh_models import executed
+from asyncrl.fitting.loop import Schedule, minimise, prepared
+from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.worlds.frame_latents import FrameAutoencoder, encode_each, redraw_each, window_rows
+from asyncrl.fitting.worlds.interface import (
+    Size,
+    WorldOptions,
+    check_picture_size,
+    check_recordings,
+    refuse_option,
+)
+from asyncrl.worlds.opensora.action_range import ActionRange, normalise
+from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
+from asyncrl.worlds.opensora.training import window_loss
+from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
+
+AVERAGE: Final = 0.99
+"""Decay of the moving average of the weights, as published."""
+LEAST_RANGE: Final = 1e-3
+"""Width that a number of an action has at least which (nearly) never changed: it is not divided by zero."""
+
+
+class OpenSoraFit:
+    """`FittedWorld` of OpenSora."""
+
+    def __init__(self, world: OpenSoraWorld) -> None:
+        self.world = world
+
+    @classmethod
+    def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> OpenSoraFit:
+        """Make a world of the recordings' picture size and actions. See `FittedWorld.fresh`."""
+        _refuse_options(options)
+        transformer: STDiT3Config = getattr(STDiT3Config, size)()
+        transformer = replace(transformer, action_dim=recordings.actions.shape[1])
+        vae: VaeConfig = getattr(VaeConfig, vae_size)()
+        side = check_picture_size(recordings, transformer.patch * vae.spatial)
+        check_recordings(recordings)
+        world = OpenSoraWorld(STDiT3(transformer), FrameVae(vae), measured_range(recordings), image_size=side)
+        return cls(world)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> OpenSoraFit:
+        """Read a folder of ours or a published one."""
+        return cls(load_world(folder, device=device, dtype=dtype))
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self.world.image_size
+
+    def to(self, device: torch.device) -> None:
+        """Move all networks."""
+        self.world.to(device)
+
+    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
+        """Train the autoencoder in place."""
+        vae = self.world.vae
+        return fit_autoencoder(FrameAutoencoder(vae, vae.size.channels), recordings, schedule)
+
+    def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
+        """Train the transformer. See `FittedWorld.fit_network` and `fit_transformer`."""
+        _refuse_options(options)
+        check_recordings(recordings, self.world.action_spec.dim)
+        self.world.vae.requires_grad_(False)
+        trained = self.world.transformer.requires_grad_(True)
+        trained.rope.freqs.requires_grad_(False)
+        cut = windows(recordings, self.encode(recordings), self.world.action_range)
+        return fit_transformer(trained, cut, schedule)
+
+    def encode(self, recordings: Recordings) -> Latents:
+        """Encode every frame by itself."""
+        vae, side = self.world.vae, self.image_size // self.world.vae.size.spatial
+        return encode_each(vae.encode, recordings, (vae.size.channels, side, side), self.world.device)
+
+    def redraw(self, recordings: Recordings) -> FrameFile:
+        """Draw the recorded frames as the autoencoder draws them."""
+        vae = self.world.vae
+        return redraw_each(vae.encode, vae.decode, recordings, self.world.device)
+
+    def save(self, folder: Path, version: int) -> None:
+        """Write the world in bfloat16."""
+        self.world.version = version
+        rates = self.world.transformer.rope.freqs.detach().clone()
+        for module in self.world.modules().values():
+            module.to(torch.bfloat16)  # halves the files; imagination computes in float32
+        self.world.transformer.rope.freqs.data = rates  # rounded, positions would turn by other angles
+        save_world(folder, self.world)
+
+
+def _refuse_options(options: WorldOptions) -> None:
+    for name in ("context_sigma", "camera"):
+        refuse_option(options, name, "opensora")
+
+
+def measured_range(recordings: Recordings) -> ActionRange:
+    """Measure the first and the 99th percentile of every number of the actions, the gripper's too.
+
+    Where the two are closer than `LEAST_RANGE`, they are moved that far apart about their middle.
+    """
+    ends = np.quantile(executed(recordings).astype(np.float64), [0.01, 0.99], axis=0)
+    middle, half = ends.mean(0), np.maximum(ends[1] - ends[0], LEAST_RANGE) / 2
+    return ActionRange(low=tuple((middle - half).tolist()), high=tuple((middle + half).tolist()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """What each decision sees and makes. Latents and actions are those of frames and kept once."""
+
+    latents: Tensor
+    """``[F, Z, h, w]`` float32."""
+    actions: Tensor
+    """``[F, A]`` float32, scaled to the world's range; row i produced frame i."""
+    rows: Tensor
+    """``[W, P + C]`` int64: the frames of each window."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latents ``[B, Z, P + C, h, w]`` and actions ``[B, C, A]`` of windows ``[B]`` int64."""
+        rows = self.rows[chosen]
+        return self.latents[rows].transpose(1, 2).contiguous(), self.actions[rows[:, CONDITION:]]
+
+
+def last_frames(seen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the last four frames ``[n, 4]`` of the first ``[n]``; the first one stands in for earlier ones.
+
+    Example:
+        >>> last_frames(np.array([1, 6])).tolist()
+        [[0, 0, 0, 0], [2, 3, 4, 5]]
+    """
+    return np.maximum(seen[:, None] - CONDITION + np.arange(CONDITION), 0)
+
+
+def windows(recordings: Recordings, latents: Latents, action_range: ActionRange) -> Windows:
+    """Cut episodes into windows, one behind every frame with eight more behind it.
+
+    Args:
+        recordings: With a decision, of the world's width of actions.
+        latents: A latent of every frame.
+        action_range: What actions are scaled by.
+    """
+    device = latents.all.device
+    actions = to_device(recordings.actions, device)
+    return Windows(
+        latents=latents.all,
+        actions=normalise(actions, *action_range.tensors(device)),
+        rows=to_device(window_rows(recordings.offsets, last_frames), device),
+    )
+
+
+def fit_transformer(transformer: STDiT3, windows: Windows, schedule: Schedule) -> float:
+    """Train by rectified flow on the new frames. See `worlds.opensora.training.window_loss`.
+
+    Args:
+        transformer: Trained in place, on the device of the latents.
+        windows: See `windows`.
+        schedule: Its batch is of windows.
+
+    Returns:
+        Mean loss of the last tenth.
+    """
+    generator = torch.Generator().manual_seed(schedule.seed)
+    device = windows.latents.device
+    velocity: Callable[..., Tensor] = prepared(transformer, device, compiled=schedule.compiled)
+
+    def loss_at(step: int) -> Tensor:
+        chosen = torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)
+        return window_loss(velocity, *windows.take(chosen), generator=generator).loss
+
+    return minimise(
+        "world",
+        transformer,
+        loss_at,
+        steps=schedule.steps,
+        learning_rate=schedule.learning_rate,
+        average=AVERAGE,
+    )

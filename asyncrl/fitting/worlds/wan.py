@@ -1,0 +1,217 @@
+"""Fit a Wan world: its causal autoencoder, then its transformer by flow matching.
+
+Letters: W windows, B windows of a batch, N latents of all episodes, z latent channels, h w latent grid,
+A numbers per action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
+from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.loop import Schedule, minimise, prepared
+from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.worlds.interface import (
+    Size,
+    WorldOptions,
+    check_picture_size,
+    check_recordings,
+    refuse_option,
+)
+from asyncrl.fitting.worlds.wan_actions import (
+    ActionScale,
+    entrances,
+    measured_scale,
+    take_raw,
+    take_scaled,
+)
+from asyncrl.fitting.worlds.wan_latents import WanAutoencoder, encode_recordings, redraw
+from asyncrl.records import CHUNK, dummy_action
+from asyncrl.worlds.wan.flow_matching import window_loss
+from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae
+from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+
+MEMORY = 4
+"""Frames that the memory latent stands for."""
+
+
+class WanFit:
+    """`FittedWorld` and `DistilsDecoder` of Wan."""
+
+    def __init__(self, world: WanWorld) -> None:
+        self.world = world
+        self._scaled = False
+
+    @classmethod
+    def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> WanFit:
+        """Make a world of the recordings' picture size. See `FittedWorld.fresh`."""
+        refuse_option(options, "camera", "wan")
+        side = check_picture_size(recordings, SPATIAL)
+        check_recordings(recordings)
+        transformer: TransformerConfig = getattr(TransformerConfig, size)()
+        transformer = replace(transformer, action_dim=recordings.actions.shape[1])
+        vae: VaeConfig = getattr(VaeConfig, vae_size)()
+        return cls(WanWorld(ActionWanTransformer(transformer), WanVae(vae), image_size=side))
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> WanFit:
+        """Read a folder of ours or a published one."""
+        return cls(load_world(folder, device=device, dtype=dtype))
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self.world.image_size
+
+    def to(self, device: torch.device) -> None:
+        """Move all networks."""
+        self.world.to(device)
+
+    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
+        """Train the autoencoder in place."""
+        return fit_autoencoder(WanAutoencoder(self.world.vae), recordings, schedule)
+
+    def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
+        """Train the transformer. See `FittedWorld.fit_network` and `fit_transformer`."""
+        refuse_option(options, "camera", "wan")
+        check_recordings(recordings, self.world.action_spec.dim)
+        self.world.vae.requires_grad_(False)
+        trained, scale = self.world.transformer.requires_grad_(True), measured_scale(recordings)
+        cut = windows(recordings, self.encode(recordings), scale)
+        if scale is not None:
+            take_scaled(trained, scale)
+        loss = fit_transformer(trained, cut, schedule, context_sigma=options.context_sigma)
+        if scale is not None:
+            take_raw(trained, scale)
+        self._scaled = scale is not None
+        return loss
+
+    def encode(self, recordings: Recordings) -> Latents:
+        """Encode all episodes as causal videos."""
+        return encode_recordings(self.world.vae, recordings)
+
+    def redraw(self, recordings: Recordings) -> FrameFile:
+        """Draw the recorded frames as the autoencoder draws them."""
+        return redraw(self.world.vae, self.encode(recordings), recordings)
+
+    def save(self, folder: Path, version: int) -> None:
+        """Write the world in bfloat16."""
+        self.world.version = version
+        # Rounded, layers that take actions of any unit would not cancel what is far from zero: they stay.
+        kept = entrances(self.world.transformer) if self._scaled else ()
+        exact = [{n: p.detach().clone() for n, p in layer.named_parameters()} for layer in kept]
+        for module in (self.world.transformer, self.world.vae):
+            torch.nn.Module.to(module, torch.bfloat16)  # halves the files; imagination computes in float32
+        for layer, numbers in zip(kept, exact, strict=True):
+            for name, parameter in layer.named_parameters():
+                parameter.data = numbers[name]
+        save_world(folder, self.world)
+
+    def fresh_decoder(self) -> TinyDecoder:
+        """Make a tiny decoder with fresh weights on the CPU."""
+        return TinyDecoder(TinyDecoderConfig.for_world(self.world.vae.size.z_dim, self.image_size))
+
+    def save_decoder(self, folder: Path, decoder: torch.nn.Module, fit: Mapping[str, Any]) -> None:
+        """Write a tiny decoder, and of which autoencoder's latents it is."""
+        assert isinstance(decoder, TinyDecoder)
+        size = self.world.vae.size
+        save_decoder(
+            folder, decoder, latents_mean=size.latents_mean, latents_std=size.latents_std, fit=dict(fit)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """What each decision sees and makes. Latents are shared by neighbours and kept once."""
+
+    latents: Tensor
+    """``[N, z, h, w]`` float32 of all episodes."""
+    rows: Tensor
+    """``[W, 4]`` int64: the latents of each window."""
+    actions: Tensor
+    """``[W, 13, A]`` float32, scaled where `windows` was given a scale."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latents ``[B, z, 4, h, w]`` and actions ``[B, 13, A]`` of windows ``[B]`` int64."""
+        return self.latents[self.rows[chosen]].transpose(1, 2).contiguous(), self.actions[chosen]
+
+
+def windows(recordings: Recordings, latents: Latents, scale: ActionScale | None = None) -> Windows:
+    """Cut episodes into windows.
+
+    Decision k of an episode has the anchor latent 0, the memory latent 2k + 1 and the new latents 2k + 2 and
+    2k + 3; its actions are the dummy, the last 4 and the 8 new ones.
+
+    Args:
+        recordings: With a decision.
+        latents: Of all episodes.
+        scale: Of the actions; None: raw.
+
+    Raises:
+        ConfigError: No episode has a decision.
+    """
+    check_recordings(recordings)
+    dummy = dummy_action(recordings.actions.shape[1])
+    rows_W: list[np.ndarray] = []
+    actions_W: list[np.ndarray] = []
+    for episode in range(len(recordings)):
+        actions = recordings.actions[recordings.span(episode)]
+        padded = np.concatenate([np.repeat(dummy[None], MEMORY, 0), actions[1:]])
+        for decision in range((len(actions) - 1) // CHUNK):
+            start = CHUNK * decision
+            new = 2 * decision + np.arange(1, 4)
+            rows_W.append(latents.offsets[episode] + np.array([0, *new]))
+            actions_W.append(np.concatenate([dummy[None], padded[start : start + MEMORY + CHUNK]]))
+    device, stacked = latents.all.device, np.stack(actions_W)
+    return Windows(
+        latents=latents.all,
+        rows=torch.from_numpy(np.stack(rows_W)).to(device),
+        actions=torch.from_numpy(scale.apply(stacked) if scale else stacked).to(device),
+    )
+
+
+def fit_transformer(
+    transformer: ActionWanTransformer, windows: Windows, schedule: Schedule, *, context_sigma: float
+) -> float:
+    """Train by flow matching on the two new latents; the memory latent is noised (see `window_loss`).
+
+    Args:
+        transformer: Trained in place, on the device of the latents.
+        windows: See `windows`.
+        schedule: Its batch is of windows.
+        context_sigma: Noise level of the memory latent, in [0, 1].
+
+    Returns:
+        Mean loss of the last tenth.
+    """
+    generator = torch.Generator().manual_seed(schedule.seed)
+    device = windows.latents.device
+    velocity = prepared(transformer, device, compiled=schedule.compiled)
+
+    def loss_at(step: int) -> Tensor:
+        chosen = torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)
+        latents_B, actions_B = windows.take(chosen)
+        found = window_loss(velocity, latents_B, actions_B, generator=generator, context_sigma=context_sigma)
+        return found.loss
+
+    return minimise(
+        "world",
+        transformer,
+        loss_at,
+        steps=schedule.steps,
+        learning_rate=schedule.learning_rate,
+        average=0.9995,
+    )

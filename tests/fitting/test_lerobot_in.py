@@ -1,0 +1,293 @@
+"""LeRobot v3 folders as --data: what a test wrote with pyarrow and PyAV comes out as recordings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl.commands.recordings import main as recordings_command
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.datasets.lerobot import LeRobotFolder
+from asyncrl.fitting.datasets.settings import DataSetSettings
+from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.recordings import read_part
+from support import ROOT
+from support.datasets import TOP, TOWEL, WRIST, Sampled, sampled, smooth_pictures, write_lerobot_folder
+
+pytest.importorskip("pyarrow", reason="needs pyarrow (extra 'lerobot')")
+pytest.importorskip("av", reason="needs av (extra 'lerobot')")
+
+CODEC = 3.0
+"""Mean difference of a picture that H.264 may make, in steps of 255."""
+
+
+@pytest.fixture
+def episodes() -> list[Sampled]:
+    tasks = (TOWEL, "Wipe the  window", TOWEL)
+    return [sampled(seed, 12 + seed, task=task) for seed, task in enumerate(tasks)]
+
+
+def frames_expected(episode: Sampled, key: str = TOP) -> np.ndarray:
+    return np.concatenate([episode.pictures[key], episode.pictures[key][-1:]])
+
+
+def test_a_folder_becomes_recordings_with_the_same_numbers(tmp_path: Path, episodes: list[Sampled]) -> None:
+    read = load_recordings([write_lerobot_folder(tmp_path / "towel", episodes)])
+    assert read.simulator == "so100"
+    assert read.tasks == ["fold the towel", "wipe the window", "fold the towel"]
+    assert read.offsets.tolist() == [0, 13, 27, 42]
+    assert read.seeds.tolist() == [0, 1, 2]
+    for number, episode in enumerate(episodes):
+        span = read.span(number)
+        assert not read.actions[span][0].any()
+        np.testing.assert_array_equal(read.actions[span][1:], episode.actions)
+        difference = np.abs(read.frames[span].astype(float) - frames_expected(episode))
+        assert difference.mean() < CODEC
+    assert read.solved().tolist() == [False, True, False]
+    # The last picture stands for what came after the last action, so both have its verdict.
+    assert np.flatnonzero(read.success).tolist() == [25, 26]
+
+
+def test_the_second_episode_of_a_movie_is_not_the_first(tmp_path: Path, episodes: list[Sampled]) -> None:
+    read = load_recordings([write_lerobot_folder(tmp_path / "towel", episodes, per_file=3)])
+    first, second = (episode.pictures[TOP][:12] for episode in episodes[:2])
+    found = read.frames[read.span(1)][:12].astype(float)
+    assert np.abs(found - second).mean() < CODEC < np.abs(found - first).mean()
+
+
+def test_pictures_in_the_rows_come_back_exactly(tmp_path: Path, episodes: list[Sampled]) -> None:
+    read = load_recordings([write_lerobot_folder(tmp_path / "towel", episodes, video=False)])
+    for number, episode in enumerate(episodes):
+        np.testing.assert_array_equal(read.frames[read.span(number)], frames_expected(episode))
+
+
+def test_an_import_keeps_states_rewards_and_all_cameras_that_were_named(tmp_path: Path) -> None:
+    episodes = [sampled(seed, 10, cameras=(WRIST, TOP)) for seed in (0, 1)]
+    folder = write_lerobot_folder(tmp_path / "towel", episodes, video=False)
+    out = tmp_path / "data"
+    call = ["import", str(folder), "--out", str(out), "--dataset.cameras", TOP, WRIST]
+    assert recordings_command(call) == 0
+    with h5py.File(out / "part-00000.h5") as file:
+        assert json.loads(str(file.attrs["cameras"])) == ["top", "wrist"]
+        assert json.loads(str(file.attrs["about"])) == {"imported": "towel", "steps_per_second": 30}
+        np.testing.assert_array_equal(file["frames"][11:21], episodes[1].pictures[TOP])
+        np.testing.assert_array_equal(file["more_frames"][11:21, 0], episodes[1].pictures[WRIST])
+        np.testing.assert_array_equal(file["states"][11:21], episodes[1].states)
+        np.testing.assert_array_equal(file["states"][21], episodes[1].states[-1])
+        np.testing.assert_array_equal(file["rewards"][12:22], episodes[1].rewards)
+        assert file["rewards"][11] == 0
+    assert read_part(out / "part-00000.h5").rate == 30
+    assert recordings_command(["stats", str(out)]) == 0
+
+
+def test_the_camera_that_is_not_at_a_wrist_is_taken_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    episodes = [sampled(1, 10, cameras=(WRIST, TOP))]
+    read = load_recordings([write_lerobot_folder(tmp_path / "towel", episodes, video=False)])
+    np.testing.assert_array_equal(read.frames[:10], episodes[0].pictures[TOP])
+    assert f"camera {TOP} of {WRIST}, {TOP} (--dataset.cameras)" in caplog.text
+
+
+def test_demonstrations_are_solved_at_their_end_only_if_that_is_said(
+    tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_lerobot_folder(tmp_path / "towel", episodes, video=False, judged=False)
+    assert not load_recordings([folder]).success.any()
+    assert "no episode counts as solved (--dataset.success KEY, or --dataset.solved end" in caplog.text
+    read = load_recordings([folder], DataSetSettings(solved="end"))
+    assert np.flatnonzero(read.success).tolist() == [11, 12, 25, 26, 40, 41]
+
+
+def test_pictures_are_resized_while_they_are_read(tmp_path: Path) -> None:
+    episode = sampled(1, 8)
+    episode.pictures[TOP] = smooth_pictures(3, 8, height=40, width=80)
+    folder = write_lerobot_folder(tmp_path / "towel", [episode], video=False)
+    wide = load_recordings([folder])
+    with pytest.raises(ConfigError, match=r"40 x 80 pixels.*--dataset.image-size 128"):
+        _ = wide.image_size
+    for aspect in ("stretch", "crop", "pad"):
+        settings = DataSetSettings(image_size=32, aspect=aspect)
+        read = load_recordings([folder], settings)
+        assert read.frames.shape == (9, 32, 32, 3)
+        lines_of_bars = int((read.frames[0].max(axis=(1, 2)) < 30).sum())
+        assert lines_of_bars == {"stretch": 0, "crop": 0, "pad": 16}[aspect]
+
+
+def test_a_stride_takes_every_third_step_and_the_last_action_before_it(tmp_path: Path) -> None:
+    episode = sampled(1, 8)
+    folder = write_lerobot_folder(tmp_path / "towel", [episode], video=False)
+    read = load_recordings([folder], DataSetSettings(stride=3))
+    np.testing.assert_array_equal(read.frames[:3], episode.pictures[TOP][[0, 3, 6]])
+    np.testing.assert_array_equal(read.actions[1:], episode.actions[[2, 5, 7]])
+    assert read.success.tolist() == [False, False, True, True]
+    summed = load_recordings([folder], DataSetSettings(stride=3, between="sum"))
+    sums = np.stack([episode.actions[a:b].sum(0) for a, b in ((0, 3), (3, 6), (6, 8))])
+    np.testing.assert_allclose(summed.actions[1:, :-1], sums[:, :-1], rtol=1e-5)
+    np.testing.assert_array_equal(summed.actions[1:, -1], episode.actions[[2, 5, 7], -1])
+
+
+def test_two_folders_of_different_rates_are_not_mixed(tmp_path: Path, episodes: list[Sampled]) -> None:
+    one = write_lerobot_folder(tmp_path / "one", episodes, video=False)
+    two = write_lerobot_folder(tmp_path / "two", episodes, video=False, rate=15)
+    with pytest.raises(ConfigError, match=r"two has .*at 15 steps a second.*one has .*at 30 steps"):
+        load_recordings([one, two])
+    assert len(load_recordings([one, one])) == 6
+    assert len(load_recordings([one], DataSetSettings(episodes=2))) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"cameras": ("top",)}, rf"has no top \(--dataset.cameras\). There are: {TOP}"),
+        ({"action": "act"}, r"has no act \(--dataset.action\). There are: action, observation.state"),
+        ({"state": ("joints",)}, r"has no joints \(--dataset.state\)"),
+        ({"success": "done"}, r"has no done \(--dataset.success\). There are: .*next.success"),
+    ],
+)
+def test_a_key_that_is_not_there_is_refused_with_those_that_are(
+    tmp_path: Path, settings: dict[str, object], said: str
+) -> None:
+    folder = write_lerobot_folder(tmp_path / "towel", [sampled(0, 9)], video=False)
+    with pytest.raises(ConfigError, match=said):
+        LeRobotFolder(folder, DataSetSettings(**settings))  # pyright: ignore
+
+
+def _older(folder: Path) -> None:
+    _edit(folder, codebase_version="v2.1")
+
+
+def _edit(folder: Path, **changes: object) -> None:
+    info = json.loads((folder / "meta/info.json").read_text())
+    (folder / "meta/info.json").write_text(json.dumps(info | changes))
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "videos" / TOP / "chunk-000/file-000.mp4"
+    path.write_bytes(path.read_bytes()[:700])
+
+
+def _swap(folder: Path) -> None:
+    parts = [folder / "data/chunk-000" / f"file-{number:03d}.parquet" for number in (0, 1)]
+    first = parts[0].read_bytes()
+    parts[0].write_bytes(parts[1].read_bytes())
+    parts[1].write_bytes(first)
+
+
+def _pipe(folder: Path) -> None:
+    path = folder / "data/chunk-000/file-000.parquet"
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _rewrite(path: Path, column: str, values: list[object]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    place = table.column_names.index(column)
+    pq.write_table(table.set_column(place, column, pa.array(values)), path)
+
+
+def _no_time(folder: Path) -> None:
+    path = folder / "meta/episodes/chunk-000/file-000.parquet"
+    _rewrite(path, f"videos/{TOP}/from_timestamp", [0.0, float("nan"), 0.0])
+
+
+def _wider(folder: Path) -> None:
+    path = folder / "data/chunk-000/file-001.parquet"
+    _rewrite(path, "action", [[0.0] * 15] * 14)
+
+
+def _ragged(folder: Path) -> None:
+    path = folder / "data/chunk-000/file-001.parquet"
+    _rewrite(path, "action", [[0.0] * 13, [0.0] * 15] * 7)
+
+
+def _named(folder: Path) -> None:
+    _rewrite(folder / "meta/tasks.parquet", "task_index", ["a", "b"])
+
+
+def _texts(folder: Path) -> None:
+    path = folder / "data/chunk-000/file-001.parquet"
+    _rewrite(path, "action", ["left"] * 14)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_no_time, "below zero, or one that is no number"),
+        (_wider, "episode 2 has 15 numbers of an action, where the data set has 14"),
+        (_texts, "action holds string, expected numbers"),
+        (_ragged, "action has rows of different lengths"),
+        (_named, "task_index holds string, expected numbers"),
+        (_older, "version 'v2.1', and v3.0 is read. Convert it"),
+        (lambda folder: _edit(folder, fps=0), "fps is 0"),
+        (lambda folder: _edit(folder, data_path="../../{chunk_index}"), "data_path is"),
+        (lambda folder: (folder / "meta/tasks.parquet").write_bytes(b"PAR1"), "tasks.parquet cannot be read"),
+        (lambda folder: (folder / "meta/episodes/chunk-000/file-000.parquet").unlink(), "has no episodes"),
+        (_cut, "mp4 cannot be read"),
+        (_swap, "its rows are not where meta/episodes says|rows fewer than meta/episodes says"),
+        (_pipe, "it is a named pipe"),
+        (lambda folder: (folder / "videos" / TOP / "chunk-000/file-001.mp4").unlink(), "cannot be read"),
+    ],
+)
+def test_a_damaged_folder_is_named_and_an_import_of_it_writes_nothing(
+    tmp_path: Path, episodes: list[Sampled], damage: Callable[[Path], object], said: str
+) -> None:
+    folder = write_lerobot_folder(tmp_path / "towel", episodes)
+    damage(folder)
+    with pytest.raises(ConfigError, match=said):
+        load_recordings([folder])
+    with pytest.raises(ConfigError, match=said):
+        recordings_command(["import", str(folder), "--out", str(tmp_path / "data")])
+    assert not list((tmp_path / "data").glob("*"))
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from asyncrl.fitting.datasets.settings import DataSetSettings
+from asyncrl.fitting.loading import load_recordings
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+def read(folder):
+    return load_recordings([Path(folder)], DataSetSettings(image_size=128)).frames.nbytes
+
+read(sys.argv[1])
+before = peak()
+print(read(sys.argv[2]), peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_movies_are_read_as_a_stream(tmp_path: Path) -> None:
+    """97 MB of pictures after 3 MB: the larger folder raises the peak by less than a third of itself."""
+    written = []
+    for name, count in (("small", 1), ("large", 32)):
+        episodes = [sampled(seed, 60) for seed in range(count)]
+        for seed, episode in enumerate(episodes):
+            episode.pictures[TOP] = smooth_pictures(seed, 60, 64, 64)
+        written.append(write_lerobot_folder(tmp_path / name, episodes, per_file=8))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *map(str, written)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    pictures, grown = map(int, done.stdout.split())
+    assert pictures > 95e6
+    assert grown < 0.33 * pictures, f"{grown / pictures:.2f}"

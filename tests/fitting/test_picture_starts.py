@@ -1,0 +1,181 @@
+"""Start states from pictures and instructions, and words that a policy cannot read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from asyncrl import cli
+from asyncrl.commands.fit import main as fit
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.datasets.pictures import Placing
+from asyncrl.fitting.picture_starts import picture_starts
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.rewards.model import ResNetReward, save_reward
+from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.storage.asset_paths import world_folder
+from asyncrl.worlds.start_states import load_start_states
+from support.recorded import recorded_spec, write_recorded
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number, suffix in enumerate(("png", "bmp")):
+        Image.new("RGB", (64, 64), (10 + number, 20, 30)).save(folder / f"view{number}.{suffix}")
+    (folder / "notes.md").write_text("no picture")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "i.txt",
+            "Fold the towel.\n\nwipe the window\n",
+            {
+                ("view0.png/0", "fold the towel"),
+                ("view0.png/1", "wipe the window"),
+                ("view1.bmp/0", "fold the towel"),
+                ("view1.bmp/1", "wipe the window"),
+            },
+        ),
+        (
+            "i.csv",
+            'picture,instruction\nview1.bmp,"fold, then wipe"\nview0.png,wipe\n',
+            {("view0.png/0", "wipe"), ("view1.bmp/0", "fold, then wipe")},
+        ),
+        (
+            "i.json",
+            '{"view0.png": ["fold", "wipe"], "view1.bmp": "wipe"}',
+            {("view0.png/0", "fold"), ("view0.png/1", "wipe"), ("view1.bmp/0", "wipe")},
+        ),
+        ("i.json", '["fold"]', {("view0.png/0", "fold"), ("view1.bmp/0", "fold")}),
+    ],
+)
+def test_pictures_and_instructions_become_start_states(
+    tmp_path: Path, pictures: Path, name: str, content: str, expected: set[tuple[str, str]]
+) -> None:
+    (tmp_path / name).write_text(content)
+    out, flags = tmp_path / "starts.h5", ["--instructions", str(tmp_path / name)]
+    fit(["starts", "--pictures", str(pictures), *flags, "--out", str(out), "--dataset.image-size", "32"])
+    states = load_start_states(out)
+    assert {(state.name, state.task) for state in states} == expected
+    for state in states:
+        assert state.frame.shape == (32, 32, 3)
+        assert state.frame[0, 0].tolist() == [10 + int(state.name[4]), 20, 30]
+        assert (len(state.context_frames), state.ee_pose) == (0, None)
+
+
+def test_fewer_start_states_are_spread_over_all_pictures(tmp_path: Path, pictures: Path) -> None:
+    (tmp_path / "i.txt").write_text("a\nb\nc\n")
+    states = picture_starts(pictures, tmp_path / "i.txt", Placing(), 2)
+    assert [(state.name, state.task) for state in states] == [("view0.png/0", "a"), ("view1.bmp/0", "c")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("i.txt", "\n", "has no instruction"),
+        ("i.csv", "file,text\nview0.png,x\n", "its first line is not picture,instruction"),
+        ("i.csv", "picture,instruction\nview0.png,\n", "an instruction is empty"),
+        ("i.csv", "picture,instruction\nview9.png,x\n", r"names view9.png, which is not in the folder"),
+        ("i.json", '{"view0.png": 3}', "an instruction is empty or no text"),
+        ("i.json", "{", "cannot be read"),
+        ("i.csv", "picture,instruction\nview0.png,x\nview0.png,X.\n", "twice for a picture"),
+    ],
+)
+def test_instructions_that_cannot_be_used_are_refused(
+    tmp_path: Path, pictures: Path, name: str, content: str, said: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        picture_starts(pictures, tmp_path / name, Placing(), 9)
+
+
+def test_pictures_that_cannot_be_used_are_refused(tmp_path: Path, pictures: Path) -> None:
+    (tmp_path / "i.txt").write_text("fold\n")
+    with pytest.raises(ConfigError, match="is no folder with pictures"):
+        picture_starts(tmp_path, tmp_path / "i.txt", Placing(), 9)
+    Image.new("RGB", (48, 48)).save(pictures / "view2.png")
+    with pytest.raises(ConfigError, match=r"view2.png has 48 x 48 pixels, but view0.png"):
+        picture_starts(pictures, tmp_path / "i.txt", Placing(), 9)
+    assert len(picture_starts(pictures, tmp_path / "i.txt", Placing(image_size=16), 9)) == 3
+    Image.new("RGB", (48, 40)).save(pictures / "view2.png")
+    with pytest.raises(ConfigError, match=r"view2.png has 40 x 48 pixels.* square pictures"):
+        picture_starts(pictures, tmp_path / "i.txt", Placing(), 9)
+    (pictures / "view2.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
+    with pytest.raises(ConfigError, match=r"view2.png: a picture cannot be read"):
+        picture_starts(pictures, tmp_path / "i.txt", Placing(), 9)
+
+
+@pytest.mark.parametrize("flags", [[], ["--data", "a", "--pictures", "b"], ["--pictures", "b"]])
+def test_start_states_come_from_recordings_or_from_pictures(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        fit(["starts", *flags, "--out", str(tmp_path / "x.h5")])
+    assert end.value.code == 2
+    assert "--pictures" in capsys.readouterr().err
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "unread"),
+    [
+        ("fold the towel", "'fold', 'towel' of the instruction 'fold the towel'"),
+        ("Unplug the red cube", "'unplug' of the instruction 'Unplug the red cube'"),
+    ],
+)
+def test_words_that_the_tokenizer_does_not_know_are_named(task: str, unread: str) -> None:
+    tokenizer = PromptTokenizer(build_word_tokenizer(), pad_id=448)
+    with pytest.raises(ConfigError, match=f"cannot read {unread}"):
+        tokenizer.ids(task)
+    tokenizer.ids("put the cube, the red one, on the plate".replace("one", "block"))
+
+
+def test_a_refined_policy_must_know_the_words_of_the_recordings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = tmp_path / "policy"
+    OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1, image_size=32, patch_size=4)).save(policy)
+    write_recorded(tmp_path / "data", recorded_spec(32, tasks=("fold the towel",)), (17,))
+    flags = ["--data", str(tmp_path / "data"), "--refine", str(policy), "--out", str(tmp_path / "out")]
+    assert cli.run("fit", ["policy", *flags, "--steps", "1", "--batch", "1", "--device", "cpu"]) == 2
+    assert "'fold', 'towel'" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_refuses_start_states_whose_instructions_the_policy_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pictures: Path
+) -> None:
+    (tmp_path / "i.txt").write_text("unplug the charger\n")
+    starts = tmp_path / "starts.h5"
+    fit(
+        [
+            "starts",
+            "--pictures",
+            str(pictures),
+            "--instructions",
+            str(tmp_path / "i.txt"),
+            "--out",
+            str(starts),
+        ]
+    )
+    run, world = tmp_path / "run", tmp_path / "world"
+    shutil.copytree(world_folder("tabletop"), world)
+    judge = RewardConfig.tiny(("unplug the charger",))
+    save_reward(world, ResNetReward(build_network(judge), judge))
+    flags = ["--world", str(world), "--start-states", str(starts), "--run-dir", str(run)]
+    assert cli.run("train", [*flags, "--updates", "1", "--inline", "--device", "cpu"]) == 2
+    assert "'unplug', 'charger'" in " ".join(capsys.readouterr().err.split())
+    assert np.size(list(run.glob("*"))) == 0

@@ -1,0 +1,342 @@
+"""Robomimic's files as --data, and our own exports read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl.commands.recordings import main as recordings_command
+from asyncrl.commands.replay import main as replay_command
+from asyncrl.errors import AssetError, ConfigError
+from asyncrl.fitting.datasets.settings import DataSetSettings
+from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.recordings import FORMAT
+from asyncrl.records import Episode
+from asyncrl.replay.store import EpisodeStore
+from support.datasets import TOP, WRIST, Sampled, sampled, smooth_pictures, write_robomimic_file
+from support.episodes import make_episode, simulated
+
+
+@pytest.fixture
+def episodes() -> list[Sampled]:
+    return [sampled(seed, 10 + seed, numbers=7, cameras=(TOP, WRIST)) for seed in range(3)]
+
+
+def test_a_file_becomes_recordings_with_the_same_numbers(
+    tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
+) -> None:
+    read = load_recordings([write_robomimic_file(tmp_path / "lift.hdf5", episodes)])
+    assert (read.simulator, read.tasks) == ("Lift", ["lift the cube"] * 3)
+    assert read.seeds.tolist() == [0, 10, 20]
+    assert read.offsets.tolist() == [0, 11, 23, 36]
+    for number, episode in enumerate(episodes):
+        span = read.span(number)
+        np.testing.assert_array_equal(read.actions[span][1:], episode.actions)
+        np.testing.assert_array_equal(read.frames[span][:-1], episode.pictures[TOP])
+        np.testing.assert_array_equal(read.frames[span][-1], episode.pictures[TOP][-1])
+    assert read.solved().tolist() == [False, True, False]
+    assert "camera agentview_image of agentview_image, robot0_eye_in_hand_image" in caplog.text
+
+
+def test_what_was_seen_after_the_last_action_is_taken_where_it_is_stored(
+    tmp_path: Path, episodes: list[Sampled]
+) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes, next_obs=True)
+    out = tmp_path / "data"
+    assert recordings_command(["import", str(path), "--out", str(out)]) == 0
+    read = load_recordings([out])
+    np.testing.assert_array_equal(read.frames[10], 255 - episodes[0].pictures[TOP][-1])
+    assert np.flatnonzero(read.success).tolist() == [22], "no picture stands for another one"
+    with h5py.File(out / "part-00000.h5") as file:
+        np.testing.assert_array_equal(file["states"][11:22], episodes[1].states)
+        np.testing.assert_array_equal(file["states"][22], -episodes[1].states[-1])
+        np.testing.assert_array_equal(file["rewards"][12:23], episodes[1].success)
+        assert json.loads(str(file.attrs["about"]))["steps_per_second"] == 20
+
+
+def test_a_folder_of_files_and_pictures_with_channels_first(tmp_path: Path, episodes: list[Sampled]) -> None:
+    write_robomimic_file(tmp_path / "in" / "a.hdf5", episodes[:1], channels_first=True)
+    write_robomimic_file(tmp_path / "in" / "b.h5", episodes[1:])
+    read = load_recordings([tmp_path / "in"], DataSetSettings(flip="vertical"))
+    assert len(read) == 3
+    np.testing.assert_array_equal(read.frames[:10], episodes[0].pictures[TOP][:, ::-1])
+
+
+def test_pictures_are_read_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    episode = sampled(0, 150, numbers=7)
+    path = write_robomimic_file(tmp_path / "lift.hdf5", [episode])
+    read, counted = h5py.Dataset.__getitem__, list[int]()
+
+    def counting(dataset: h5py.Dataset, rows: object, *more: object) -> object:
+        found = read(dataset, rows, *more)  # pyright: ignore
+        if dataset.ndim == 4:
+            counted.append(len(found) if found.ndim == 4 else 1)
+        return found
+
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", counting)
+    frames = load_recordings([path], DataSetSettings(stride=3)).frames
+    assert counted == [32, 18], "of 50 pictures that are kept"
+    np.testing.assert_array_equal(frames[:50], episode.pictures[TOP][::3])
+
+
+def test_dense_rewards_are_no_verdicts(
+    tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes[1:2], sparse=False)
+    assert not load_recordings([path]).success.any()
+    assert "no episode counts as solved" in caplog.text
+    read = load_recordings([path], DataSetSettings(success="rewards"))
+    assert read.success[1:-2].tolist() == (episodes[1].rewards[:-2] > 0.5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"cameras": ("front",)}, r"has no front .*There are: agentview_image, robot0_eye_in_hand_image"),
+        ({"state": ("joints",)}, r"There are: robot0_eef_pos, robot0_eef_quat, robot0_gripper_qpos"),
+        ({"action": "act"}, r"has no act .*There are: actions, dones, rewards, states"),
+        ({"action": "dones", "task": "x", "success": "wins"}, r"has no wins \(--dataset.success\)"),
+    ],
+)
+def test_a_key_that_is_not_there_is_refused_with_those_that_are(
+    tmp_path: Path, episodes: list[Sampled], settings: dict[str, object], said: str
+) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    with pytest.raises(ConfigError, match=said):
+        load_recordings([path], DataSetSettings(**settings))  # pyright: ignore
+
+
+def test_a_file_without_an_instruction_asks_for_one(tmp_path: Path, episodes: list[Sampled]) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes, task=None)
+    with pytest.raises(ConfigError, match=r"--dataset.task 'lift the cube'"):
+        load_recordings([path])
+    assert load_recordings([path], DataSetSettings(task="Lift it.")).tasks == ["lift it"] * 3
+
+
+def _shorten(file: h5py.File) -> None:
+    stored = file["data/demo_10/obs/agentview_image"][:-1]
+    del file["data/demo_10/obs/agentview_image"]
+    file["data/demo_10/obs/agentview_image"] = stored
+
+
+def _not_a_number(file: h5py.File) -> None:
+    file["data/demo_10/actions"][2, 2] = math.nan
+
+
+def _wider(file: h5py.File) -> None:
+    del file["data/demo_10/actions"]
+    file["data/demo_10/actions"] = np.zeros((11, 8))
+
+
+def _link(file: h5py.File) -> None:
+    del file["data/demo_10"]
+    file["data/demo_10"] = h5py.ExternalLink("/etc/hostname", "/data")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_shorten, "11 actions and 10 pictures"),
+        (_not_a_number, "demo_10: actions are not all finite"),
+        (_wider, "demo_10 has 8 numbers of an action, where the data set has 7"),
+        (_link, "data/demo_10/actions is not a dataset of this file"),
+    ],
+)
+def test_a_damaged_file_is_named_and_an_import_of_it_writes_nothing(
+    tmp_path: Path, episodes: list[Sampled], damage: Callable[[h5py.File], None], said: str
+) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    with h5py.File(path, "a") as file:
+        damage(file)
+    with pytest.raises(ConfigError, match=said):
+        load_recordings([path])
+    with pytest.raises(ConfigError, match=said):
+        recordings_command(["import", str(path), "--out", str(tmp_path / "data")])
+    assert not list((tmp_path / "data").glob("*"))
+
+
+@pytest.mark.timeout(60)
+def test_a_named_pipe_among_the_files_is_left_out(tmp_path: Path, episodes: list[Sampled]) -> None:
+    write_robomimic_file(tmp_path / "b.hdf5", episodes)
+    os.mkfifo(tmp_path / "a.hdf5")
+    assert len(load_recordings([tmp_path])) == 3
+    with pytest.raises(AssetError, match="holds no"):
+        load_recordings([tmp_path / "a.hdf5"])
+
+
+def _lead_away(path: Path, *names: str) -> None:
+    """Put links to a named pipe in the place of what is there."""
+    os.mkfifo(path.parent / "pipe")
+    with h5py.File(path, "a") as file:
+        for name in names:
+            if name in file:
+                del file[name]
+            file[name] = h5py.ExternalLink("pipe", "/data")
+
+
+@pytest.mark.timeout(60)
+def test_links_to_other_files_beside_what_is_read_are_not_followed(
+    tmp_path: Path, episodes: list[Sampled]
+) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    _lead_away(path, "data/demo_0/obs/zz", "data/demo_0/zz")
+    assert len(load_recordings([path])) == 3
+    for settings in (DataSetSettings(cameras=("zz",)), DataSetSettings(action="zz")):
+        with pytest.raises(ConfigError, match="has no zz"):
+            load_recordings([path], settings)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("data/demo_0/obs", "there is no group obs"),
+        ("data/demo_0/actions", "has no actions"),
+        ("data/demo_10", "data/demo_10/actions is not a dataset of this file"),
+        ("data/demo_10/next_obs", "data/demo_10/next_obs/.* is not a dataset of this file"),
+    ],
+)
+def test_links_to_other_files_in_the_place_of_what_is_read_are_refused(
+    tmp_path: Path, episodes: list[Sampled], name: str, said: str
+) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    _lead_away(path, name)
+    with pytest.raises(ConfigError, match=said):
+        load_recordings([path])
+
+
+@pytest.mark.timeout(60)
+def test_pictures_that_lie_in_other_files_are_no_camera(tmp_path: Path, episodes: list[Sampled]) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    os.mkfifo(tmp_path / "pipe")
+    elsewhere = h5py.VirtualSource("pipe", "x", shape=(10, 8, 8, 3), maxshape=(None, 8, 8, 3))
+    layout = h5py.VirtualLayout(shape=(10, 8, 8, 3), maxshape=(None, 8, 8, 3), dtype="u1")
+    layout[0 : h5py.h5s.UNLIMITED] = elsewhere[0 : h5py.h5s.UNLIMITED]
+    with h5py.File(path, "a") as file:
+        file["data/demo_0/obs"].create_virtual_dataset("zz", layout)
+    assert len(load_recordings([path])) == 3
+    with pytest.raises(ConfigError, match="has no zz"):
+        load_recordings([path], DataSetSettings(cameras=("zz",)))
+
+
+def test_without_the_extra_one_line_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "towel" / "meta").mkdir(parents=True)
+    (tmp_path / "towel" / "meta" / "info.json").write_text("{}")
+    monkeypatch.setattr("asyncrl.fitting.datasets.lerobot.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pyarrow and av\. Install .*pip install 'asyncrl\[lerobot\]'"):
+        load_recordings([tmp_path / "towel"])
+
+
+def test_what_looks_into_recordings_says_how_to_make_some(tmp_path: Path, episodes: list[Sampled]) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    for command in ("list", "stats"):
+        with pytest.raises(ConfigError, match=r"data set of another program.*asyncrl recordings import"):
+            recordings_command([command, str(path)])
+
+
+def test_what_is_of_no_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    path.write_bytes(b"no HDF5")
+    with pytest.raises(ConfigError, match=r"neither a recording .* nor robomimic.*LeRobot v3 folder"):
+        load_recordings([path])
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = FORMAT
+    with pytest.raises(ConfigError, match="is not a recording"):
+        load_recordings([path])
+
+
+# ---- our own exports -----------------------------------------------------------------------------
+
+
+def run_with(run: Path, group: list[Episode]) -> Path:
+    store = EpisodeStore(run / "replay", group_size=2, max_bytes=10**9)
+    store.ledger.append(grant=0, actor="actor-0", turn=0, min_version=0)
+    store.store_group(0, group)
+    store.close()
+    return run
+
+
+def smooth(member: int, **changes: object) -> Episode:
+    """An episode whose pictures a codec keeps."""
+    made = make_episode(0, member, video=True, success=member == 0, image=32)
+    seen = smooth_pictures(member, 17, 32, 32)
+    made = replace(made, frames=seen[[0, 8]], video=seen[1:], final_frame=seen[16])
+    return replace(made, **changes) if changes else made  # pyright: ignore
+
+
+@pytest.mark.parametrize("kind", ["robomimic", "lerobot"])
+def test_an_export_comes_back_with_the_same_actions_rewards_and_pictures(kind: str, tmp_path: Path) -> None:
+    if kind == "lerobot":
+        pytest.importorskip("pyarrow", reason="needs pyarrow (extra 'lerobot')")
+        pytest.importorskip("av", reason="needs av (extra 'lerobot')")
+    group = [smooth(0), smooth(1)]
+    run, out = run_with(tmp_path, group), tmp_path / ("out" if kind == "lerobot" else "out.hdf5")
+    assert replay_command(["export", str(run), "--format", kind, "--out", str(out)]) == 0
+    assert recordings_command(["import", str(out), "--out", str(tmp_path / "data")]) == 0
+    read = load_recordings([out])
+    assert read.tasks == ["put the red cube into the bowl"] * 2
+    assert read.solved().tolist() == [True, False]
+    with h5py.File(tmp_path / "data" / "part-00000.h5") as file:
+        rewards = file["rewards"][:]
+    for number, episode in enumerate(group):
+        span, steps = read.span(number), episode.steps
+        assert span.stop - span.start == steps + 1
+        np.testing.assert_array_equal(read.actions[span][1:], episode.actions.reshape(-1, 7)[:steps])
+        np.testing.assert_array_equal(rewards[span][1:], episode.rewards.reshape(-1)[:steps])
+        seen = np.concatenate([episode.frames[:1], episode.video[: steps - 1]])
+        difference = np.abs(read.frames[span][:-1].astype(float) - seen)
+        assert difference.mean() <= (3.0 if kind == "lerobot" else 0.0)
+
+
+@pytest.mark.parametrize("kind", ["robomimic", "lerobot"])
+def test_states_come_back_where_a_decision_is_one_step(kind: str, tmp_path: Path) -> None:
+    if kind == "lerobot":
+        pytest.importorskip("pyarrow", reason="needs pyarrow (extra 'lerobot')")
+        pytest.importorskip("av", reason="needs av (extra 'lerobot')")
+    group = []
+    for member in (0, 1):
+        long = smooth(member)
+        seen = np.concatenate([long.frames[:1], long.video])
+        short = replace(
+            long,
+            frames=seen[:6],
+            final_frame=seen[6],
+            video=seen[1:7],
+            sample={"tokens": np.zeros((6, 1, 7), np.int32)},
+            logprobs=long.logprobs.reshape(-1, 1, 7)[:6],
+            actions=long.actions.reshape(-1, 1, 7)[:6],
+            rewards=np.zeros((6, 1), np.float32),
+            success_scores=np.zeros((6, 1), np.float32),
+            values=np.full(6, np.nan, np.float32),
+            policy_versions=np.zeros(6, np.int64),
+            noise_seeds=np.zeros(6, np.int64),
+        )
+        group.append(simulated(short, steps=6, state=3, cameras=1))
+    run, out = run_with(tmp_path, group), tmp_path / ("out" if kind == "lerobot" else "out.hdf5")
+    assert replay_command(["export", str(run), "--format", kind, "--out", str(out)]) == 0
+    assert recordings_command(["import", str(out), "--out", str(tmp_path / "data")]) == 0
+    with h5py.File(tmp_path / "data" / "part-00000.h5") as file:
+        for number, episode in enumerate(group):
+            states = file["states"][7 * number : 7 * number + 6]
+            np.testing.assert_array_equal(states, episode.states)
+            np.testing.assert_array_equal(
+                file["rewards"][7 * number + 1 : 7 * number + 7], episode.rewards[:, 0]
+            )
+
+
+def test_an_export_at_the_rate_of_decisions_is_refused(tmp_path: Path) -> None:
+    run, out = run_with(tmp_path, [smooth(0), smooth(1)]), tmp_path / "out.hdf5"
+    flags = ["--format", "robomimic", "--rate", "decision", "--out", str(out)]
+    assert replay_command(["export", str(run), *flags]) == 0
+    with pytest.raises(ConfigError, match=r"one sample per decision.*--rate step"):
+        load_recordings([out])

@@ -1,0 +1,346 @@
+"""Every kind of world is fitted, refined, redrawn with and refused through one interface."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl import cli, registry
+from asyncrl.commands.fit import main as fit
+from asyncrl.config.run import ImaginationSettings
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.fitting import autoencoder
+from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.loop import Schedule
+from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.worlds import interface
+from asyncrl.fitting.worlds.interface import KINDS, FittedWorld, WorldOptions, fit_class, load_fitted
+from asyncrl.records import StartState
+from asyncrl.rewards.files import open_reward
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import Demonstrator, random_start
+from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.rendering import find_backend
+from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.worlds.kinds import world_kind
+from support.recorded import recorded_spec, write_recorded
+
+PACKAGE = Path(cli.__file__).parent
+FRAME_BY_FRAME = ("opensora", "evac")
+STEPS = ("--vae-steps", "2", "--vae-batch", "1", "--steps", "2", "--batch", "2", "--device", "cpu")
+OPTIONS = WorldOptions()
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real recordings of the tabletop, of 32 pixels: four episodes of 25 frames."""
+    if find_backend() is None:
+        pytest.skip("no OpenGL library")
+    from asyncrl.fitting.collect import record
+
+    folder = tmp_path_factory.mktemp("table")
+    source = SimulatorSource(name="tabletop", places=2, horizon=24, image_size=32)
+    with SimulatorPool(source, workers=0) as pool:
+        starts = [random_start(pool.spec, seed) for seed in range(4)]
+        record(folder, pool, Demonstrator(noise=(0.1, 0.3)), starts, extra_decisions=0, about={})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fitted(table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each kind, fitted on the tabletop in a few steps."""
+    folder = tmp_path_factory.mktemp("worlds")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autoencoder, "MEASURED_CLIPS", 2)
+        for kind in KINDS:
+            out = ["--out", str(folder / kind), "--version", "3"]
+            assert fit(["world", "--kind", kind, "--data", str(table), *out, *STEPS]) == 0
+    return {kind: folder / kind for kind in KINDS}
+
+
+def tensors_of(folder: Path, name: str) -> dict[str, Tensor]:
+    files = TensorFiles(folder / f"{name}.safetensors")
+    return {key: files.read(key) for key in files.shapes}
+
+
+def with_poses(tmp_path: Path, *, image_size: int = 32, simulator: str = "tabletop") -> Recordings:
+    """Recordings of drawn scenes with poses at random: episodes of 12, 9, 5 and 20 frames."""
+    spec = recorded_spec(image_size, simulator=simulator, poses=True)
+    write_recorded(tmp_path, spec, (12, 9, 5, 20))
+    return load_recordings([tmp_path])
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def test_every_built_in_world_can_be_fitted_and_has_what_fitting_needs() -> None:
+    assert set(KINDS) == set(registry.BUILT_IN["world"])
+    needed = {name for name in vars(FittedWorld) if not name.startswith("_")}
+    assert needed == {
+        *("fresh", "load", "world", "image_size", "to", "fit_autoencoder", "fit_network"),
+        *("encode", "redraw", "save"),
+    }
+    for kind in KINDS:
+        assert needed - {"world"} <= set(dir(fit_class(kind))), kind
+
+
+def test_no_module_outside_worlds_and_fitting_imports_a_kind() -> None:
+    parts = [f"asyncrl.{part}.{kind}" for part in ("worlds", "fitting.worlds") for kind in KINDS]
+    seen = 0
+    for file in PACKAGE.rglob("*.py"):
+        if file.relative_to(PACKAGE).parts[0] in ("worlds", "fitting"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            seen += len(names)
+            assert not [name for name in names if name.startswith(tuple(parts))], file
+    assert seen > 1000
+
+
+class Toy:
+    """A fourth kind that fits nothing and writes down what it was asked for."""
+
+    image_size = 32
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    @classmethod
+    def fresh(cls, size: str, vae_size: str, recordings: Recordings, options: WorldOptions) -> Toy:
+        return cls()
+
+    def to(self, device: torch.device) -> None:
+        self.asked.append(f"to {device}")
+
+    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
+        self.asked.append(f"autoencoder {schedule.steps} x {schedule.batch} at {schedule.learning_rate}")
+        return 1.0
+
+    def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
+        self.asked.append(f"network {schedule.steps} x {schedule.batch} at {schedule.learning_rate}")
+        return 2.0
+
+    def save(self, folder: Path, version: int) -> None:
+        folder.mkdir()
+        (folder / "asked.json").write_text(json.dumps([*self.asked, f"save {version}"]))
+
+
+def test_a_fourth_kind_is_one_line_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "KINDS", {**KINDS, "toy": f"{__name__}:Toy"})
+    with_poses(tmp_path / "data")
+    call = ["world", "--kind", "toy", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    assert fit([*call, *STEPS]) == 0
+    assert json.loads((tmp_path / "out" / "asked.json").read_text()) == [
+        *("to cpu", "autoencoder 2 x 1 at 0.002", "network 2 x 2 at 0.001", "save 0")
+    ]
+
+
+# ---- whole fits ----------------------------------------------------------------------------------
+
+
+def first_states(table: Path, count: int) -> list[StartState]:
+    read = load_recordings([table])
+    return [
+        StartState(
+            name=str(e),
+            task=read.tasks[e],
+            frame=read.frames[read.offsets[e]],
+            context_frames=np.empty((0, 32, 32, 3), np.uint8),
+            context_actions=np.empty((0, 7), np.float32),
+            ee_pose=read.poses[read.offsets[e]],
+        )
+        for e in range(count)
+    ]
+
+
+@pytest.mark.render
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fitted_world_is_recognised_checked_loaded_and_imagines(
+    kind: str, table: Path, fitted: dict[str, Path]
+) -> None:
+    folder = fitted[kind]
+    assert world_kind(folder) == kind
+    world_class: Any = registry.resolve("world", kind)
+    summary = world_class.check(folder, ImaginationSettings())
+    assert (summary.image_size, summary.version) == (32, 3)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert size < 12e6, "a shipped world is at most 12 MB"
+    world = world_class.load(folder, torch.device("cpu"), ImaginationSettings())
+    state = world.start(first_states(table, 2), decisions=2)
+    actions = load_recordings([table]).actions[1:9]
+    for _ in range(2):
+        frames, state = world.imagine(state, np.stack([actions, -actions]), [1, 2])
+    assert frames.shape == (2, 8, 32, 32, 3)
+    assert state.finite.all()
+    assert (frames[0] != frames[1]).any()
+
+
+@pytest.mark.render
+@pytest.mark.parametrize(
+    ("kind", "network", "kept"),
+    [("wan", "transformer", "vae"), ("opensora", "transformer", "vae"), ("evac", "unet", "autoencoder")],
+)
+def test_a_refined_world_keeps_its_autoencoder_and_what_it_was_normalised_by(
+    kind: str, network: str, kept: str, fitted: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = recorded_spec(32, simulator="elsewhere", poses=True)
+    write_recorded(tmp_path / "data", spec, (17, 25))
+    call = ["world", "--refine", str(fitted[kind]), "--data", str(tmp_path / "data"), "--version", "4"]
+    assert fit([*call, "--out", str(tmp_path / "out"), *STEPS]) == 0
+    before, after = fitted[kind], tmp_path / "out"
+    for name, tensor in tensors_of(before, kept).items():
+        assert torch.equal(tensor, tensors_of(after, kept)[name]), name
+    ours, theirs = tensors_of(before, network), tensors_of(after, network)
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+    old, new = (json.loads((folder / "world.json").read_text()) for folder in (before, after))
+    assert old | {"version": 4} == new
+    if kind == "opensora":
+        statistics = "dataset_statistics.json"
+        assert (before / statistics).read_text() == (after / statistics).read_text()
+
+
+@pytest.mark.render
+@pytest.mark.parametrize("kind", FRAME_BY_FRAME)
+def test_rewards_and_policies_are_fitted_on_frames_that_any_kind_redraws(
+    kind: str, fitted: dict[str, Path], tmp_path: Path
+) -> None:
+    write_recorded(tmp_path / "data", recorded_spec(32), (17, 17))
+    data = ["--data", str(tmp_path / "data"), "--world", str(fitted[kind])]
+    steps = ["--steps", "2", "--batch", "4", "--device", "cpu"]
+    assert fit(["reward", *data, *steps]) == 0
+    assert open_reward(fitted[kind]).config.image_size == 32
+    assert fit(["policy", *data, "--out", str(tmp_path / "policy"), *steps]) == 0
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+
+
+@pytest.mark.render
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls(kind: str, fitted: dict[str, Path], table: Path) -> None:
+    """Each of two fits from the same weights; the longer one ends lower, and with the seed it repeats."""
+    read = load_recordings([table])
+
+    def loss(steps: int, batch: int) -> float:
+        world = load_fitted(fitted[kind], torch.device("cpu"))
+        schedule = Schedule(steps=steps, batch=batch, learning_rate=6e-2, seed=0)
+        return world.fit_network(read, schedule, OPTIONS)
+
+    assert loss(20, 6) < 0.8 * loss(1, 32)
+    assert loss(2, 2) == loss(2, 2)
+
+
+@pytest.mark.render
+def test_a_frame_by_frame_autoencoder_learns_the_table(table: Path) -> None:
+    read = load_recordings([table])
+
+    def loss(steps: int) -> float:
+        torch.manual_seed(0)
+        world = fit_class("opensora").fresh("tiny", "tiny", read, OPTIONS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(autoencoder, "MEASURED_CLIPS", 2)
+            return world.fit_autoencoder(read, Schedule(steps=steps, batch=1, learning_rate=1e-2, seed=0))
+
+    assert loss(25) < 0.8 * loss(1)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The message of a call of `asyncrl fit` that ends with exit code 2."""
+    with pytest.raises(SystemExit) as ended:  # settings that contradict each other end the program themselves
+        raise SystemExit(cli.run("fit", arguments))
+    assert ended.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "image_size", "poses", "simulator", "flags", "said"),
+    [
+        ("sora", 32, True, "tabletop", [], "--kind sora is no kind .*wan, opensora, evac"),
+        ("opensora", 24, True, "tabletop", [], "pictures of 24 pixels.*16 x 16"),
+        ("evac", 48, True, "tabletop", [], "pictures of 48 pixels.*32 x 32"),
+        ("evac", 32, False, "tabletop", [], "recordings without poses"),
+        ("evac", 32, True, "kitchen", [], "simulator 'kitchen'.*--camera FILE.*focal, centre, size"),
+        ("evac", 32, True, "kitchen", ["--camera", "none.json"], "--camera none.json does not describe"),
+        ("opensora", 32, True, "tabletop", ["--camera", "c.json"], "--camera c.json means nothing"),
+        ("opensora", 32, True, "tabletop", ["--context-sigma", "0.2"], "--context-sigma 0.2 means nothing"),
+        ("evac", 32, True, "tabletop", ["--context-sigma", "0.2"], "--context-sigma 0.2 means nothing"),
+    ],
+)
+def test_what_cannot_be_fitted_is_named_and_nothing_is_written(
+    kind: str,
+    image_size: int,
+    poses: bool,
+    simulator: str,
+    flags: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = recorded_spec(image_size, simulator=simulator, poses=poses)
+    write_recorded(tmp_path / "data", spec, (17, 17))
+    call = ["world", "--kind", kind, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in FRAME_BY_FRAME:  # nothing may be fitted before the refusal
+            patch.setattr(f"asyncrl.fitting.worlds.{name}.fit_autoencoder", None)
+        assert re.search(said, refused([*call, *flags, *STEPS], capsys))
+    assert not (tmp_path / "out").exists()
+
+
+def test_recordings_without_a_decision_are_refused_before_any_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_recorded(tmp_path / "data", recorded_spec(32), (8, 3))
+    for kind in KINDS:
+        call = ["world", "--kind", kind, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+        assert "No recorded episode is longer than 8 steps" in refused([*call, *STEPS], capsys)
+
+
+@pytest.mark.render
+@pytest.mark.parametrize("kind", FRAME_BY_FRAME)
+def test_a_tiny_decoder_is_refused_where_frames_are_decoded_one_by_one(
+    kind: str, fitted: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["decoder", "--world", str(fitted[kind]), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert "decoded one by one" in refused(call, capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.render
+def test_what_a_refined_world_cannot_change_is_refused(
+    fitted: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["world", "--data", str(table), "--refine", str(fitted["opensora"]), "--out", str(tmp_path / "o")]
+    assert "--kind evac is about fresh weights" in refused([*call, "--kind", "evac"], capsys)
+    assert "--camera x is about fresh weights" in refused([*call, "--camera", "x"], capsys)
+    assert "--context-sigma 0.3 means nothing" in refused([*call, "--context-sigma", "0.3"], capsys)
+    write_recorded(tmp_path / "data", recorded_spec(32), (17,))
+    blind = ["world", "--data", str(tmp_path / "data"), "--refine", str(fitted["evac"])]
+    assert "recordings without poses" in refused([*blind, "--out", str(tmp_path / "o")], capsys)
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"There is no folder .*worlds/none with a world"):
+        load_fitted(tmp_path / "worlds" / "none", torch.device("cpu"))
+
+
+def test_actions_of_another_width_are_refused_where_the_published_layout_fixes_it(tmp_path: Path) -> None:
+    read = with_poses(tmp_path)
+    narrow = replace(read, actions=read.actions[:, :4])
+    with pytest.raises(
+        ConfigError, match=r"actions of 4 numbers, but a world of kind evac.* takes 7.*wan or op"
+    ):
+        fit_class("evac").fresh("tiny", "tiny", narrow, OPTIONS)
+    for kind in ("wan", "opensora"):
+        assert fit_class(kind).fresh("tiny", "tiny", narrow, OPTIONS).world.action_spec.dim == 4
