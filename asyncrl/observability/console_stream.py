@@ -28,6 +28,27 @@ _AT_ONCE: Final = select.PIPE_BUF
 _GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 
 _kept_in: Path | None = None
+_status = ""
+"""The line that is shown below all others, on a terminal."""
+_lock = threading.RLock()
+"""Of what is written: standard output and standard error may be one terminal."""
+_CLEARED: Final = "\r\033[K"
+"""To the line's beginning, and nothing behind it."""
+
+
+def show_status(text: str) -> None:
+    """Draw a line below all others on the terminal of standard output; where that is none, do nothing.
+
+    Args:
+        text: Shorter than the terminal is wide; empty: take the line away.
+    """
+    global _status
+    stream = sys.stdout
+    if isinstance(stream, ConsoleStream) and stream.isatty():
+        with _lock:
+            if text or _status:
+                _status = text
+                stream.draw(_CLEARED + text)
 
 
 def keep_in(path: Path) -> None:
@@ -46,7 +67,6 @@ class ConsoleStream(io.TextIOBase):
             OSError: it has none.
         """
         self._stream, self._descriptor = stream, stream.fileno()
-        self._lock = threading.RLock()
         self._line = ""
         self._gone, self._stalled, self._said = False, False, False
         self._poll = select.poll()
@@ -71,7 +91,7 @@ class ConsoleStream(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         """Write whole lines at once; the rest waits for its end, or for `flush`."""
-        with self._lock:
+        with _lock:
             whole, newline, self._line = (self._line + text).rpartition("\n")
             if newline:
                 self._put(whole + newline)
@@ -79,14 +99,21 @@ class ConsoleStream(io.TextIOBase):
 
     def flush(self) -> None:
         """Write what waits for the end of its line."""
-        with self._lock:
+        with _lock:
             text, self._line = self._line, ""
             if text:
                 self._put(text)
 
+    def draw(self, text: str) -> None:
+        """Write text that may get lost: nothing is kept elsewhere of what the terminal does not take."""
+        with contextlib.suppress(OSError):
+            if not self._gone and not self._stalled:
+                self._written(text.encode(self.encoding, errors="backslashreplace"))
+
     def _put(self, text: str) -> None:
+        shown = f"{_CLEARED}{text}{_status}" if _status and self.isatty() else text
         try:
-            if not self._gone and self._written(text.encode(self.encoding, errors="backslashreplace")):
+            if not self._gone and self._written(shown.encode(self.encoding, errors="backslashreplace")):
                 return
             why = "nobody reads it"
         except OSError as error:

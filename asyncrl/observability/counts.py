@@ -28,7 +28,16 @@ LOST_ROWS: Final = Count(total=29, metric=metrics_system.LOST_ROWS)
 LOST_CURVES: Final = Count(total=28, metric=metrics_system.LOST_CURVES)
 DISCONNECTED: Final = Count(total=27, metric=metrics_system.DISCONNECTED)
 DROPPED_LINES: Final = Count(total=26, metric=metrics_system.DROPPED_LINES)
-COUNTS: Final = (RESPAWNS, WRONG_ENTRIES, LOST_ROWS, LOST_CURVES, DISCONNECTED, DROPPED_LINES)
+LOST_TRACKED: Final = Count(total=32, metric=metrics_system.LOST_TRACKED)
+COUNTS: Final = (
+    RESPAWNS,
+    WRONG_ENTRIES,
+    LOST_ROWS,
+    LOST_CURVES,
+    DISCONNECTED,
+    DROPPED_LINES,
+    LOST_TRACKED,
+)
 
 
 def note(count: Count, amount: float = 1.0) -> None:

@@ -12,16 +12,18 @@ The console shows one row per update, with a header that comes again every 20 ro
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from asyncrl.observability import console_stream, counts, curves, waits
 from asyncrl.observability import metrics_replay as r
@@ -29,9 +31,12 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.background_file import BackgroundFile
 from asyncrl.observability.metrics import Metric, Readings, reduce
+from asyncrl.observability.process_log import CONSOLE
+from asyncrl.observability.run_facts import NO_FACTS, RunFacts
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.bounded_json import read_rows
 
+_console = logging.getLogger(CONSOLE)
 HEADER_EVERY = 20
 """Console rows between two headers."""
 _WINDOW = 20
@@ -85,23 +90,44 @@ COLUMNS = (
     Column(title="live/useful", width=11, text=_cell("{:.0%} / {:.0%}", s.LIVE_SLOTS, s.USEFUL_STEPS)),
 )
 """The columns between 'update' and 'eta'."""
+TRUTH = Column(title="true [95 %] @update", width=19, text=lambda row: _truth(row))
+"""The last one, in a run that measures the true success: of which update it is stands behind it."""
+LEFT_OUT = ("live/useful", "clip", "grad", "waiting l/a", "kl")
+"""What a narrow terminal does without, the first of these first. A file or a pipe gets all columns."""
 
 
-def header() -> str:
+def _truth(row: Readings) -> str:
+    if m.EVAL_SUCCESS not in row:
+        return "-"
+    low, high = row[m.EVAL_LOW], row[m.EVAL_HIGH]
+    return f"{row[m.EVAL_SUCCESS]:.0%} [{low:.0%}, {high:.0%}] @{row[m.EVAL_VERSION]:.0f}"
+
+
+def columns_in(width: int, columns: tuple[Column, ...] = COLUMNS) -> tuple[Column, ...]:
+    """Choose those of `columns` that fit into a terminal of `width`; at least those not in `LEFT_OUT`."""
+    chosen = columns
+    for title in LEFT_OUT:
+        if len(header(chosen)) > width:
+            chosen = tuple(column for column in chosen if column.title != title)
+    return chosen
+
+
+def header(columns: Sequence[Column] = COLUMNS) -> str:
     """Write the console's header line."""
-    titles = [f"{'update':>6}", *(f"{column.title:>{column.width}}" for column in COLUMNS), f"{'eta':>8}"]
+    titles = [f"{'update':>6}", *(f"{column.title:>{column.width}}" for column in columns), f"{'eta':>8}"]
     return "  ".join(titles)
 
 
-def render(step: int, values: Readings, eta: float) -> str:
+def render(step: int, values: Readings, eta: float, columns: Sequence[Column] = COLUMNS) -> str:
     """Write one console row.
 
     Args:
         step: Update it is about.
         values: Its values; an absent one shows as '-'.
         eta: Seconds until the run ends; NaN when nobody can know.
+        columns: Those that are shown.
     """
-    cells = [f"{step:>6}", *(f"{column.text(values):>{column.width}}" for column in COLUMNS)]
+    cells = [f"{step:>6}", *(f"{column.text(values):>{column.width}}" for column in columns)]
     return "  ".join([*cells, f"{duration(eta):>8}"])
 
 
@@ -117,6 +143,14 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+class RowReader(Protocol):
+    """Who is told of every row."""
+
+    def note(self, step: int, values: Readings) -> None:
+        """Hear of an update's numbers, which will soon be in metrics.jsonl; returns at once."""
+        ...
+
+
 class MetricsLogger:
     """Writes what a run measured. Opened by the learner only.
 
@@ -130,6 +164,8 @@ class MetricsLogger:
         updates: int,
         resume_step: int = 0,
         log_every: int = 1,
+        evaluates: bool = False,
+        about: RunFacts = NO_FACTS,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -140,6 +176,8 @@ class MetricsLogger:
             updates: Update after which the run ends.
             resume_step: Update that the run continues from; 0 for a new run.
             log_every: Updates folded into one console row.
+            evaluates: Whether `write_evaluation` will be called: rows then say what it was told last.
+            about: How the run was started, for TensorBoard.
             stream: Console; standard output when None.
             clock: Seconds since 1970.
         """
@@ -152,6 +190,10 @@ class MetricsLogger:
         self._pace: deque[tuple[int, float]] = deque([(resume_step, began)], maxlen=_WINDOW + 1)
         self._unshown: list[Readings] = []
         self._rows_shown = 0
+        self._all_columns = (*COLUMNS, TRUTH) if evaluates else COLUMNS
+        self._columns: tuple[Column, ...] = ()
+        self._evaluated: dict[Metric, float] = {}
+        """What is known of the newest version that was measured in the true simulator."""
         console_stream.keep_in(run_dir / "logs" / "console.log")
         path = run_dir / "metrics.jsonl"
         if wrong := cut_rows_after(path, resume_step):
@@ -168,7 +210,11 @@ class MetricsLogger:
             lost=counts.LOST_CURVES,
             tell=self.banner,
         )
-        self._curves.add(curves.beginning(resume_step + 1, began))
+        self._encoder = curves.Curves()
+        told = curves.beginning(resume_step + 1, began, settings=about.settings, command=about.command)
+        self._curves.add(told)
+        self.readers: list[RowReader] = []
+        """Who is told of every row, such as trackers."""
 
     def write(self, step: int, values: Mapping[Metric, float]) -> None:
         """Record one update everywhere; the console shows every `log_every`-th and the last one.
@@ -178,11 +224,9 @@ class MetricsLogger:
             values: What was measured.
         """
         now = self._clock()
-        # JSON has no NaN and no infinity; null is what every reader understands.
-        finite = {x.name: value if math.isfinite(value) else None for x, value in values.items()}
-        row = json.dumps({"step": step, "time": round(now, 3)} | finite) + "\n"
-        self._rows.add(row.encode())
-        self._curves.add(curves.scalars(step, values, now))
+        for reader in self.readers:  # First, for a tracker may answer for the row as soon as it is written.
+            reader.note(step, {**values, **self._evaluated})
+        self._record(step, values, now)
         with waits.waiting(waits.ROW, ROW_SECONDS):
             self._rows.settle(ROW_SECONDS)
         self._pace.append((step, now))
@@ -190,6 +234,17 @@ class MetricsLogger:
         if step % self._log_every == 0 or step >= self._updates:
             self._show(step, reduce(self._unshown))
             self._unshown.clear()
+
+    def write_evaluation(self, step: int, values: Mapping[Metric, float]) -> None:
+        """Record what was measured of an earlier update: in a line and a point of their own, at that update.
+
+        Args:
+            step: The update; the console's rows say it from now on.
+            values: What was measured of it, in metrics that `write` is never given.
+        """
+        self._record(step, values, self._clock())
+        if step >= self._evaluated.get(m.EVAL_VERSION, 0):
+            self._evaluated = {**values, m.EVAL_VERSION: float(step)}
 
     def banner(self, text: str) -> None:
         """Print something that is not a row, such as what the run consists of or that an actor came back."""
@@ -211,18 +266,31 @@ class MetricsLogger:
         """Close, whatever happened."""
         self.close()
 
+    def _record(self, step: int, values: Mapping[Metric, float], now: float) -> None:
+        # JSON has no NaN and no infinity; null is what every reader understands.
+        finite = {x.name: value if math.isfinite(value) else None for x, value in values.items()}
+        row = json.dumps({"step": step, "time": round(now, 3)} | finite) + "\n"
+        self._rows.add(row.encode())
+        self._curves.add(self._encoder.scalars(step, values, now))
+
     def _show(self, step: int, values: Readings) -> None:
-        if self._rows_shown % HEADER_EVERY == 0:
-            self._print(header(), _BOLD)
+        columns = self._all_columns
+        if self._stream.isatty():
+            columns = columns_in(shutil.get_terminal_size().columns, columns)
+        if self._rows_shown % HEADER_EVERY == 0 or columns != self._columns:
+            self._print(header(columns), _BOLD)
+            self._columns = columns
         self._rows_shown += 1
         sound = math.isfinite(values.get(m.GRAD_NORM, 0.0))
-        self._print(render(step, values, self._eta()), "" if sound else _RED)
+        shown = {**values, **self._evaluated}
+        self._print(render(step, shown, self._eta(), columns), "" if sound else _RED)
 
     def _eta(self) -> float:
         (first, began), (last, now) = self._pace[0], self._pace[-1]
         return (self._updates - last) * (now - began) / (last - first) if last > first else math.nan
 
     def _print(self, text: str, colour: str) -> None:
+        _console.info(text)
         print(f"{colour}{text}{_END}" if self._colour and colour else text, file=self._stream, flush=True)
 
 

@@ -32,6 +32,22 @@ FOLDED: Final = (
     "what has one probability ratio: a token, an action or a decision (--algorithm.level)."
 )
 
+OLDER: Final = {
+    "actor/loss": (metrics_training.POLICY_LOSS, ""),
+    "actor/value_loss": (metrics_training.VALUE_LOSS, ""),
+    "actor/entropy": (metrics_training.ENTROPY_LOSS, ""),
+    "actor/grad_norm": (metrics_training.GRAD_NORM, "the largest of an update's steps"),
+    "actor/lr": (metrics_training.LEARNING_RATE, ""),
+    "rollout/reward_mean": (metrics_training.RETURN, ""),
+    "rollout/reward_std": (metrics_training.REWARD_STD, ""),
+    "rollout/episode_length": (metrics_training.EPISODE_LEN, ""),
+    "rollout/success_rate": (metrics_training.SUCCESS_ONCE, ""),
+    "env/success_rate": (metrics_training.SUCCESS_ONCE, "of all environments of the batch together"),
+    "env/step_reward": (metrics_training.STEP_REWARD, ""),
+    "env/termination_rate": (metrics_training.TERMINATION_RATE, ""),
+}
+"""Name on RLinf's pages about EVAC and simulators -> ours, and what ours is beyond the name."""
+
 
 def section_of(metric: Metric) -> str:
     """Return the prefix in `SECTIONS` that a metric belongs to."""
@@ -46,7 +62,19 @@ def as_markdown() -> str:
     for prefix, about in SECTIONS.items():
         lines += ["", f"## {prefix.rstrip('/')}", "", about, ""]
         lines += table(metric for metric in REGISTRY.values() if section_of(metric) == prefix)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *older_names()]) + "\n"
+
+
+def older_names() -> list[str]:
+    """Write the lines that say what the metrics of RLinf's older pages are called here."""
+    lines = ["", "## Older names", ""]
+    lines += [
+        "RLinf's pages about EVAC, LIBERO, ManiSkill and others name twelve metrics that its code does not"
+    ]
+    lines += ["write any more. Here they are:", ""]
+    for old, (metric, note) in OLDER.items():
+        lines.append(f"- `{old}`: `{metric.name}`{note and ', '}{note}")
+    return lines
 
 
 def table(metrics: Iterable[Metric]) -> list[str]:

@@ -265,6 +265,14 @@ LOST_CURVES = define(
     "Updates whose numbers are missing in TensorBoard, since the learner began.",
     "0. Otherwise as `log/lost_rows`; what is in metrics.jsonl is complete unless that counts too.",
 )
+LOST_TRACKED = define(
+    "log/lost_tracked",
+    Reduction.LAST,
+    "updates",
+    "Updates that a tracker of --log-with did not take, of all trackers together, since the learner began.",
+    "0. Otherwise the console said which tracker and why, and logs/tracker-NAME.log has all it printed. What "
+    "is in metrics.jsonl is complete.",
+)
 DROPPED_LINES = define(
     "log/dropped_lines",
     Reduction.LAST,

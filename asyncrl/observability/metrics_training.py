@@ -28,6 +28,22 @@ REWARD = define(
     "Rises when episodes succeed more often or sooner. Runs of different --actor.max-decisions cannot be "
     "compared by it.",
 )
+STEP_REWARD = define(
+    "env/step_reward",
+    Reduction.MEAN,
+    "1/step",
+    "Rewards of all steps of the batch divided by their number.",
+    "Rises as `env/reward` does. There every episode counts alike, here every step, so long failures count "
+    "more.",
+)
+TERMINATION_RATE = define(
+    "env/termination_rate",
+    Reduction.MEAN,
+    "share",
+    "Episodes that ended by themselves: by success, or because the simulator said so.",
+    "Equals `env/success_once` where only success ends an episode. Above it episodes fail for good, such as "
+    "by a fall; 1 less it is the share that ran out of time (--actor.max-decisions, --simulator.horizon).",
+)
 EPISODE_LEN = define(
     "env/episode_len",
     Reduction.MEAN,
@@ -42,6 +58,15 @@ REWARDS = define(
     "1",
     "Mean return of the episodes in the batch.",
     "The same number as `env/return`.",
+)
+REWARD_STD = define(
+    "rollout/reward_std",
+    Reduction.MEAN,
+    "1",
+    "Standard deviation of the returns of the batch's episodes, over all of them.",
+    "0.5 at a success of one half where the only reward is 1 at the success, 0 when all episodes score the "
+    "same. It mixes groups: whether siblings differ, which is what grpo learns from, says "
+    "`replay/signal_groups`.",
 )
 ADVANTAGES_MEAN = define(
     "rollout/advantages_mean",
@@ -318,8 +343,9 @@ EVAL_SUCCESS = define(
     Reduction.MEAN,
     "share",
     "Success rate in the true simulator.",
-    "The number that counts. Training does not write it, `asyncrl evaluate` measures it; compare it with "
-    "`env/success_once` to see what the world model promises too much.",
+    "The number that counts: compare it with `env/success_once` to see what the world model promises too "
+    "much. Training writes it with --evaluate-every, at the update that was measured; else "
+    "`asyncrl evaluate` does.",
 )
 EVAL_LOW, EVAL_HIGH = (
     define(
@@ -330,6 +356,13 @@ EVAL_LOW, EVAL_HIGH = (
         "Two rates whose intervals lie apart differ; more episodes make them narrower.",
     )
     for end, what in (("low", "Lower"), ("high", "Upper"))
+)
+EVAL_VERSION = define(
+    "eval/version",
+    Reduction.LAST,
+    "updates",
+    "Policy version that the console's true success is of.",
+    "Only in the console's row: curves and metrics.jsonl have what was measured at that update.",
 )
 EVAL_EPISODES = define(
     "eval/episodes",

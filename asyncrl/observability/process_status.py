@@ -36,8 +36,12 @@ _HEAD: Final = struct.Struct("<8sQQ")
 """Magic, process id, its start (see `started`)."""
 _ROW: Final = struct.Struct("<d d 24s 88s")
 """Since (0: an unused or changing row), seconds it may take (0: any), thread, what."""
+_WHAT: Final = _ROW.size - 88
+"""Where a row's last field begins."""
 _ROWS: Final = 16
-_TOTALS: Final = struct.Struct("<32d")
+TOTALS: Final = 40
+"""Total numbers of a process: of `waits.WAITS` from 0 on, of `counts.COUNTS` behind them."""
+_TOTALS: Final = struct.Struct(f"<{TOTALS}d")
 _COUNTED_FROM: Final = _HEAD.size + _ROWS * _ROW.size
 _SIZE: Final = _COUNTED_FROM + _TOTALS.size
 
@@ -100,6 +104,15 @@ class _StatusFile:
         content = _ROW.pack(since, allowed, thread, what.encode()[:88])
         self._memory[begin + 8 : begin + _ROW.size] = content[8:]
         self._memory[begin : begin + 8] = content[:8]
+
+    def describe(self, what: str) -> None:
+        """Write another name into the row of this thread; the rest of it stays."""
+        if (row := self._row()) < _ROWS:
+            begin = _HEAD.size + row * _ROW.size
+            since = self._memory[begin : begin + 8]
+            self._memory[begin : begin + 8] = bytes(8)
+            self._memory[begin + _WHAT : begin + _ROW.size] = what.encode()[:88].ljust(88, b"\0")
+            self._memory[begin : begin + 8] = since
 
     def allow(self, allowed: float) -> None:
         """Change how many seconds after its beginning this thread's activity must be over."""
@@ -176,6 +189,14 @@ def progress() -> None:
     _, allowed = getattr(_now, "activity", ("", 0.0))
     if allowed and _own_file is not None:
         _own_file.allow(time.monotonic() - _now.began + allowed)
+
+
+def describe(what: str) -> None:
+    """Name this thread's activity anew, as it moves on; when it began and how long it may take stay."""
+    _, allowed = getattr(_now, "activity", ("", 0.0))
+    _now.activity = (what, allowed)
+    if _own_file is not None:
+        _own_file.describe(what)
 
 
 @contextmanager

@@ -202,7 +202,7 @@ DECISION = _define(
 SIMULATORS = _define(
     "simulators",
     "waiting for simulators to answer",
-    "actor, evaluate, collect",
+    "actor, evaluator, evaluate, collect",
     "120, without any answer of a worker; 300 until it is ready",
     "a worker's answer; its death",
     "the worker is replaced and its episodes are played again; after five, the command ends with an error",
@@ -231,6 +231,14 @@ RESPAWN = _define(
     "the back-off of a child that died",
     "it is respawned, up to --actor.max-respawns times in a row",
 )
+EVALUATION = _define(
+    "evaluation",
+    "waiting for the last version's true success",
+    "learner, at the run's end, with --evaluate-every",
+    "--hang-timeout since the last episode that was played",
+    "the process that measures it; a stop request",
+    "the run ends without that number and says so; nothing else is lost",
+)
 ROW = _define(
     "row",
     "waiting for metrics.jsonl to be written",
@@ -247,6 +255,14 @@ DISK = _define(
     "space on the disk; a free file descriptor, where that was missing",
     "nothing new is granted meanwhile, and nothing acknowledged is lost",
     metrics_replay.DISK_WAITING,
+)
+TRACKERS = _define(
+    "trackers",
+    "waiting for the trackers to finish",
+    "learner with --log-with, at the end",
+    "20",
+    "their processes",
+    "they are ended, and how many updates may be missing there is said",
 )
 
 

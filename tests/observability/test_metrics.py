@@ -14,7 +14,7 @@ from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import REGISTRY, Metric, Reduction, reduce
-from asyncrl.observability.metrics_page import SECTIONS, as_markdown, section_of
+from asyncrl.observability.metrics_page import OLDER, SECTIONS, as_markdown, section_of
 from support import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"
@@ -90,3 +90,19 @@ def flags_of(config: Any, prefix: str = "") -> Iterator[str]:
 def test_the_page_of_waits_is_current() -> None:
     page = PAGE.with_name("waits.md").read_text()
     assert page == waits.as_markdown(), "run: python -m asyncrl metrics --waits > docs/waits.md"
+
+
+def test_the_twelve_older_names_have_a_metric_of_their_meaning_on_the_page() -> None:
+    names = (
+        "actor/loss actor/value_loss actor/entropy actor/grad_norm actor/lr rollout/reward_mean "
+        "rollout/reward_std rollout/episode_length rollout/success_rate env/success_rate env/step_reward "
+        "env/termination_rate"
+    )
+    page = as_markdown()
+    assert set(OLDER) == set(names.split())
+    assert all(f"- `{old}`: `{ours.name}`" in page for old, (ours, _) in OLDER.items())
+    assert [old for old, (ours, _) in OLDER.items() if old == ours.name] == [
+        "rollout/reward_std",
+        "env/step_reward",
+        "env/termination_rate",
+    ]

@@ -86,6 +86,16 @@ def test_large_and_broken_numbers_keep_the_columns():
     )
 
 
+def test_a_narrow_terminal_does_without_some_columns_and_a_file_has_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    head, row = console([(41, VALUES)], tmp_path / "a", Terminal(), updates=41)
+    assert head == "\033[1mupdate  success  lag avg/max       kl  groups/min  waiting l/a       eta\033[0m"
+    assert row == "    41    62.5%      1.2 / 2   0.0031        11.3      3% / 0%   0:00:00"
+    monkeypatch.setenv("COLUMNS", "10")
+    assert console([(41, VALUES)], tmp_path / "b", Terminal(), updates=41)[1].split()[:2] == ["41", "62.5%"]
+    assert console([(41, VALUES)], tmp_path / "c", updates=41)[0] == HEADER
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (6730, "1:52:10"), (math.nan, "-")]
 )
@@ -107,6 +117,7 @@ def test_the_header_comes_again_every_20_rows(tmp_path):
 
 def test_a_terminal_gets_colour_unless_it_is_declined(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
     bad = VALUES | {m.GRAD_NORM: math.inf}
     lines = console([(1, VALUES), (2, bad)], tmp_path, Terminal(), updates=2)
     assert lines[0] == f"\033[1m{HEADER}\033[0m"
@@ -166,3 +177,61 @@ def test_the_curves_are_written_for_tensorboard(tmp_path):
     written = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
     assert b"train/actor/grad_norm" in written
     assert b"replay/lag_max" in written
+
+
+def evaluated(rate: float, low: float, high: float) -> dict:
+    return {m.EVAL_SUCCESS: rate, m.EVAL_LOW: low, m.EVAL_HIGH: high, m.EVAL_EPISODES: 64.0}
+
+
+def test_rows_say_the_newest_true_success_and_of_which_update_it_is(tmp_path):
+    stream = io.StringIO()
+    with MetricsLogger(tmp_path, updates=9, stream=stream, clock=Clock(), evaluates=True) as logbook:
+        logbook.write(1, VALUES)
+        logbook.write_evaluation(0, evaluated(0.5, 0.38, 0.62))
+        logbook.write(6, VALUES)
+        logbook.write_evaluation(5, evaluated(0.75, 0.631, 0.84))
+        logbook.write(7, VALUES)
+    head, first, second, third = stream.getvalue().splitlines()
+    assert head == f"{HEADER[:-10]}  true [95 %] @update       eta"
+    assert first.split("  ")[-2].strip() != "50% [38%, 62%] @0"
+    assert "  50% [38%, 62%] @0  " in second
+    assert "  75% [63%, 84%] @5  " in third
+    assert {len(row) for row in (head, first, second, third)} == {len(head)}
+
+
+def test_what_was_measured_has_a_line_of_its_own_at_its_update(tmp_path):
+    with MetricsLogger(tmp_path, updates=9, stream=io.StringIO(), evaluates=True) as logbook:
+        for step in (1, 2, 3):
+            logbook.write(step, VALUES)
+        logbook.write_evaluation(2, evaluated(0.5, 0.38, 0.62))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 2]
+    assert lines[3]["eval/success_once"] == 0.5
+    assert "eval/version" not in lines[3]
+    assert not any("eval/success_once" in line for line in lines[:3])
+
+
+def test_a_narrow_terminal_keeps_the_true_success(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    with MetricsLogger(tmp_path, updates=9, stream=stream, evaluates=True) as logbook:
+        logbook.write_evaluation(5, evaluated(0.75, 0.631, 0.84))
+        logbook.write(6, VALUES)
+    rows = stream.getvalue().splitlines()
+    assert all(len(row) <= 80 for row in rows)
+    assert "75% [63%, 84%] @5" in rows[-1]
+
+
+def test_who_is_told_of_a_row_hears_of_it_before_it_can_be_read(tmp_path):
+    rows, seen = tmp_path / "metrics.jsonl", []
+
+    class Reader:
+        def note(self, step, values):
+            seen.append((step, rows.read_text().count("\n") if rows.exists() else 0))
+
+    with MetricsLogger(tmp_path, updates=2, stream=io.StringIO()) as logbook:
+        logbook.readers.append(Reader())
+        logbook.write(1, VALUES)
+        logbook.write(2, VALUES)
+    assert seen == [(1, 0), (2, 1)]

@@ -190,3 +190,9 @@ def test_status_shows_every_thread_and_asks_for_stacks(
     assert cli.run("status", [str(tmp_path)]) == 1
     assert "dead" in capsys.readouterr().out
     assert cli.run("status", [str(tmp_path / "elsewhere")]) == 2
+
+
+def test_waits_and_counts_have_totals_of_their_own() -> None:
+    numbers = [wait.total for wait in waits.WAITS.values()] + [count.total for count in counts.COUNTS]
+    assert len(set(numbers)) == len(numbers)
+    assert max(numbers) < process_status.TOTALS

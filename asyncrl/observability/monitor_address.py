@@ -1,0 +1,67 @@
+"""Read where a run's monitor shall listen, and say who can read what there."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+from asyncrl.errors import ConfigError
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT, :PORT or PORT; without a host it is the loopback device.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536) or "/" in host:
+        raise ConfigError(
+            f"--monitor.listen is {text[:60]!r}, expected HOST:PORT, or PORT alone for the loopback device, "
+            "with a port of 1 to 65535. Use 9400, or 0.0.0.0:9400 to be read from other hosts."
+        )
+    return host or LOOPBACK, int(port)
+
+
+def check_free(text: str) -> None:
+    """Check before a run begins that its monitor can listen.
+
+    Raises:
+        ConfigError: Somebody has the address, or this host has no such address.
+    """
+    if not text:
+        return
+    try:
+        with socket.create_server(parse_address(text), family=family(text)):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--monitor.listen is {text}, but it cannot be opened ({error.strerror or error}): perhaps "
+            "another run has it. Choose another port. Nothing was started."
+        ) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach an address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def line_about(text: str) -> str:
+    """Say where the monitor is, and who can read what there."""
+    host, port = parse_address(text)
+    shown = f"[{host}]" if ":" in host else host
+    where = f"monitor:                http://{shown}:{port}/metrics and /healthz"
+    if is_loopback(host):
+        return where
+    return (
+        f"{where}\n--monitor.listen is beyond loopback: whoever reaches it reads, without a key, the run's "
+        "name, its metrics and which processes live. Nothing else, and nothing can be changed there"
+    )
+
+
+def family(host: str) -> socket.AddressFamily:
+    """Return the kind of an address; two colons make it IPv6."""
+    return socket.AF_INET6 if host.count(":") > 1 else socket.AF_INET

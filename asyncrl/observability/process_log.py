@@ -1,0 +1,74 @@
+"""Keep what a process says in a file of its run, with times: console lines, its log, and why it failed.
+
+Children of a run send all their output to such a file by themselves. The learner's goes to the console; here
+it is written down as well, by a thread that a slow disk may hold up instead of the learner.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from asyncrl.observability import counts
+from asyncrl.observability.background_file import BackgroundFile
+
+CONSOLE: Final = "asyncrl.console"
+"""Name of the logger of console lines."""
+_LIMIT: Final = 4 << 20
+_CLOSE_SECONDS: Final = 2.0
+_log = logging.getLogger(__name__)
+
+
+class _FileHandler(logging.Handler):
+    def __init__(self, file: BackgroundFile) -> None:
+        super().__init__(logging.INFO)
+        self._file = file
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.add((self.format(record) + "\n").encode(errors="backslashreplace"))
+
+
+class _OnConsole(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Pass what is not there already."""
+        return record.name not in (CONSOLE, __name__)
+
+
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """Append to a file what this process logs from the level INFO on, and the traceback of what it raises.
+
+    Warnings go to standard error as before.
+
+    Args:
+        path: Of the file; it and its folder are made if need be.
+    """
+    file = BackgroundFile(
+        path, f"lines of {path.name}", limit=_LIMIT, lost=counts.DROPPED_LINES, tell=lambda line: None
+    )
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    console.addFilter(_OnConsole())
+    handlers, package = (_FileHandler(file), console), logging.getLogger("asyncrl")
+    before, package.propagate = (package.level, package.propagate), False
+    package.setLevel(logging.INFO)
+    for handler in handlers:
+        package.addHandler(handler)
+    _log.info("process %d begins, %s", os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"))
+    try:
+        yield
+    except Exception:
+        _log.exception("process %d failed", os.getpid())
+        raise
+    finally:
+        for handler in handlers:
+            package.removeHandler(handler)
+        package.setLevel(before[0])
+        package.propagate = before[1]
+        file.close(_CLOSE_SECONDS)
