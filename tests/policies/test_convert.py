@@ -70,7 +70,8 @@ def test_a_published_checkpoint_comes_back_bit_for_bit(
     tensors[f"{DINO}cls_token"][0, 0, :3] = torch.tensor([-0.0, 0.0, 1.0])
     own = {"auto_map": {"AutoConfig": "x.py"}, "timm_model_ids": ["a", "b"]}
     proprio = {"q01": [0.0] * 8, "q99": [1.0] * 8, "mask": [True] * 8}
-    source = write_published(tmp_path / "in", tensors, config=CONFIG, **own)
+    config = dataclasses.replace(CONFIG, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+    source = write_published(tmp_path / "in", tensors, config=config, **own)
     action = {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 6 + [False], "mean": [0.0] * 7}
     statistics = {"desk_no_noops": {"action": action, "proprio": proprio, "num_transitions": 5}}
     (source / "dataset_statistics.json").write_text(json.dumps(statistics))
@@ -170,6 +171,34 @@ def test_another_type_is_rounded_once(tmp_path: Path) -> None:
     policy = load_policy(tmp_path / "ours")
     assert done.config.dtype == policy.config.dtype == "bfloat16"
     assert torch.equal(policy.lm_head.weight, tensors["language_model.lm_head.weight"].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float32")]
+)
+def test_what_a_policy_computes_in_is_kept_whatever_its_numbers_are_stored_in(
+    tmp_path: Path, stored: str, computed: str
+) -> None:
+    config = OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"dtype": computed})
+    save_policy(some_policy(config), tmp_path / "ours", dtype=getattr(torch, stored))
+    convert(tmp_path / "ours", tmp_path / "out", to="openvla", choices=PublishedOptions())
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (fields["torch_dtype"], fields["text_config"]["torch_dtype"]) == (computed, computed)
+    done = convert(tmp_path / "out", tmp_path / "back", to="asyncrl", choices=PublishedOptions())
+    assert done.config.dtype == load_policy(tmp_path / "back").config.dtype == computed
+    assert {str(t.dtype) for t in all_tensors(tmp_path / "back").values()} == {f"torch.{stored}"}
+
+
+def test_every_field_of_the_original_that_names_the_type_is_rewritten(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path / "ours")
+    text = {"model_type": "llama", "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    original = write_published(
+        tmp_path / "in", published_tensors(), dtype="bfloat16", torch_dtype="bfloat16", text_config=text
+    )
+    convert(tmp_path / "ours", tmp_path / "out", to="openvla", choices=PublishedOptions(), original=original)
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert fields["text_config"] == {"model_type": "llama", "dtype": "float32", "torch_dtype": "float32"}
+    assert (fields["dtype"], fields["torch_dtype"]) == ("float32", "float32")
 
 
 # --- the command --------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_a_taken_token_keeps_a_finite_log_prob_under_top_k() -> None:
 
 def test_the_ends_of_the_uniform_never_pick_an_impossible_bin() -> None:
     probabilities = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0]).expand(1, 4, 5)
-    uniforms = torch.tensor([[0.0, 0.2499, 0.25, 1 - 2**-53]], dtype=torch.float64)
+    uniforms = torch.tensor([[0.0, 0.2499, 0.2501, 1 - 2**-53]], dtype=torch.float64)
     assert pick_tokens(probabilities.log(), uniforms).tolist() == [[1, 1, 3, 3]]
 
 
@@ -307,8 +307,8 @@ def test_one_picture_may_come_with_an_axis_of_its_own(policy: OpenVLAOFTPolicy) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"chunk": 1, "decoding": "autoregressive"}, "makes 1 steps of 7"),
-        ({"chunk": 25, "action_dim": 14}, "makes 25 steps of 14"),
+        ({"chunk": 1, "decoding": "autoregressive"}, "makes 1 steps per decision"),
+        ({"chunk": 25, "action_dim": 14}, "makes 25 steps per decision"),
         ({"images": 2}, "looks at 2 pictures"),
         ({"proprio_dim": 8}, "proprioception of 8 numbers"),
     ],

@@ -24,10 +24,10 @@ from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.model import ResNetReward
-from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_pth, write_tensors
 from asyncrl.worlds.wan.published_world import HEAD_DIM, IMAGE_SIZE, published_transformer, published_vae
+from asyncrl.worlds.wan.recognition import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.worlds.wan.vae import VaeConfig
 from asyncrl.worlds.wan.world import WanWorld
 

@@ -48,7 +48,8 @@ def config_of(opened: PublishedFolder, choices: PublishedOptions) -> OpenVLAOFTC
     stats = opened.action_stats()
     unscaled = known is not None and not (stats or choices.norm_key)
     key = "" if unscaled else opened.statistics_key(choices.norm_key or known_key)
-    changes: dict[str, Any] = {"norm_key": key, "norm_stats": stats, "dtype": _computed(opened.files)}
+    changes: dict[str, Any] = {"norm_key": key, "norm_stats": stats}
+    changes |= {"dtype": _computed(opened.files)} if known is None else {}
     changes |= {"action_dim": len(stats[key].q01)} if key else {}
     if choices.convention != "folder":
         stop = choices.convention == "oft" and choices.decoding != "autoregressive"
@@ -74,7 +75,7 @@ def _gripper_of(key: str) -> str:
 
 
 def _computed(files: TensorFiles) -> str:
-    """Decide what a policy computes in whose output layer has a certain type."""
+    """Decide what a policy from elsewhere computes in, whose output layer has a certain type."""
     name = "language_model.lm_head.weight"
     half = name in files.names() and files.spec(name).dtype == torch.bfloat16
     return "bfloat16" if half else "float32"

@@ -23,6 +23,12 @@ from asyncrl.errors import CheckpointError
 from asyncrl.policies.checkpoints.adapters import export_adapter, merge_adapter
 from asyncrl.policies.checkpoints.conventions import PublishedOptions, config_of
 from asyncrl.policies.checkpoints.folder import build_on_meta, check_published, read_config, write_policy
+from asyncrl.policies.checkpoints.other_stacks import (
+    MissingFile,
+    missing_files,
+    unpublished_size,
+    write_tokenizer_config,
+)
 from asyncrl.policies.checkpoints.published_names import (
     TensorMapping,
     dropped_tensors,
@@ -92,6 +98,12 @@ class ConversionReport:
     """Tensors found and not kept."""
     merged: int = 0
     """Layers with an adapter merged."""
+    carried: Sequence[str] = field(default_factory=tuple)
+    """Files written that only other stacks read."""
+    missing: Sequence[MissingFile] = field(default_factory=tuple)
+    """What other stacks need to open the folder and is not in it."""
+    unpublished: str = ""
+    """Why no code of other stacks builds a policy of this size; empty: it may."""
     nbytes: int = 0
     """Size of the weights written."""
 
@@ -131,32 +143,60 @@ def convert(
     merged = merge_adapter(opened.files, adapter) if adapter else 0
     specs, config = _retyped(opened, dtype)
     pass_through = pass_through_of(original) if original else opened.pass_through
+    target = _Target(folder=folder, config=config, specs=specs, shard_bytes=shard_bytes)
     if to == "openvla":
-        write_published(
-            folder,
-            config,
-            opened.tokenizer,
-            opened.rows,
-            specs,
-            opened.natives(),
-            pass_through=pass_through,
-            shard_bytes=shard_bytes,
-        )
-        written = published_specs(opened.rows, specs)
-    else:
-        _write_keepsakes(folder, config, pass_through)
-        write_policy(folder, config, opened.tokenizer, specs, opened.natives(), shard_bytes=shard_bytes)
-        written = specs
+        return _published(target, opened, pass_through, merged)
+    _write_keepsakes(folder, config, pass_through)
+    write_policy(folder, config, opened.tokenizer, specs, opened.natives(), shard_bytes=shard_bytes)
+    return ConversionReport(
+        layout=opened.layout,
+        config=config,
+        used=opened.used,
+        kept=_kept(config, pass_through),
+        left_out=opened.left_out,
+        merged=merged,
+        nbytes=sum(spec.nbytes for spec in specs.values()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """What is written, and where."""
+
+    folder: Path
+    config: OpenVLAOFTConfig
+    specs: Mapping[str, Spec]
+    shard_bytes: int
+
+
+def _published(
+    target: _Target, opened: PolicySource, pass_through: PassThroughFiles, merged: int
+) -> ConversionReport:
+    config = target.config
+    carried = write_published(
+        target.folder,
+        config,
+        opened.tokenizer,
+        opened.rows,
+        target.specs,
+        opened.natives(),
+        pass_through=pass_through,
+        shard_bytes=target.shard_bytes,
+    )
+    write_tokenizer_config(target.folder, opened.tokenizer)
     kept = _kept(config, pass_through)
     return ConversionReport(
         layout=opened.layout,
         config=config,
         used=opened.used,
         kept=kept,
-        zeros=len(dropped_tensors(config)) - len(kept) if to == "openvla" else 0,
+        zeros=len(dropped_tensors(config)) - len(kept),
         left_out=opened.left_out,
         merged=merged,
-        nbytes=sum(spec.nbytes for spec in written.values()),
+        carried=carried,
+        missing=missing_files(target.folder),
+        unpublished="" if pass_through.fields.get("auto_map") else unpublished_size(config),
+        nbytes=sum(spec.nbytes for spec in published_specs(opened.rows, target.specs).values()),
     )
 
 

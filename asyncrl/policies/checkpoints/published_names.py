@@ -211,6 +211,9 @@ def _join(parts: Sequence[tuple[Tensor, str]]) -> Tensor:
 def published_config(config: OpenVLAOFTConfig) -> dict[str, Any]:
     """Build the published config.json, without the action statistics."""
     text = {"model_type": "llama", "vocab_size": config.vocab_size, "pad_token_id": config.token_count}
+    text |= {"hidden_size": config.llm_width, "intermediate_size": config.llm_mlp}
+    text |= {"num_hidden_layers": config.llm_layers, "num_attention_heads": config.llm_heads}
+    text |= {"num_key_value_heads": config.llm_heads, "rms_norm_eps": config.rms_eps}
     return {
         "model_type": "openvla",
         "architectures": ["OpenVLAForActionPrediction"],

@@ -240,8 +240,8 @@ def write_published(
     *,
     pass_through: PassThroughFiles,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write the published layout, tensor by tensor.
+) -> list[str]:
+    """Write the published layout, tensor by tensor; returns the files that only other stacks read.
 
     Args:
         folder: Created when missing; what it has under the same names is replaced.
@@ -262,18 +262,29 @@ def write_published(
     write_folder(folder, used | unused, stream, shard_bytes=shard_bytes)
     statistics = statistics_to_write(config, pass_through.statistics)
     section = {key: value for key, value in config.to_json().items() if key != "norm_stats"}
-    fields = dict(pass_through.fields) or published_config(config)
-    fields |= {"norm_stats": statistics, "torch_dtype": str(kind).removeprefix("torch."), SECTION: section}
+    fields = _typed(pass_through.fields or published_config(config), config.dtype)
+    fields |= {"norm_stats": statistics, SECTION: section}
     write_json(folder / STATISTICS, statistics)
     write_json(folder / "config.json", fields)
     with replacing(folder / "tokenizer.json") as part:
         tokenizer.save(part)
-    if pass_through.carried is not None:
-        copy_foreign_files(pass_through.carried, folder)
+    if pass_through.carried is None:
+        return []
+    return copy_foreign_files(pass_through.carried, folder)
 
 
-def copy_foreign_files(source: Path, folder: Path) -> int:
-    """Copy the small files that only other stacks read; returns how many."""
+def _typed(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Say which type the model is opened in: `torch_dtype`, which newer folders call `dtype`."""
+    changed = {**fields, "torch_dtype": dtype} | ({"dtype": dtype} if "dtype" in fields else {})
+    text = fields.get("text_config")
+    if isinstance(text, Mapping):
+        known = {name: dtype for name in ("torch_dtype", "dtype") if name in text}
+        changed["text_config"] = {**text, **known}
+    return changed
+
+
+def copy_foreign_files(source: Path, folder: Path) -> list[str]:
+    """Copy the small files that only other stacks read; returns their names."""
     chosen = [
         file
         for file in sorted(source.iterdir())
@@ -285,7 +296,7 @@ def copy_foreign_files(source: Path, folder: Path) -> int:
     for file in chosen:
         with replacing(folder / file.name) as part:
             shutil.copyfile(file, part)
-    return len(chosen)
+    return [file.name for file in chosen]
 
 
 def _unused_specs(config: OpenVLAOFTConfig, kept: TensorFiles | None, kind: torch.dtype) -> dict[str, Spec]:

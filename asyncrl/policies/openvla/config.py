@@ -12,7 +12,7 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import BINS, Bounds, Gripper, NormStats
 from asyncrl.policies.openvla.vision import TowerConfig
-from asyncrl.records import ACTION_DIM, CHUNK
+from asyncrl.records import CHUNK
 from asyncrl.storage.bounded_json import check_sizes
 
 
@@ -177,13 +177,12 @@ def require_trainable(config: OpenVLAOFTConfig) -> None:
     Such a policy can be evaluated and trained in simulators.
 
     Raises:
-        ConfigError: The policy makes other than 8 steps of 7 numbers per decision, or needs several pictures
-            or proprioception.
+        ConfigError: The policy makes other than 8 steps per decision, or needs several pictures or
+            proprioception.
     """
     has = ""
-    if (config.chunk, config.action_dim) != (CHUNK, ACTION_DIM):
-        has = f"makes {config.chunk} steps of {config.action_dim} numbers per decision (chunk, action_dim), "
-        has += f"but world models and the replay have {CHUNK} steps of {ACTION_DIM}"
+    if config.chunk != CHUNK:
+        has = f"makes {config.chunk} steps per decision (chunk), but world models draw {CHUNK}"
     elif config.images > 1:
         has = f"looks at {config.images} pictures per decision, but a world model draws one"
     elif config.proprio_dim:

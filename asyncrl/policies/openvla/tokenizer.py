@@ -185,20 +185,38 @@ class PromptTokenizer:
 
         Raises:
             CheckpointError: The tokenizer is another policy's.
-            ConfigError: Another instruction has the same prompt: the policy could not tell them apart.
+            ConfigError: The tokenizer does not know a word; or another instruction has the same prompt: the
+                policy could not tell them apart.
         """
         known = self._known.get(task)
         if known is None:
-            ids = self.tokenizer.encode(PROMPT.format(task=task.lower())).ids
+            prompt = PROMPT.format(task=task.lower())
+            encoded = self.tokenizer.encode(prompt)
+            ids = encoded.ids
             known = tuple(ids) if ids[:1] == [self.begin_id] else (self.begin_id, *ids)
             if max(known) >= self.pad_id:
                 raise CheckpointError(
                     f"The tokenizer gives id {max(known)} for the task {task!r}, but the policy knows ids "
                     f"below {self.pad_id}: tokenizer.json belongs to another checkpoint. Copy the right one."
                 )
+            self._refuse_unknown(task, prompt, ids, encoded.offsets)
             self._refuse_second(task, known)
             self._known[task] = known
         return known
+
+    def _refuse_unknown(
+        self, task: str, prompt: str, ids: Sequence[int], places: Sequence[tuple[int, int]]
+    ) -> None:
+        """Refuse words that all become one token; a punctuation mark that does says nothing anyway."""
+        of_unknown = self.tokenizer.token_to_id(UNKNOWN)
+        spans = [place for number, place in zip(ids, places, strict=True) if number == of_unknown]
+        words = dict.fromkeys(prompt[begin:end] for begin, end in spans)
+        if unread := [repr(word) for word in words if re.search(r"\w", word)]:
+            raise ConfigError(
+                f"The policy cannot read {', '.join(unread)} of the instruction {task!r}: its tokenizer does "
+                f"not know {'the word' if len(unread) == 1 else 'the words'}. Use other words, or a policy "
+                "that knows them: `asyncrl fit policy` takes them from its recordings (not with --refine)."
+            )
 
     def _refuse_second(self, task: str, ids: tuple[int, ...]) -> None:
         other = self._first.setdefault(ids, task)
@@ -206,8 +224,8 @@ class PromptTokenizer:
             raise ConfigError(
                 f"The policy reads {other!r} and {task!r} as the same prompt, because its tokenizer does not "
                 f"know {' nor '.join(self._unknown(other, task))}: it cannot tell these tasks apart. Use a "
-                "policy that knows the words; `asyncrl fit policy` takes them from its recordings (not with "
-                "--refine)."
+                "policy that knows what tells them apart; `asyncrl fit policy` takes it from its recordings "
+                "(not with --refine)."
             )
 
     def _unknown(self, *tasks: str) -> list[str]:
