@@ -47,6 +47,16 @@ DUMMY_ACTION: Final[Float32] = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32
 DUMMY_ACTION.setflags(write=False)
 
 
+def dummy_action(numbers: int) -> Float32:
+    """Return the action of a frame that nothing produced, ``[A]``: `DUMMY_ACTION`, or zeros for other widths.
+
+    Example:
+        >>> dummy_action(2).tolist()
+        [0.0, 0.0]
+    """
+    return DUMMY_ACTION if numbers == ACTION_DIM else np.zeros(numbers, np.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActionSpec:
     """How many numbers a policy's decision has. The world it acts in must take as many."""
@@ -73,12 +83,14 @@ class ModelSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotBytes:
-    """Device memory that one slot of a world takes beside the weights, estimated. 0: not known."""
+    """Device memory that slots of a world take beside the weights, estimated. 0: not known."""
 
     kept: int = 0
-    """As long as the slot has an episode."""
+    """Of each slot, as long as it has an episode."""
     scratch: int = 0
-    """While its frames are drawn."""
+    """Of each slot, while its frames are drawn."""
+    shared: int = 0
+    """While frames are drawn, however many slots there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +106,7 @@ class StartState:
     context_frames: Uint8
     """``[K, H, W, 3]`` frames that lead to the present, oldest first; K = 0: it starts at `frame`."""
     context_actions: Float32
-    """``[K, 7]`` the action that produced each context frame."""
+    """``[K, A]`` the action that produced each context frame."""
     ee_pose: Float32 | None = None
     """``[8]`` where the robot's hand is as the episode begins (at the last context frame, if there are any):
     x, y, z in metres, quaternion x, y, z, w, gripper. None: not recorded; some worlds need it."""

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -163,6 +163,15 @@ class OffloadedTensors:
         for device in self._devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+
+
+@runtime_checkable
+class HoldsAddresses(Protocol):
+    """A model that knows addresses of its weights, as captured CUDA graphs do."""
+
+    def weights_moved(self) -> None:
+        """Forget the addresses: the weights will be elsewhere when they return."""
+        ...
 
 
 class IdleOffload:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,33 +43,75 @@ class Compact(ReplayCommand):
 
     def run(self) -> int:
         """Rewrite one file after the other and say what it saves; 1 when a file could not be read."""
-        folder, settings = self.folder, settings_of(self.codec)
-        with nullcontext() if self.dry_run else locked(folder):
-            paths = sorted(folder.glob(PATTERN))
-            chosen, unreadable = self._choose(folder, paths)
-            before = sum(group_file.size for group_file in chosen)
-            verb, after = "would compress", ""
-            if not self.dry_run:
-                done = [compact(x.path, settings) for x in watched(chosen, "compressing")]
-                unreadable += done.count(None)
-                before = sum(x.size for x, size in zip(chosen, done, strict=True) if size is not None)
-                verb, after = "compressed", f" to {sum(size or 0 for size in done) / 1e6:.2f} MB"
-        print(
-            f"{verb} {len(chosen)} of {len(paths)} groups with {self.codec}: {before / 1e6:.2f} MB{after}; "
-            f"the others still wait, are compressed already or cannot be read ({unreadable})"
-        )
-        return 1 if unreadable else 0
+        done = compact_folder(self.folder, self.codec, everything=self.all, dry_run=self.dry_run)
+        print(done.text)
+        return 1 if done.unreadable else 0
 
-    def _choose(self, folder: Path, paths: list[Path]) -> tuple[list[GroupFile], int]:
-        """Return the groups to compress, and how many files could not be read."""
-        outcomes, chosen, unreadable = read_outcomes(folder, warn), list[GroupFile](), 0
-        for path in watched(paths, "reading groups"):
-            group_file = group_file_or_none(path)
-            if group_file is None:
-                unreadable += path.exists()
-            elif (self.all or outcomes.of(group_file.number) != "unused") and codec_in(path) != self.codec:
-                chosen.append(group_file)
-        return chosen, unreadable
+
+@dataclass(frozen=True, kw_only=True)
+class Compaction:
+    """What `compact_folder` did."""
+
+    text: str
+    """One line about it."""
+    unreadable: int
+    """Files that could not be read, which are as they were."""
+
+
+def compact_folder(
+    folder: Path,
+    codec: Codec = "gzip",
+    *,
+    everything: bool = False,
+    dry_run: bool = False,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Compaction:
+    """Compress the images of one file of a replay after the other.
+
+    Args:
+        folder: Of the replay.
+        codec: With what.
+        everything: Also groups that wait.
+        dry_run: Only say what would be compressed.
+        stop_requested: Ends it after the file under way.
+
+    Raises:
+        FolderInUse, ReplayError: See `locked`, `compact`, `settings_of`.
+    """
+    settings = settings_of(codec)
+    with nullcontext() if dry_run else locked(folder):
+        paths = sorted(folder.glob(PATTERN))
+        chosen, unreadable = _choose(folder, paths, codec, everything=everything)
+        sizes, verb, after = [x.size for x in chosen], "would compress", ""
+        if not dry_run:
+            done = list[int | None]()
+            for group_file in watched(chosen, "compressing"):
+                if stop_requested():
+                    break
+                done.append(compact(group_file.path, settings))
+            unreadable += done.count(None)
+            sizes = [old for old, new in zip(sizes, done, strict=False) if new is not None]
+            verb, after = "compressed", f" to {sum(size or 0 for size in done) / 1e6:.2f} MB"
+            after += "" if len(done) == len(chosen) else f", stopped after {len(done)}"
+    text = (
+        f"{verb} {len(chosen)} of {len(paths)} groups with {codec}: {sum(sizes) / 1e6:.2f} MB{after}; "
+        f"the others still wait, are compressed already or cannot be read ({unreadable})"
+    )
+    return Compaction(text=text, unreadable=unreadable)
+
+
+def _choose(
+    folder: Path, paths: list[Path], codec: Codec, *, everything: bool
+) -> tuple[list[GroupFile], int]:
+    """Return the groups to compress, and how many files could not be read."""
+    outcomes, chosen, unreadable = read_outcomes(folder, warn), list[GroupFile](), 0
+    for path in watched(paths, "reading groups"):
+        group_file = group_file_or_none(path)
+        if group_file is None:
+            unreadable += path.exists()
+        elif (everything or outcomes.of(group_file.number) != "unused") and codec_in(path) != codec:
+            chosen.append(group_file)
+    return chosen, unreadable
 
 
 def codec_in(path: Path) -> Codec | None:

@@ -17,10 +17,10 @@ from PIL import Image
 
 from asyncrl.config.run import SuccessFrames
 from asyncrl.records import Episode
-from asyncrl.replay_tools.drawing import PAPER, captioned, enlarged
 from asyncrl.replay_tools.sheet import WIDTH, lay_out
 from asyncrl.replay_tools.text import NOTHING, table
 from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.storage.drawing import PAPER, captioned, enlarged
 from asyncrl.storage.movies import GREEN, RED
 
 CLOSE_FRAMES: Final = 2

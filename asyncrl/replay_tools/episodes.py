@@ -155,12 +155,15 @@ def replay_folder(path: Path) -> Path:
     )
 
 
-def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[StoredEpisode]:
+def read_rows(
+    folder: Path, names: Sequence[str] = LIGHT, more: Sequence[str] = ()
+) -> Iterator[StoredEpisode]:
     """Yield every episode of the readable files, in the order of groups and members.
 
     Args:
         folder: The replay folder.
         names: Arrays to read, at least `LIGHT`.
+        more: Optional arrays to read too, of groups that have them.
     """
     outcomes = read_outcomes(folder, warn)
     for path in watched(sorted(folder.glob(PATTERN)), "reading groups"):
@@ -168,7 +171,9 @@ def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[StoredEpis
         if group_file is None:
             continue
         try:
-            episodes = read_group(path, names)
+            first, *_ = read_group(path, LIGHT) if more else (None,)
+            found = [name for name in more if getattr(first, name) is not None]
+            episodes = read_group(path, (*names, *found))
         except ReplayError as error:
             if path.exists():
                 warn(f"warning: {error}")

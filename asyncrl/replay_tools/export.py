@@ -8,28 +8,36 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.errors import ConfigError
-from asyncrl.records import EPISODE_ARRAYS
+from asyncrl.records import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.replay_tools.episodes import LIGHT, StoredEpisode
 from asyncrl.replay_tools.lerobot import write_lerobot
 from asyncrl.replay_tools.robomimic import write_robomimic
 from asyncrl.replay_tools.samples import Rate, Samples, samples_of
 from asyncrl.replay_tools.selection import EpisodeSelection
 from asyncrl.storage.atomic import unfinished
+from asyncrl.storage.bounded_json import load_json
 
 NEEDED = (*LIGHT, "frames", "actions", "video")
+MORE = ("more_frames", "states")
 assert set(NEEDED) <= set(EPISODE_ARRAYS)
+assert set(MORE) <= set(OPTIONAL_ARRAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export(EpisodeSelection):
-    """Write episodes as a robomimic HDF5 file or a LeRobot v3 folder."""
+    """Write episodes as a robomimic HDF5 file or a LeRobot v3 folder.
+
+    One sample per step needs the video of an episode, which training keeps of every 16th group
+    (--replay.keep-video-every; 1: of all). One per decision needs none.
+    """
 
     format: Literal["robomimic", "lerobot"]
     """The layout; lerobot needs the extra `lerobot`."""
     out: Path
     """A new file ending in .h5 or .hdf5 for robomimic, a new folder for lerobot."""
     rate: Rate = "step"
-    """One sample per step, from episodes whose video was kept; or one per decision, from every episode."""
+    """One sample per step, from episodes whose video was kept; or one per decision, from every episode, with
+    all cameras and the robot's state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,11 +49,6 @@ class Export(EpisodeSelection):
             raise ConfigError(f"--out {self.out} is not in an existing folder. Make {self.out.parent} first.")
         if self.format == "robomimic" and self.out.suffix not in (".h5", ".hdf5"):
             raise ConfigError(f"--out {self.out} must end in .h5 or .hdf5 for robomimic.")
-        if self.format == "lerobot" and self.rate == "decision":
-            raise ConfigError(
-                "--rate decision is 2.5 samples per second, but LeRobot wants a whole number. "
-                "Use --rate step, or --format robomimic."
-            )
 
     def run(self) -> int:
         """Write the data set and say what is in it, and what was left out."""
@@ -55,20 +58,40 @@ class Export(EpisodeSelection):
         if not any(True for _ in _Source(command=self)):
             raise ConfigError(self._nothing())
         samples = write(self.out, source, self.rate)
-        print(
-            f"{self.out}: {source.taken} episodes, {samples} samples, one per {self.rate}"
-            + (f"; {source.left_out} episodes left out: their video was not kept" if source.left_out else "")
-        )
+        print(f"{self.out}: {source.taken} episodes, {samples} samples, one per {self.rate}")
+        if source.left_out:
+            print(f"left out: {source.left_out} episodes, whose video was not kept. {self._how_to_keep()}")
+        if source.without:
+            print(
+                f"not in it: the further cameras and states of {source.without} episodes, which a replay has "
+                "of decisions only. --rate decision exports them"
+            )
         return 0
 
     def _nothing(self) -> str:
         why = f"{self.path} holds no episode that fits"
         if self.rate == "step":
-            return (
-                f"{why} and whose video was kept. Train with --replay.keep-video-every 1, widen the flags"
-                + (", or use --rate decision." if self.format == "robomimic" else ".")
-            )
+            return f"{why} and whose video was kept. Widen the flags. {self._how_to_keep()}"
         return f"{why}. Widen the flags."
+
+    def _how_to_keep(self) -> str:
+        """Say what this run kept, and how a run keeps all."""
+        every = _kept_every(self.folder)
+        this = {None: "", 0: " (this run: none, 0)"}.get(every, f" (this run: of 1 in {every})")
+        return (
+            f"--replay.keep-video-every 1 in training keeps that of every group{this}; --rate decision needs "
+            "none"
+        )
+
+
+def _kept_every(folder: Path) -> int | None:
+    """Read from the config.json of the run which groups' videos it kept; None: it is not known."""
+    try:
+        found = load_json(folder.parent / "config.json", dict).get("replay")
+    except (OSError, ValueError):
+        return None
+    every = found.get("keep_video_every") if isinstance(found, dict) else None
+    return every if type(every) is int else None
 
 
 @dataclass(kw_only=True)
@@ -78,12 +101,19 @@ class _Source:
     command: Export
     taken: int = field(default=0, init=False)
     left_out: int = field(default=0, init=False)
+    without: int = field(default=0, init=False)
+    """Of those taken, with cameras or states in the replay that their samples lack."""
 
     def __iter__(self) -> Iterator[tuple[StoredEpisode, Samples]]:
-        for row in self.command.rows(NEEDED):
+        for row in self.command.rows(NEEDED, MORE):
             samples = samples_of(row.episode, self.command.rate)
             if samples is None:
                 self.left_out += 1
-            else:
-                self.taken += 1
-                yield row, samples
+                continue
+            self.taken += 1
+            pairs = (
+                (row.episode.states, samples.states),
+                (row.episode.more_frames, samples.more_images),
+            )
+            self.without += any(stored is not None and not found.shape[1] for stored, found in pairs)
+            yield row, samples

@@ -1,14 +1,16 @@
-"""Write samples as a folder in the layout of LeRobot v3.0: one sample per step, 20 per second.
+"""Write samples as a folder in the layout of LeRobot v3.0, one sample per step or per decision.
 
 meta/info.json, meta/stats.json, meta/tasks.parquet, meta/episodes/chunk-000/file-000.parquet
-data/chunk-000/file-000.parquet                             all episodes, one row per step
-videos/observation.images.agentview/chunk-000/file-000.mp4  all episodes, one frame per step
+data/chunk-000/file-000.parquet              all episodes, one row per sample
+videos/CAMERA/chunk-000/file-000.mp4         all episodes, one frame per sample; of every camera a movie
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import ExitStack
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -17,111 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.replay_tools.column_statistics import NumberStatistics, PictureStatistics
 from asyncrl.replay_tools.episodes import StoredEpisode
+from asyncrl.replay_tools.lerobot_features import CHUNK, STATE, SampleLayout, episode_row, info_of
 from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.movies import can_write_mp4, write_mp4
+from asyncrl.storage.movies import Mp4Writer, can_write_mp4
 
-IMAGE: Final = "observation.images.agentview"
-_ACTION = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
-
-
-def _number(dtype: str) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [1], "names": None}
-
-
-def features_of(numbers: int) -> dict[str, dict[str, Any]]:
-    """Return the columns for actions of so many numbers, without the shape of the images."""
-    names = _ACTION if numbers == len(_ACTION) else [f"action_{i}" for i in range(numbers)]
-    return {
-        IMAGE: {"dtype": "video", "names": ["height", "width", "channels"]},
-        "action": {"dtype": "float32", "shape": [numbers], "names": names},
-        "next.reward": _number("float32"),
-        "next.done": _number("bool"),
-        "next.success": _number("bool"),
-        "timestamp": _number("float32"),
-        "frame_index": _number("int64"),
-        "episode_index": _number("int64"),
-        "index": _number("int64"),
-        "task_index": _number("int64"),
-    }
-
-
-def info_of(
-    episodes: int, frames: int, tasks: int, size: tuple[int, int], numbers: int, fps: int
-) -> dict[str, Any]:
-    """Describe a data set.
-
-    Args:
-        episodes: How many.
-        frames: Of all episodes.
-        tasks: Different ones.
-        size: Height and width of the frames in pixels.
-        numbers: Of an action.
-        fps: Frames per second.
-    """
-    video = {
-        "video.height": size[0],
-        "video.width": size[1],
-        "video.codec": "h264",
-        "video.pix_fmt": "yuv420p",
-        "video.is_depth_map": False,
-        "video.fps": fps,
-        "video.channels": 3,
-        "has_audio": False,
-    }
-    features = features_of(numbers)
-    features[IMAGE] |= {"shape": [*size, 3], "info": video}
-    return {
-        "codebase_version": "v3.0",
-        "robot_type": None,
-        "total_episodes": episodes,
-        "total_frames": frames,
-        "total_tasks": tasks,
-        "chunks_size": 1000,
-        "data_files_size_in_mb": 100,
-        "video_files_size_in_mb": 200,
-        "fps": fps,
-        "splits": {"train": f"0:{episodes}"},
-        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-        "features": features,
-    }
-
-
-class RunningStatistics:
-    """Statistics of one column, without keeping it. Pictures count per channel, scaled to [0, 1]."""
-
-    def __init__(self, *, image: bool = False) -> None:
-        self._image = image
-        self._count = self._pixels = 0
-        self._low = self._high = self._sum = self._squares = np.empty(0)
-
-    def add(self, values: NDArray[Any]) -> None:
-        """Count ``[T, D]`` numbers, or ``[T, H, W, 3]`` uint8 pictures."""
-        flat = values.reshape(-1, values.shape[-1]).astype(np.float64) / (255 if self._image else 1)
-        low, high = flat.min(axis=0), flat.max(axis=0)
-        total, squares = flat.sum(axis=0), (flat**2).sum(axis=0)
-        if self._count:
-            low, high = np.minimum(low, self._low), np.maximum(high, self._high)
-            total, squares = total + self._sum, squares + self._squares
-        self._low, self._high, self._sum, self._squares = low, high, total, squares
-        self._count += len(values)
-        self._pixels += len(flat)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as lists; those of pictures have the shape ``[3, 1, 1]``."""
-        mean = self._sum / self._pixels
-        spread = np.sqrt(np.maximum(0.0, self._squares / self._pixels - mean**2))
-        told = {"min": self._low, "max": self._high, "mean": mean, "std": spread}
-        shape = (-1, 1, 1) if self._image else (-1,)
-        return {name: value.reshape(shape).tolist() for name, value in told.items()} | {
-            "count": [self._count]
-        }
-
-
-FILE = "chunk-000/file-000"
-ENCODING = {"g": "2", "crf": "18"}
+FILE: Final = "chunk-000/file-000"
+ENCODING: Final = {"g": "2", "crf": "18"}
 """A key frame every 2 frames, so that single frames are read fast; 18 is hardly told from the original."""
 
 
@@ -130,23 +36,23 @@ def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], 
 
     Args:
         out: A new folder; written beside itself first, so that it is whole once it is there.
-        episodes: With their samples, all of one image size.
-        rate: "step".
+        episodes: With their samples, all of one layout.
+        rate: What a sample is.
 
     Returns:
         Samples of all episodes.
 
     Raises:
-        ConfigError: pyarrow or PyAV is not installed.
+        ConfigError: pyarrow or PyAV is not installed, or the episodes have other cameras, sizes or numbers.
     """
     _require_packages()
-    assert rate == "step"
-    columns = _Columns()
     with replacing(out) as part:
-        video = part / "videos" / IMAGE / f"{FILE}.mp4"
-        video.parent.mkdir(parents=True)
-        write_mp4(video, columns.follow(episodes), rate=STEPS_PER_SECOND, options=ENCODING)
-        columns.write(part)
+        part.mkdir()
+        columns = _Columns(part, rate)
+        with columns.movies:
+            for row, samples in episodes:
+                columns.add(row, samples)
+        columns.write()
     return columns.index
 
 
@@ -161,89 +67,119 @@ def _require_packages() -> None:
 
 
 class _Columns:
-    """Everything but the frames, gathered while the frames go to the encoder."""
+    """Everything but the pictures, gathered while these go to the encoders."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, rate: Rate) -> None:
         self.index = 0
         """Samples so far."""
-        self.size = (0, 0)
-        """Height and width of the frames in the movie, in pixels."""
-        self.numbers = 0
-        """Of an action."""
-        self.rows: list[dict[str, Any]] = []
-        self.episodes: list[dict[str, Any]] = []
-        self.tasks: dict[str, int] = {}
-        self.stats: dict[str, RunningStatistics] = {}
+        self.movies = ExitStack()
+        """Closes them."""
+        self._folder, self._per_step = folder, rate == "step"
+        self._layout: SampleLayout | None = None
+        self._rate = Fraction(STEPS_PER_SECOND)
+        self._writers: list[Mp4Writer] = []
+        self._rows: list[dict[str, Any]] = []
+        self._episodes: list[dict[str, Any]] = []
+        self._tasks: dict[str, int] = {}
+        self._stats: dict[str, NumberStatistics | PictureStatistics] = {}
 
-    def follow(self, episodes: Iterable[tuple[StoredEpisode, Samples]]) -> Iterator[NDArray[np.uint8]]:
-        """Yield every frame, ``[H, W, 3]``, and note its row."""
-        for row, samples in episodes:
-            self._note(row, samples)
-            yield from samples.images
+    def add(self, row: StoredEpisode, samples: Samples) -> None:
+        """Write an episode's pictures, and note its rows."""
+        layout = SampleLayout.of(samples)
+        if self._layout is None:
+            self._begin(layout)
+        elif layout != self._layout:
+            raise ConfigError(
+                f"episode {row.episode.episode_id[:12]} has {layout}, and others have {self._layout}, but a "
+                "data set has one layout. Choose episodes of one kind: --task, --world-version, --version."
+            )
+        pictures = [samples.images, *np.moveaxis(samples.more_images, 1, 0)]
+        for writer, frames in zip(self._writers, pictures, strict=True):
+            for frame in frames:
+                writer.add(frame)
+        self._note(row, samples, layout, dict(zip(layout.image_keys, pictures, strict=True)))
 
-    def write(self, folder: Path) -> None:
+    def write(self) -> None:
         """Write the tables and the JSON files."""
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
-        meta = folder / "meta"
-        kinds = [
-            (name, _arrow(pa, about)) for name, about in features_of(self.numbers).items() if name != IMAGE
-        ]
-        _write_table(folder / "data" / f"{FILE}.parquet", pa.Table.from_pylist(self.rows, pa.schema(kinds)))
-        _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self.episodes))
-        _write_table(meta / "tasks.parquet", _task_table(pa, list(self.tasks)))
+        assert self._layout is not None
+        meta = self._folder / "meta"
+        kinds = [(name, _arrow(pa, about)) for name, about in self._layout.features().items()]
+        rows = pa.Table.from_pylist(self._rows, pa.schema(kinds))
+        _write_table(self._folder / "data" / f"{FILE}.parquet", rows)
+        _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self._episodes))
+        _write_table(meta / "tasks.parquet", _task_table(pa, list(self._tasks)))
         info = info_of(
-            len(self.episodes), self.index, len(self.tasks), self.size, self.numbers, STEPS_PER_SECOND
+            self._layout,
+            self._rate,
+            episodes=len(self._episodes),
+            frames=self.index,
+            tasks=len(self._tasks),
         )
         (meta / "info.json").write_text(json.dumps(info, indent=4) + "\n")
-        stats = {name: running.as_dict() for name, running in self.stats.items()}
+        stats = {name: gathered.as_dict() for name, gathered in self._stats.items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4) + "\n")
 
-    def _note(self, row: StoredEpisode, samples: Samples) -> None:
-        begin, length, number = self.index, len(samples.actions), len(self.episodes)
-        task = self.tasks.setdefault(row.episode.task, len(self.tasks))
-        self.size = (samples.images.shape[1] // 2 * 2, samples.images.shape[2] // 2 * 2)
-        self.numbers = samples.actions.shape[1]
+    def _begin(self, layout: SampleLayout) -> None:
+        self._layout = layout
+        if not self._per_step:
+            self._rate /= layout.chunk // layout.numbers
+        for key in layout.image_keys:
+            path = self._folder / "videos" / key / f"{FILE}.mp4"
+            path.parent.mkdir(parents=True)
+            writer = Mp4Writer(path, rate=self._rate, options=ENCODING)
+            self._writers.append(self.movies.enter_context(writer))
+
+    def _note(
+        self,
+        row: StoredEpisode,
+        samples: Samples,
+        layout: SampleLayout,
+        pictures: dict[str, NDArray[np.uint8]],
+    ) -> None:
+        begin, length, number = self.index, len(samples.actions), len(self._episodes)
+        task = self._tasks.setdefault(row.episode.task, len(self._tasks))
         frames = np.arange(length)
         columns = {
+            **({STATE: samples.states} if layout.states else {}),
             "action": samples.actions,
+            **({CHUNK: samples.chunks} if layout.chunk else {}),
             "next.reward": samples.rewards,
             "next.done": samples.dones,
             "next.success": samples.successes,
-            "timestamp": (frames / STEPS_PER_SECOND).astype(np.float32),
+            "timestamp": (frames / float(self._rate)).astype(np.float32),
             "frame_index": frames,
             "episode_index": np.full(length, number),
             "index": begin + frames,
             "task_index": np.full(length, task),
         }
-        self.rows += [
+        self._rows += [
             dict(zip(columns, values, strict=True))
-            for values in zip(*(column.tolist() for column in columns.values()), strict=True)
+            for values in zip(*(_cells(column) for column in columns.values()), strict=True)
         ]
-        for name, column in columns.items():
-            self.stats.setdefault(name, RunningStatistics()).add(column.reshape(length, -1))
-        self.stats.setdefault(IMAGE, RunningStatistics(image=True)).add(samples.images)
         self.index += length
-        self.episodes.append(_episode_row(row, number, begin, self.index))
+        about = episode_row(row, layout, self._rate, number, begin, self.index)
+        self._episodes.append(about | self._count(columns, pictures))
+
+    def _count(
+        self, columns: dict[str, NDArray[Any]], pictures: dict[str, NDArray[np.uint8]]
+    ) -> dict[str, Any]:
+        """Add an episode to the statistics of all; returns its own, as columns of meta/episodes."""
+        own: dict[str, Any] = {}
+        for name, values in (pictures | columns).items():
+            kind = PictureStatistics if name in pictures else NumberStatistics
+            shaped = values if name in pictures else values.reshape(len(values), -1)
+            alone = kind()
+            for gathered in (alone, self._stats.setdefault(name, kind())):
+                gathered.add(shaped)
+            own |= {f"stats/{name}/{what}": value for what, value in alone.as_dict().items()}
+        return own
 
 
-def _episode_row(row: StoredEpisode, number: int, begin: int, end: int) -> dict[str, Any]:
-    """Return one row of meta/episodes: what LeRobot asks for, then where the episode comes from."""
-    position = {"chunk_index": 0, "file_index": 0}
-    seconds = {"from_timestamp": begin / STEPS_PER_SECOND, "to_timestamp": end / STEPS_PER_SECOND}
-    return {
-        "episode_index": number,
-        "tasks": [row.episode.task],
-        "length": end - begin,
-        **{f"data/{name}": value for name, value in position.items()},
-        "dataset_from_index": begin,
-        "dataset_to_index": end,
-        **{f"videos/{IMAGE}/{name}": value for name, value in (position | seconds).items()},
-        **{f"meta/episodes/{name}": value for name, value in position.items()},
-        "asyncrl/episode_id": row.episode.episode_id,
-        "asyncrl/success": row.episode.success,
-        "asyncrl/policy_version": row.episode.oldest_version,
-    }
+def _cells(column: NDArray[Any]) -> list[Any]:
+    """Return the cells of a column; LeRobot has a list of one number as the number."""
+    return (column[:, 0] if column.ndim == 2 and column.shape[1] == 1 else column).tolist()
 
 
 def _arrow(pa: Any, about: dict[str, Any]) -> Any:

@@ -4,6 +4,8 @@
     /data/demo_0        attributes: num_samples, and about the episode: episode_id, task, success,
                         group_number, policy_version (of its oldest decision), world_version
         obs/agentview_image   uint8    [T, H, W, 3]
+        obs/camera_1_image    uint8    [T, H, W, 3]  the first camera beside it, and so on
+        obs/robot_state       float32  [T, Q]  both where they are known of every sample
         actions               float32  [T, A]
         actions_chunk         float32  [T, C * A]  only with one sample per decision
         rewards               float32  [T]
@@ -23,7 +25,7 @@ import h5py
 import numpy as np
 
 from asyncrl.replay_tools.episodes import StoredEpisode
-from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples
+from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples, camera_name
 from asyncrl.storage.atomic import replacing
 
 GYM = 2
@@ -66,6 +68,10 @@ def _put_episode(group: h5py.Group, row: StoredEpisode, samples: Samples) -> Non
     group.attrs["policy_version"] = episode.oldest_version
     group.attrs["world_version"] = episode.world_version
     group.create_dataset("obs/agentview_image", data=samples.images)
+    for camera in range(samples.more_images.shape[1]):
+        group.create_dataset(f"obs/{camera_name(camera)}_image", data=samples.more_images[:, camera])
+    if samples.states.shape[1]:
+        group.create_dataset("obs/robot_state", data=samples.states)
     group.create_dataset("actions", data=samples.actions)
     if samples.chunks.size:
         group.create_dataset("actions_chunk", data=samples.chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,20 @@ class Samples:
     """``[T, C * A]`` all actions of each decision, step by step; empty at the rate of steps."""
     rewards: NDArray[np.float32]
     """``[T]`` at the rate of decisions: the sum over the steps of each."""
+    states: NDArray[np.float32]
+    """``[T, Q]`` of the robot, seen with the image; ``[T, 0]``: not known. A replay has them of decisions: at
+    the rate of steps only where a decision is one step."""
+    more_images: NDArray[np.uint8]
+    """``[T, V, H, W, 3]`` what the other cameras saw; ``V`` is 0 where `states` would not be known either."""
     dones: NDArray[np.bool_]
     """``[T]`` True at the last sample only."""
     successes: NDArray[np.bool_]
     """``[T]`` True at the last sample of an episode that ended in success."""
+
+
+def camera_name(number: int) -> str:
+    """Return what the other cameras are called, from 0: a replay does not say it."""
+    return f"camera_{number + 1}"
 
 
 def samples_of(episode: Episode, rate: Rate) -> Samples | None:
@@ -52,6 +62,7 @@ def _per_step(episode: Episode) -> Samples | None:
         actions=episode.actions.reshape(-1, episode.actions.shape[-1])[:length],
         chunks=np.empty((length, 0), np.float32),
         rewards=episode.rewards.reshape(-1)[:length],
+        **_of_decisions(episode, length, known=episode.actions.shape[1] == 1),
         **_ends(episode, length),
     )
 
@@ -63,11 +74,22 @@ def _per_decision(episode: Episode) -> Samples:
         actions=episode.actions[:length, 0],
         chunks=episode.actions[:length].reshape(length, -1),
         rewards=episode.rewards[:length].sum(axis=1, dtype=np.float32),
+        **_of_decisions(episode, length, known=True),
         **_ends(episode, length),
     )
 
 
-def _ends(episode: Episode, length: int) -> dict[str, NDArray[np.bool_]]:
+def _of_decisions(episode: Episode, length: int, *, known: bool) -> dict[str, Any]:
+    """`states` and `more_images`, where a sample is a decision; else nothing is known of them."""
+    states, pictures = episode.states, episode.more_frames
+    no_picture = np.empty((length, 0, *episode.frames.shape[1:]), np.uint8)
+    return {
+        "states": np.empty((length, 0), np.float32) if states is None or not known else states[:length],
+        "more_images": no_picture if pictures is None or not known else pictures[:length],
+    }
+
+
+def _ends(episode: Episode, length: int) -> dict[str, Any]:
     """`dones` and `successes`."""
     dones = np.arange(length) == length - 1
     return {"dones": dones, "successes": dones & episode.success}

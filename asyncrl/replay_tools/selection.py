@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -17,7 +18,7 @@ from asyncrl.replay_tools.episodes import LIGHT, Outcome, StoredEpisode, read_ro
 class ReplayCommand(Bounded):
     """A command about a whole replay."""
 
-    path: tyro.conf.Positional[Path]
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder, or its replay folder; the run may be going on."""
 
     @property
@@ -62,9 +63,9 @@ class EpisodeSelection(ReplayCommand):
                 f"--min-lag {self.min_lag} is above --max-lag {self.max_lag}, so no episode fits. Swap them."
             )
 
-    def rows(self, names: Sequence[str] = LIGHT) -> Iterator[StoredEpisode]:
-        """Read the chosen episodes, with the arrays `names`."""
-        return self.choose(read_rows(self.folder, names))
+    def rows(self, names: Sequence[str] = LIGHT, more: Sequence[str] = ()) -> Iterator[StoredEpisode]:
+        """Read the chosen episodes, with the arrays `names`, and those of `more` that they have."""
+        return self.choose(read_rows(self.folder, names, more))
 
     def choose(self, rows: Iterable[StoredEpisode]) -> Iterator[StoredEpisode]:
         """Leave out what the flags exclude."""

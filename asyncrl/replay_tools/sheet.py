@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
-from asyncrl.replay_tools.drawing import INK, PAPER, captioned, enlarged, font, require_png
 from asyncrl.replay_tools.episodes import StoredEpisode, reread, warn
 from asyncrl.replay_tools.selection import EpisodeSelection
 from asyncrl.replay_tools.text import watched
+from asyncrl.storage.drawing import INK, PAPER, captioned, enlarged, font, require_png
 from asyncrl.storage.movies import GREEN, RED
 
 WIDTH = 96
@@ -26,7 +28,7 @@ HEAD = 26
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet(EpisodeSelection):
-    """Draw episodes in rows: first, middle and last observation, and the final frame of each."""
+    """Draw episodes in rows: first, middle and last observation, and the frame that was judged."""
 
     out: Path
     """File to write, ending in .png."""
@@ -76,17 +78,36 @@ def spread(rows: Sequence[StoredEpisode], count: int) -> list[StoredEpisode]:
 
 
 def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
-    """Draw one episode: four pictures in a row with two lines below them."""
-    last = len(episode.frames) - 1
-    frames = [*episode.frames[[0, last // 2, last]], episode.final_frame]
-    pictures = [enlarged(frame, WIDTH) for frame in frames]
+    """Draw one episode: four pictures in a row, each with its step and score, and two lines below them."""
+    chunk, last = episode.rewards.shape[1], len(episode.frames) - 1
+    told = [
+        ("start", episode.frames[0]),
+        (f"step {last // 2 * chunk}", episode.frames[last // 2]),
+        (f"step {last * chunk}", episode.frames[last]),
+        last_picture(episode),
+    ]
+    pictures = [captioned(enlarged(frame, WIDTH), [text], edge=PAPER) for text, frame in told]
     width, height = pictures[0].size
     strip = Image.new("RGB", (4 * width + 6, height), PAPER)
     for index, picture in enumerate(pictures):
         strip.paste(picture, (index * (width + 2), 0))
-    outcome = "success" if episode.success else "no success"
-    about = f"{outcome} in {row.steps} steps   version {row.versions}   {episode.episode_id[:8]}"
+    outcome = f"success in step {episode.steps}" if episode.success else f"no success in {row.steps} steps"
+    about = f"{outcome}   version {row.versions}   {episode.episode_id[:8]}"
     return captioned(strip, [episode.task, about], edge=GREEN if episode.success else RED)
+
+
+def last_picture(episode: Episode) -> tuple[str, NDArray[np.uint8]]:
+    """Return the picture that an episode's verdict is about, and what it is.
+
+    The one that was judged is there when its video was kept, or when it is the last of all; else the last
+    one is shown, with its own score, which may be another.
+    """
+    scores = episode.success_scores.reshape(-1)
+    end = min(len(scores), len(episode.rewards) * episode.rewards.shape[1])
+    if episode.success and len(episode.video) >= episode.steps:
+        return f"judged {scores[episode.steps - 1]:.2f}", episode.video[episode.steps - 1]
+    word = "judged" if episode.success and episode.steps == end else f"step {end}:"
+    return f"{word} {scores[end - 1]:.2f}", episode.final_frame
 
 
 def lay_out(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -> Image.Image:

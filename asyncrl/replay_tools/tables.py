@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -49,7 +49,7 @@ class List(EpisodeSelection):
         if self.json:
             print(json.dumps([as_dict(row) for row in shown], indent=1))
             return 0
-        print(table([TITLES, *(_cells(row) for row in shown)]))
+        print(table([TITLES, *(_cells(row) for row in shown)], ("world", "member", "lag", "group")))
         print(f"{len(rows)} episodes" + (f", {len(shown)} shown" if len(shown) < len(rows) else ""))
         return 0
 
@@ -58,7 +58,7 @@ class List(EpisodeSelection):
 class Show(ReplayCommand):
     """Show one episode, decision by decision."""
 
-    episode: tyro.conf.Positional[str]
+    episode: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ID")]
     """Its id, or the beginning of it."""
 
     def run(self) -> int:
@@ -76,7 +76,8 @@ class Show(ReplayCommand):
             "ended": why_ended(row),
         }
         print(table([*about.items(), ("", "")]))
-        print(table([_SHOW_TITLES, *(_decision(row, n) for n in range(len(row.episode.frames)))]))
+        decisions = [_decision(row, n) for n in range(len(row.episode.frames))]
+        print(table([_SHOW_TITLES, *decisions], ("noise seed", "last action", "value", "lag")))
         return 0
 
 

@@ -12,10 +12,10 @@ from PIL import Image
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import REWARDED, Episode
-from asyncrl.replay_tools.drawing import INK, captioned, enlarged
 from asyncrl.replay_tools.episodes import find_row
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
+from asyncrl.storage.drawing import INK, captioned, enlarged
 from asyncrl.storage.movies import GREEN, can_write_mp4, movie_suffix, write_movie
 
 WIDTH = 256

@@ -9,10 +9,13 @@ as it is may be as large as the file; what is compressed may unpack to `EXPANSIO
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any, Final
 
 import h5py
+
+from asyncrl.storage.regular_files import open_regular
 
 EXPANSION: Final = 64
 """Decoded bytes per stored byte. Rendered pictures of a table-top come to 20, photographs to 3."""
@@ -21,6 +24,16 @@ SMALL: Final = 64 * 2**20
 MOST: Final = 4 * 2**30
 """Decoded bytes of a compressed dataset: 21,000 pictures of 256 x 256."""
 ATTRIBUTE_BYTES: Final = 2**16
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Open a file to read. h5py alone would wait for ever at a named pipe.
+
+    Raises:
+        OSError: It is no regular file, or not HDF5.
+    """
+    os.close(open_regular(path))
+    return h5py.File(path, "r")
 
 
 def dataset_in(file: h5py.File, name: str) -> h5py.Dataset:
@@ -35,16 +48,62 @@ def dataset_in(file: h5py.File, name: str) -> h5py.Dataset:
         TypeError: It is no dataset of this file, or holds texts of no fixed length.
         ValueError: It declares more than the file can hold.
     """
-    link = file.get(name, getlink=True)
-    if link is None:
-        raise KeyError(f"there is no {name}")
-    dataset = file[name] if isinstance(link, h5py.HardLink) else None
-    if not isinstance(dataset, h5py.Dataset):
-        raise TypeError(f"{name} is not a dataset of this file")
-    if dataset.dtype.hasobject:
-        raise TypeError(f"{name} holds values of no fixed length")
+    dataset = described_in(file, name)
     _check_size(dataset, name, _length(file))
     return dataset
+
+
+def described_in(file: h5py.Group, name: str) -> h5py.Dataset:
+    """Find a dataset whose type and shape can be asked for; to read it, see `dataset_in`.
+
+    Raises:
+        KeyError: There is nothing of that name.
+        TypeError: It is no dataset of this file, or holds texts of no fixed length.
+    """
+    dataset = _object_in(file, name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise TypeError(f"{name} is not a dataset of this file")
+    created = dataset.id.get_create_plist()
+    if (
+        created.get_layout() not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED)
+        or created.get_external_count()
+    ):
+        raise TypeError(f"{name} lies in other files")  # To ask for its shape may open them.
+    if dataset.dtype.hasobject:
+        raise TypeError(f"{name} holds values of no fixed length")
+    return dataset
+
+
+def group_in(file: h5py.Group, name: str) -> h5py.Group:
+    """Find a group that lies in this file itself.
+
+    Raises:
+        KeyError: There is none of that name.
+    """
+    try:
+        group = _object_in(file, name)
+    except KeyError:
+        group = None
+    if not isinstance(group, h5py.Group):
+        raise KeyError(f"there is no group {name}")
+    return group
+
+
+def _object_in(file: h5py.Group, name: str) -> h5py.Group | h5py.Dataset | h5py.Datatype | None:
+    """Go to an object by hard links only, for others may lead to another file; None: it has another link.
+
+    Raises:
+        KeyError: There is nothing of that name.
+    """
+    found: Any = file
+    for part in name.split("/"):
+        link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None
+        if link is None:
+            raise KeyError(f"there is no {name}")
+        if not isinstance(link, h5py.HardLink):
+            return None
+        found = found[part]
+    return found
 
 
 def _length(file: h5py.File) -> int:
@@ -54,13 +113,8 @@ def _length(file: h5py.File) -> int:
 
 
 def _check_size(dataset: h5py.Dataset, name: str, file_bytes: int) -> None:
-    created, stored = dataset.id.get_create_plist(), dataset.id.get_storage_size()
-    layout, nbytes = created.get_layout(), math.prod(dataset.shape) * dataset.dtype.itemsize
-    if (
-        layout not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED)
-        or created.get_external_count()
-    ):
-        raise TypeError(f"{name} lies in other files")
+    layout, stored = dataset.id.get_create_plist().get_layout(), dataset.id.get_storage_size()
+    nbytes = math.prod(dataset.shape) * dataset.dtype.itemsize
     if stored > file_bytes:
         raise ValueError(f"{name} claims {stored} bytes, the file has {file_bytes}")
     if layout != h5py.h5d.CHUNKED:
@@ -76,8 +130,8 @@ def _check_size(dataset: h5py.Dataset, name: str, file_bytes: int) -> None:
         )
 
 
-def attribute_of(file: h5py.File, name: str) -> Any:
-    """Read an attribute of a file, a number or a text.
+def attribute_of(file: h5py.Group, name: str) -> Any:
+    """Read an attribute of a file or group, a number or a text.
 
     Raises:
         KeyError: It has none of that name.

@@ -6,19 +6,25 @@ Dimension letters: H and W image size in pixels.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as PalettedImage
+
 GREEN: Final = (60, 190, 90)
 """Red, green and blue of what marks a success."""
 RED: Final = (200, 70, 60)
 """Red, green and blue of what marks a failure."""
+_PALETTE_FRAMES: Final = 16
+"""Of a movie, whose colours its palette is made of."""
 
 
 def can_write_mp4() -> bool:
@@ -63,7 +69,7 @@ def write_movie(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -
 
 
 def write_gif(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> None:
-    """Write an endless animation of 256 colours per frame.
+    """Write an endless animation with one palette of 256 colours, so that what rests keeps its colour.
 
     Args:
         path: Of the file.
@@ -72,9 +78,21 @@ def write_gif(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> 
     """
     from PIL import Image
 
-    kept = Image.Quantize.MAXCOVERAGE  # Keeps the colours of small things; the usual median cut dulls them.
-    drawn = [Image.fromarray(frame).quantize(256, kept) for frame in frames]
+    pictures = list(frames)
+    palette = _palette(pictures)
+    drawn = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in pictures]
     drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=1000 // rate, loop=0, optimize=True)
+
+
+def _palette(frames: list[NDArray[np.uint8]]) -> PalettedImage:
+    """Choose the colours of a whole movie, by frames from all over it."""
+    from PIL import Image
+
+    chosen = [
+        frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), _PALETTE_FRAMES)).astype(int)
+    ]
+    kept = Image.Quantize.MAXCOVERAGE  # Keeps the colours of small things; the usual median cut dulls them.
+    return Image.fromarray(np.concatenate(chosen)).quantize(256, kept, kmeans=3)
 
 
 def write_mp4(
@@ -91,16 +109,43 @@ def write_mp4(
     Raises:
         ConfigError: PyAV is not installed.
     """
-    require_mp4(path)
-    import av  # pyright: ignore[reportMissingImports]
-
-    with av.open(str(path), "w") as container:
-        stream: Any = None
+    with Mp4Writer(path, rate=Fraction(rate), options=options) as movie:
         for frame in frames:
-            even = np.ascontiguousarray(frame[: len(frame) // 2 * 2, : frame.shape[1] // 2 * 2])
-            if stream is None:
-                stream = container.add_stream("libx264", rate=rate, options=options or {})
-                stream.height, stream.width, stream.pix_fmt = *even.shape[:2], "yuv420p"
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
-        if stream is not None:
-            container.mux(stream.encode())
+            movie.add(frame)
+
+
+class Mp4Writer:
+    """A movie in H.264 that is written frame by frame: use it as a context."""
+
+    def __init__(self, path: Path, *, rate: Fraction, options: dict[str, str] | None = None) -> None:
+        """Open the file; see `write_mp4`.
+
+        Raises:
+            ConfigError: PyAV is not installed.
+        """
+        require_mp4(path)
+        import av  # pyright: ignore[reportMissingImports]
+
+        self._container: Any = av.open(str(path), "w")
+        self._rate, self._options = rate, options or {}
+        self._stream: Any = None
+
+    def add(self, frame: NDArray[np.uint8]) -> None:
+        """Add a frame ``[H, W, 3]``, of the size of the first one."""
+        import av  # pyright: ignore[reportMissingImports]
+
+        even = np.ascontiguousarray(frame[: len(frame) // 2 * 2, : frame.shape[1] // 2 * 2])
+        if self._stream is None:
+            self._stream = self._container.add_stream("libx264", rate=self._rate, options=self._options)
+            self._stream.height, self._stream.width, self._stream.pix_fmt = *even.shape[:2], "yuv420p"
+        self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+
+    def __enter__(self) -> Mp4Writer:
+        """Close the file at the end of a `with` block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the last frames; after an error the file is only closed."""
+        with self._container:
+            if self._stream is not None and kind is None:
+                self._container.mux(self._stream.encode())

@@ -6,6 +6,7 @@ runs/2025-01-31_12-00-00/
   tensorboard/      the same as curves          checkpoints/   resumable states
   replay/           episodes (HDF5)             videos/        imagined and evaluated episodes
   lock              who runs it (`run_lock`)    identity.json  its secret (`run_identity`)
+  provenance.json   how each start came about (`provenance`)
 
 `claim` first takes the lock: what is alive is never touched.
 """

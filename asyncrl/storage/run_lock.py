@@ -205,6 +205,33 @@ def owner(run_dir: Path) -> Owner | None:
     return None if free or (free is None and silent) else found
 
 
+def left_by(run_dir: Path) -> Owner | None:
+    """Read who died while it had a run folder; None when it was given up in order, or its owner lives."""
+    return _read(run_dir) if owner(run_dir) is None else None
+
+
+@contextmanager
+def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
+    """Keep a run from beginning in a folder, which nobody owns; what the lock says of its last owner stays.
+
+    Args:
+        run_dir: A run's folder.
+        what: What is done meanwhile, for the error.
+
+    Raises:
+        FolderInUse: The run is alive, or another command changes its folder.
+    """
+    if (found := owner(run_dir)) is not None:
+        raise FolderInUse(f"{what} would change a folder that is in use: {in_use(run_dir, found)}")
+    handle = _open(run_dir)
+    try:
+        if _take(handle, fcntl.LOCK_EX) is False:
+            raise FolderInUse(f"{what} would change a folder that is in use: {in_use(run_dir, None)}")
+        yield
+    finally:
+        os.close(handle)
+
+
 def _alive(found: Owner) -> bool:
     """Whether the owner runs, as far as this host can tell: of another host's it is believed."""
     return not found.here or process_status.started(found.pid) == found.started

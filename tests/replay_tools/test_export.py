@@ -1,5 +1,6 @@
 """`asyncrl replay export`: what was written is read back with h5py and pyarrow."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from asyncrl.commands.replay import main as run_inspection
-from asyncrl.records import EndReason
+from asyncrl.records import EndReason, Episode
+from asyncrl.replay.store import EpisodeStore
+from asyncrl.replay_tools.column_statistics import NumberStatistics, PictureStatistics
 from asyncrl.replay_tools.export import samples_of
-from asyncrl.replay_tools.lerobot import RunningStatistics
 from asyncrl.replay_tools.samples import Rate
 from asyncrl.replay_tools.video import movie_of
 from support.episodes import make_episode, simulated
@@ -52,7 +54,9 @@ def test_robomimic_at_the_rate_of_steps(run_dir: Path, capsys: pytest.CaptureFix
     store = open_store(run_dir)  # As on a live run.
     assert export(run_dir, run_dir / "x.h5") == 0
     store.close()
-    assert "2 episodes, 28 samples, one per step; 6 episodes left out" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 episodes, 28 samples, one per step\nleft out: 6 episodes, whose video was not kept. " in printed
+    assert "--replay.keep-video-every 1 in training keeps that of every group; --rate decision" in printed
     with h5py.File(run_dir / "x.h5") as file:
         assert file["data"].attrs["total"] == 28
         assert json.loads(file["data"].attrs["env_args"])["env_kwargs"]["sample"] == "step"
@@ -101,7 +105,6 @@ def test_episodes_without_video_are_not_invented(run_dir: Path, capsys: pytest.C
     ("out", "flags"),
     [
         ("x.txt", []),
-        ("x", ["--rate", "decision"]),
         ("no/x.h5", []),
         ("replay", []),
     ],
@@ -173,17 +176,50 @@ def test_lerobot_folder_is_read_back(run_dir: Path) -> None:
     stats = json.loads((out / "meta/stats.json").read_text())
     np.testing.assert_allclose(stats["action"]["mean"], actions.mean(axis=0), rtol=1e-4)
     assert np.array(stats[CAMERA]["mean"]).shape == (3, 1, 1)
+    np.testing.assert_allclose(stats["action"]["q99"], np.quantile(actions, 0.99, axis=0), rtol=1e-4)
+    assert np.array(stats[CAMERA]["q50"]).shape == (3, 1, 1)
+    np.testing.assert_allclose(
+        episodes[1]["stats/action/q10"], np.quantile(actions[12:], 0.1, axis=0), rtol=1e-4
+    )
+    assert episodes[1]["stats/action/count"] == [16]
 
 
-def test_running_statistics_are_those_of_all_values() -> None:
+@pytest.mark.parametrize(("every", "said"), [(16, "(this run: of 1 in 16)"), (0, "(this run: none, 0)")])
+def test_the_runs_own_setting_is_named_when_episodes_are_left_out(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], every: int, said: str
+) -> None:
+    (run_dir / "config.json").write_text(json.dumps({"replay": {"keep_video_every": every}}))
+    assert export(run_dir, run_dir / "x.h5") == 0
+    assert f"keeps that of every group {said}; --rate" in capsys.readouterr().out
+    assert export(run_dir, run_dir / "y.h5", "--task", "drawer") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_statistics_of_numbers_are_those_of_all_samples() -> None:
     parts = [np.random.default_rng(n).normal(size=(n + 2, 3)) for n in range(3)]
-    running = RunningStatistics()
+    gathered = NumberStatistics()
     for part in parts:
-        running.add(part)
-    said, whole = running.as_dict(), np.concatenate(parts)
+        gathered.add(part)
+    said, whole = gathered.as_dict(), np.concatenate(parts)
     for name in ("min", "max", "mean", "std"):
         np.testing.assert_allclose(said[name], getattr(whole, name)(axis=0))
+    for name, share in (("q01", 0.01), ("q10", 0.1), ("q50", 0.5), ("q90", 0.9), ("q99", 0.99)):
+        np.testing.assert_allclose(said[name], np.quantile(whole, share, axis=0))
     assert said["count"] == [len(whole)]
+
+
+def test_statistics_of_pictures_are_those_of_all_pixels() -> None:
+    random = np.random.default_rng(0)
+    parts = [random.integers(20 * n, 20 * n + 3 + n, (n + 1, 5, 7, 3)).astype(np.uint8) for n in range(4)]
+    gathered = PictureStatistics()
+    for part in parts:
+        gathered.add(part)
+    said, whole = gathered.as_dict(), np.concatenate(parts).reshape(-1, 3) / 255
+    for name in ("min", "max", "mean", "std"):
+        np.testing.assert_allclose(np.array(said[name])[:, 0, 0], getattr(whole, name)(axis=0), atol=1e-12)
+    for name, share in (("q01", 0.01), ("q10", 0.1), ("q50", 0.5), ("q90", 0.9), ("q99", 0.99)):
+        np.testing.assert_allclose(np.array(said[name])[:, 0, 0], np.quantile(whole, share, axis=0))
+    assert said["count"] == [10]
 
 
 def test_looking_does_not_load_the_export_packages() -> None:
@@ -208,3 +244,103 @@ def test_dense_rewards_make_no_sample_a_success(rate: Rate, end: EndReason) -> N
     assert samples.successes.tolist() == [False] * (length - 1) + [end == "success"]
     assert samples.rewards.sum() == pytest.approx(played.total_reward, abs=1e-5)
     assert len(movie_of(played)) == 13
+
+
+@pytest.fixture
+def simulated_run(tmp_path: Path) -> Path:
+    """Two groups of a simulator: two cameras, three numbers of state; the video of group 0 was kept."""
+    store = EpisodeStore(tmp_path / "replay", group_size=2, max_bytes=10**9)
+    for number in range(2):
+        store.ledger.append(grant=number, actor="actor-0", turn=number, min_version=0)
+        store.store_group(number, played(number))
+    store.close()
+    return tmp_path
+
+
+def played(number: int) -> list[Episode]:
+    made = (make_episode(number, member, video=number == 0, image=IMAGE) for member in range(2))
+    return [simulated(episode, steps=12 + n, end="success") for n, episode in enumerate(made)]
+
+
+def test_decisions_of_a_simulator_have_all_cameras_and_states(simulated_run: Path) -> None:
+    assert export(simulated_run, simulated_run / "x.h5", "--rate", "decision") == 0
+    with h5py.File(simulated_run / "x.h5") as file:
+        for demo, episode in (("demo_0", played(0)[0]), ("demo_3", played(1)[1])):
+            obs = file[f"data/{demo}/obs"]
+            assert set(obs) == {"agentview_image", "camera_1_image", "robot_state"}
+            assert episode.more_frames is not None
+            assert np.array_equal(obs["camera_1_image"], episode.more_frames[:, 0])
+            assert np.array_equal(obs["robot_state"], episode.states)
+
+
+def test_steps_of_a_simulator_say_what_they_lack(
+    simulated_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(simulated_run, simulated_run / "x.h5") == 0
+    printed = capsys.readouterr().out
+    assert "2 episodes, 25 samples, one per step" in printed
+    assert "not in it: the further cameras and states of 2 episodes" in printed
+    with h5py.File(simulated_run / "x.h5") as file:
+        assert set(file["data/demo_0/obs"]) == {"agentview_image"}
+
+
+def test_lerobot_at_the_rate_of_decisions_has_all_cameras_and_states(simulated_run: Path) -> None:
+    pytest.importorskip("pyarrow")
+    av = pytest.importorskip("av")
+    import pyarrow.parquet as pq
+
+    out = simulated_run / "lerobot"
+    assert export(simulated_run, out, "--rate", "decision") == 0
+    info = json.loads((out / "meta/info.json").read_text())
+    assert (info["fps"], info["total_episodes"], info["total_frames"]) == (2.5, 4, 8)
+    keys = [CAMERA, "observation.images.camera_1"]
+    assert [key for key, about in info["features"].items() if about["dtype"] == "video"] == keys
+    assert info["features"]["observation.state"]["shape"] == [3]
+    assert info["features"]["decision.actions"]["shape"] == [56]
+    rows = pq.read_table(out / "data/chunk-000/file-000.parquet").to_pylist()
+    episodes = [episode for number in range(2) for episode in played(number)]
+    states = np.concatenate([episode.states for episode in episodes if episode.states is not None])
+    assert np.array_equal(np.array([row["observation.state"] for row in rows], np.float32), states)
+    chunks = np.concatenate([episode.actions.reshape(2, 56) for episode in episodes])
+    assert np.array_equal(np.array([row["decision.actions"] for row in rows], np.float32), chunks)
+    assert [row["timestamp"] for row in rows] == pytest.approx([0, 0.4] * 4)
+    stats = json.loads((out / "meta/stats.json").read_text())
+    np.testing.assert_allclose(stats["observation.state"]["q50"], np.median(states, axis=0), rtol=1e-5)
+    assert stats.keys() == info["features"].keys()
+    for key in keys:
+        with av.open(str(out / f"videos/{key}/chunk-000/file-000.mp4")) as container:
+            times = [frame.time for frame in container.decode(video=0)]
+        assert times == pytest.approx(np.arange(8) / 2.5)
+
+
+def test_a_policy_of_one_step_has_states_and_cameras_at_the_rate_of_steps() -> None:
+    made = make_episode(versions=(0,) * 3)
+    one = dataclasses.replace(
+        made,
+        rewards=made.rewards[:, :1],
+        actions=made.actions[:, :1],
+        video=np.zeros((3, 4, 4, 3), np.uint8),
+        steps_taken=3,
+        states=np.arange(6, dtype=np.float32).reshape(3, 2),
+        more_frames=np.ones((3, 1, 4, 4, 3), np.uint8),
+    )
+    samples = samples_of(one, "step")
+    assert samples is not None
+    assert samples.states.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert samples.more_images.shape == (3, 1, 4, 4, 3)
+
+
+def test_lerobot_episodes_of_different_layouts_are_refused_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("av")
+    store = EpisodeStore(tmp_path / "replay", group_size=2, max_bytes=10**9)
+    for number, cameras in ((0, 2), (1, 3)):
+        store.ledger.append(grant=number, actor="actor-0", turn=number, min_version=0)
+        made = (make_episode(number, member, image=IMAGE) for member in range(2))
+        store.store_group(number, [simulated(episode, cameras=cameras) for episode in made])
+    store.close()
+    assert export(tmp_path, tmp_path / "lerobot", "--rate", "decision") == 2
+    assert "a data set has one layout" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["replay"]

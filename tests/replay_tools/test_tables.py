@@ -9,8 +9,8 @@ from PIL import Image
 
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason
-from asyncrl.replay_tools.drawing import BLUE, FAINT
 from asyncrl.replay_tools.episodes import find_group
+from asyncrl.storage.drawing import BLUE, FAINT
 from support.episodes import assert_same, simulated, with_chain
 from support.recorded_run import IDS, episode_of, make_run, open_store, remove_after_listing
 

@@ -1,5 +1,6 @@
 """`asyncrl replay video|sheet`: the movies and pictures show what was stored."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,12 @@ from PIL import Image, ImageSequence
 
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.replay_tools import video
-from asyncrl.replay_tools.drawing import INK, captioned, fitted, font
 from asyncrl.replay_tools.episodes import read_rows
-from asyncrl.replay_tools.sheet import SPACE, spread
+from asyncrl.replay_tools.sheet import SPACE, last_picture, spread
 from asyncrl.storage import movies
+from asyncrl.storage.drawing import INK, captioned, fitted, font
 from asyncrl.storage.movies import GREEN, RED
+from support.episodes import make_episode
 from support.recorded_run import IMAGE, episode_of, make_run, open_store, remove_after_listing
 
 TIMES = video.WIDTH // IMAGE
@@ -129,13 +131,39 @@ def test_the_sheet_shows_four_frames_of_each_episode(
         sheet = np.asarray(image.convert("RGB"))
     rows, columns = np.nonzero((sheet == GREEN).all(axis=2))
     assert columns.min() == SPACE, "successes stand at the left"
-    top = int(rows.min()) - 96  # The edge begins below the pictures of the first episode.
+    label = captioned(Image.new("RGB", (96, 0)), ["step 8"], edge=INK).height
+    top = int(rows.min()) - 96 - label  # The edge begins below the pictures of the first episode.
     times, episode = 96 // IMAGE, episode_of(0, 0)
-    short_path = [episode.frames[0], episode.frames[0], episode.frames[1], episode.final_frame]
+    assert len(episode.video), "so that the picture that was judged is there"
+    short_path = [episode.frames[0], episode.frames[0], episode.frames[1], episode.video[episode.steps - 1]]
     for place, frame in enumerate(short_path):
         left = SPACE + place * (96 + 2)
         assert np.array_equal(sheet[top : top + 96 : times, left : left + 96 : times], frame)
     assert np.nonzero((sheet == RED).all(axis=2))[1].min() > columns.max()
+
+
+@pytest.mark.parametrize(
+    ("video", "success", "reward_at", "said", "shown"),
+    [
+        (True, True, 3, "judged 0.12", "video 11"),
+        (False, True, 3, "step 16: 0.16", "final"),
+        (False, True, 7, "judged 0.16", "final"),
+        (True, False, None, "step 16: 0.16", "final"),
+    ],
+)
+def test_the_last_picture_of_a_tile_is_the_judged_one_or_says_its_own_score(
+    video: bool, success: bool, reward_at: int | None, said: str, shown: str
+) -> None:
+    rewards = np.zeros((2, 8), np.float32)
+    if reward_at is not None:
+        rewards[1, reward_at] = 1
+    scores = (np.arange(1, 17, dtype=np.float32) / 100).reshape(2, 8)
+    episode = dataclasses.replace(
+        make_episode(video=video, success=success), rewards=rewards, success_scores=scores
+    )
+    text, picture = last_picture(episode)
+    assert text == said
+    assert np.array_equal(picture, episode.video[11] if shown == "video 11" else episode.final_frame)
 
 
 def test_the_sheet_of_one_kind_has_one_column(run_dir: Path) -> None:

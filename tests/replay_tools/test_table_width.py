@@ -1,0 +1,61 @@
+"""Tables fit a terminal and are whole lines in a pipe."""
+
+import os
+import sys
+
+import pytest
+
+from asyncrl.replay_tools.text import table
+
+ROWS = [
+    ("episode", "task", "steps", "group was"),
+    ("f7e3ac91b8a8", "put the green cube on the white plate", "18", "used"),
+    ("77c9e29b1ba4", "put the red cube on the yellow plate", "-", "unused"),
+]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch):
+    def of(width: int) -> None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((width, 24)))
+
+    return of
+
+
+def test_a_pipe_gets_a_line_per_row_whatever_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert table(ROWS, ("group was",)).splitlines() == [
+        "episode       task                                   steps  group was",
+        "f7e3ac91b8a8  put the green cube on the white plate     18  used",
+        "77c9e29b1ba4  put the red cube on the yellow plate       -  unused",
+    ]
+
+
+def test_a_terminal_that_is_wide_enough_gets_the_same(terminal) -> None:
+    wide = table(ROWS)
+    terminal(69)
+    assert table(ROWS, ("group was",)) == wide
+
+
+def test_a_narrow_terminal_does_without_columns_in_the_order_that_is_said(terminal) -> None:
+    terminal(60)
+    assert table(ROWS, ("group was", "steps")).splitlines() == [
+        "episode       task                                   steps",
+        "f7e3ac91b8a8  put the green cube on the white plate     18",
+        "77c9e29b1ba4  put the red cube on the yellow plate       -",
+    ]
+
+
+def test_then_text_is_broken_between_words_and_numbers_are_not(terminal) -> None:
+    terminal(45)
+    lines = table(ROWS, ("group was",)).splitlines()
+    assert all(len(line) <= 45 for line in lines)
+    assert lines[1:3] == ["f7e3ac91b8a8  put the green cube on        18", "              the white plate"]
+
+
+def test_brackets_are_no_markup(terminal) -> None:
+    terminal(30)
+    shown = table([("n", "action"), ("0", "[bold] [+0.71 -0.04 -0.39 -0.03 +0.03]")])
+    assert "[bold]" in shown
+    assert "-0.03 +0.03]" in shown.replace("\n", " ").replace("   ", "")

@@ -1,0 +1,53 @@
+"""A movie has one palette: what rests keeps its colour, and small coloured things keep theirs."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageSequence
+
+from asyncrl.storage.movies import write_gif
+
+
+def table_with_a_moving_cube(frames: int) -> np.ndarray:
+    """A grey table with soft shades, on which a red square of 6 pixels moves: ``[F, 64, 64, 3]``."""
+    rows, columns = np.mgrid[:64, :64]
+    table = np.full((64, 64, 3), (74, 70, 66), np.uint8)
+    table[:20] = (40 + rows[:20] + columns[:20])[..., None].astype(np.uint8)  # An arm of many greys.
+    movie = np.repeat(table[None], frames, 0)
+    for number, frame in enumerate(movie):
+        frame[40:46, number : number + 6] = (200, 30, 30)
+        frame[22:26] = (number * 5, 255 - number * 5, 128)  # Something whose colour changes all the time.
+    return movie
+
+
+def test_the_table_has_one_colour_in_all_frames(tmp_path: Path) -> None:
+    movie = table_with_a_moving_cube(48)
+    write_gif(tmp_path / "movie.gif", movie, rate=10)
+    with Image.open(tmp_path / "movie.gif") as gif:
+        shown = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(gif)]
+    assert len(shown) == 48
+    greys = {tuple(frame[60, 60].tolist()) for frame in shown}
+    assert len(greys) == 1
+    assert np.abs(np.subtract(greys.pop(), (74, 70, 66))).max() <= 4
+
+
+def test_a_small_thing_keeps_its_colour_wherever_it_is(tmp_path: Path) -> None:
+    movie = table_with_a_moving_cube(48)
+    write_gif(tmp_path / "movie.gif", movie, rate=10)
+    with Image.open(tmp_path / "movie.gif") as gif:
+        for number, frame in enumerate(ImageSequence.Iterator(gif)):
+            red = np.asarray(frame.convert("RGB"))[43, number + 3].astype(int)
+            assert np.abs(red - (200, 30, 30)).max() <= 12
+
+
+def test_there_is_one_palette_in_the_file(tmp_path: Path) -> None:
+    write_gif(tmp_path / "movie.gif", table_with_a_moving_cube(8), rate=10)
+    content = (tmp_path / "movie.gif").read_bytes()
+    separators = [
+        i for i in range(len(content) - 10) if content[i] == 0x2C and content[i - 9 : i - 7] == b"!\xf9"
+    ]
+    local = [
+        content[i + 9] & 0x80 for i in separators
+    ]  # The flag of a local colour table in a frame's header.
+    assert content[10] & 0x80, "a global palette"
+    assert not any(local), f"{len(local)} frames have a palette of their own"

@@ -1,0 +1,163 @@
+"""How each start of a run came about, in RUN/provenance.json."""
+
+import json
+import os
+import platform
+import socket
+import subprocess
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+import torch
+
+from asyncrl import __version__
+from asyncrl.storage.provenance import MOST_STARTS, Provenance, Start, devices, git_state, read, this_start
+
+BEGAN = "2025-01-01T00:00:00+00:00"
+START = Start(attempt=1, command="asyncrl train", host="a", pid=1, began=BEGAN)
+
+
+def kept(run_dir, start=START, updates=10, told=None):
+    return Provenance(run_dir, start, updates=updates, tell=(told if told is not None else []).append)
+
+
+def test_a_start_says_command_host_versions_devices_and_times(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    begun = this_start(attempt=2, command="asyncrl train --seed 3", from_update=5, ranks=4)
+    with kept(tmp_path, begun) as it:
+        ((running,), _) = read(tmp_path)
+        assert (running.ended, running.how, running.to_update) == ("", "", 5)
+        it.note(7, {})
+    ((start,), left_out) = read(tmp_path)
+    assert (start.attempt, start.command, start.ranks, left_out) == (2, "asyncrl train --seed 3", 4, 0)
+    assert (start.host, start.pid, start.python) == (
+        socket.gethostname(),
+        os.getpid(),
+        platform.python_version(),
+    )
+    assert start.versions["asyncrl"] == __version__
+    assert {"torch", "transformers", "numpy"} <= start.versions.keys()
+    assert start.devices[-1].endswith(f"{len(os.sched_getaffinity(0))} cores")
+    assert start.job == "slurm 4711"
+    assert (start.from_update, start.to_update, start.how) == (5, 7, "stopped")
+    assert datetime.fromisoformat(start.began) <= datetime.fromisoformat(start.ended)
+
+
+def test_a_gpu_that_does_not_answer_and_a_system_without_affinity_end_no_run(monkeypatch):
+    def broken(index):
+        raise RuntimeError("CUDA error: unknown error\nand more")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    gpu, cpu = devices(gpus=True)
+    assert gpu == "GPU 0 does not answer (CUDA error: unknown error)"
+    assert cpu.endswith(f", {os.cpu_count()} cores")
+
+
+def test_a_run_without_gpus_asks_for_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was asked"))
+    assert len(this_start(attempt=1, command="x", from_update=0, ranks=1, gpus=False).devices) == 1
+
+
+def test_a_run_that_made_all_updates_is_finished_and_a_failure_is_named(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    with kept(tmp_path / "a") as it:
+        it.note(10, {})
+    assert read(tmp_path / "a")[0][0].how == "finished"
+    with pytest.raises(RuntimeError), kept(tmp_path / "b"):
+        raise RuntimeError("no memory\nand more")
+    assert read(tmp_path / "b")[0][0].how == "failed: RuntimeError: no memory"
+    with pytest.raises(KeyboardInterrupt), kept(tmp_path / "c"):
+        raise KeyboardInterrupt
+    assert read(tmp_path / "c")[0][0].how == "stopped"
+
+
+def test_a_resume_adds_a_start_and_one_that_was_killed_has_no_end(tmp_path):
+    kept(tmp_path)
+    with kept(tmp_path, replace(START, attempt=2, began="2025-01-02T00:00:00+00:00")):
+        pass
+    starts, _ = read(tmp_path)
+    assert [(start.attempt, start.how) for start in starts] == [(1, ""), (2, "stopped")]
+
+
+def test_many_starts_keep_the_first_and_the_newest(tmp_path):
+    for attempt in range(1, MOST_STARTS + 4):
+        kept(tmp_path, replace(START, attempt=attempt))
+    starts, left_out = read(tmp_path)
+    assert [start.attempt for start in starts] == [1, *range(5, MOST_STARTS + 4)]
+    assert left_out == 3
+
+
+def test_a_run_without_the_file_has_no_starts(tmp_path):
+    assert read(tmp_path) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("[]", "it holds a list"),
+        ("{", "Expecting"),
+        ('{"format": 1, "left_out": 0}', "starts is missing"),
+        ('{"format": 2, "left_out": 0, "starts": []}', "its format is 2"),
+        ('{"format": 1, "left_out": 0, "starts": [3]}', "a start is a int"),
+        ('{"format": 1, "left_out": 0, "starts": [{"attempt": true}]}', "attempt is True"),
+    ],
+)
+def test_a_damaged_file_is_said_kept_and_begun_anew(tmp_path, content, why):
+    (tmp_path / "provenance.json").write_text(content)
+    with pytest.raises(ValueError, match=why):
+        read(tmp_path)
+    told = []
+    kept(tmp_path, told=told)
+    assert why in told[0]
+    assert (tmp_path / "provenance.json.damaged").read_text() == content
+    assert [start.attempt for start in read(tmp_path)[0]] == [1]
+
+
+def test_a_version_that_is_no_text_is_refused(tmp_path):
+    kept(tmp_path)
+    table = json.loads((tmp_path / "provenance.json").read_text())
+    table["starts"][0]["versions"] = {"torch": 2}
+    (tmp_path / "provenance.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match="a version is no text"):
+        read(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_said_and_does_not_end_the_run(tmp_path):
+    os.mkfifo(tmp_path / "provenance.json")
+    told = []
+    with kept(tmp_path, told=told):
+        pass
+    assert len(told) == 2
+    assert "a named pipe" in told[0]
+    assert told[0].endswith("The run goes on")
+
+
+def git(folder, *arguments):
+    names = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", *names, "-C", folder, *arguments], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+def test_the_commit_of_a_checkout_and_whether_files_differ_from_it(tmp_path):
+    assert git_state(tmp_path) == ("", False)
+    git(tmp_path, "init", "-q")
+    assert git_state(tmp_path) == ("", False)  # Nothing is committed.
+    (tmp_path / "a.py").write_text("1")
+    git(tmp_path, "add", "a.py")
+    git(tmp_path, "commit", "-q", "-m", "a")
+    commit = git(tmp_path, "rev-parse", "HEAD").strip()
+    (tmp_path / "new.py").write_text("untracked files are no change")
+    assert git_state(tmp_path) == (commit, False)
+    (tmp_path / "a.py").write_text("2")
+    assert git_state(tmp_path) == (commit, True)
+
+
+def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path) == ("", False)
