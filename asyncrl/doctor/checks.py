@@ -29,6 +29,8 @@ class Check:
     """'module:function' in this package. Imported when it runs, for what is missing is a finding too."""
     deadline: float = DEADLINE
     """Seconds."""
+    acts: bool = False
+    """Whether it writes files, opens sockets, starts processes, or computes with the world."""
 
 
 CHECKS: Final = (
@@ -38,21 +40,22 @@ CHECKS: Final = (
     Check(name="memory", where="host:check_memory"),
     Check(name="shared memory", where="host:check_shared_memory"),
     Check(name="open files", where="host:check_open_files"),
-    Check(name="run folder", where="storage:check_run_folder"),
+    Check(name="run folder", where="storage:check_run_folder", acts=True),
     Check(name="file system", where="storage:check_file_system"),
-    Check(name="file locks", where="storage:check_locks"),
-    Check(name="sockets", where="network:check_sockets"),
-    Check(name="TMPDIR", where="network:check_temporary_folder"),
-    Check(name="replay.listen", where="network:check_listen"),
+    Check(name="file locks", where="storage:check_locks", acts=True),
+    Check(name="sockets", where="network:check_sockets", acts=True),
+    Check(name="TMPDIR", where="network:check_temporary_folder", acts=True),
+    Check(name="replay.listen", where="network:check_listen", acts=True),
     Check(name="keys", where="network:check_keys"),
     Check(name="devices", where="gpus:check_devices"),
     Check(name="placement", where="gpus:check_placement"),
     Check(name="shipped files", where="models:check_shipped_files"),
     Check(name="models", where="models:check_models", deadline=600.0),
     Check(name="device memory", where="gpus:check_device_memory"),
+    Check(name="world", where="worlds:check_world_model", deadline=300.0, acts=True),
     Check(name="free disk", where="storage:check_free_disk"),
-    Check(name="disk speed", where="storage:check_disk_speed"),
-    Check(name="links", where="links:check_links", deadline=180.0),
+    Check(name="disk speed", where="storage:check_disk_speed", acts=True),
+    Check(name="links", where="links:check_links", deadline=180.0, acts=True),
 )
 """In the order of the report; what the models need comes after them."""
 SIMULATOR_CHECKS: Final = (
@@ -92,12 +95,18 @@ def _report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> 
     return int(bool(broken))
 
 
-def examine(examination: Examination) -> Iterator[Finding]:
-    """Make all checks, one after the other."""
+def examine(examination: Examination, *, reading_only: bool = False) -> Iterator[Finding]:
+    """Make all checks, one after the other.
+
+    Args:
+        examination: What is examined.
+        reading_only: Leave out those that act (`Check.acts`).
+    """
     yield ok("settings", f"{examination.where}: {_summary(examination)}")
     checks = [("Python", partial(_call, "packages:check_python", examination), DEADLINE)]
     checks += [(name, partial(check_package, name, lowest), DEADLINE) for name, lowest in NEEDED.items()]
-    checks += [(check.name, partial(_call, check.where, examination), check.deadline) for check in CHECKS]
+    chosen = [check for check in CHECKS if not (reading_only and check.acts)]
+    checks += [(check.name, partial(_call, check.where, examination), check.deadline) for check in chosen]
     for name, action, deadline in checks:
         if finding := run_check(name, action, deadline):
             yield finding

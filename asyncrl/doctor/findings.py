@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.records import ActionSpec, SlotBytes
+from asyncrl.observability.layout import hanging
+from asyncrl.records import ActionSpec, SlotBytes, StartState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Sizes:
     learning: int = 0
     """Activations of the policy per decision of a micro-batch; 0: not known."""
     slot: SlotBytes = field(default_factory=SlotBytes)
-    """What a slot of the world takes."""
+    """What slots of the world take."""
 
     @property
     def training(self) -> int:
@@ -66,6 +67,8 @@ class Examination:
     """Where the settings come from, for people."""
     sizes: Sizes | None = None
     """Known once the models were loaded."""
+    starts: Sequence[StartState] = ()
+    """Where imagined episodes begin; likewise."""
 
 
 NAME_WIDTH: Final = 14
@@ -108,9 +111,9 @@ def broken(name: str, seen: str, advice: str = "") -> Finding:
 
 
 def render(finding: Finding) -> str:
-    """Write one aligned line of the report."""
+    """Write one line of the report, broken where a terminal ends."""
     text = f"{finding.seen} {finding.advice}".rstrip()
-    return f"{finding.name:<{NAME_WIDTH}}{finding.verdict.value:<9}{text}"
+    return hanging(f"{finding.name:<{NAME_WIDTH - 1}} {finding.verdict.value:<9}", text)
 
 
 def one_line(error: object) -> str:

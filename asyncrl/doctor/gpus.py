@@ -42,7 +42,8 @@ def placement_of(config: TrainConfig) -> Placement:
     Raises:
         ConfigError: It cannot work.
     """
-    return parse_placement(config.placement, ranks_named(config.placement), 0)
+    joined = bool(config.replay.listen)
+    return parse_placement(config.placement, ranks_named(config.placement), 0, joined=joined)
 
 
 def check_placement(examination: Examination) -> Finding:
@@ -134,7 +135,8 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
         # One complete version is kept while the next one arrives.
         needed += sizes.policy + 2 * sizes.version + rows * sizes.acting
     if "actor" in roles or "world" in roles:
-        needed += sizes.environment + config.actor.slots * sizes.slot.kept + rows * sizes.slot.scratch
+        slot = sizes.slot
+        needed += sizes.environment + config.actor.slots * slot.kept + rows * slot.scratch + slot.shared
     return needed
 
 

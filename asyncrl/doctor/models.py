@@ -57,6 +57,7 @@ def check_models(examination: Examination) -> Finding:
     except AsyncRLError as error:
         return broken("models", one_line(error))
     examination.config = config
+    examination.starts = environment.starts if isinstance(environment, EnvironmentFiles) else ()
     sizes = examination.sizes = measure(config, policy, environment, slot_of(config))
     return ok(
         "models",
@@ -67,13 +68,18 @@ def check_models(examination: Examination) -> Finding:
 
 
 def slot_of(config: TrainConfig) -> SlotBytes:
-    """Ask the world what a slot takes; nothing is known of a world that does not say it."""
+    """Ask the world what slots take; nothing is known of a world that does not say it.
+
+    Args:
+        config: With what the world says where its user said nothing.
+    """
     if simulator_named(config.world):
         return SlotBytes()
     world = named_world(config.world, config.world_settings)
     if not isinstance(world.kind, CountsSlots):
         return SlotBytes()
-    return world.kind.slot_bytes(world.folder, config.imagination, **world.settings)
+    decisions = config.actor.max_decisions
+    return world.kind.slot_bytes(world.folder, config.imagination, decisions=decisions, **world.settings)
 
 
 def measure(

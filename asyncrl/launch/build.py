@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.pipeline import split_slots
 from asyncrl.actors.play import Play
 from asyncrl.config.loading import to_json
-from asyncrl.config.run import TrainConfig
-from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload, OffloadedTensors
+from asyncrl.config.run import EvaluationSettings, TrainConfig
+from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError
+from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
 from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import Environment, EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import named_policy, named_world
@@ -39,6 +40,7 @@ from asyncrl.learner.reference import Reference
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
+from asyncrl.observability import process_status
 from asyncrl.policies.interface import (
     FixedShapeActing,
     FixesPrompts,
@@ -56,15 +58,6 @@ from asyncrl.storage.run_lock import RunLock
 from asyncrl.weights.interface import Publisher, Receiver
 from asyncrl.worlds.interface import CompilesWorld
 from asyncrl.worlds.start_states import StartStateStream
-
-
-@runtime_checkable
-class HoldsAddresses(Protocol):
-    """A model that knows addresses of its weights, as captured CUDA graphs do."""
-
-    def weights_moved(self) -> None:
-        """Forget the addresses: the weights will be elsewhere when they return."""
-        ...
 
 
 def actor_offload(config: TrainConfig, acting: Imagination[Any] | Play) -> IdleOffload:
@@ -137,6 +130,8 @@ class LearnerStart:
     """What the replay is told."""
     notes: tuple[str, ...] = ()
     """Lines about the checkpoint, for the console."""
+    simulator: str = ""
+    """That has the tasks of the run; empty: none is known."""
 
 
 def transport_of(config: TrainConfig, placement: Placement) -> str:
@@ -220,7 +215,9 @@ def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> N
     assert isinstance(policy, FixedShapeActing)
     assert isinstance(world, CompilesWorld)
     rows = rows_of_a_pass(config)
+    process_status.describe("compiling the policy")
     policy.compile_acting(rows, tasks_of(environment))
+    process_status.describe("compiling the world")
     world.compile(rows)
 
 
@@ -268,6 +265,7 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
     return LoopSettings(
         updates=config.updates,
         checkpoint_every=config.checkpoint_every,
+        evaluate_every=config.evaluate_every,
         batch_timeout=config.batch_timeout,
         hang_timeout=config.hang_timeout,
         batches_ahead=config.max_lag + 1,
@@ -283,7 +281,8 @@ def first_weights_deadline(config: TrainConfig) -> float:
 
 def config_hash(config: TrainConfig) -> str:
     """Identify the settings that decide what is learned: not where the run lies, nor how long it is."""
-    same = replace(config, run_dir="", updates=1, resume=False)
+    same = replace(config, run_dir="", updates=1, resume=False, evaluate_every=0)
+    same = replace(same, evaluation=EvaluationSettings())
     return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]
 
 
@@ -304,6 +303,10 @@ def load_models(
     environment.check_policy(policy)
     if names_code(config.policy) and isinstance(environment, EnvironmentFiles):
         try_policy(policy, environment.starts)
+    if config.evaluate_every:
+        from asyncrl.launch import evaluation  # It needs simulators, which are not imported without cause.
+
+        evaluation.plan(config, environment, policy)
     return policy, environment
 
 
@@ -353,7 +356,15 @@ def start_run(
         checkpoint=folder,
         replay=before,
         notes=notes,
+        simulator=_simulator_of(config, files),
     )
+
+
+def _simulator_of(config: TrainConfig, files: EnvironmentFiles | SimulatorFiles) -> str:
+    own = config.evaluation.simulator or simulator_named(config.world)
+    if own or isinstance(files, SimulatorFiles):
+        return own
+    return simulator_of_tasks({state.task for state in files.starts})
 
 
 def build_update(

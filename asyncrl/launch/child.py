@@ -11,8 +11,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+
+from tqdm import tqdm
 
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.storage.regular_files import open_regular
@@ -35,6 +38,8 @@ def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> N
     # Ctrl-C reaches the whole process group; only the learner answers it, and then ends the others in order.
     for of_the_terminal in (signal.SIGINT, signal.SIGHUP):  # They reach all processes of it.
         signal.signal(of_the_terminal, signal.SIG_IGN)
+    # The lock of its own is a semaphore of the system, which stays behind when this process is killed.
+    tqdm.set_lock(threading.RLock())
     print(f"--- {name} starts, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(*args)

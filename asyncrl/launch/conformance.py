@@ -16,51 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.errors import ConfigError
+from asyncrl.launch.reporter import Reporter
+from asyncrl.launch.world_conformance import Trial
 from asyncrl.learner.interface import describe_tensor
 from asyncrl.policies.interface import ActResult, HasCritic, Policy, SamplingParams
 from asyncrl.records import SAMPLE_DTYPES, ActionSpec, StartState, sample_specs
-from asyncrl.registry import FLAGS
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.worlds.interface import World
 
 SAMPLING: Final = SamplingParams(temperature=1.0)
 SEEDS: Final = (11, 22)
-CHECKED_DECISIONS: Final = 2
 LOGPROB_TOLERANCE: Final = 0.05
 """Nats by which `evaluate` may differ from `act` at equal weights: what bfloat16 rounds."""
-PIXEL_TOLERANCE: Final = 2
-"""Grey levels by which a frame may differ when its neighbours do."""
-
-
-class Reporter:
-    """Says in one sentence what a part of one kind did wrong."""
-
-    def __init__(self, kind: str, part: object) -> None:
-        found = type(part)
-        self.name = f"{FLAGS[kind]} names {found.__module__}:{found.__qualname__}"
-
-    def refused(self, method: str, came: str, expected: str) -> ConfigError:
-        """Return the error that says so."""
-        return ConfigError(f"{self.name}, whose {method} is {came}, expected {expected}.")
-
-    def require(self, fits: bool, method: str, came: object, expected: str) -> None:
-        """Refuse what does not fit."""
-        if not fits:
-            raise self.refused(method, f"{came!s:.200}", expected)
-
-    def tensor(self, method: str, found: Any, dtype: str, shape: Sequence[int | str]) -> Tensor:
-        """Refuse anything but a tensor of this dtype and shape such as ``[2, L]``: letters are any size."""
-        fits = (
-            isinstance(found, Tensor)
-            and found.dtype == getattr(torch, dtype)
-            and len(found.shape) == len(shape)
-            and all(isinstance(a, str) or a == b for a, b in zip(shape, found.shape, strict=True))
-        )
-        if not fits:
-            sizes = ", ".join(map(str, shape))
-            raise self.refused(method, describe_tensor(found), f"{dtype}[{sizes}]")
-        return found
 
 
 # ---- policies ------------------------------------------------------------------------------------
@@ -210,76 +177,9 @@ def try_environment(world: World[Any], reward: RewardModel, starts: Sequence[Sta
         ConfigError: Something has another type, shape or dtype than `World` or `RewardModel` says.
     """
     two = [starts[0], starts[-1]]
-    frames, _ = _imagine(world, _start(world, two), SEEDS)
+    trial = Trial(world, starts)
+    frames, _ = trial.imagine(trial.start(two, decisions=1), trial.actions(2), SEEDS)
     _score(reward, frames, [state.task for state in two])
-
-
-def check_world(world: World[Any], starts: Sequence[StartState]) -> Iterator[str]:
-    """Check all that a run needs of a world; yields a line for everything that holds.
-
-    Args:
-        world: Just loaded.
-        starts: At least one, of its size.
-
-    Raises:
-        ConfigError: Something does not.
-    """
-    report = Reporter("world", world)
-    two = [starts[0], starts[-1]]
-    state = _start(world, two)
-    frames, after = _imagine(world, state, SEEDS)
-    yield f"imagine: frames {describe_tensor(frames)} on {frames.device}"
-    again, _ = _imagine(world, state, SEEDS)
-    report.require(torch.equal(frames, again), "imagine", "another film from the same state", "the same")
-    alone, _ = _imagine(world, state.select([1]), SEEDS[1:])
-    gap = int((alone[0].int() - frames[1].int()).abs().max())
-    fits = gap <= PIXEL_TOLERANCE
-    report.require(
-        fits, "imagine", f"{gap} grey levels off when a row is alone", f"at most {PIXEL_TOLERANCE}"
-    )
-    yield "imagine: the state is not changed, neighbours do not matter"
-    swapped = state.select([1, 0])
-    report.require(len(swapped) == 2, "select", len(swapped), "a state of 2 rows")
-    written = swapped.write_rows([0], state.select([0]))
-    third, _ = _imagine(world, written, (SEEDS[0], SEEDS[0]))
-    first, _ = _imagine(world, state.select([0, 0]), (SEEDS[0], SEEDS[0]))
-    gap = int((third.int() - first.int()).abs().max())
-    report.require(
-        gap <= PIXEL_TOLERANCE, "write_rows", f"{gap} grey levels off", "the rows that were written"
-    )
-    longer, _ = _imagine(world, after, SEEDS)
-    report.require(len(longer) == 2, "imagine", len(longer), "two rows")
-    yield "state: rows are selected and written"
-    named = {name: type(module).__name__ for name, module in world.modules().items()}
-    yield f"modules: {named or 'none'}"
-
-
-def _start(world: World[Any], states: Sequence[StartState]) -> Any:
-    report, size = Reporter("world", world), world.image_size
-    report.require(isinstance(world.version, int), "version", world.version, "an int")
-    modules = world.modules()
-    report.require(isinstance(modules, Mapping), "modules", type(modules).__name__, "a mapping of networks")
-    wrong = [state.frame.shape for state in states if state.frame.shape != (size, size, 3)]
-    report.require(not wrong, "image_size", size, f"that of the start states, {wrong}")
-    state = world.start(states, decisions=CHECKED_DECISIONS)
-    report.require(len(state) == len(states), "start", f"a state of {len(state)} rows", f"{len(states)} rows")
-    report.tensor("start().finite", state.finite, "bool", (len(states),))
-    return state
-
-
-def _imagine(world: World[Any], state: Any, seeds: Sequence[int]) -> tuple[Tensor, Any]:
-    report, spec, size = Reporter("world", world), world.action_spec, world.image_size
-    numbers = np.random.default_rng(0).uniform(-0.5, 0.5, (spec.chunk, spec.dim)).astype(np.float32)
-    actions = torch.from_numpy(np.stack([numbers] * len(seeds))).to(world.device)
-    with torch.inference_mode():
-        found = world.imagine(state, actions, seeds)
-    pair = isinstance(found, tuple) and len(found) == 2
-    report.require(pair, "imagine", type(found).__name__, "(frames, state)")
-    frames, after = found
-    report.tensor("imagine()[0]", frames, "uint8", (len(seeds), spec.chunk, size, size, 3))
-    report.require(len(after) == len(seeds), "imagine()[1]", len(after), f"a state of {len(seeds)} rows")
-    report.tensor("imagine()[1].finite", after.finite, "bool", (len(seeds),))
-    return frames, after
 
 
 def check_reward(reward: RewardModel, tasks: Sequence[str], image_size: int) -> Iterator[str]:

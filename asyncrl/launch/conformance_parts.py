@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.conformance import Reporter
+from asyncrl.launch.reporter import Reporter
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.interface import OldPolicy, describe_tensor
 from asyncrl.learner.levels import valid_units
 from asyncrl.learner.losses import log_ratio
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.recipe import Recipe
-from asyncrl.records import Episode
+from asyncrl.records import POSE_DIM, Episode
 from asyncrl.simulators.interface import (
     Seen,
     Simulator,
@@ -97,6 +97,24 @@ def _check_seen(report: Reporter, spec: SimulatorSpec, method: str, seen: Seen) 
         came = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         wanted = f"{np.dtype(dtype)}{[spec.places, *shape]}"
         report.require(fits, f"{method}().{name}", came, wanted)
+    _check_poses(report, spec, method, seen)
+
+
+def _check_poses(report: Reporter, spec: SimulatorSpec, method: str, seen: Seen) -> None:
+    """Check where the hands are said to be."""
+    if not spec.poses:
+        report.require(seen.poses is None, f"{method}().poses", "there", "None, as spec.poses is False")
+        return
+    poses, wanted = seen.poses, f"float32[{spec.places}, {POSE_DIM}]"
+    if poses is None:
+        raise report.refused(f"{method}().poses", "None", wanted)
+    fits = poses.dtype == np.float32 and poses.shape == (spec.places, POSE_DIM)
+    report.require(fits, f"{method}().poses", f"{poses.dtype}{list(poses.shape)}", wanted)
+    lengths = np.linalg.norm(poses[:, 3:7], axis=1)
+    unit = bool(np.isfinite(poses).all() and (np.abs(lengths - 1) < 1e-3).all())
+    report.require(unit, f"{method}().poses", poses.tolist(), "finite, with quaternions of length 1")
+    gripper = bool((np.abs(poses[:, 7]) <= 1).all())
+    report.require(gripper, f"{method}().poses", poses[:, 7].tolist(), "a gripper from -1 (open) to 1")
 
 
 def check_recipe(recipe: Recipe) -> Iterator[str]:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl import __version__, registry
 from asyncrl.config.idle_settings import idle_settings
 from asyncrl.config.run import TrainConfig, WorldDefaults
+from asyncrl.evaluation import evaluations_file
 from asyncrl.launch.simulated import simulator_named
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import duration
+from asyncrl.observability.monitor_address import line_about
 from asyncrl.storage import asset_paths, checkpoint
+from asyncrl.storage.best_checkpoint import BEST
 from asyncrl.storage.bounded_json import read_rows
 
 WORTH_TELLING = 30.0
 """Seconds from which on it is said how long a batch or an update takes."""
 ENDS = 5
-"""Updates at each end of the run whose success is averaged."""
+"""Updates at each end of the run whose success is averaged; fewer where the ends would overlap."""
+WIDTH = 80
+"""Columns that lines of several parts are broken at."""
 
 
 def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:
-    """One line: what runs where; and one about the world.
+    """What runs where, in lines of at most `WIDTH` columns where the parts allow it; and one about the world.
 
     Args:
         config: Settings of the run.
@@ -42,7 +47,22 @@ def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, worl
         f"lag <= {config.max_lag}",
         device,
     )
-    return "\n".join(filter(None, ["  ".join(parts), world]))
+    return "\n".join([*joined(parts), *filter(None, [world])])
+
+
+def joined(parts: Iterable[str]) -> list[str]:
+    """Join parts by two spaces into lines of at most `WIDTH` columns; a longer part has a line to itself.
+
+    >>> joined(["x" * 50, "y" * 28, "z"])[1]
+    'z'
+    """
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= WIDTH:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
@@ -75,6 +95,18 @@ def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
             f"--algorithm.temperature {chosen.temperature:g} (published recipe: {said.temperature:g})"
         )
     return "  ".join(parts)
+
+
+def resumed(config: TrainConfig, version: int) -> list[str]:
+    """One line about where a run goes on; none at its beginning."""
+    if not config.resume:
+        return []
+    if version < config.updates:
+        return [f"goes on from version {version} of {config.updates}"]
+    return [
+        f"nothing is left to do: version {version} is reached, and --updates is {config.updates}. A larger "
+        "--updates goes on"
+    ]
 
 
 def join_hint(config: TrainConfig, endpoint: str, keys: str, *, waits: bool) -> str:
@@ -110,7 +142,7 @@ def notes(config: TrainConfig) -> list[str]:
             "--replay.sampler prioritized changes what is maximised: where more groups are ready than an "
             "update takes, a group counts in proportion to the spread of its returns (docs/staleness.md)"
         )
-    return lines
+    return lines + ([line_about(config.monitor.listen)] if config.monitor.listen else [])
 
 
 def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[str, float], None]:
@@ -123,14 +155,14 @@ def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[
 
     def told(what: str, seconds: float) -> None:
         flag, limit, sign = (
-            ("--batch-timeout", config.batch_timeout, "episode or reported decision")
+            ("--batch-timeout", config.batch_timeout, "decision")
             if what == "batch"
             else ("--hang-timeout", config.hang_timeout, "micro-batch")
         )
         if seconds > WORTH_TELLING:
             tell(
                 f"{'a batch' if what == 'batch' else 'an update'} takes about {duration(seconds)}; {flag} "
-                f"({limit:g} s) counts from the last {sign}"
+                f"{limit:g} s after the last {sign}"
             )
 
     return told
@@ -167,13 +199,14 @@ def failure_noted(note: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def final_summary(config: TrainConfig, run_dir: Path, reason: str = "") -> str:
+def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulator: str = "") -> str:
     """What was reached, where the newest checkpoint is, and the command that comes next.
 
     Args:
         config: Settings of the run.
         run_dir: Its folder.
         reason: Why it ended well before its last update.
+        simulator: That has the tasks of the run; empty: none is known.
     """
     rates = successes(run_dir / "metrics.jsonl")
     newest = checkpoint.latest(run_dir)
@@ -182,19 +215,40 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "") -> str:
     early = len(rates) < config.updates
     lines = [f"stopped after {len(rates)} of {config.updates} updates{why}"] if early else []
     if rates:
-        first, last = rates[:ENDS], rates[-ENDS:]
         where = "the simulator" if simulator_named(config.world) else "imagination"
-        lines.append(
-            f"{f'success in {where}:':<23} {sum(first) / len(first):.1%} (first {len(first)} updates) -> "
-            f"{sum(last) / len(last):.1%} (last {len(last)})"
-        )
+        lines.append(f"{f'success in {where}:':<23} {_change(rates)}")
+    lines += _measured(run_dir)
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
-    lines.append(f"true success rate:      {_how_to_evaluate(config, run)}")
-    lines.append("                        and with --temperature 0: that of its most likely actions")
+    lines.append(f"true success rate:      {_how_to_evaluate(config, run, simulator)}")
+    lines.append("                        and with --temperature 0: its most likely actions")
     if early:
         lines.append(_how_to_continue(config, run_dir))
     return "\n".join(lines)
+
+
+def _change(rates: Sequence[float]) -> str:
+    """Compare the first updates with the last ones; no update is on both sides."""
+    count = min(ENDS, len(rates) // 2)
+    if not count:
+        return f"{rates[0]:.1%} (one update)"
+    first, last = sum(rates[:count]) / count, sum(rates[-count:]) / count
+    return f"{first:.1%} (first {count} of {len(rates)} updates) -> {last:.1%} (last {count})"
+
+
+def _measured(run_dir: Path) -> list[str]:
+    """Lines about the true success that was measured on the way; none where it was not."""
+    rows = evaluations_file.read(run_dir)
+    if not rows:
+        return []
+    first, last, best = rows[0], rows[-1], max(rows, key=lambda row: (row.success, row.version))
+    change = str(first) if first is last else f"{first}\n{'':<23} -> {last}"
+    lines = [f"{f'true success, {last.simulator}:':<23} {change}"]
+    if best.version and (kept := run_dir / checkpoint.FOLDER / BEST).is_dir():
+        lines.append(f"best, version {best.version}:".ljust(24) + short_path(kept))
+    if last.movie:
+        lines.append(f"true and imagined:      {short_path(run_dir / last.movie)}")
+    return lines
 
 
 def _how_to_continue(config: TrainConfig, run_dir: Path) -> str:
@@ -203,19 +257,18 @@ def _how_to_continue(config: TrainConfig, run_dir: Path) -> str:
     return f"continue:               asyncrl train --run-dir {run} --resume{own}"
 
 
-def _how_to_evaluate(config: TrainConfig, run: str) -> str:
-    """Say how the truth is measured: the built-in simulator plays the tasks of its own worlds only."""
+def _how_to_evaluate(config: TrainConfig, run: str, simulator: str) -> str:
+    """Say how the truth is measured: by `simulator`, which has the run's tasks, or that none is known."""
     policy, _ = registry.split(config.policy)
     command = f"asyncrl evaluate {policy}@{run}" if policy else f"asyncrl evaluate {run}"
-    if simulator := simulator_named(config.world):
-        of_world = "" if simulator == "tabletop" else f" --simulator {simulator}"
-        return f"{command}{of_world}, at starts that were not trained on"
-    if asset_paths.is_shipped_world(config.world):
-        return f"{command} --episodes 256"
+    if simulator_named(config.world):
+        own = f" --simulator {config.world}" if registry.names_code(config.world) else ""
+        return f"{command}{own}, at starts that were not trained on"
+    if simulator:
+        own = f" --simulator {simulator}" if registry.names_code(simulator) else ""
+        return f"{command}{own}"
     if registry.names_code(config.world):
-        return f"{command} --simulator SIMULATOR --episodes 256"
-    if (Path(config.world) / "world.json").is_file():
-        return f"{command} --episodes 256 (if {config.world} was fitted to tabletop; else add --simulator)"
+        return f"{command} --simulator SIMULATOR"
     known = "not measured here: no built-in simulator plays the tasks of this world"
     if policy:
         return f"{known}. With a simulator of your own: {command} --simulator SIMULATOR"
@@ -227,7 +280,8 @@ def successes(path: Path) -> list[float]:
     """Success rate of every update in a metrics.jsonl."""
     if not path.exists():
         return []
-    rates = [row.get(m.SUCCESS_ONCE.name) for _, row in read_rows(path) if row is not None]
+    rows = (row for _, row in read_rows(path) if row is not None)
+    rates = [row.get(m.SUCCESS_ONCE.name) for row in rows if m.EVAL_SUCCESS.name not in row]
     return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
 
 

@@ -32,8 +32,8 @@ from asyncrl.registry import names_code
 from asyncrl.replay.admission import EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
-from asyncrl.worlds.interface import BringsDefaults, World
-from asyncrl.worlds.start_states import load_start_states
+from asyncrl.worlds.interface import BringsDefaults, NeedsPose, World
+from asyncrl.worlds.start_states import check_pose, load_start_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +128,15 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
-        ConfigError: A class or a setting cannot work.
+        ConfigError: A class or a setting cannot work, or start states lack the pose that the world needs.
     """
     refuse_simulator_settings(config)
     world, reward = _named(config)
     summary = world.kind.check(world.folder, config.imagination, **world.settings)
     starts = _starts(config, summary.image_size)
+    if isinstance(world.kind, NeedsPose) and world.kind.needs_pose:
+        for state in starts:
+            check_pose(state)
     judge = reward.kind.check(reward.folder, _tasks(starts), **reward.settings)
     if judge.image_size not in (0, summary.image_size):
         raise CheckpointError(

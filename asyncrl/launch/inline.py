@@ -9,13 +9,13 @@ import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import build, console, learner_ranks, rendezvous
+from asyncrl.launch import build, console, learner_ranks, rendezvous, run_log
 from asyncrl.launch.environment import build_environment, with_world_defaults
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_policy
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import process_status
-from asyncrl.observability.metrics_logger import MetricsLogger
+from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.storage import run_folder
@@ -32,6 +32,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     if (ranks := rendezvous.world_size()) > 1:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
     run_folder.check_free(config)
+    run_log.check(config)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
@@ -56,12 +57,14 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
         receiver,
     )
 
-    with MetricsLogger(
-        run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
-    ) as log:
+    with (
+        logged_to(run_dir / "logs" / "inline.log"),
+        run_log.opened(config, start) as log,
+    ):
         world = console.world_line(asked, said)
         for line in (
             console.banner(config, run_dir, "1 process (inline)", str(device), world),
+            *console.resumed(config, start.version),
             *console.notes(config),
             *start.notes,
         ):
@@ -84,5 +87,6 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
             acting.close()
             port.close()
             start.lock.release()
-        log.banner(console.final_summary(config, run_dir, learner.end_reason))
+        log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
+    run_log.compact_at_end(config, run_dir, learner.version, stop_requested=lambda: stop.set)
     return 0

@@ -24,7 +24,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, rendezvous
 from asyncrl.launch.placement import Placement, pick_device
 from asyncrl.launch.policies import build_learning_policy
-from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedRanks, explain_lost_peer
+from asyncrl.learner.distributed_ranks import (
+    COLLECTIVE_DEADLINE,
+    DistributedRanks,
+    abandon_group,
+    explain_lost_peer,
+)
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
@@ -101,10 +106,7 @@ def learner_group(
             patience = config.batch_timeout + build.first_weights_deadline(config)
             yield DistributedRanks(patience, while_waiting=while_waiting)
     except BaseException:
-        if device.type == "cuda":
-            # What this device has begun waits for the others, and to destroy the group is to wait for it.
-            # Only once it is aborted does this process end and say why.
-            dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+        abandon_group(device)
         raise
     dist.destroy_process_group()
 

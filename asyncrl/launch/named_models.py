@@ -13,9 +13,10 @@ from typing import Any
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.rewards.kinds import reward_kind
 from asyncrl.storage import asset_paths
 from asyncrl.storage.atomic import read_json
-from asyncrl.worlds.kinds import is_opensora, world_kind
+from asyncrl.worlds.kinds import world_class, world_title
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,7 @@ def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
     """
     if registry.names_code(text):
         return _of_user("policy", text, settings)
-    folder, keywords = asset_paths.policy_folder(text), registry.keywords("--policy-settings", settings)
-    if is_opensora(folder):
-        raise CheckpointError(f"--policy {text} is a world model (OpenSora's). Give it as --world.")
+    folder, keywords = _policy_folder(text), registry.keywords("--policy-settings", settings)
     decoding = keywords.get("decoding") or read_json(folder / "config.json").get("decoding")
     name = "openvla" if decoding == "autoregressive" else "openvla_oft"
     return NamedModel(kind=registry.resolve("policy", name), folder=folder, settings=keywords)
@@ -51,7 +50,7 @@ def named_world(text: str, settings: Iterable[str] = ()) -> NamedModel:
     if registry.names_code(text):
         return _of_user("world", text, settings)
     folder, keywords = asset_paths.world_folder(text), registry.keywords("--world-settings", settings)
-    return NamedModel(kind=registry.resolve("world", world_kind(folder)), folder=folder, settings=keywords)
+    return NamedModel(kind=world_class(folder), folder=folder, settings=keywords)
 
 
 def named_reward(text: str, world_folder: Path, settings: Iterable[str] = ()) -> NamedModel:
@@ -60,7 +59,7 @@ def named_reward(text: str, world_folder: Path, settings: Iterable[str] = ()) ->
         return _of_user("reward", text, settings)
     folder = Path(text) if text else world_folder
     return NamedModel(
-        kind=registry.resolve("reward", "resnet"),
+        kind=registry.resolve("reward", reward_kind(folder)),
         folder=folder,
         settings=registry.keywords("--reward-settings", settings),
     )
@@ -92,6 +91,23 @@ def refuse_foreign_code(
                 f"{source} names {text}, which is code. Code is named on the command line only: if you trust "
                 f"that class and have it here, add {flag} {text}"
             )
+
+
+def _policy_folder(text: str) -> Path:
+    """Find a policy's folder; a world's, which may look like one, is refused as what it is."""
+    try:
+        folder = asset_paths.policy_folder(text)
+    except CheckpointError as error:
+        if title := world_title(Path(text)):
+            raise _is_world(text, title) from error
+        raise
+    if title := world_title(folder):
+        raise _is_world(text, title)
+    return folder
+
+
+def _is_world(text: str, title: str) -> CheckpointError:
+    return CheckpointError(f"--policy {text} is a world model ({title}'s). Give it as --world.")
 
 
 def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:

@@ -14,10 +14,10 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl.config.loading import load_file, to_json
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints, rendezvous
 from asyncrl.launch.children import (
@@ -27,16 +27,21 @@ from asyncrl.launch.children import (
     WatchedReplay,
     log_errors,
 )
+from asyncrl.launch.evaluator import EvaluatorProcess
 from asyncrl.launch.placement import Placement, check_groups, parse_placement, pick_device
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import descriptors, process_status
-from asyncrl.observability.console_stream import steady_console
+from asyncrl.observability.console_stream import show_status, steady_console
+from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag, die_with_parent
+from asyncrl.observability.status_line import StatusLine
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_folder, run_lock
 
 if TYPE_CHECKING:
+    import torch
+
     from asyncrl.launch.build import LearnerStart
     from asyncrl.learner.learner import Learner
     from asyncrl.weights.interface import Publisher
@@ -101,7 +106,8 @@ def _follow(config: TrainConfig, stop: StopFlag) -> int:
         if placement.learns(rank):
             from asyncrl.launch import learner_ranks
 
-            learner_ranks.run_follower_rank(info, placement, children)
+            with logged_to(Path(info.run_dir) / "logs" / f"learner-{rank}.log"):
+                learner_ranks.run_follower_rank(info, placement, children)
         else:
             children.run_until_done(over=lambda: not (Path(info.sockets).exists() and _learner_lives(info)))
         children.end(SHUTDOWN_TIMEOUT_ACTOR if _learner_lives(info) else 0.0)
@@ -133,34 +139,51 @@ def _child(name: str, function: str, config: TrainConfig, info: RunInfo, *more: 
     )
 
 
-def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
-    """Rank 0: check everything, start the children, learn, end them."""
+class _Prepared(NamedTuple):
+    """What rank 0 has checked and loaded before anything is started."""
+
+    config: TrainConfig
+    """With the world's defaults put in."""
+    said: WorldDefaults
+    start: LearnerStart
+    device: torch.device
+    transport: str
+
+
+def _prepare(config: TrainConfig, placement: Placement) -> _Prepared:
+    """Check everything, load the policy, and make or find the run's folder."""
     import torch
 
-    from asyncrl.launch import build, console, learner_ranks
+    from asyncrl.launch import build, learner_ranks, run_log
     from asyncrl.launch.environment import with_world_defaults
-    from asyncrl.observability.metrics_logger import MetricsLogger
-    from asyncrl.weights.publisher import build_publisher
 
     endpoints.check(config, placement)
     if (again := rendezvous.run_of_earlier_attempt()) is None:
         run_folder.check_free(config)
     endpoints.check_free(config)
+    run_log.check(config)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
     learner_ranks.check(config, placement)
     transport = build.transport_of(config, placement)
-    asked = config
-    config, said = with_world_defaults(asked)
+    config, said = with_world_defaults(config)
     start = build.prepare(config, device, again)
+    rendezvous.remember_run(start.run_dir)
+    process_status.publish_as(start.run_dir, "learner-0")
+    return _Prepared(config, said, start, device, transport)
+
+
+def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
+    """Rank 0: check everything, start the children, learn, end them."""
+    from asyncrl.launch import console, learner_ranks, run_log
+    from asyncrl.weights.publisher import build_publisher
+
+    config, said, start, device, transport = _prepare(asked, placement)
     run_dir = start.run_dir
-    rendezvous.remember_run(run_dir)
-    process_status.publish_as(run_dir, "learner-0")
     with (
-        MetricsLogger(
-            run_dir, updates=config.updates, resume_step=start.version, log_every=config.log_every
-        ) as log,
+        logged_to(run_dir / "logs" / "learner-0.log"),
+        run_log.opened(config, start) as log,
         endpoints.opened(config, run_dir, start.identity) as (sockets, endpoint),
     ):
         keys = endpoints.keys_of_run(config, run_dir, placement)
@@ -174,10 +197,16 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         world = console.world_line(asked, said)
         log.banner(console.banner(config, run_dir, placement.summary, str(device), world))
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
-        log.banner("\n".join([*_again(start.version), hint, *console.notes(config), *start.notes]))
+        begun = [*_again(start.version), *console.resumed(config, start.version)]
+        log.banner("\n".join([*begun, hint, *console.notes(config), *start.notes]))
         info = _run_info(start, endpoint, sockets, keys, publisher)
-        children = ChildProcesses(stop, log.banner, partial(_news, config, placement, publisher, sockets))
+        evaluator = EvaluatorProcess(
+            config, run_dir, start.version, log.write_evaluation, rendezvous.local_rank()
+        )
+        news = partial(_news, config, placement, publisher, sockets, evaluator)
+        children = ChildProcesses(stop, log.banner, news)
         run_until_done = Watchdog(run_dir, log.banner)
+        status_line = StatusLine(run_dir, show_status)
         try:
             port = _start(config, placement, info, start, children)
             with learner_ranks.learner_group(config, len(placement.learners), device) as group:
@@ -193,12 +222,17 @@ def _learn(config: TrainConfig, placement: Placement, stop: StopFlag) -> int:
                 )
                 with console.failure_noted(lambda: console.after_failure(config, run_dir, learner.version)):
                     _train(learner, port, publisher, children)
+            if not stop.set and (why := evaluator.finish(learner.version, children.poll)):
+                log.banner(why)
         finally:
+            status_line.close()
             run_until_done.close()
             children.end(0.0)
+            log_errors(evaluator.close, log.banner)
             publisher.close()
             start.lock.release()
-        log.banner(console.final_summary(config, run_dir, learner.end_reason))
+        log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
+    run_log.compact_at_end(config, run_dir, learner.version, stop_requested=lambda: stop.set)
     return 0
 
 
@@ -225,9 +259,13 @@ def _run_info(
 
 
 def _news(
-    config: TrainConfig, placement: Placement, publisher: BroadcastPublisher, sockets: Path
+    config: TrainConfig,
+    placement: Placement,
+    publisher: BroadcastPublisher,
+    sockets: Path,
+    evaluator: EvaluatorProcess,
 ) -> list[str]:
-    """Lines about actors that joined or went, and what the learner waits for when none is left.
+    """Lines about actors that joined or went, what the learner waits for when none is left, the evaluator.
 
     Raises:
         RunError: A child of another rank died too often.
@@ -239,7 +277,7 @@ def _news(
         lines.append(
             f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"
         )
-    return lines
+    return [*lines, *evaluator.poll()]
 
 
 def _start(

@@ -158,16 +158,20 @@ def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[
     """Describe the groups of an update: episodes, and lags over decisions."""
     episodes = [episode for group in groups for episode in group]
     returns = [np.array([episode.total_reward for episode in group]) for group in groups]
-    mean_return = float(np.concatenate(returns).mean())
+    scores = np.concatenate(returns)
+    mean_return = float(scores.mean())
     lengths = np.array([episode.steps for episode in episodes])
     lag = version - np.concatenate([episode.policy_versions for episode in episodes])
     return {
         m.SUCCESS_ONCE: float(np.mean([episode.success for episode in episodes])),
         m.RETURN: mean_return,
         m.REWARDS: mean_return,
-        m.REWARD: float((np.concatenate(returns) / lengths).mean()),
+        m.REWARD_STD: float(scores.std()),
+        m.REWARD: float((scores / lengths).mean()),
+        m.STEP_REWARD: float(scores.sum() / lengths.sum()),
+        m.TERMINATION_RATE: float(np.mean([episode.end_reason != "truncated" for episode in episodes])),
         m.EPISODE_LEN: float(lengths.mean()),
-        r.SIGNAL_GROUPS: float(np.mean([scores.max() > scores.min() for scores in returns])),
+        r.SIGNAL_GROUPS: float(np.mean([group.max() > group.min() for group in returns])),
         r.LAG_MEAN: float(lag.mean()),
         r.LAG_MAX: float(lag.max()),
         **{

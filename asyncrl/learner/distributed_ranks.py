@@ -39,6 +39,16 @@ POLL_INTERVAL: Final = 0.02
 """Seconds between two questions whether an announcement has arrived."""
 
 
+def abandon_group(device: torch.device) -> None:
+    """Leave the default process group after a failure, without waiting for the others.
+
+    What the device has begun waits for them, and to destroy the group is to wait for it: only once it is
+    aborted does this process end and say why.
+    """
+    if device.type == "cuda":
+        dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+
+
 class _Announcement(IntEnum):
     """What rank 0 says before it shares."""
 

@@ -168,7 +168,7 @@ class Learner:
                 values = self._learn(part) | batch_metrics(batch or part, version=self.version - 1)
                 self._publish()
             self._write_row(values)
-            if self.version % self.settings.checkpoint_every == 0:
+            if self.settings.saves(self.version):
                 self._save()
             if failure_reason := self.update.stepper.failure_reason:
                 self._save()
@@ -240,6 +240,10 @@ class Learner:
         """
         if wait.note(seen):
             process_status.progress()
+        process_status.describe(
+            f"{waits.BATCH.name}: {seen.groups} of {self.groups_per_update} groups, {seen.episodes} of "
+            f"{self.groups_per_update * self.update.recipe.algorithm.group_size} episodes"
+        )
         if not self._batch_estimated and (seconds := wait.estimate(seen)) is not None:
             self._batch_estimated = True
             self.tell_estimate("batch", seconds)

@@ -36,9 +36,16 @@ class LoopSettings:
     """Seconds to wait for a batch without a sign of progress before the run ends with an error."""
     first_weights_deadline: float
     """Seconds the actors have to take the first version."""
+    evaluate_every: int = 0
+    """Updates between two versions that are measured in a simulator, thus checkpoints too; 0: none."""
     hang_timeout: float = 900.0
     """Seconds that an update may take without a sign of progress."""
     batches_ahead: int = 1
     """Batches that may be imagined together, the one that is waited for included."""
     config_hash: str = ""
     """Identifies the settings of the run in its checkpoints."""
+
+    def saves(self, version: int) -> bool:
+        """Tell whether there shall be a checkpoint of `version`."""
+        measured = self.evaluate_every > 0 and version % self.evaluate_every == 0
+        return measured or version % self.checkpoint_every == 0

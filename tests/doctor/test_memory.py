@@ -1,4 +1,4 @@
-"""The doctor's estimate of device memory against what docs/performance.md measured at the published sizes."""
+"""The doctor's estimate of device memory against what docs/measurements/performance.md measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from asyncrl.launch.placement import parse_placement
 from asyncrl.launch.policies import add_adapters
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import new_policy
-from asyncrl.records import ActionSpec
+from asyncrl.records import ActionSpec, SlotBytes
+from asyncrl.worlds.evac.conditions import EvacNetworks
+from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.world import estimate_slot
+from asyncrl.worlds.opensora.autoencoder import FrameVae
+from asyncrl.worlds.opensora.autoencoder import VaeConfig as FrameVaeConfig
+from asyncrl.worlds.opensora.memory import slot_bytes as opensora_slot_bytes
+from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.wan.memory import slot_bytes
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
@@ -30,26 +37,44 @@ TOLERANCE = 0.1
 REWARD = 45_000_000
 
 
+def world_of(config: TrainConfig) -> tuple[int, SlotBytes]:
+    """Parameters of the published world that a recipe names, and what a slot takes in it."""
+    networks: tuple[torch.nn.Module, ...]
+    with torch.device("meta"):
+        if "OpenSora" in config.world:
+            size, frames = STDiT3Config.xl2(), FrameVaeConfig.published()
+            networks = (STDiT3(replace(size, unused_branches=False)), FrameVae(frames))
+            slot = opensora_slot_bytes(size, frames, 256, torch.bfloat16)
+        elif "evac" in config.world:
+            networks = tuple(EvacNetworks.build(EvacConfig.published()).by_name().values())
+            slot = estimate_slot(EvacConfig.published(), config.actor.max_decisions, torch.bfloat16)
+        else:
+            assert config.imagination.context == "frames"
+            vae = WanVae(VaeConfig.full())
+            networks = (ActionWanTransformer(TransformerConfig.full()), vae)
+            torch.nn.Module.to(vae, torch.bfloat16)  # diffusers' own `to` warns
+            slot = slot_bytes(vae, 256, "frames")
+    return sum(p.numel() for module in networks for p in module.parameters()), slot
+
+
 def sizes_of(config: TrainConfig) -> Sizes:
     """Sizes of a run with the published models, without their weights."""
     with torch.device("meta"):
         policy = new_policy(OpenVLAOFTConfig.full())
-        transformer, vae = ActionWanTransformer(TransformerConfig.full()), WanVae(VaeConfig.full())
         if config.lora.rank:
             add_adapters(config, policy)
     policy = policy.to(torch.bfloat16)
-    world = 2 * sum(p.numel() for module in (transformer, vae) for p in module.parameters())
+    parameters, slot = world_of(config)
+    nbytes = 2 * parameters + REWARD
     files = EnvironmentFiles(
-        folder=Path(), starts=[], image_size=256, nbytes=world + REWARD, action_spec=ActionSpec()
+        folder=Path(), starts=[], image_size=256, nbytes=nbytes, action_spec=ActionSpec()
     )
-    assert config.imagination.context == "frames"
-    torch.nn.Module.to(vae, torch.bfloat16)  # diffusers' own `to` warns
-    return measure(config, policy, files, slot_bytes(vae, 256, "frames"))
+    return measure(config, policy, files, slot)
 
 
 @pytest.fixture(scope="module")
 def recipe() -> TrainConfig:
-    """The settings of docs/performance.md's whole runs: the recipe with adapters and 16 slots."""
+    """The settings of the whole runs of docs/measurements: the recipe with adapters and 16 slots."""
     config = load_file(ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml")
     actor = replace(config.actor, slots=16, max_decisions=2)
     return replace(config, actor=actor, lora=LoraSettings(rank=32))
@@ -99,7 +124,12 @@ def test_more_slots_and_larger_micro_batches_need_more(recipe: TrainConfig, adap
     assert smaller[1] == actor
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("wan_*.toml")), ids=lambda path: path.stem)
+PUBLISHED_WORLDS = [
+    file for kind in ("wan", "opensora", "evac") for file in sorted((ROOT / "configs").glob(f"{kind}_*.toml"))
+]
+
+
+@pytest.mark.parametrize("file", PUBLISHED_WORLDS, ids=lambda path: path.stem)
 def test_the_recipes_fit_eight_devices_of_80_gb_as_their_headers_say(file: Path) -> None:
     config = load_file(file)
     placement, sizes = parse_placement(config.placement, 8, 0), sizes_of(config)

@@ -130,7 +130,8 @@ def test_every_command_that_looks_into_a_replay_ends_well(name: str, original: P
     before = contents(neighbour)
     for command in ("verify", "list", "stats"):
         assert cli.run("replay", [command, str(run)]) in (0, 1, 2)
-    assert cli.run("status", [str(run)]) in (0, 1, 2)  # This process is the one that trained.
+    # This process is the one that trained; 3: finished, 4: stopped, where the last row cannot be read.
+    assert cli.run("status", [str(run)]) in (0, 1, 2, 3, 4)
     assert contents(neighbour) == before
 
 

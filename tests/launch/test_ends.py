@@ -182,7 +182,6 @@ def test_only_what_takes_long_is_said_to_take_long() -> None:
     tell("batch", 1290.0)
     tell("update", 75.0)
     assert said == [
-        "a batch takes about 0:21:30; --batch-timeout (600 s) counts from the last episode or reported "
-        "decision",
-        "an update takes about 0:01:15; --hang-timeout (900 s) counts from the last micro-batch",
+        "a batch takes about 0:21:30; --batch-timeout 600 s after the last decision",
+        "an update takes about 0:01:15; --hang-timeout 900 s after the last micro-batch",
     ]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(models, t
     assert len(episodes) >= 2 * GROUP_SIZE
     said = capsys.readouterr().out
     assert "1 process (inline)" in said
-    assert f"asyncrl evaluate {run} --episodes 256" in said
+    assert f"asyncrl evaluate {run}\n" in said
 
 
 def forbid_simulator(tmp_path: Path) -> dict[str, str]:
@@ -238,6 +239,16 @@ def test_training_never_loads_the_simulator(models, tmp_path):
         timeout=40,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["opensora", "evac"])
+def test_the_other_worlds_of_tabletop_are_trained_in_as_the_first(kind: str) -> None:
+    from asyncrl.config.loading import load_file
+    from asyncrl.config.run import TrainConfig
+
+    config = load_file(ROOT / "configs" / f"tabletop_{kind}.toml")
+    starts = "tabletop_evac" if kind == "evac" else "tabletop"
+    assert config == replace(TrainConfig(), world=f"tabletop_{kind}", start_states=starts)
 
 
 def test_every_shipped_configuration_is_valid_and_says_what_it_is_for():

@@ -172,5 +172,9 @@ def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
     assert {row[r.LAG_MAX.name] for row in found} == {0}
     assert found[-1][s.LEARNER_OFFLOADED.name] > 1e6
     assert found[-1][s.ACTOR_MEMORY.name] > 1e6
-    assert sorted(path.name for path in (run / "logs").iterdir()) == ["actor-1.log", "replay.log"]
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [
+        "actor-1.log",
+        "learner-0.log",
+        "replay.log",
+    ]
     assert left_over(tmp_path) == []

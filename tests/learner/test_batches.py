@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -52,12 +54,26 @@ def test_metrics_of_a_batch_by_hand() -> None:
     assert values[m.SUCCESS_ONCE] == 0.25
     assert values[m.RETURN] == values[m.REWARDS] == 0.25
     assert values[m.REWARD] == pytest.approx((1 / 11) / 4)
+    assert values[m.REWARD_STD] == pytest.approx(0.4330127)  # Of 1, 0, 0, 0: the root of 1/4 - 1/16.
+    assert values[m.STEP_REWARD] == pytest.approx(1 / (11 + 8 + 8 + 8))
+    assert values[m.TERMINATION_RATE] == 0.25
     assert values[m.EPISODE_LEN] == (11 + 8 + 8 + 8) / 4
     assert values[r.SIGNAL_GROUPS] == 0.5
     assert values[r.LAG_MEAN] == pytest.approx(6 / 5)
     assert values[r.LAG_MAX] == 3
     shares = {metric.name.removeprefix("replay/lag_"): values[metric] for metric in r.LAG_HISTOGRAM}
     assert shares == {"0": 0.4, "1": 0.2, "2": 0.2, "3_4": 0.2, "5_8": 0.0, "9_up": 0.0}
+
+
+def test_an_episode_that_fails_for_good_counts_as_terminated_and_not_as_solved() -> None:
+    solved, failed = episode(rows=(0, 1), success_at=11), episode(member=1, rows=(2,))
+    solved.rewards[0, 2] = 0.5
+    fallen = dataclasses.replace(failed, end_reason="terminated")
+    values = batch_metrics([[solved, fallen]], version=0)
+    assert (values[m.SUCCESS_ONCE], values[m.TERMINATION_RATE]) == (0.5, 1.0)
+    assert values[m.STEP_REWARD] == pytest.approx(1.5 / 20)  # 12 steps until the success, and 8.
+    assert values[m.REWARD] == pytest.approx((1.5 / 12 + 0) / 2)
+    assert values[m.REWARD_STD] == 0.75  # Of 1.5 and 0.
 
 
 def test_a_reward_on_the_way_counts_and_does_not_end_the_episode() -> None:

@@ -28,7 +28,7 @@ from support.ranks import run_ranks
 from support.table_policy import groups_of
 
 ROWS = 4
-TASKS = ["lift the red block", "stack the blue block on the green one"] * (ROWS // 2)
+TASKS = ["lift the red block", "stack the blue block on the green block"] * (ROWS // 2)
 SAMPLING = SamplingParams(temperature=1.0)
 CPU = torch.device("cpu")
 

@@ -1,0 +1,145 @@
+"""The doctor tries the world of a run, and counts what each kind of world needs through its interface."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.doctor import gpus, models, worlds
+from asyncrl.doctor.findings import Examination, Sizes, Verdict
+from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import parse_placement
+from asyncrl.records import ActionSpec, SlotBytes
+from asyncrl.storage.asset_paths import world_folder
+from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.world import EvacWorld
+from asyncrl.worlds.evac.world import save_world as save_evac
+from asyncrl.worlds.opensora.world import save_world as save_opensora
+from support.broken_worlds import SIZE
+from support.evac import start_state, tiny_networks
+from support.opensora import nano_world
+
+GIB = 2**30
+SIZES = Sizes(
+    policy=0,
+    parameters=0,
+    trained=0,
+    float32_masters=0,
+    unsharded=0,
+    version=0,
+    environment=1000,
+    frame=3 * SIZE**2,
+    action_spec=ActionSpec(),
+)
+
+
+def examination(world: str, *, environment: int = 1000, placement: str = "auto") -> Examination:
+    return Examination(
+        config=TrainConfig(world=world, device="cpu", placement=placement),
+        sizes=replace(SIZES, environment=environment),
+        starts=[start_state(n, size=SIZE) for n in range(3)],
+    )
+
+
+# ---- trying the world ----------------------------------------------------------------------------
+
+
+def test_a_world_that_keeps_everything_is_fine() -> None:
+    finding = worlds.check_world_model(examination("support.broken_worlds:SoundWorld"))
+    assert finding is not None
+    assert finding.verdict is Verdict.OK
+    assert "11 checks in " in finding.seen
+    assert finding.seen.endswith("on cpu")
+
+
+def test_a_world_that_breaks_something_is_broken_and_says_what() -> None:
+    finding = worlds.check_world_model(examination("support.broken_worlds:Crowded"))
+    assert finding is not None
+    assert finding.verdict is Verdict.BROKEN
+    assert "Crowded, whose imagine is " in finding.seen
+    assert "grey levels off when a row is alone" in finding.seen
+
+
+def test_a_large_world_is_not_tried_without_a_gpu_and_the_reason_is_said() -> None:
+    finding = worlds.check_world_model(examination("support.broken_worlds:Crowded", environment=13 * GIB))
+    assert finding is not None
+    assert finding.verdict is Verdict.OK
+    assert finding.seen == (
+        "not tried: 13.0 GiB of models would take minutes without a GPU. "
+        "Try it by `asyncrl check world support.broken_worlds:Crowded`"
+    )
+
+
+def test_a_gpu_without_room_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (15 * GIB, 80 * GIB))
+    cuda = torch.device("cuda:1")
+    assert worlds._reason_to_skip(cuda, 12 * GIB) == (
+        "of cuda:1 only 15.0 GiB are free, too little for 12.0 GiB of models"
+    )
+    assert worlds._reason_to_skip(cuda, 11 * GIB) == ""
+
+
+def test_nothing_is_tried_where_nothing_is_imagined() -> None:
+    unknown = Examination(config=TrainConfig(world="support.broken_worlds:SoundWorld", device="cpu"))
+    assert worlds.check_world_model(unknown) is None
+    simulated = replace(examination("tabletop"), starts=())
+    assert worlds.check_world_model(simulated) is None
+
+
+# ---- counting ------------------------------------------------------------------------------------
+
+
+def saved(kind: str, folder: Path) -> str:
+    if kind == "wan":
+        return str(world_folder("tabletop"))
+    if kind == "opensora":
+        save_opensora(folder, nano_world())
+    else:
+        config = EvacConfig.tiny()
+        save_evac(folder, EvacWorld(tiny_networks(config), config))
+    return str(folder)
+
+
+def slot(world: str, decisions: int) -> SlotBytes:
+    return models.slot_of(TrainConfig(world=world, actor=ActorSettings(max_decisions=decisions)))
+
+
+@pytest.mark.parametrize("kind", ["wan", "opensora", "evac"])
+def test_every_kind_says_what_its_slots_take(kind: str, tmp_path: Path) -> None:
+    world = saved(kind, tmp_path / kind)
+    short, long = slot(world, 3), slot(world, 6)
+    assert min(short.kept, short.scratch) > 0
+    assert (short.shared > 0) == (kind != "wan"), "Wan's decoder draws all slots together"
+    assert (long.kept > short.kept) == (kind == "evac"), "only EVAC remembers whole episodes"
+    assert (long.scratch, long.shared) == (short.scratch, short.shared)
+
+
+def test_room_is_counted_for_as_many_decisions_as_the_run_has(tmp_path: Path) -> None:
+    world = saved("evac", tmp_path / "evac")
+    config = EvacConfig.tiny()
+    frame = config.autoencoder.latent * config.latent_size**2 * 4 + 8 * 4
+    assert slot(world, 6).kept - slot(world, 3).kept == 2 * 3 * 8 * frame
+
+
+def test_what_slots_share_is_counted_once() -> None:
+    config = TrainConfig(actor=ActorSettings(slots=8))
+    placement: Any = parse_placement("learner=0,actor=1", 2, 0)
+    given = replace(SIZES, slot=SlotBytes(kept=10, scratch=100, shared=100_000))
+    assert gpus.rank_needs(config, given, placement, 1) == 1000 + 8 * 10 + 8 * 100 + 100_000
+    assert gpus.rank_needs(config, given, placement, 0) == 0
+
+
+def test_a_world_whose_starts_lack_poses_is_found_by_the_doctor_too(tmp_path: Path) -> None:
+    from asyncrl.launch.environment import check_world_model
+    from asyncrl.worlds.start_states import save_start_states
+
+    world = saved("evac", tmp_path / "evac")
+    save_start_states(tmp_path / "starts.h5", [start_state(1, pose=None)])
+    with pytest.raises(ConfigError, match="start-1 does not say where the robot's hand is"):
+        check_world_model(TrainConfig(world=world, start_states=str(tmp_path / "starts.h5")))

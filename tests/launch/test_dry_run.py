@@ -1,0 +1,129 @@
+"""`asyncrl train --dry-run`: what cannot work is refused, the settings are printed, nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.config.loading import load_file, parse
+from asyncrl.config.run import TrainConfig
+from asyncrl.doctor.checks import CHECKS
+from support.folder_damage import contents
+from support.tiny_models import write_models
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_it_prints_settings_that_give_themselves_back_and_writes_nothing(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text("seed = 7\n[replay]\nmax_lag = 1\n")
+    assert cli.run("train", [*flags, "--dry-run", "--updates", "3", "mine.toml"]) == 0
+    said = capsys.readouterr()
+    assert "Nothing was started or written." in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(said.out)
+    config = load_file(resolved)
+    assert (config.updates, config.seed, config.replay.max_lag) == (3, 7, 1)
+    asked = parse([*flags, "--updates", "3", "mine.toml"])
+    assert config.policy == asked.policy
+    assert (asked.imagination.context, config.imagination.context) == (
+        "auto",
+        "latents",
+    )  # The world says so.
+    assert config.actor.max_decisions > 0
+
+    assert cli.run("train", ["resolved.toml", "--dry-run"]) == 0
+    assert capsys.readouterr().out == said.out
+
+
+REFUSED = {
+    "--policy absent": "The policy 'absent' does not exist",
+    "--start-states absent.h5": "absent.h5",
+    "--placement learner=0,actor=5": "--placement",
+    "--placement learner=0-2,actor=3 --algorithm.groups-per-update 2": "each needs a group of episodes",
+    "--replay.listen tcp://0.0.0.0:5555": "can be reached from other hosts",
+    "--resume": "there is no run to resume",
+    "--run-dir full": "already exists and is not empty",
+    "--correction.kind vtrace": "V-trace corrects",
+    "--device cuda": "sees no CUDA device",
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_what_the_run_would_refuse_is_refused_in_its_words(
+    wrong: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    before = contents(tmp_path)
+    try:
+        code = cli.run("train", [*flags, "--dry-run", *wrong.split()])
+    except SystemExit as end:  # How tyro refuses.
+        code = int(end.code or 0)
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert REFUSED[wrong] in " ".join(said.err.replace("│", " ").split())
+    assert contents(tmp_path) == before
+
+
+def test_settings_without_effect_are_named_beside_the_settings(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run("train", [*flags, "--dry-run", "--correction.sigma", "0.7"]) == 0
+    said = capsys.readouterr()
+    assert "--correction.sigma has no effect" in said.err
+    assert "has no effect" not in said.out
+
+
+def test_a_run_that_goes_on_is_checked_and_left_as_it_is(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run("train", [*flags, "--inline", "--updates", "1", "--run-dir", "run"]) == 0
+    capsys.readouterr()
+    quiet = {name: kept for name, kept in contents(tmp_path).items() if not name.startswith("run/processes")}
+    again = ["--run-dir", "run", "--resume", "--updates", "2", "--inline", "--dry-run"]
+    assert cli.run("train", again) == 0
+    assert load_file_text(capsys.readouterr().out, tmp_path.parent).resume
+    now = {name: kept for name, kept in contents(tmp_path).items() if not name.startswith("run/processes")}
+    assert now == quiet
+
+    for part in (tmp_path / "run" / "checkpoints").glob("update_*/*.safetensors"):
+        part.write_bytes(part.read_bytes()[:-1])
+    assert cli.run("train", again) == 2
+    assert "were written" in capsys.readouterr().err
+
+
+def load_file_text(text: str, folder: Path) -> TrainConfig:
+    path = folder / "printed.toml"
+    path.write_text(text)
+    return load_file(path)
+
+
+def test_of_several_ranks_the_first_one_checks(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert cli.run("train", [*flags, "--dry-run"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_no_check_of_a_dry_run_writes_listens_or_starts_something() -> None:
+    acting = {check.name for check in CHECKS if check.acts}
+    assert {"run folder", "file locks", "sockets", "replay.listen", "disk speed", "links"} <= acting
+    assert not acting & {"models", "placement", "device memory", "free disk", "keys"}

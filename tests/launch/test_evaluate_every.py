@@ -1,0 +1,226 @@
+"""Whole runs with --evaluate-every: the truth is measured beside the training, which never waits for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl import cli
+from asyncrl.config.run import EvaluationSettings, TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation import evaluations_file
+from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.launch.evaluation import VersionPlayer, plan
+from asyncrl.launch.evaluator import EvaluatorProcess
+from asyncrl.launch.run_settings import settings_of_run
+from asyncrl.observability import metrics_training as m
+from asyncrl.observability import process_status
+from asyncrl.records import ActionSpec
+from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.starts import HELD_OUT
+from asyncrl.simulators.tabletop.scene import TASKS
+from support.tiny_models import start_state, write_models
+from support.whole_runs import TRAIN, environment, exit_code, left_over, reach, rows
+
+pytestmark = pytest.mark.render
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("models")
+    return folder, write_models(folder)
+
+
+EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "3", "--evaluation.movies", "2")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+def test_a_run_measures_its_first_and_its_last_version_and_resumes(models, tmp_path) -> None:
+    _, flags = models
+    run = tmp_path / "run"
+    command = [*TRAIN, *flags, *EVALUATED, "--run-dir", str(run), "--updates"]
+
+    def train(*more: str) -> str:
+        done = subprocess.run(
+            [*command, *more], env=environment(tmp_path), capture_output=True, text=True, timeout=140
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = train("3")
+    measured = evaluations_file.read(run)
+    assert measured[0].version == 0
+    assert measured[-1].version == 3, "the end of the run waits for its last version"
+    assert all(row.episodes == 3 and row.simulator == "tabletop" for row in measured)
+    assert "true [95 %] @update" in said
+    assert "true success, tabletop:" in said
+    for row in measured:
+        assert (run / row.sheet).read_bytes()[:4] == b"\x89PNG"
+        assert (run / row.movie).stat().st_size > 0
+    lines = [row for row in rows(run) if m.EVAL_SUCCESS.name in row]
+    assert [line["step"] for line in lines] == [row.version for row in measured]
+    assert [line[m.EVAL_SUCCESS.name] for line in lines] == [row.success for row in measured]
+    assert (run / "checkpoints" / "update_000002").is_dir(), "a version that is due is a checkpoint"
+
+    train("4", "--resume")
+    again = evaluations_file.read(run)
+    assert again[: len(measured)] == measured, "what was measured is not measured again"
+    assert [row.version for row in again][len(measured) :] == [4]
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+def test_training_goes_on_without_an_evaluator_that_dies_again_and_again(models, tmp_path) -> None:
+    _, flags = models
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*TRAIN, *flags, *EVALUATED, "--run-dir", str(run), "--updates", "100000"],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        reach(run, 1, process, 60)
+        killed, until = set[int](), time.monotonic() + 60
+        while len(killed) < 3 and time.monotonic() < until:
+            for one in process_status.read(run):
+                if one.role == "evaluator" and one.alive and one.pid not in killed:
+                    os.kill(one.pid, signal.SIGKILL)
+                    killed.add(one.pid)
+            time.sleep(0.1)
+        reach(run, len(rows(run)) + 6, process, 60)
+        os.killpg(process.pid, signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert len(killed) == 3
+    assert process.returncode == 0, errors
+    assert "true success is not measured any more, the training goes on: evaluator died 3 times" in said
+    assert left_over(tmp_path) == []
+
+
+def files_with(*tasks: str) -> EnvironmentFiles:
+    return EnvironmentFiles(
+        folder=Path(),
+        starts=[replace(start_state(number, 64), task=task) for number, task in enumerate(tasks)],
+        image_size=64,
+        nbytes=0,
+        action_spec=ActionSpec(),
+    )
+
+
+def test_the_plan_plays_the_simulator_that_has_the_tasks_from_held_out_starts() -> None:
+    config = TrainConfig(evaluate_every=2, evaluation=EvaluationSettings(episodes=5))
+    chosen = plan(config, files_with(*TASKS[:2]))
+    assert (chosen.source.name, chosen.source.image_size) == ("tabletop", 64)
+    assert [play.start.seed for play in chosen.plays] == [HELD_OUT + i for i in range(5)]
+
+
+def test_a_simulator_without_the_tasks_is_refused() -> None:
+    config = TrainConfig(evaluate_every=2, evaluation=EvaluationSettings(simulator="tabletop"))
+    with pytest.raises(ConfigError, match=r"--evaluate-every is 2, but .* Use --simulator libero_goal\."):
+        plan(config, files_with(SUITES["libero_goal"][0]))
+
+
+def test_tasks_of_no_simulator_need_one_to_be_named() -> None:
+    config = TrainConfig(evaluate_every=2)
+    with pytest.raises(
+        ConfigError, match=r"no built-in simulator has the tasks .*'fold the towel'.*Name one"
+    ):
+        plan(config, files_with("fold the towel"))
+
+
+def test_inline_has_no_process_for_it() -> None:
+    with pytest.raises(ConfigError, match="--inline is one process"):
+        TrainConfig(inline=True, evaluate_every=5)
+
+
+def test_evaluate_takes_simulator_and_sampling_from_the_run(models, tmp_path, capsys) -> None:
+    _, flags = models
+    run = tmp_path / "run"
+    sampling = ["--algorithm.temperature", "1.6", "--algorithm.top-k", "40"]
+    assert cli.run("train", [*flags, *sampling, "--inline", "--updates", "1", "--run-dir", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert f"true success rate:      asyncrl evaluate {run}\n" in said
+    short = ["--episodes", "2", "--workers", "1", "--horizon", "8", "--image-size", "64"]
+    assert cli.run("evaluate", [str(run), *short]) == 0
+    assert capsys.readouterr().out.startswith("simulator tabletop, temperature 1.6, top-k 40, horizon 8\n")
+    newest = run / "checkpoints" / "update_000001"
+    assert cli.run("evaluate", [str(newest), *short, "--temperature", "0"]) == 0
+    assert "temperature 0 (the run's: 1.6), top-k 40" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(30)
+def test_the_wait_for_the_last_version_ends_when_no_episode_is_played(tmp_path) -> None:
+    config = TrainConfig(evaluate_every=1, updates=5, hang_timeout=1.0)
+    (tmp_path / "logs").mkdir()
+    evaluator = EvaluatorProcess(config, tmp_path, 0, lambda step, values: None, 0)
+    try:
+        assert evaluator.finish(3, lambda: True) == "version 3 was not measured"
+        why = evaluator.finish(5, lambda: False)
+    finally:
+        evaluator.close()
+    assert why.startswith("version 5 was not measured: nothing moved on for 1 s (--hang-timeout)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        (
+            {"evaluate_every": 2, "evaluation": {"simulator": "evil.module:C"}},
+            "--evaluation.simulator evil.module:C",
+        ),
+        ({"world": "maniskill_pick_cube", "world_settings": ["module=evil"]}, "--world-settings module=evil"),
+    ],
+)
+def test_a_resumed_run_names_no_code(tmp_path, monkeypatch, capsys, settings, flag) -> None:
+    """What a run's folder says is not imported: a copied one could say anything."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / "update_000001").mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "evil").mkdir()
+    for name in ("__init__.py", "module.py"):
+        (tmp_path / "evil" / name).write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert exit_code(["--resume", "--run-dir", str(run)]) == 2
+    assert f"names {flag.split()[1]}, which is code" in capsys.readouterr().err
+    assert not (tmp_path / "imported").exists()
+
+
+def test_evaluate_leaves_out_a_module_that_a_run_names(tmp_path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    said = {"world": "maniskill_pick_cube", "world_settings": ["module=evil", "rebuild=false"]}
+    (run / "config.json").write_text(json.dumps(said))
+    assert settings_of_run(run).simulator_settings == ("rebuild=false",)
+
+
+@pytest.mark.timeout(60)
+def test_settings_of_a_published_policy_are_not_said_of_checkpoints(models, tmp_path) -> None:
+    """A checkpoint is a folder of ours, which says all about itself and refuses such settings."""
+    folder, _ = models
+    config = TrainConfig(
+        evaluate_every=2,
+        policy=str(folder / "policy"),
+        policy_settings=("norm_key=libero",),
+        evaluation=EvaluationSettings(episodes=1, workers=0, movies=0),
+    )
+    player = VersionPlayer(config, plan(config, files_with(*TASKS[:2])), tmp_path, torch.device("cpu"))
+    try:
+        assert player(2, folder / "policy").result.overall.episodes == 1
+        with pytest.raises(ConfigError, match="says all about itself"):
+            player(0, None)
+    finally:
+        player.close()

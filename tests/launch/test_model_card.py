@@ -1,0 +1,244 @@
+"""Model cards say what a run's files say, and no number besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from asyncrl.config.algorithm import AlgorithmSettings, LoraSettings, OptimizerSettings
+from asyncrl.config.loading import to_json
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import CheckpointError
+from asyncrl.evaluation import evaluations_file
+from asyncrl.evaluation.evaluate import SuccessRate
+from asyncrl.evaluation.evaluations_file import EvaluatedVersion
+from asyncrl.launch.model_card import CardFacts, card
+from asyncrl.launch.model_facts import trained_policy
+from asyncrl.policies.checkpoints.adapters import save_adapter
+from asyncrl.policies.checkpoints.folder import save_policy
+from asyncrl.storage import provenance
+from support.adapters import adapted, small
+from support.published import CONFIG, run_cli, some_policy
+
+SETTINGS = TrainConfig(
+    updates=40,
+    policy="/home/someone/secret/SFT",
+    algorithm=AlgorithmSettings(group_size=4, groups_per_update=32, temperature=1.6, top_k=50),
+    optimizer=OptimizerSettings(learning_rate=2e-5),
+    lora=LoraSettings(rank=32),
+)
+IMAGINED = {38: 0.25, 39: 0.5, 40: 0.75, 41: 1.0}
+
+
+def measured(version: int, successes: int, episodes: int = 64) -> EvaluatedVersion:
+    rate = SuccessRate.of(successes, episodes)
+    return EvaluatedVersion(
+        version=version,
+        time=1.0,
+        seconds=2.0,
+        simulator="tabletop",
+        temperature=1.6,
+        successes=successes,
+        episodes=episodes,
+        success=rate.rate,
+        low=rate.low,
+        high=rate.high,
+        steps=30.5 if successes else 0.0,
+        best=True,
+    )
+
+
+def make_run(
+    folder: Path, *rows: EvaluatedVersion, name: str = "update_000040", settings: TrainConfig = SETTINGS
+) -> Path:
+    """A run's folder with one checkpoint, of version 40; returns the checkpoint."""
+    checkpoint = folder / "checkpoints" / name
+    save_policy(some_policy(), checkpoint)
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    progress = {"version": 40, "groups_used": 9, "bad_updates": 0, "bad_in_a_row": 0, "config_hash": ""}
+    state = {"format": 2, "progress": progress | {"asyncrl_version": "0.1.0"}, "files": sizes}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (folder / "config.json").write_text(to_json(settings))
+    lines = [json.dumps({"step": step, "env/success_once": rate}) for step, rate in IMAGINED.items()]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 40, "eval/success_once": 0.9}', ""]))
+    for row in rows:
+        evaluations_file.append(folder, row)
+    return checkpoint
+
+
+def card_of(checkpoint: Path, **facts: object) -> str:
+    told = {"title": "x", "layout": "asyncrl", "source": "run", "policy": CONFIG} | facts
+    return card(CardFacts(trained=trained_policy(checkpoint), **told))  # type: ignore[arg-type]
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_a_measured_version_has_its_rate_interval_simulator_and_temperature(tmp_path: Path) -> None:
+    text = card_of(make_run(tmp_path, measured(0, 16), measured(40, 32)))
+    told = section(text, "True success, in a simulator")
+    assert "This version: **50.0%**, 95 % interval 38.1% to 61.9% (Wilson): 32 of 64 episodes" in told
+    assert "in `tabletop`, actions sampled at temperature 1.6, 30.5 steps to success" in told
+    assert "**Selected**: the best of 2 measured versions" in told
+    assert "Before training (version 0): **25.0%**, 95 % interval 16.0% to 36.8%" in told
+
+
+def test_imagined_success_stands_apart_and_stops_at_the_version(tmp_path: Path) -> None:
+    told = section(card_of(make_run(tmp_path)), "Success in imagination")
+    assert "50.0% of the episodes of the last 3 updates" in told
+    assert "This is not true success" in told
+
+
+def test_what_was_not_measured_is_said_and_no_rate_is_there(tmp_path: Path) -> None:
+    text = card_of(make_run(tmp_path))
+    told = section(text, "True success, in a simulator")
+    assert told.strip() == "Not measured."
+    assert "- true success, in any simulator" in section(text, "Not measured")
+
+
+def test_another_versions_rate_is_not_this_ones(tmp_path: Path) -> None:
+    rows = [measured(0, 10), measured(20, 20), measured(30, 25), measured(60, 40), measured(80, 50)]
+    text = card_of(make_run(tmp_path, *rows))
+    told = section(text, "True success, in a simulator")
+    assert "This version was not measured" in told
+    assert re.findall(r"version (\d+): \*\*", told) == ["0", "30", "60"]
+    assert "true success of this version" in section(text, "Not measured")
+
+
+def test_a_version_that_is_not_the_best_says_which_is(tmp_path: Path) -> None:
+    text = card_of(make_run(tmp_path, measured(20, 40), measured(40, 32)))
+    assert "The best of the 2 measured versions is 20: **62.5%**" in text
+    assert "Selected" not in text
+
+
+def test_the_folder_of_the_best_version_is_called_selected(tmp_path: Path) -> None:
+    checkpoint = make_run(tmp_path, measured(20, 10), measured(40, 32), name="best")
+    found = trained_policy(checkpoint)
+    assert found is not None
+    assert found.from_best
+    assert "**Selected**: the best of 2 measured versions, by these very episodes" in card_of(checkpoint)
+    alone = make_run(tmp_path / "alone", measured(40, 32), name="best")
+    assert "Selected" not in card_of(alone)
+
+
+def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path: Path) -> None:
+    checkpoint = make_run(tmp_path)
+    start = provenance.Start(
+        attempt=1,
+        command="asyncrl train --replay.keys /home/someone/keys",
+        host="rack7",
+        pid=1,
+        began="2026-03-01T10:00:00.000+00:00",
+        ended="2026-03-01T11:00:00.000+00:00",
+        how="failed: RunError: /home/someone/x",
+        to_update=40,
+        commit="0123456789abcdef",
+        dirty=True,
+        python="3.11.7",
+        versions={"asyncrl": "0.1.0", "torch": "2.13.0"},
+        devices=("H100, 80 GB",),
+        ranks=2,
+    )
+    rows = [dataclasses.asdict(start)]
+    (tmp_path / provenance.NAME).write_text(json.dumps({"format": 1, "left_out": 0, "starts": rows}))
+    text = card_of(checkpoint)
+    for row in (
+        "| `--policy`, with which it began | SFT |",
+        "| episodes per update | 32 groups of 4 |",
+        "| `--algorithm.temperature` | 1.6, top-k 50 |",
+        "| learning rate | 2e-05, constant |",
+        "| trained | LoRA of rank 32, all layers |",
+        f"| largest lag | {SETTINGS.max_lag} updates |",
+        "- 2026-03-01: asyncrl 0.1.0, commit 0123456789ab with changes, torch 2.13.0, Python 3.11.7, on "
+        "H100, 80 GB, 2 rank(s): failed, updates 0..40",
+    ):
+        assert row in text
+    for private in ("someone", "secret", "rack7", "--replay.keys"):
+        assert private not in text
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        ("provenance.json", "provenance.json of the run cannot be read"),
+        ("config.json", "config.json of the run"),
+    ],
+)
+def test_a_damaged_file_of_the_run_is_said_and_the_rest_is_there(
+    tmp_path: Path, damaged: str, said: str
+) -> None:
+    checkpoint = make_run(tmp_path, measured(40, 32))
+    (tmp_path / damaged).write_text("{")
+    text = card_of(checkpoint)
+    assert said in text
+    assert "**50.0%**" in text
+    assert ("| `--seed` |" in text) == (damaged != "config.json")
+
+
+def test_training_in_a_simulator_is_not_called_imagination(tmp_path: Path) -> None:
+    own = dataclasses.replace(SETTINGS, world="tabletop_true")
+    text = card_of(make_run(tmp_path, settings=own))
+    assert "50.0% of the episodes" in section(text, "Success in training")
+    assert "imagination" not in text
+    assert "world-model" not in text
+
+
+def test_a_checkpoint_that_does_not_say_its_version_has_no_card(tmp_path: Path) -> None:
+    checkpoint = make_run(tmp_path)
+    (checkpoint / "state.json").write_text('{"progress": {"version": "many"}}')
+    with pytest.raises(CheckpointError, match="which version it is"):
+        trained_policy(checkpoint)
+
+
+def test_the_header_is_what_a_hub_reads_and_names_only_what_the_user_named(tmp_path: Path) -> None:
+    checkpoint = make_run(tmp_path)
+    plain = ModelCard(card_of(checkpoint, layout="openvla")).data.to_dict()
+    assert plain["library_name"] == "transformers"
+    assert plain["pipeline_tag"] == "robotics"
+    assert {"openvla-oft", "reinforcement-learning", "world-model", "asyncrl"} <= set(plain["tags"])
+    assert not {"license", "base_model", "datasets", "metrics"} & plain.keys()
+    told = ModelCard(card_of(checkpoint, license="mit", base_model="owner/base")).data.to_dict()
+    assert (told["library_name"], told["license"], told["base_model"]) == ("asyncrl", "mit", "owner/base")
+
+
+# --- the command --------------------------------------------------------------
+
+
+def test_an_export_of_a_run_has_a_card_and_the_run_has_none(tmp_path: Path) -> None:
+    checkpoint = make_run(tmp_path / "run", measured(40, 32))
+    for to in ("openvla", "asyncrl"):
+        out = tmp_path / to
+        assert run_cli(checkpoint, out, "--to", to, "--license", "mit", "--base-model", "owner/base") == 0
+        text = (out / "README.md").read_text()
+        assert "license: mit" in text
+        assert "from `update_000040`" in text
+        assert "This version: **50.0%**" in text
+        assert ("Other stacks cannot build vision towers of 24 and 32 channels" in text) == (to == "openvla")
+    assert not list((tmp_path / "run").rglob("README.md"))
+
+
+def test_a_card_of_something_else_than_a_run_says_that_nothing_is_known(tmp_path: Path) -> None:
+    save_policy(some_policy(), tmp_path / "policy")
+    assert run_cli(tmp_path / "policy", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "nothing is known here of its training" in text
+    assert "No licence is stated here" in text
+    assert "## Training" not in text
+    assert not re.search(r"\d%", text), "no rate"
+    assert "`desk_no_noops`" in text
+
+
+def test_exported_adapters_have_a_card_of_their_own(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "update_000001"
+    save_policy(small(), checkpoint)
+    save_adapter(adapted(), checkpoint / "adapter")
+    assert run_cli(checkpoint / "adapter", tmp_path / "out", "--to", "openvla") == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "library_name: peft" in text
+    assert "PeftModel.from_pretrained" in text

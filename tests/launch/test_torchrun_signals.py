@@ -1,0 +1,101 @@
+"""Ctrl-C and SIGTERM end a run with its own last lines, however it was started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch import torchrun_signals
+from asyncrl.launch.torchrun_signals import quiet_after_signals, rendezvous_handler, starts_asyncrl
+from support.tiny_models import write_models
+from support.whole_runs import ROOT, TORCHRUN, environment, left_over, reach
+
+SCRIPT = str(ROOT / "torchrun_scripts" / "train.sh")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[str]:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("form", "number"),
+    [
+        ("torchrun", signal.SIGINT),
+        pytest.param("bash", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_a_signal_ends_says_its_own_last_lines(models, tmp_path, form, number) -> None:
+    run, settings = tmp_path / "run", environment(tmp_path)
+    settings["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{settings['PATH']}"  # Of bash's torchrun.
+    command = [*TORCHRUN, SCRIPT] if form == "torchrun" else ["bash", SCRIPT]
+    process = subprocess.Popen(
+        [*command, *models, "--updates", "100000", "--run-dir", str(run)],
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        reach(run, 1, process, 60)
+        os.killpg(process.pid, number)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "Traceback" not in said, said
+    assert said.rstrip().splitlines()[-1].startswith("continue:               asyncrl train --run-dir")
+    assert process.returncode == 128 + number
+    assert left_over(tmp_path) == []
+
+
+class SignalException(Exception):
+    """What torchrun raises, by name and attribute."""
+
+    def __init__(self, sigval: signal.Signals) -> None:
+        self.sigval = sigval
+
+
+def test_only_signals_are_quiet() -> None:
+    shown, left = list[BaseException](), list[int]()
+    hook = quiet_after_signals(lambda kind, error, trace: shown.append(error), left.append)
+    for error in (SignalException(signal.SIGINT), ValueError("mine"), SignalException(signal.SIGTERM)):
+        hook(type(error), error, None)
+    assert [type(error) for error in shown] == [ValueError]
+    assert left == [130, 143]
+
+
+@pytest.mark.parametrize(
+    ("command", "ours"),
+    [
+        (["torchrun", SCRIPT], True),
+        (["torchrun", "--nproc-per-node", "3", os.path.relpath(SCRIPT), "--updates", "4"], True),
+        (["run.py", "--standalone", "-m", "asyncrl", "train"], True),
+        (["torchrun", "--no-python", "bash", SCRIPT], True),
+        (["torchrun", "their/torchrun_scripts/train.sh"], False),
+        (["torchrun", "train.py", "--config", "asyncrl"], False),
+        (["torchrun", "-m", "their.asyncrl"], False),
+        (["torchrun"], False),
+    ],
+)
+def test_only_torchruns_of_asyncrl_are_changed(command, ours, monkeypatch) -> None:
+    assert starts_asyncrl(command) == ours
+    before = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", before)
+    monkeypatch.setattr(torchrun_signals.sys, "argv", command)
+    with pytest.raises(RuntimeError, match="no rendezvous back-end"):
+        rendezvous_handler()("params")
+    assert (sys.excepthook is not before) == ours
+
+
+def test_the_installed_package_names_it() -> None:
+    named = {point.name: point.value for point in metadata.entry_points(group="torchrun.handlers")}
+    assert named["asyncrl"] == "asyncrl.launch.torchrun_signals:rendezvous_handler"
