@@ -14,34 +14,16 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl import __version__
+from asyncrl.commands.table import COMMANDS
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
-
-COMMANDS: dict[str, str] = {
-    "train": "asyncrl.commands.train:main",
-    "actor": "asyncrl.commands.actor:main",
-    "evaluate": "asyncrl.commands.evaluate:main",
-    "collect": "asyncrl.commands.collect:main",
-    "recordings": "asyncrl.commands.recordings:main",
-    "fit": "asyncrl.commands.fit:main",
-    "simulators": "asyncrl.commands.simulators:main",
-    "convert": "asyncrl.commands.convert:main",
-    "replay": "asyncrl.commands.replay:main",
-    "check": "asyncrl.commands.check:main",
-    "doctor": "asyncrl.commands.doctor:main",
-    "status": "asyncrl.commands.status:main",
-    "keys": "asyncrl.commands.keys:main",
-    "configs": "asyncrl.commands.configs:main",
-    "metrics": "asyncrl.commands.metrics:main",
-}
-"""What runs a command. The docstring of its module begins with: `asyncrl NAME ARGUMENTS`: what it does."""
+from asyncrl.observability.layout import hanging
 
 
 def usage() -> str:
-    """Return the text of `asyncrl --help`."""
-    rows = "\n".join(f"  {name:<10} {about(name)}" for name in COMMANDS)
+    """Return the text of `asyncrl --help`; in a terminal its rows are broken where it ends."""
+    rows = "\n".join(hanging(f"  {name:<10} ", about(name)) for name in COMMANDS)
     return (
-        f"asyncrl {__version__}: asynchronous reinforcement learning of robot policies "
-        "inside world models\n\n"
+        f"asyncrl {__version__}: reinforcement learning of robot policies inside world models\n\n"
         f"usage: asyncrl COMMAND [arguments]\n\n{rows}\n\n"
         "`asyncrl COMMAND --help` explains a command. Begin with: asyncrl train"
     )
@@ -98,7 +80,7 @@ def _answered(name: str, action: Callable[[], int | None]) -> int:
         notes = getattr(error, "__notes__", ())  # Such as where a run that failed can go on.
     except BrokenPipeError:  # Whoever read the output has left, like `head`.
         _give_up_output()
-        return 1
+        return NOBODY_READS
     except Exception as error:
         found = leftover(error)
         if not found or os.environ.get(TRACEBACK):
@@ -115,10 +97,16 @@ def _answered(name: str, action: Callable[[], int | None]) -> int:
 
 def _give_up_output() -> None:
     """Write what is still buffered, and what comes, nowhere: it must not raise while Python ends."""
-    with contextlib.suppress(OSError, AttributeError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, AttributeError, ValueError):
+            with contextlib.suppress(OSError, AttributeError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+NOBODY_READS: Final = 141
+"""Exit code where the output's reader has left: 128 + SIGPIPE, as of any program that a pipe ends."""
 TRACEBACK: Final = "ASYNCRL_TRACEBACK"
 """Environment variable; set to anything it shows where a leftover came from."""
 _OF_THE_INPUT: Final = (

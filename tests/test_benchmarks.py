@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,55 @@ def test_a_benchmark_ends_with_its_table(
     monkeypatch.setattr(sys, "argv", [name, *SMALLEST[name]])
     benchmark.main()
     assert re.search(LAST[name], capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_benchmark_of_the_published_worlds_measures_all_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("published_worlds_speed")
+    compiled: list[int] = []
+    monkeypatch.setattr(benchmark, "compile_world", lambda _, rows: compiled.append(rows))
+    small = ["--tiny", "--device", "cpu", "--rows", "2", "--rounds", "1", "--decisions", "2"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *small, "--json", str(tmp_path / "speed.json")])
+    benchmark.main()
+    last = capsys.readouterr().out.rpartition("\n\n")[2]
+    assert compiled == [2, 2], "each world once"
+    for line in (
+        r"opensora: STDiT3, a step, compiled +\d+\.\d\d % +>= 55 +.*TFLOP/slot",
+        r"opensora: frame decoder, eager +\d+\.\d\d %",
+        r"opensora: prefix cache over whole window, compiled +\d+\.\d\d times +>= 1\.3",
+        r"opensora: state of a slot +0\.\d\d MiB +<= 1",
+        r"evac: UNet, a step, compiled +\d+\.\d\d % +>= 45",
+        r"evac: compiled over eager +\d+\.\d\d times +>= 1\.4 +.*, 3 steps",
+        r"evac: state of a slot +0\.\d\d MiB +<= 8 +room for 2 decisions",
+        r"evac: peak memory, compiled +0\.00 GiB .*by the doctor: weights",
+    ):
+        assert re.search(line, last), line
+    written = json.loads((tmp_path / "speed.json").read_text())
+    assert written["settings"]["rows"] == 2
+    kinds = {(reading["world"], reading["part"]) for reading in written["readings"]}
+    both = {
+        (world, part) for world in ("opensora", "evac") for part in ("networks", "compile", "state", "memory")
+    }
+    assert kinds == both | {("opensora", "prefix")}
+    state = next(r for r in written["readings"] if (r["world"], r["part"]) == ("opensora", "state"))
+    assert state["value"] * 2**20 == 4 * 4 * 8 * 8 * 4 + 1, "four latents of 4 channels, and whether finite"
+
+
+def test_a_benchmark_of_the_published_worlds_measures_what_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("published_worlds_speed")
+    only = ["--worlds", "evac", "--parts", "state", "--tiny", "--device", "cpu", "--rows", "2"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *only, "--decisions", "2"])
+    benchmark.main()
+    readings = capsys.readouterr().out.rpartition("---\n")[2].splitlines()
+    assert len(readings) == 1
+    assert readings[0].startswith("evac: state of a slot")
 
 
 def test_the_episodes_of_the_overhead_benchmark_are_what_a_replay_would_admit(

@@ -34,7 +34,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
         assert any(line.startswith(f"  {command} ") for line in text)
 
 
-@pytest.mark.parametrize("command", ["fit", "recordings", "replay"])
+@pytest.mark.parametrize("command", ["fit", "recordings", "replay", "runs"])
 def test_help_names_every_subcommand(command: str) -> None:
     help_of_command = python(f"from asyncrl import cli; cli.main(['{command}', '--help'])").stdout
     found = re.search(r"\{([\w,\s]+)\}", help_of_command)
@@ -126,7 +126,7 @@ def test_a_full_device_is_said_in_a_sentence_and_is_code_one(arguments: str) -> 
 def test_an_output_that_nobody_reads_ends_quietly(arguments: str) -> None:
     # The pipe is closed before anything is written.
     done = shell(f"{{ sleep 0.2; asyncrl {arguments}; echo code $? >&2; }} | true")
-    assert done.stderr == "code 1\n"
+    assert done.stderr == "code 141\n"
 
 
 def test_with_nobody_to_complain_to_the_code_says_enough() -> None:

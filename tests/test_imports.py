@@ -1,6 +1,7 @@
 """Imports point down the floors of docs/architecture.md, never in a circle; light packages stay light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,11 @@ def modules_imported(file: Path) -> set[str]:
     return {name for name in found if name.startswith("asyncrl.")}
 
 
+KINDS = {"wan", "opensora", "evac"}
+OWN_FLOORS = ("asyncrl.worlds.", "asyncrl.fitting.")
+"""Parts that may know kinds of worlds by name."""
+
+
 FILES = [file for file in ROOT.rglob("*.py") if part_of(file) not in ("__init__", "__main__")]
 BY_NAME = {".".join(("asyncrl", *file.relative_to(ROOT).with_suffix("").parts)): file for file in FILES}
 
@@ -96,6 +102,23 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
     for name in sorted(arrows):
         visit(name, ())
+
+
+def words_in(dotted: str) -> set[str]:
+    """Lower-case words of a dotted name: {"asyncrl", "worlds", "wan", "load", "world"} and the like."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", dotted)}
+
+
+def test_no_module_outside_worlds_and_fitting_imports_a_kind_of_world() -> None:
+    assert {"wan"} <= words_in("asyncrl.storage.is_wan_file")
+    assert {"evac", "wan"} <= words_in("asyncrl.EvacWorld.WAN_VAE")
+    outside = {name: file for name, file in BY_NAME.items() if not f"{name}.".startswith(OWN_FLOORS)}
+    naming = {
+        name
+        for name, file in outside.items()
+        if any(words_in(imported) & KINDS for imported in modules_imported(file))
+    }
+    assert not naming
 
 
 def test_light_parts_import_no_torch() -> None:

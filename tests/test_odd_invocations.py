@@ -66,7 +66,7 @@ def test_an_odd_call_ends_in_a_sentence(
     before, began = unchanged(models), time.monotonic()
     code = called(name, folders, tmp_path)
     said = capfd.readouterr()
-    assert code in (0, 1, 2)
+    assert code in (0, 1, 2) or (name.startswith("status") and code in (3, 4))
     assert code or name in WORKS or not name.startswith("train")
     assert code == 0 or said.err or said.out
     assert "Traceback" not in said.err

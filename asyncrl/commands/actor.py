@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import tyro
 
@@ -38,9 +38,13 @@ class ActorConfig(Bounded):
     """The run's start states, where their path differs on this host. They must be the same files."""
 
 
+ARGUMENTS: Final = ActorConfig
+"""What the command takes; tab completion reads it too."""
+
+
 def main(arguments: list[str]) -> int:
     """Join, imagine, leave."""
-    config = tyro.cli(ActorConfig, args=arguments, prog="asyncrl actor")
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl actor")
     from asyncrl.launch.join import run
 
     paths = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import tyro
 
@@ -23,9 +23,9 @@ Kind = Literal["policy", "world", "reward", "simulator", "correction", "advantag
 class CheckConfig(Bounded):
     """Try a part on small inputs and say what it does not do as its protocol wants it (docs/extending.md)."""
 
-    kind: Annotated[Kind, tyro.conf.Positional]
-    """What it is."""
-    name: Annotated[str, tyro.conf.Positional]
+    kind: Annotated[Kind, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
+    """What it is: policy, world, reward, simulator, correction, advantage or objective."""
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """As on the command line of a run: package.module:Class@FOLDER, a folder, or a built-in name."""
     settings: tuple[str, ...] = ()
     """Keywords of the class: key=value ..."""
@@ -43,9 +43,13 @@ class CheckConfig(Bounded):
     """Where it is tried: cpu, cuda, or auto."""
 
 
+ARGUMENTS: Final = CheckConfig
+"""What the command takes; tab completion reads it too."""
+
+
 def main(arguments: list[str]) -> int:
     """Check and print a line for everything that holds; the first thing that does not ends it with code 2."""
-    config = tyro.cli(CheckConfig, args=arguments, prog="asyncrl check")
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl check")
     for line in _checks(config):
         print(f"ok  {line}", flush=True)
     print(f"{config.name} keeps the protocol of its kind, {config.kind}")
@@ -72,9 +76,9 @@ def _check_policy(config: CheckConfig) -> Iterator[str]:
 
 def _check_world(config: CheckConfig) -> Iterator[str]:
     from asyncrl.config.run import ImaginationSettings
-    from asyncrl.launch.conformance import check_world
     from asyncrl.launch.named_models import named_world
     from asyncrl.launch.placement import pick_device
+    from asyncrl.launch.world_conformance import check_world
 
     named, settings = named_world(config.name, config.settings), ImaginationSettings()
     summary = named.kind.check(named.folder, settings, **named.settings)
@@ -90,15 +94,16 @@ def _check_world(config: CheckConfig) -> Iterator[str]:
 
 
 def _starts(config: CheckConfig, size: int) -> list[StartState]:
-    """Start states of the given size: those that are set where they fit, else a random picture."""
+    """Start states of the given size: those that are set, or the shipped ones where they fit, else noise."""
     import numpy as np
 
     from asyncrl.launch.named_models import folder_part
     from asyncrl.records import StartState
-    from asyncrl.storage.asset_paths import DEFAULT, start_states_path
+    from asyncrl.storage.asset_paths import DEFAULT, is_shipped_world, start_states_path
     from asyncrl.worlds.start_states import load_start_states
 
-    if config.start_states != DEFAULT or (Path(folder_part(config.name)) / "dataset").is_dir():
+    own = config.start_states != DEFAULT or (Path(folder_part(config.name)) / "dataset").is_dir()
+    if own or is_shipped_world(config.name):
         return load_start_states(
             start_states_path(config.start_states, folder_part(config.name)), image_size=size
         )
@@ -110,6 +115,7 @@ def _starts(config: CheckConfig, size: int) -> list[StartState]:
             frame=rng.integers(0, 256, (size, size, 3), np.uint8),
             context_frames=np.zeros((0, size, size, 3), np.uint8),
             context_actions=np.zeros((0, 7), np.float32),
+            ee_pose=np.array([0.5, 0.0, 0.2, 1.0, 0.0, 0.0, 0.0, -1.0], np.float32),  # Pointing down.
         )
         for n in range(2)
     ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import tyro
 
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
+from asyncrl.config.often_used import COLLECT
+from asyncrl.config.short_help import answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.collect import must_be_new, record, training_starts
@@ -75,9 +77,14 @@ class CollectConfig(Bounded):
             )
 
 
+ARGUMENTS: Final = CollectConfig
+"""What the command takes; tab completion reads it too."""
+
+
 def main(arguments: list[str]) -> int:
     """Record, with a progress bar."""
-    config = tyro.cli(CollectConfig, args=arguments, prog="asyncrl collect")
+    arguments = answer_help(arguments, lambda: COLLECT.text(CollectConfig(out=Path())))
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl collect")
     source = SimulatorSource(
         name=config.simulator,
         settings=config.simulator_settings,

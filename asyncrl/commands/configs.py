@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+import tyro
 
 import asyncrl
+from asyncrl.observability.layout import hanging
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigsConfig:
+    """List the shipped configuration files."""
+
+
+ARGUMENTS: Final = ConfigsConfig
+"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:
     """Print each file with its first comment line."""
-    import tyro
-
-    tyro.cli(_nothing, args=arguments, prog="asyncrl configs")
+    tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl configs")
     folder = Path(asyncrl.__file__).parents[1] / "configs"
     files = sorted(folder.glob("*.toml"))
     if not files:
@@ -20,13 +32,9 @@ def main(arguments: list[str]) -> int:
         return 0
     width = max(len(_shown(file)) for file in files)
     for file in files:
-        print(f"{_shown(file):<{width}}  {_about(file)}")
+        print(hanging(f"{_shown(file):<{width}}  ", _about(file)))
     print("\nUse one with `asyncrl train FILE`; flags after it win.")
     return 0
-
-
-def _nothing() -> None:
-    """List the shipped configuration files."""
 
 
 def _about(file: Path) -> str:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import tyro
 
 from asyncrl.config.bounds import AtLeast, Bounded, Positive
+from asyncrl.config.often_used import CONVERT
+from asyncrl.config.short_help import answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.storage.asset_paths import policy_folder
 
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.launch.model_card import Layout
     from asyncrl.policies.checkpoints.conventions import PublishedOptions
     from asyncrl.policies.checkpoints.convert import ConversionReport
+    from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+    from asyncrl.storage.hub import Hub
 
 ADAPTER = "adapter_config.json"
 GB = 1e9
@@ -30,10 +35,10 @@ class ConvertConfig(Bounded):
     Weights are streamed: a few tensors are in memory, never the policy.
     """
 
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Published folder, asyncrl policy folder, checkpoint, run folder (its newest one), shipped name, or an
     adapter folder of asyncrl with --to openvla."""
-    out: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; new or empty."""
     to: Literal["asyncrl", "openvla"] = "asyncrl"
     """Layout to write. openvla: what other stacks load."""
@@ -67,16 +72,30 @@ class ConvertConfig(Bounded):
     """Type of the numbers written."""
     shard_gigabytes: Annotated[float, Positive("a file holds something.", "Use 5.", highest=1_000_000)] = 5.0
     """Largest weight file."""
+    base_model: str = ""
+    """Hub identifier of the model that training began with, for the card; empty: it is not said."""
+    license: str = ""
+    """Licence of the policy for the card, as hubs write it (mit, apache-2.0); empty: none is stated."""
+    push: str = ""
+    """Repository OWNER/NAME of a model hub to send OUT to, once it is written and checked. Without it nothing
+    is sent."""
+    private: bool = False
+    """Make the repository of --push private, if it is new."""
 
 
-def main(arguments: list[str]) -> int:
-    """Convert and say what was done."""
-    config = tyro.cli(ConvertConfig, args=arguments, prog="asyncrl convert")
+ARGUMENTS: Final = ConvertConfig
+"""What the command takes; tab completion reads it too."""
+
+
+def main(arguments: list[str], hub: Hub | None = None) -> int:
+    """Convert and say what was done; `hub` stands for the real one of --push."""
+    arguments = answer_help(arguments, lambda: CONVERT.text(ConvertConfig(source="", out=Path())))
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl convert")
     _check(config)
     began = time.monotonic()
     source = Path(config.source)
     if (source / ADAPTER).is_file() and not (source / "config.json").is_file():
-        return _convert_adapter(config, source)
+        return _convert_adapter(config, source, hub)
     from asyncrl.policies.checkpoints.convert import convert
     from asyncrl.storage import checkpoint
 
@@ -94,8 +113,63 @@ def main(arguments: list[str]) -> int:
         dtype=_dtype(config.dtype),
         shard_bytes=int(config.shard_gigabytes * GB),
     )
+    _write_card(config, folder, done.config, config.to, **_of_others(config, done))
     print(report(config, done, time.monotonic() - began))
+    if config.push:
+        from asyncrl.policies.checkpoints.conventions import PublishedOptions
+        from asyncrl.policies.checkpoints.convert import open_source
+
+        open_source(config.out, PublishedOptions())
+    _push(config, hub)
     return 0
+
+
+def _of_others(config: ConvertConfig, done: ConversionReport) -> dict[str, str]:
+    """What the card says of other stacks."""
+    from asyncrl.policies.checkpoints.other_stacks import by_reader, model_class
+
+    if config.to != "openvla":
+        return {}
+    told = {"missing": by_reader(list(done.missing)), "unpublished": done.unpublished}
+    return told | {"model_class": model_class(config.out)}
+
+
+def _write_card(
+    config: ConvertConfig, folder: Path, policy: OpenVLAOFTConfig, layout: Layout, **told: str
+) -> None:
+    """Write the model card into the folder.
+
+    Args:
+        config: Of the command.
+        folder: Where the policy was read from.
+        policy: As written.
+        layout: Of what was written.
+        told: Other fields of the card.
+    """
+    from asyncrl.launch.model_card import CardFacts, write_card
+    from asyncrl.launch.model_facts import trained_policy
+
+    source = Path(config.source)
+    facts = CardFacts(
+        title=(config.push or config.out.resolve().name).split("/")[-1],
+        layout=layout,
+        source=source.resolve().name,
+        policy=policy,
+        trained=trained_policy(folder),
+        merged=Path(config.adapter).name,
+        repo=config.push,
+        base_model=config.base_model,
+        license=config.license,
+        **told,
+    )
+    write_card(config.out, facts)
+
+
+def _push(config: ConvertConfig, hub: Hub | None) -> None:
+    if config.push:
+        from asyncrl.storage.hub import push
+
+        push(config.out, config.push, private=config.private, tell=print, hub=hub)
 
 
 def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str:
@@ -114,18 +188,42 @@ def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str
         )
     if done.left_out:
         lines.append(f"left out  {len(done.left_out)} tensors: {', '.join(done.left_out)}")
+    if done.carried:
+        lines.append(f"carried   {', '.join(done.carried)}")
     lines += [
         f"policy    {policy.chunk} steps of {policy.action_dim} numbers, {stop} stop token, gripper "
         f"{policy.gripper}, critic {policy.value_head}, computes in {policy.dtype}",
         f"actions   scaled with the statistics {policy.norm_key or 'none: they stay in [-1, 1]'}",
         f"wrote     {config.out}: {done.nbytes / GB:.2f} GB in {seconds:.0f} s",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *missing(done)])
+
+
+def missing(done: ConversionReport) -> list[str]:
+    """What other stacks do not find in the folder written, and how to give it, as lines."""
+    from asyncrl.policies.checkpoints.other_stacks import by_reader
+
+    if done.unpublished:
+        return [f"missing   other stacks cannot build {done.unpublished}. asyncrl opens the folder"]
+    if not done.missing:
+        return []
+    return [
+        f"missing   {by_reader(list(done.missing))}",
+        "          without them these of other stacks do not open the folder (from_pretrained with "
+        "trust_remote_code=True). The published folder that training began with has them: --original FOLDER "
+        "carries them over, or copy them (of config.json its auto_map)",
+    ]
 
 
 def _check(config: ConvertConfig) -> None:
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise ConfigError(f"{config.out} exists and is not an empty folder. Name another folder to write to.")
+    if config.private and not config.push:
+        raise ConfigError("--private is for the repository of --push, which is not set. Leave it out.")
+    if config.push:
+        from asyncrl.storage.hub import check_repo
+
+        check_repo(config.push)
 
 
 def _choices(config: ConvertConfig) -> PublishedOptions:
@@ -149,8 +247,9 @@ def _dtype(name: str) -> torch.dtype | None:
     return None if name == "source" else getattr(torch, name)
 
 
-def _convert_adapter(config: ConvertConfig, source: Path) -> int:
+def _convert_adapter(config: ConvertConfig, source: Path, hub: Hub | None) -> int:
     from asyncrl.policies.checkpoints.convert import convert_adapter
+    from asyncrl.policies.checkpoints.folder import read_config
 
     if config.to != "openvla":
         raise ConfigError(
@@ -158,8 +257,9 @@ def _convert_adapter(config: ConvertConfig, source: Path) -> int:
             "--adapter to merge it; or write it for peft and the published model with --to openvla."
         )
     # A checkpoint of a run has its adapters in a folder of its own.
-    layers = convert_adapter(
-        source, config.out, policy_folder(config.original or str(source.resolve().parent))
-    )
+    folder = policy_folder(config.original or str(source.resolve().parent))
+    layers = convert_adapter(source, config.out, folder)
+    _write_card(config, source.resolve().parent, read_config(folder), "adapter")
     print(f"wrote     {config.out}: adapters of {layers} layers under published names")
+    _push(config, hub)
     return 0

@@ -1,11 +1,12 @@
-"""`asyncrl doctor [CONFIG.toml] [--flags]`: check everything a run needs on this host, or a simulator."""
+"""`asyncrl doctor [CONFIG.toml ...] [--flags]`: check everything a run needs on this host, or a simulator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
+from asyncrl.config.often_used import DOCTOR
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import doctor, doctor_simulator
 from asyncrl.doctor.findings import Examination
@@ -39,6 +40,10 @@ class SimulatorConfig(Bounded):
     """Steps until an episode is given up; 0: the simulator's own."""
 
 
+ARGUMENTS: Final = TrainConfig
+"""What tab completion offers."""
+
+
 def main(arguments: list[str]) -> int:
     """Print what works and what is missing; exit code 1 when it is needed."""
     as_json = JSON in arguments
@@ -53,7 +58,7 @@ def _read(arguments: list[str]) -> Examination:
     """Read the settings as `train` does. Only now: without arguments an incomplete installation will do."""
     from asyncrl.commands.train import read_settings
 
-    config = read_settings(arguments, f"asyncrl doctor [{JSON}]", ABOUT)
+    config = read_settings(arguments, DOCTOR, ABOUT)
     return Examination(config=config, where=" ".join(arguments))
 
 

@@ -1,25 +1,29 @@
-"""`asyncrl evaluate CHECKPOINT`: measure the success rate of a policy in a true simulator."""
+"""`asyncrl evaluate [POLICY]`: measure the success rate of a policy in a true simulator."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
+from asyncrl.config.often_used import EVALUATE
+from asyncrl.config.short_help import answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
+from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
 from asyncrl.simulators.interface import Demonstrator
 from asyncrl.simulators.starts import EPISODES, evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
+    from asyncrl.launch.run_settings import RunSettings
     from asyncrl.policies.interface import Policy
     from asyncrl.simulators.build import SimulatorSource
     from asyncrl.simulators.interface import SimulatorSpec
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from asyncrl.simulators.rollout import SimulatedEpisode
     from asyncrl.worlds.interface import World
 
+OTHER_TASKS = "Choose another simulator, or add --other-tasks: no task of training is measured then."
 EXPERT = "expert"
 """Names the simulator's own demonstrator in the place of a policy."""
 
@@ -35,7 +40,7 @@ EXPERT = "expert"
 class EvaluateConfig(Bounded):
     """Play a policy from held-out starts in a true simulator and count successes."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional] = ""
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = ""
     """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy); of a
     class of your own: package.module:Class@FOLDER; 'expert': the simulator's scripted expert."""
     policy: str = ""
@@ -43,7 +48,8 @@ class EvaluateConfig(Bounded):
     policy_settings: tuple[str, ...] = ()
     """Keywords of the policy's class: key=value ..."""
     simulator: str = "tabletop"
-    """Simulator to play in: a built-in one, or package.module:Class (or a function that makes one)."""
+    """Simulator to play in: a built-in one, or package.module:Class (or a function that makes one). Of a run
+    the one that it trained in, or that has the tasks of its start states."""
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
     episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 256.", highest=1_000_000)] = 0
@@ -65,7 +71,11 @@ class EvaluateConfig(Bounded):
     temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
         1.0
     )
-    """Sampling temperature of the action tokens, as in training; 0 = always the most likely token."""
+    """Sampling temperature of the action tokens; of a run its own, else 1; 0: always the most likely one."""
+    top_k: Annotated[int, AtLeast(0, "it counts tokens.", "Use 0 for all.", highest=1_000_000)] = 0
+    """Sample among so many of the most likely tokens; of a run its own, else 0: among all."""
+    other_tasks: bool = False
+    """Play a run's policy in a simulator that lacks some of the tasks it was trained on."""
     expert: Demonstrator = field(default_factory=Demonstrator)
     """How good the expert is, where it plays."""
     workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
@@ -106,20 +116,32 @@ class EvaluateConfig(Bounded):
         return self.checkpoint or self.policy
 
 
+ARGUMENTS: Final = EvaluateConfig
+"""What the command takes; tab completion reads it too."""
+
+
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
-    config = tyro.cli(EvaluateConfig, args=arguments, prog="asyncrl evaluate")
+    arguments = answer_help(arguments, lambda: EVALUATE.text(EvaluateConfig()))
+    config, run = _parse(arguments)
     player = config.player
     evaluation_seeds(config.seed, config.episodes or EPISODES)
     registry.resolve("simulator", config.simulator)
     _check_outputs(config)
     _refuse_idle(config, player)
-    played = _play_expert(config) if player == EXPERT else _play_policy(config)
+    if run is not None:
+        print(_of_run(config, run))
+    played = _play_expert(config) if player == EXPERT else _play_policy(config, run)
     print(table(played.result))
     if protocol := played.simulator["protocol"]:
         print(protocol)
     if config.json:
-        content = {"checkpoint": played.folder, "seed": config.seed, "temperature": config.temperature}
+        content = {
+            "checkpoint": played.folder,
+            "seed": config.seed,
+            "temperature": config.temperature,
+            "top_k": config.top_k,
+        }
         if player == EXPERT:
             content = {"checkpoint": EXPERT, "seed": config.seed, "expert": asdict(config.expert)}
         rows = {"episodes": [episode_row(episode) for episode in played.episodes]}
@@ -133,6 +155,49 @@ def main(arguments: list[str]) -> int:
         played.write_video(played.episodes)
         print(f"contact sheet in {config.video}")
     return 0
+
+
+def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
+    """Read the flags; what they leave open is as in the run that the policy is of, if it is of one.
+
+    Raises:
+        ConfigError: No simulator is known to have the run's tasks, and none is named.
+    """
+    from asyncrl.launch.run_settings import run_of, settings_of_run
+
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl evaluate")
+    folder = None if config.player == EXPERT else run_of(config.player)
+    if folder is None:
+        return config, None
+    run = settings_of_run(folder)
+    default = EvaluateConfig(
+        policy_settings=run.config.policy_settings if registry.names_code(config.player) else (),
+        simulator=run.simulator,
+        simulator_settings=run.simulator_settings,
+        horizon=run.config.simulator.horizon,
+        temperature=run.config.algorithm.temperature,
+        top_k=run.config.algorithm.top_k,
+        world=run.config.world if config.video and not registry.names_code(run.config.world) else "tabletop",
+    )
+    config = tyro.cli(ARGUMENTS, args=arguments, default=default, prog="asyncrl evaluate")
+    if not config.simulator:
+        trained = f"as {run.tasks[0]!r}" if run.tasks else "which are not known here"
+        raise ConfigError(
+            f"No built-in simulator is known to have the tasks of {folder}, {trained}. Name one: --simulator "
+            "NAME, or package.module:make; `asyncrl simulators list` shows what there is."
+        )
+    if config.simulator != run.simulator and run.simulator_settings == config.simulator_settings:
+        config = replace(config, simulator_settings=())  # They were another simulator's.
+    return config, run
+
+
+def _of_run(config: EvaluateConfig, run: RunSettings) -> str:
+    """Say in a line what was taken from the run."""
+    top_k = f", top-k {config.top_k}" if config.top_k else ""
+    horizon = f", horizon {config.horizon}" if config.horizon else ""
+    changed = "" if config.temperature == run.config.algorithm.temperature else " (the run's: "
+    changed += f"{run.config.algorithm.temperature:g})" if changed else ""
+    return f"simulator {config.simulator}, temperature {config.temperature:g}{changed}{top_k}{horizon}"
 
 
 def _refuse_idle(config: EvaluateConfig, player: str) -> None:
@@ -237,7 +302,7 @@ def _play_expert(config: EvaluateConfig) -> _Played:
     return _Played(result=result, episodes=episodes, simulator=row, folder=EXPERT)
 
 
-def _play_policy(config: EvaluateConfig) -> _Played:
+def _play_policy(config: EvaluateConfig, run: RunSettings | None) -> _Played:
     from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, write_contact_sheet
     from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.placement import pick_device
@@ -249,9 +314,11 @@ def _play_policy(config: EvaluateConfig) -> _Played:
     world = _world_of_video(config) if config.video else None
     policy: Policy = named.kind.load(named.folder, device, **named.settings)
     source = _source(config, policy.image_size, _episodes(config))
-    act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0), config.rows)
+    act = acting(policy, SamplingParams(temperature=config.temperature, top_k=config.top_k), config.rows)
     with SimulatorPool(source, workers=config.workers, steps=policy.action_spec.chunk) as pool:
         check_fits(policy, pool.spec)
+        if run is not None and not config.other_tasks:
+            refuse_foreign_tasks(run.tasks, pool.spec.tasks, config.simulator, OTHER_TASKS)
         if world is not None:
             check_imagines(world, pool.spec)
         result, episodes = evaluate(
@@ -317,7 +384,7 @@ def _write_curves(folder: Path, checkpoint: str, simulator: str, result: Evaluat
     (folder / simulator.replace(":", "_")).mkdir(parents=True, exist_ok=True)
     file = curves.event_file(folder / simulator.replace(":", "_"))
     now = time.time()
-    file.write_bytes(curves.beginning(step, now) + curves.scalars(step, values, now))
+    file.write_bytes(curves.beginning(step, now) + curves.Curves().scalars(step, values, now))
 
 
 def table(result: Evaluation) -> str:

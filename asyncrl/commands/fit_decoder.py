@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
@@ -13,11 +13,11 @@ from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from asyncrl.fitting.fit_decoder import Imagined, Likeness
-    from asyncrl.rewards.model import ResNetReward
-    from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
-    from asyncrl.worlds.wan.world import WanWorld
+    from asyncrl.fitting.worlds.interface import DistilsDecoder
+    from asyncrl.rewards.interface import RewardModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +73,15 @@ def fit_decoder_command(config: FitDecoder) -> None:
     import torch
 
     from asyncrl.fitting.fit_decoder import compare, fit_decoder
-    from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
-    from asyncrl.worlds.wan.world import load_world
 
     device = pick_device(config.device)
     folder = world_folder(config.world)
     out = Path(config.out) if config.out else folder
-    world = load_world(folder, device=device, dtype=_dtype(device))
-    learned, held_out = _episodes(config, world, device)
+    fitted = _distillable(folder, device)
+    learned, held_out = _episodes(config, fitted.world, device)
     reward = _reward(folder, set(learned.tasks) | set(held_out.tasks), device)
     torch.manual_seed(config.seed)
-    decoder = TinyDecoder(TinyDecoderConfig.for_world(world.vae.size.z_dim, world.image_size)).to(device)
+    decoder = fitted.fresh_decoder().to(device)
     loss = fit_decoder(
         decoder,
         learned,
@@ -96,7 +94,7 @@ def fit_decoder_command(config: FitDecoder) -> None:
     decoder.to(torch.bfloat16)  # as it is stored: halves the file, and what is measured is what will be used
     decoder.to(_dtype(device))
     likeness = compare(decoder, held_out, reward, threshold=config.threshold)
-    _save(config, out, world, decoder, likeness, loss)
+    _save(config, out, fitted, decoder, likeness, loss)
     print(report(likeness, len(held_out), config.threshold))
     print(f"tiny decoder in {out}")
 
@@ -107,7 +105,25 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _episodes(config: FitDecoder, world: WanWorld, device: torch.device) -> tuple[Imagined, Imagined]:
+def _distillable(folder: Path, device: torch.device) -> DistilsDecoder:
+    """Read the world, whose kind must be one that can have a tiny decoder.
+
+    Raises:
+        CheckpointError: A file is missing or does not fit.
+        ConfigError: It is of another kind.
+    """
+    from asyncrl.fitting.worlds.interface import DistilsDecoder, load_fitted
+
+    fitted = load_fitted(folder, device, _dtype(device))
+    if not isinstance(fitted, DistilsDecoder):
+        raise ConfigError(
+            f"--world {folder} holds a world whose frames are decoded one by one; a tiny decoder takes the "
+            "place of one that draws causal video, and there is none for this kind. Use the world as it is."
+        )
+    return fitted
+
+
+def _episodes(config: FitDecoder, world: Any, device: torch.device) -> tuple[Imagined, Imagined]:
     """Episodes to learn from and, from other start states, to measure on."""
     from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.interface import SamplingParams
@@ -143,33 +159,26 @@ def _episodes(config: FitDecoder, world: WanWorld, device: torch.device) -> tupl
     return parts[0], parts[1]
 
 
-def _reward(folder: Path, tasks: set[str], device: torch.device) -> ResNetReward | None:
+def _reward(folder: Path, tasks: set[str], device: torch.device) -> RewardModel | None:
     from asyncrl.errors import CheckpointError
-    from asyncrl.rewards.model import load_reward
+    from asyncrl.launch.named_models import named_reward
 
     try:
-        return load_reward(folder, tasks=tasks, device=device)
+        named = named_reward("", folder)
+        return named.kind.load(named.folder, device, sorted(tasks))
     except CheckpointError as error:
         print(f"The agreement of verdicts is not measured: {error}", flush=True)
         return None
 
 
 def _save(
-    config: FitDecoder, out: Path, world: WanWorld, decoder: TinyDecoder, likeness: Likeness, loss: float
+    config: FitDecoder, out: Path, fitted: DistilsDecoder, decoder: nn.Module, likeness: Likeness, loss: float
 ) -> None:
     import torch
 
-    from asyncrl.worlds.wan.tiny_decoder import save_decoder
-
     made = {name: getattr(config, name) for name in ("episodes", "decisions", "steps", "batch", "seed")}
-    size = world.vae.size
-    save_decoder(
-        out,
-        decoder.to(torch.bfloat16),
-        latents_mean=size.latents_mean,
-        latents_std=size.latents_std,
-        fit=made | {"learning_rate": config.learning_rate, "loss": round(loss, 5)} | likeness.as_dict(),
-    )
+    fit = made | {"learning_rate": config.learning_rate, "loss": round(loss, 5)} | likeness.as_dict()
+    fitted.save_decoder(out, decoder.to(torch.bfloat16), fit)
 
 
 def report(likeness: Likeness, episodes: int, threshold: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import tyro
 
@@ -16,15 +16,19 @@ from asyncrl.messaging.curve_keys import ALLOWED, create_keys
 class KeysConfig:
     """Make the key pairs of a replay and of the processes that it admits. Existing keys are kept."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder for the keys, for example ~/.asyncrl/keys; made private (mode 0700)."""
     clients: tuple[str, ...] = ("1",)
     """One number N: the learner and actor-0 to actor-(N-1), one actor per rank. Or names: learner actor-0."""
 
 
+ARGUMENTS: Final = KeysConfig
+"""What the command takes; tab completion reads it too."""
+
+
 def main(arguments: list[str]) -> int:
     """Make what is missing and say what to copy where."""
-    config = tyro.cli(KeysConfig, args=arguments, prog="asyncrl keys")
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl keys")
     folder = config.folder.expanduser()
     names = _names(config.clients)
     written = create_keys(folder, names)

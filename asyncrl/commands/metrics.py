@@ -1,12 +1,29 @@
 """`asyncrl metrics [--waits]`: print the reference page of all metrics, or of all waits."""
 
-from asyncrl.errors import ConfigError
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import tyro
+
 from asyncrl.observability import metrics_page, waits
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Print the reference page of all metrics (docs/metrics.md)."""
+
+    waits: bool = False
+    """The page of all waits instead (docs/waits.md)."""
+
+
+ARGUMENTS: Final = MetricsConfig
+"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:
     """Print a page."""
-    if arguments not in ([], ["--waits"]):
-        raise ConfigError(f"the arguments are {' '.join(arguments)}. Usage: asyncrl metrics [--waits]")
-    print(waits.as_markdown() if arguments else metrics_page.as_markdown(), end="")
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl metrics")
+    print(waits.as_markdown() if config.waits else metrics_page.as_markdown(), end="")
     return 0

@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
 from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError
+from asyncrl.fitting.datasets.settings import DataSetSettings
 from asyncrl.fitting.recordings import read_part, recording_files
 from asyncrl.replay_tools.text import table
 
-Folder = tyro.conf.Positional[Path]
+if TYPE_CHECKING:
+    from asyncrl.fitting.datasets.interface import DataSet
+
+Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
+
+
+def _own_files(given: tuple[Path, ...]) -> list[Path]:
+    """Return the files of recordings of our own.
+
+    Raises:
+        AssetError: There are none.
+        ConfigError: It is a data set of another program.
+    """
+    from asyncrl.fitting.datasets.lerobot import is_lerobot
+    from asyncrl.fitting.datasets.robomimic import is_robomimic
+
+    for path in given:
+        if is_lerobot(path) or (path.is_file() and is_robomimic(path)):
+            raise ConfigError(
+                f"{path} is a data set of another program. Make recordings of it first: asyncrl recordings "
+                f"import {path} --out FOLDER."
+            )
+    return [file for path in given for file in ([path] if path.is_file() else recording_files(path))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListFiles(Bounded):
     """List the files of recordings."""
 
-    data: tyro.conf.Positional[tuple[Path, ...]]
-    """Recording folders."""
+    data: Folders
+    """Recording folders, or files."""
 
     def run(self) -> int:
         """Print a row per file."""
         rows = [("file", "simulator", "cameras", "picture", "episodes", "frames", "solved")]
-        for path in (path for folder in self.data for path in recording_files(folder)):
+        for path in _own_files(self.data):
             part = read_part(path)
             rows.append(
                 (
@@ -48,12 +71,12 @@ class ListFiles(Bounded):
 class Stats(Bounded):
     """Count episodes and successes by task, and measure the actions."""
 
-    data: tyro.conf.Positional[tuple[Path, ...]]
-    """Recording folders."""
+    data: Folders
+    """Recording folders, or files."""
 
     def run(self) -> int:
         """Print a row per task, then one per number of an action."""
-        parts = [read_part(path) for folder in self.data for path in recording_files(folder)]
+        parts = [read_part(path) for path in _own_files(self.data)]
         tasks = np.array([task for part in parts for task in part.tasks])
         solved = np.concatenate([part.solved() for part in parts])
         lengths = np.concatenate([np.diff(part.offsets) - 1 for part in parts])
@@ -79,44 +102,88 @@ class Stats(Bounded):
 
 @dataclass(frozen=True, kw_only=True)
 class Import(Bounded):
-    """Write recordings of demonstrations that LIBERO published (HDF5)."""
+    """Write recordings of a LeRobot v3 folder, of robomimic's files, or of LIBERO's demonstrations (HDF5)."""
 
-    files: tyro.conf.Positional[tuple[Path, ...]]
-    """NAME_demo.hdf5 files of one suite, or folders of them."""
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE...")]
+    """LeRobot v3 folders; robomimic's HDF5 files; or NAME_demo.hdf5 files of one of LIBERO's suites. Or
+    folders of such files."""
     out: Path
     """Folder for the recordings; must not hold any yet."""
     simulator: str = ""
-    """Suite that they are of; empty: the one that has these tasks, else the folder's name."""
+    """Of LIBERO: the suite; empty: the one that has these tasks, else the folder's name."""
     wrist: bool = True
-    """Whether the camera at the wrist is kept, as `asyncrl collect` does in LIBERO."""
+    """Of LIBERO: whether the camera at the wrist is kept, as `asyncrl collect` does there."""
+    dataset: DataSetSettings = field(default_factory=DataSetSettings)
+    """How LeRobot and robomimic are read."""
 
     def run(self) -> int:
         """Import, and say how many."""
         from asyncrl.fitting.collect import must_be_new
+        from asyncrl.fitting.loading import open_data_sets
+
+        if not self.files:
+            raise ConfigError("No file was given. Give folders or files of one kind.")
+        must_be_new(self.out)
+        of_libero = [path for given in self.files for path in _libero_files(given)]
+        others = [given for given in self.files if not _libero_files(given)]
+        data_sets = [one for given in others for one in open_data_sets(given, self.dataset)]
+        if of_libero and data_sets:
+            raise ConfigError(
+                f"{of_libero[0]} has LIBERO's demonstrations, but {data_sets[0].path} is of another kind. "
+                "Import them one after the other."
+            )
+        written = self._data_sets(data_sets) if data_sets else self._libero()
+        print(f"{written} episodes in {self.out}. Next: asyncrl fit policy --data {self.out} --out POLICY")
+        return 0
+
+    def _data_sets(self, data_sets: list[DataSet]) -> int:
+        from asyncrl.fitting.datasets.importing import import_data_sets
+        from asyncrl.fitting.loading import check_alike
+
+        if self.simulator or not self.wrist:
+            raise ConfigError(
+                "--simulator and --no-wrist are about LIBERO's demonstrations, but these are of another "
+                "kind. Use --dataset.simulator and --dataset.cameras."
+            )
+        check_alike(data_sets)
+        return import_data_sets(data_sets, self.out)
+
+    def _libero(self) -> int:
         from asyncrl.fitting.libero_demonstrations import CAMERAS, import_demonstrations
 
+        if self.dataset != DataSetSettings():
+            raise ConfigError(
+                "--dataset settings are about LeRobot and robomimic, but LIBERO's demonstrations are read as "
+                "they are published. Leave them out."
+            )
         paths: list[Path] = []
         for given in self.files:
             found = sorted(given.glob("*.hdf5")) if given.is_dir() else [given]
             if not found or not all(path.is_file() for path in found):
-                raise ConfigError(f"{given} is no file, nor a folder of .hdf5 files. Check the path.")
+                raise ConfigError(
+                    f"{given} is no file, nor a folder of .hdf5 files, nor a LeRobot v3 folder (it has no "
+                    "meta/info.json). Check the path."
+                )
             paths += found
-        if not paths:
-            raise ConfigError("No file was given. Give NAME_demo.hdf5 files, or folders of them.")
-        must_be_new(self.out)
         cameras = CAMERAS if self.wrist else CAMERAS[:1]
-        written = import_demonstrations(paths, self.out, simulator=self.simulator, cameras=cameras)
-        print(f"{written} episodes in {self.out}. Next: asyncrl fit policy --data {self.out} --out POLICY")
-        return 0
+        return import_demonstrations(paths, self.out, simulator=self.simulator, cameras=cameras)
+
+
+def _libero_files(given: Path) -> list[Path]:
+    """Return the files with LIBERO's demonstrations at a path."""
+    from asyncrl.fitting.datasets.robomimic import is_libero
+
+    paths = sorted(given.glob("*.hdf5")) if given.is_dir() else [given]
+    return [path for path in paths if path.is_file() and is_libero(path)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Bounded):
     """Write recordings in the layout of another project."""
 
-    data: Folder
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Recording folder."""
-    out: Folder
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not hold any trajectories yet."""
     layout: Literal["rlinf"] = "rlinf"
     """rlinf: first frames (traj*.npy) and key frames (traj*_kir.npy) that a world model begins with."""
@@ -125,7 +192,7 @@ class Export(Bounded):
 
     def run(self) -> int:
         """Export, and say how many."""
-        from asyncrl.fitting.recordings import load_recordings
+        from asyncrl.fitting.loading import load_recordings
         from asyncrl.fitting.rlinf_trajectories import write_trajectories
 
         if self.out.exists() and not self.out.is_dir():
@@ -137,7 +204,7 @@ class Export(Bounded):
 
 
 _named = tyro.conf.subcommand
-COMMANDS: Any = (
+ARGUMENTS: Any = (
     Annotated[ListFiles, _named(name="list")]
     | Annotated[Stats, _named(name="stats")]
     | Annotated[Import, _named(name="import")]
@@ -147,5 +214,5 @@ COMMANDS: Any = (
 
 def main(arguments: list[str]) -> int:
     """Run one of them."""
-    wanted: Any = tyro.cli(COMMANDS, args=arguments, prog="asyncrl recordings")
+    wanted: Any = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl recordings")
     return wanted.run()

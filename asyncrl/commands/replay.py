@@ -22,7 +22,7 @@ from asyncrl.replay_tools.verify import Verify
 from asyncrl.replay_tools.video import Video
 
 _named = tyro.conf.subcommand
-COMMANDS: Any = (
+ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
     Annotated[List, _named(name="list")]
     | Annotated[Show, _named(name="show")]
     | Annotated[Video, _named(name="video")]
@@ -33,14 +33,13 @@ COMMANDS: Any = (
     | Annotated[Export, _named(name="export")]
     | Annotated[Prune, _named(name="prune")]
     | Annotated[Compact, _named(name="compact")]
-)
+]
+"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:
     """Run one of them; return 0, 1 when it found a damage or a difference, 2 for input that cannot work."""
-    wanted: Any = tyro.cli(
-        COMMANDS, args=arguments, prog="asyncrl replay", config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    wanted: Any = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl replay")
     try:
         return wanted.run()
     except (ConfigError, ReplayError) as error:

@@ -26,9 +26,9 @@ from asyncrl.replay_tools.comparison import (
     imagined_film,
     stored_film,
 )
-from asyncrl.replay_tools.drawing import require_png
 from asyncrl.replay_tools.episodes import find_group
 from asyncrl.replay_tools.selection import ReplayCommand
+from asyncrl.storage.drawing import require_png
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ FRAMES_PER_SECOND = 10
 class Imagine(ReplayCommand):
     """Imagine a group again from its stored actions and noise, and compare frames, scores and log-probs."""
 
-    group: tyro.conf.Positional[int]
+    group: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="GROUP")]
     """Its number."""
     out: Path = Path()
     """File to write, ending in .png: the final frames beside those imagined again. The whole film goes into

@@ -20,17 +20,22 @@ class List:
     """List the simulators that `--simulator` knows by name, and what each of them plays."""
 
     def run(self) -> int:
-        """Print one line each; what cannot be used here says why."""
+        """Print one line each; what cannot be used here stands below, by the reason."""
+        from asyncrl.observability.layout import hanging
         from asyncrl.simulators.build import SimulatorSource
 
+        unusable: dict[str, list[str]] = {}
         for name in {**registry.BUILT_IN["simulator"], **registry.registered("simulator")}:
             try:
                 spec = SimulatorSource(name=name).spec()
             except AsyncRLError as error:
-                print(f"{name:<24} not usable here: {first_line(error)}")
+                unusable.setdefault(first_line(error), []).append(name)
                 continue
             starts = f"{spec.trials} stored starts each" if spec.trials else "random starts"
             print(f"{name:<24} {len(spec.tasks):>2} tasks, {starts}, {spec.max_steps} steps")
+        for reason, names in unusable.items():
+            print(hanging("not usable here: ", reason))
+            print(hanging("    ", " ".join(names)))
         return 0
 
 
@@ -45,7 +50,7 @@ class Lite(Bounded):
 
     SECTION: ClassVar[str] = ""
 
-    suite: Annotated[str, tyro.conf.Positional]
+    suite: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SUITE")]
     """libero_spatial, libero_object, libero_goal, libero_10 or libero_90."""
     faces: Annotated[int, AtLeast(50, "a shape needs faces.", "Use 3600.", highest=1_000_000)] = 3600
     """Faces that a shape keeps at most; one of loose parts keeps three times as many."""
@@ -78,10 +83,10 @@ class Lite(Bounded):
         return 0
 
 
-_COMMANDS: Any = Annotated[List, _named(name="list")] | Annotated[Lite, _named(name="lite")]
+ARGUMENTS: Any = Annotated[List, _named(name="list")] | Annotated[Lite, _named(name="lite")]
 
 
 def main(arguments: list[str]) -> int:
     """Run one of them."""
-    wanted: Any = tyro.cli(_COMMANDS, args=arguments, prog="asyncrl simulators")
+    wanted: Any = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl simulators")
     return wanted.run()

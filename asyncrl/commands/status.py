@@ -1,46 +1,141 @@
-"""`asyncrl status RUN [--stacks]`: say what every process of a run is doing, and since when."""
+"""`asyncrl status RUN [--watch] [--json]`: say what every process of a run is doing, or how it ended."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any, Final
 
 import tyro
 
+from asyncrl.config.bounds import SECONDS, AtLeast, Bounded
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status
+from asyncrl.observability.process_status import Process
+from asyncrl.storage import run_state
+from asyncrl.storage.run_state import RunSummary, State
 
 WRITING_SECONDS = 1.0
 """How long the processes get to write their stacks."""
+CODES: Final[Mapping[State, int]] = MappingProxyType(
+    {State.RUNNING: 0, State.DEAD: 1, State.FINISHED: 3, State.STOPPED: 4}
+)
+"""Exit code of a state; with --watch, which waits for the end, a finished run is 0."""
+INTERRUPTED: Final = 130
+"""Exit code when Ctrl-C ends --watch; the run goes on."""
+_CLEARED: Final = "\033[H\033[J"
+"""To the terminal's first line, and nothing below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusConfig:
-    """Show what the processes of a run on this host are doing, also those that died: what they did last."""
+class StatusConfig(Bounded):
+    """Show what the processes of a run on this host are doing, also those that died: what they did last.
 
-    run: Annotated[str, tyro.conf.Positional]
+    Exit code 0: it is running; 3: it finished; 4: it was stopped, or failed, before its last update; 1: it is
+    dead. With --watch 0: it finished.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
     stacks: bool = False
     """Also make every living process append the stacks of its threads to RUN/processes/*.stacks."""
+    json: bool = False
+    """Print JSON: state, version, updates, processes and their threads; with --watch an object a line."""
+    watch: bool = False
+    """Show it again and again until the run has ended."""
+    every: Annotated[float, AtLeast(0.05, "it counts seconds.", "Use 5.", highest=SECONDS)] = 5.0
+    """Seconds between two looks of --watch."""
+
+
+ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[StatusConfig]
+"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:
-    """Print a row per thread; 1 when no process of the run is alive."""
-    config = tyro.cli(StatusConfig, args=arguments, prog="asyncrl status")
+    """Print a row per thread; the exit code says what became of the run (`CODES`)."""
+    config: StatusConfig = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl status")
     run = Path(config.run).expanduser()
+    try:
+        state = _shown(run, config)
+        while config.watch and state is State.RUNNING:
+            time.sleep(config.every)  # Ended by the end of the run, or by Ctrl-C.
+            state = _shown(run, config)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if config.stacks and (files := process_status.dump_stacks(run)):
+        time.sleep(WRITING_SECONDS)
+        print("stacks: " + " ".join(map(str, files)), file=sys.stderr if config.json else sys.stdout)
+    return 0 if config.watch and state is State.FINISHED else CODES[state]
+
+
+def _shown(run: Path, config: StatusConfig) -> State:
+    """Print what there is to say now."""
     processes = process_status.read(run)
-    if not processes:
+    if not processes and not run_state.is_run(run):
         raise ConfigError(
             f"{run} has no folder {process_status.FOLDER!r} with files: no run was started there."
         )
-    for process in processes:
-        print(f"{process.role:<12}{process.pid:>8}  {'alive' if process.alive else 'dead'}")
-        for activity in process.activities:
-            late = f", more than {activity.allowed:.0f} s" if process.alive and activity.overdue else ""
-            print(f"    {activity.thread:<20}{activity.what}, {activity.seconds:.1f} s{late}")
-    if config.stacks and (files := process_status.dump_stacks(run)):
-        time.sleep(WRITING_SECONDS)
-        print("stacks: " + " ".join(map(str, files)))
-    return int(not any(process.alive for process in processes))
+    if run_state.is_run(run):
+        summary = run_state.summarise(run)
+        state, head = summary.state, _headline(summary)
+    else:  # A process says what it does, and nobody what the run is.
+        summary, head = None, ""
+        state = State.RUNNING if any(process.alive for process in processes) else State.DEAD
+    if config.json:
+        found = _as_dict(run, state, summary, processes)
+        print(json.dumps(found, indent=None if config.watch else 2), flush=True)
+        return state
+    cleared = config.watch and sys.stdout.isatty()
+    lines = [*filter(None, [head]), *(line for process in processes for line in _lines(process, state))]
+    text = "\n".join([*lines, ""] if config.watch and not cleared else lines)
+    print(f"{_CLEARED if cleared else ''}{text}", flush=True)
+    return state
+
+
+def _headline(summary: RunSummary) -> str:
+    said = f"{summary.path.name}: {summary.state.value}, {summary.version} of {summary.updates} updates"
+    if summary.problem:
+        said += f" ({summary.problem})"
+    if summary.state is State.DEAD:
+        said += "; it ended without a word: killed, or its host went down"
+    if summary.state is State.STOPPED:
+        said += f"; why is in {summary.path / 'logs'}"
+    if (when := summary.last_row.get("time")) and type(when) in (int, float) and 0 < when < 2**32:
+        said += time.strftime("; last update %Y-%m-%d %H:%M:%S", time.localtime(when))
+    return said
+
+
+def _lines(process: Process, state: State) -> list[str]:
+    gone = "ended" if state in (State.FINISHED, State.STOPPED) else "dead"
+    lines = [f"{process.role:<12}{process.pid:>8}  {'alive' if process.alive else gone}"]
+    for activity in process.activities:
+        late = f", more than {activity.allowed:.0f} s" if process.alive and activity.overdue else ""
+        lines.append(f"    {activity.thread:<20}{activity.what}, {activity.seconds:.1f} s{late}")
+    return lines
+
+
+def _as_dict(run: Path, state: State, summary: RunSummary | None, processes: list[Process]) -> dict[str, Any]:
+    rows = [
+        {
+            "role": process.role,
+            "pid": process.pid,
+            "alive": process.alive,
+            "threads": [asdict(thread) | {"overdue": thread.overdue} for thread in process.activities],
+        }
+        for process in processes
+    ]
+    return {
+        "run": str(run),
+        "time": round(time.time(), 3),
+        "state": state.value,
+        "version": summary.version if summary else None,
+        "updates": summary.updates if summary else None,
+        "imagined_success": summary.imagined_success if summary else None,
+        "true_success": summary.true_success if summary else None,
+        "processes": rows,
+    }

@@ -1,4 +1,4 @@
-"""`asyncrl train [CONFIG.toml] [--flags]`: improve a policy inside a world model."""
+"""`asyncrl train [CONFIG.toml ...] [--flags]`: improve a policy inside a world model."""
 
 from __future__ import annotations
 
@@ -6,37 +6,54 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
+from asyncrl import __version__
+from asyncrl.config.arguments import split_files
 from asyncrl.config.loading import load_file, parse
+from asyncrl.config.often_used import DRY_RUN, TRAIN
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.short_help import ShortHelp
 from asyncrl.launch import rendezvous
 from asyncrl.launch.placement import check_groups, parse_placement, ranks_named
 from asyncrl.storage import run_folder
 
+ARGUMENTS: Final = TrainConfig
+"""What tab completion offers."""
+
 
 def main(arguments: list[str]) -> int:
     """Run this process's part of a run, or start torchrun when the placement needs more ranks."""
+    only_check = DRY_RUN in arguments
+    arguments = [argument for argument in arguments if argument != DRY_RUN]
     config = read_settings(arguments)
+    if only_check:
+        from asyncrl.commands.dry_run import dry_run
+
+        return dry_run(config)
     ranks = ranks_named(config.placement)
     if ranks > 1 and "RANK" not in os.environ and not config.inline:
         # What cannot work is said before torchrun starts.
         placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
         check_groups(placement, config.algorithm.groups_per_update)
         _become_torchrun(ranks, arguments)
+    if os.environ.get("RANK", "0") == "0":
+        # The first sign of life: importing torch and loading models takes seconds.
+        print(f"asyncrl {__version__}: loads world {config.world} and policy {config.policy}", flush=True)
     from asyncrl.launch.train import run
 
     return run(config)
 
 
 def read_settings(
-    arguments: list[str], prog: str = "asyncrl train", description: str | None = None
+    arguments: list[str], help_text: ShortHelp = TRAIN, description: str | None = None
 ) -> TrainConfig:
-    """Read `[CONFIG.toml] [--flags]`; with --resume on top of the settings of the run that goes on.
+    """Read `[CONFIG.toml ...] [--flags]`; with --resume on top of the settings of the run that goes on.
 
     Raises:
         ConfigError: A setting cannot work, or there is nothing to resume. Help and mistyped flags exit.
     """
-    config = parse(arguments, prog, description)
+    config = parse(arguments, help_text, description)
     if not config.resume:
         return _with_decay(config, config)
     # Rank 0 alone decides which run goes on; by now it may have made it one that is in use.
@@ -49,8 +66,8 @@ def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainCon
     if run_folder.TIME in config.run_dir and run_folder.TIME not in str(path.parent):
         path = run_folder.newest(path.parent)
     settings = path / "config.json"
-    named = bool(arguments) and arguments[0].endswith((".toml", ".json"))
-    if settings.is_file() and not named:
+    files, _ = split_files(arguments)
+    if settings.is_file() and not files:
         named_here = config
         config = parse([str(settings), *arguments])
         from asyncrl.launch.named_models import refuse_foreign_code

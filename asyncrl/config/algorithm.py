@@ -133,7 +133,7 @@ class CorrectionSettings(Bounded):
     """A unit is left out once its probability differs by more than this from that with which it was sampled,
     in the direction in which its advantage pushes (DPPO-TV); of several tokens it is the geometric mean.
     Only for policies that draw tokens. 0 = no such bound. auto: 0.2 where samples are at most 2 versions old
-    (--replay.max-lag), else 0.02; docs/staleness.md has what both were measured at."""
+    (--replay.max-lag), else 0.02; docs/measurements/staleness.md has what both were measured at."""
     reject: Literal["none", "token", "action", "decision", "episode"] = "none"
     """tis, mis, decoupled, gipo: what is left out when the geometric mean of its ratios is not within
     reject_low and reject_high; a level of its own, so that weights per token go with whole episodes."""

@@ -1,7 +1,7 @@
 """Reads a `TrainConfig` from flags and TOML files, and writes it for the run's folder. Imports no torch.
 
-The file gives the defaults, the flags win. A name that was changed is answered with the new one, and one that
-is gone with what to do; in the `config.json` of an older run they are read as the new one, and left out.
+Files give the defaults, a later one wins over those before it, and the flags win over all. A name that was
+changed or is gone is answered with what stands in its place (`old_names`).
 """
 
 from __future__ import annotations
@@ -11,48 +11,39 @@ import difflib
 import json
 import tomllib
 import typing
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
+from asyncrl.config.arguments import split_files
+from asyncrl.config.often_used import TRAIN
+from asyncrl.config.old_names import refuse_old_flags, refuse_old_value, successor, with_present_names
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.short_help import ALL, ShortHelp, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.registry import as_texts
 from asyncrl.storage.bounded_json import DEEPEST, parse_json, shortened
 from asyncrl.storage.regular_files import read_bytes
 
-RENAMED: Final = MappingProxyType(
-    {
-        "replay.silence": "replay.heartbeat_timeout",
-        "replay.uses": "replay.max_reuse",
-        "replay.order": "replay.sampler",
-        "replay.group_deadline": "replay.group_timeout",
-        "start_deadline": "startup_timeout",
-        "max_wait": "batch_timeout",
-        "hang_after": "hang_timeout",
-        "weights.deadline": "weights.timeout",
-        "algorithm.spread": "algorithm.advantage_scale",
-        "correction.low": "correction.min_weight",
-        "correction.cap": "correction.max_weight",
-        "imagination.memory": "imagination.context",
-        "actor.stages": "actor.pipeline_stages",
-        "optimizer.final_share": "optimizer.final_lr_share",
-        "optimizer.clip_grad": "optimizer.max_grad_norm",
-    }
-)
-"""Name of a setting before 0.1.0 -> its name now."""
-REMOVED: Final = MappingProxyType(
-    {"replay.shared_megabytes": "Leave it out: pictures go through the socket, which is fast enough."}
-)
-"""Name of a setting that is gone -> what to do."""
-RENAMED_VALUES: Final = MappingProxyType(
-    {(f"{section}.level", "chunk"): "decision" for section in ("algorithm", "correction", "critic")}
-)
-"""Setting and its value before 0.1.0 -> the value now."""
 MOST_BYTES: Final = 2**20
 """Of a file of settings."""
 PARTS: Final = ("policy", "world", "reward")
 """Settings that a table may give: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
+
+
+def to_toml(config: TrainConfig) -> str:
+    """Write a configuration as a file that `load_file` reads back, every setting of it."""
+    table = dataclasses.asdict(config)
+    parts = {name: value for name, value in table.items() if isinstance(value, dict)}
+    lines = [_toml_line(name, value) for name, value in table.items() if name not in parts]
+    for name, settings in parts.items():
+        lines += ["", f"[{name}]", *(_toml_line(key, value) for key, value in settings.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_line(name: str, value: object) -> str:
+    """Write a text, a number, true or false, or a list of texts: all as in JSON, but for one letter."""
+    return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
 
 
 def to_json(config: TrainConfig) -> str:
@@ -66,6 +57,21 @@ def load_file(path: Path) -> TrainConfig:
     Raises:
         ConfigError: the file is missing, not valid, or has an unknown or wrong-typed setting.
     """
+    return load_files([path])
+
+
+def load_files(paths: Sequence[Path]) -> TrainConfig:
+    """Read several files laid over each other: of a setting that more than one has the last one counts.
+
+    Only what comes out must work as a whole; names and types are checked in every file.
+
+    Raises:
+        ConfigError: As for `load_file`; names the file.
+    """
+    return _overlaid(TrainConfig(), [(str(path), _read(path)) for path in paths], "")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         raw = read_bytes(path, MOST_BYTES)
     except OSError as error:
@@ -79,7 +85,7 @@ def load_file(path: Path) -> TrainConfig:
         raise ConfigError(
             f"{path} is not valid {path.suffix[1:] or 'TOML'}: {error}. Correct it, or give another file."
         ) from None
-    return overlay(TrainConfig(), _renamed(table) if of_run else table, str(path))
+    return with_present_names(table) if of_run else table
 
 
 def _parse_toml(raw: bytes) -> dict[str, Any]:
@@ -89,37 +95,43 @@ def _parse_toml(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"it has more than {DEEPEST} levels") from None
 
 
-def overlay(config: Any, table: Any, where: str, section: str = "") -> Any:
-    """Return `config` with the settings of `table` (nested like the configuration) in place of its own."""
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} must be a table of settings, found {type(table).__name__}.")
+def overlay(config: Any, table: Any, where: str) -> Any:
+    """Return `config` with the settings of `table` (nested like the configuration) in place of its own.
+
+    Args:
+        config: Settings, such as a `TrainConfig`.
+        table: Of some of them.
+        where: It comes from, for errors.
+
+    Raises:
+        ConfigError: A setting is unknown, of the wrong type, or cannot work.
+    """
+    return _overlaid(config, [(where, table)], "")
+
+
+def _overlaid(config: Any, layers: Sequence[tuple[str, Any]], section: str) -> Any:
+    """Lay tables over `config`, the first one lowest; each with where it comes from."""
     known = {f.name: f for f in dataclasses.fields(config)}
     hints = typing.get_type_hints(type(config))
     changes: dict[str, Any] = {}
-    for key, value in _opened_parts(table, where, section).items():
-        name = key.replace("-", "_")
-        if name not in known:
-            raise ConfigError(f"{where} sets {key!r}, which does not exist.{_hint(section + name, known)}")
-        current = getattr(config, name)
-        if dataclasses.is_dataclass(current):
-            changes[name] = overlay(current, value, f"{where} [{key}]", f"{section}{name}.")
-        else:
-            if now := RENAMED_VALUES.get((section + name, str(value))):
-                raise ConfigError(f"{where}: {key} is {value!r}, which is called {now!r} now.")
+    parts: dict[str, list[tuple[str, Any]]] = {}
+    for where, table in layers:
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where} must be a table of settings, found {type(table).__name__}.")
+        for key, value in _opened_parts(table, where, section).items():
+            name = key.replace("-", "_")
+            if name not in known:
+                hint = _hint(section + name, known)
+                raise ConfigError(f"{where} sets {key!r}, which does not exist.{hint}")
+            current = getattr(config, name)
+            if dataclasses.is_dataclass(current):
+                parts.setdefault(name, []).append((f"{where} [{key}]", value))
+                continue
+            refuse_old_value(section + name, value, f"{where}: {key}")
             changes[name] = _typed(value, current, f"{where}: {key}", typing.get_args(hints[name]))
+    for name, of_part in parts.items():
+        changes[name] = _overlaid(getattr(config, name), of_part, f"{section}{name}.")
     return dataclasses.replace(config, **changes)
-
-
-def _renamed(table: dict[str, Any], section: str = "") -> dict[str, Any]:
-    """Give the settings of an older run their present names."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        if section + key in REMOVED:
-            continue
-        name = RENAMED.get(section + key, section + key).removeprefix(section)
-        now = RENAMED_VALUES.get((section + name, str(value)), value)
-        found[name] = _renamed(value, f"{section}{key}.") if isinstance(value, dict) else now
-    return found
 
 
 def _opened_parts(table: dict[str, Any], where: str, section: str) -> dict[str, Any]:
@@ -137,10 +149,8 @@ def _opened_parts(table: dict[str, Any], where: str, section: str) -> dict[str, 
 
 
 def _hint(name: str, known: typing.Iterable[str]) -> str:
-    if name in REMOVED:
-        return f" It is gone. {REMOVED[name]}"
-    if name in RENAMED:
-        return f" It is called {RENAMED[name].rpartition('.')[2]!r} now."
+    if said := successor(name):
+        return said
     near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
     return f" Perhaps you meant {near[0]!r}." if near else f" Known: {', '.join(sorted(known))}."
 
@@ -167,31 +177,27 @@ def _typed(value: Any, current: Any, where: str, choices: tuple[Any, ...]) -> An
     return value
 
 
-def parse(arguments: list[str], prog: str = "asyncrl train", description: str | None = None) -> TrainConfig:
-    """Read `[CONFIG.toml] [--flags]`: the file gives the defaults, the flags win. Help and errors exit."""
-    import tyro
+def parse(
+    arguments: Sequence[str], help_text: ShortHelp = TRAIN, description: str | None = None
+) -> TrainConfig:
+    """Read `[CONFIG.toml ...] [--flags]`: files give the defaults, the flags win. Help and errors exit.
 
-    arguments = list(arguments)
-    default = TrainConfig()
-    if arguments and arguments[0].endswith((".toml", ".json")):
-        default = load_file(Path(arguments.pop(0)))
-    refuse_old_flags(arguments)
-    return tyro.cli(TrainConfig, args=arguments, default=default, prog=prog, description=description)
-
-
-def refuse_old_flags(arguments: list[str]) -> None:
-    """Answer a flag, or a value of one, that has another name now, or that is gone.
+    Args:
+        arguments: Files may stand anywhere between the flags.
+        help_text: What --help prints.
+        description: What stands above all flags (--help-all); None: what the settings say of themselves.
 
     Raises:
-        ConfigError: Says the new name, or what to do.
+        ConfigError: A file, or all settings together, cannot work.
     """
-    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        flag, equals, value = argument.partition("=")
-        name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
-        value = value if equals else following
-        if name in REMOVED:
-            raise ConfigError(f"{flag} is gone. {REMOVED[name]}")
-        if now := RENAMED.get(name):
-            raise ConfigError(f"{flag} is called --{now.replace('_', '-')} now.")
-        if now := RENAMED_VALUES.get((name, value)):
-            raise ConfigError(f"{flag} {value} is called {flag} {now} now.")
+    import tyro
+
+    files, flags = split_files(arguments)
+    default = load_files(files)
+    prog = help_text.command
+    if ALL in flags:
+        prog += f" {help_text.usage.removesuffix(' [--flags]')}"
+    flags = answer_help(flags, lambda: help_text.text(default))
+    refuse_old_flags(flags)
+    about = description or help_text.about_all(TrainConfig)
+    return tyro.cli(TrainConfig, args=flags, default=default, prog=prog, description=about)

@@ -21,6 +21,8 @@ from asyncrl.config.algorithm import (
 )
 from asyncrl.config.bounds import SECONDS, SEEDS, THREADS, AtLeast, Bounded, Within, check_path
 from asyncrl.errors import ConfigError
+from asyncrl.observability.monitor_address import parse_address
+from asyncrl.observability.trackers import check_names
 from asyncrl.registry import check_name
 
 
@@ -99,7 +101,8 @@ class ReplaySettings(Bounded):
     ] = 30.0
     """Seconds without any sign of life after which an actor's open groups are given up."""
     keep_video_every: Annotated[int, AtLeast(0, "it counts groups.", "Use 0 for never.")] = 16
-    """Keep every imagined frame of each n-th group for inspection; 0 = never."""
+    """Keep every imagined frame of each n-th group, for movies and for data sets with one sample per step
+    (`asyncrl replay export`); 0 = never."""
     max_gigabytes: Annotated[float, AtLeast(0.01, "the run must fit.", "Use 8.")] = 8.0
     """Oldest groups that were already used are deleted beyond this size."""
     listen: str = ""
@@ -107,6 +110,9 @@ class ReplaySettings(Bounded):
     a private socket on this host. Without effect under --inline."""
     keys: str = ""
     """Folder of key files from `asyncrl keys`: traffic is encrypted, and only listed clients are admitted."""
+    compact_at_end: bool = False
+    """When the run has made all its updates, compress the pictures of groups that are no longer needed, as
+    `asyncrl replay compact` does."""
     max_age_versions: Annotated[int, AtLeast(0, "it counts versions.", "Use 0 for never.")] = 0
     """Groups that were already used are deleted when their newest decision is older than this. 0: never."""
     quarantine_after: Annotated[int, AtLeast(1, "it counts failures.", "Use 2.")] = 2
@@ -200,6 +206,33 @@ class SimulatorSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(Bounded):
+    """How --evaluate-every measures the true success of the run's policy, in a process that nobody waits for.
+
+    With the run's own temperature and top-k, from starts that nothing is trained on, the same ones each time.
+    """
+
+    SECTION: ClassVar[str] = "evaluation."
+
+    episodes: Annotated[int, AtLeast(1, "it counts episodes.", "Use 64.", highest=100_000)] = 64
+    """Episodes that are played of each version. More make the interval narrower, and take longer."""
+    simulator: str = ""
+    """Simulator to play in; empty: the run's own, the one whose tasks the start states are of. Or
+    package.module:make."""
+    simulator_settings: tuple[str, ...] = ()
+    """Keywords of the simulator's class: key=value ..."""
+    workers: Annotated[
+        int, AtLeast(0, "it counts processes.", "Use 1, or 0 for none of its own.", highest=THREADS)
+    ] = 1
+    """Processes that simulate. LIBERO has one episode in each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the policy plays, and world and reward model draw; auto: on the learner's device, beside it."""
+    movies: Annotated[int, AtLeast(0, "it counts episodes.", "Use 6, or 0 for none.", highest=64)] = 6
+    """Episodes of each version that are drawn into RUN/videos: the truth beside what the run's world model
+    imagines of the same actions, and both verdicts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightSettings(Bounded):
     """How new weights reach the actors."""
 
@@ -214,6 +247,23 @@ class WeightSettings(Bounded):
     listen: str = ""
     """Address where actors on other hosts fetch the weights, like tcp://10.0.0.5:5556. Empty: the address of
     --replay.listen with a port that the system chooses. It takes the same --replay.keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings(Bounded):
+    """What others can read of a run over the network."""
+
+    SECTION: ClassVar[str] = "monitor."
+
+    listen: str = ""
+    """HOST:PORT, or PORT for this host only, where the learner answers Prometheus (/metrics) and says whether
+    the run makes progress (/healthz). Empty: nowhere. There is no key: docs/cluster.md says what can be
+    read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.listen:
+            parse_address(self.listen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,15 +309,21 @@ class TrainConfig(Bounded):
     """Settings of your own --reward as key=value; in TOML [reward.settings]."""
     start_states: str = "tabletop"
     """Where episodes begin: 'tabletop' (shipped), an HDF5 file of start states, or a folder of traj*.npy.
-    Left at its default, a world in another folder brings its own, if that has a folder 'dataset'."""
+    Left at its default, a world brings its own: in its folder 'dataset', or shipped with it."""
     keyframes: bool = True
     """Of a folder of traj*.npy use the keyframe files (*_kir.npy) too, which begin on the way to the goal."""
     checkpoint_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 10.")] = 5
     """Updates between two checkpoints."""
     keep_checkpoints: Annotated[int, AtLeast(1, "the newest one must stay.", "Use 3.")] = 3
     """Newest checkpoints that are kept."""
+    evaluate_every: Annotated[int, AtLeast(0, "it counts updates.", "Use 5, or 0 for never.")] = 0
+    """Updates between two measurements of the true success, in a simulator, beside the training; the first
+    policy and the last are measured too. 0: never. The best version stays in checkpoints/best."""
     log_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 1.")] = 1
     """Updates between two console rows."""
+    log_with: tuple[str, ...] = ()
+    """Trackers that get every update too: wandb, trackio, mlflow, aim, comet_ml, clearml, dvclive, swanlab.
+    TensorBoard's files are written in any case (docs/tracking.md)."""
     batch_timeout: Annotated[
         float, AtLeast(1, "imagining a batch takes time.", "Use 600.", highest=SECONDS)
     ] = 600.0
@@ -291,12 +347,19 @@ class TrainConfig(Bounded):
     actor: ActorSettings = field(default_factory=ActorSettings)
     imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
     simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("run_dir", "policy", "world", "reward", "start_states"):
             check_path(name.replace("_", "-"), getattr(self, name))
+        if self.evaluate_every and self.inline:
+            raise ConfigError(
+                f"--evaluate-every is {self.evaluate_every}, but it takes a process of its own, and --inline "
+                "is one process. Leave one of them out; `asyncrl evaluate RUN` measures afterwards."
+            )
         if self.replay.max_reuse > self.max_lag + 1:
             raise ConfigError(
                 f"--replay.max-reuse is {self.replay.max_reuse}, but with a lag of at most {self.max_lag} "
@@ -311,6 +374,7 @@ class TrainConfig(Bounded):
         if self.weights.transport != "auto":
             check_name("transport", self.weights.transport)
         check_recipe(self.algorithm, self.correction, self.critic)
+        check_names(self.log_with)
 
     @property
     def max_lag(self) -> int:

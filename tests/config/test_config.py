@@ -18,10 +18,12 @@ from asyncrl.config.algorithm import (
     LoraSettings,
     OptimizerSettings,
 )
-from asyncrl.config.loading import REMOVED, RENAMED, load_file, overlay, parse, to_json
+from asyncrl.config.loading import load_file, overlay, parse, to_json
+from asyncrl.config.old_names import REMOVED, RENAMED
 from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig, WeightSettings
 from asyncrl.errors import ConfigError
 from asyncrl.launch.simulated import refuse_idle, simulator_named
+from asyncrl.worlds.evac.options import EvacOptions
 from support import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -243,6 +245,38 @@ def test_the_wan_recipes_have_rlinfs_values(suite: str) -> None:
     )
     assert (config.actor.success_threshold, config.keyframes, config.seed) == (0.9, True, 1234)
     assert config.actor.success_frames == "last"
+
+
+@pytest.mark.parametrize("suite", ["spatial", "object"])
+def test_the_opensora_recipes_have_rlinfs_values(suite: str) -> None:
+    config = load_file(CONFIGS / f"opensora_libero_{suite}_grpo_openvlaoft.toml")
+    chosen, optimizer = config.algorithm, config.optimizer
+    assert config.world == f"models/RLinf-OpenSora-LIBERO-{suite.capitalize()}"
+    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 8)
+    assert chosen.group_size * chosen.groups_per_update == 64 * 16  # environments times rollout epochs
+    assert config.actor.max_decisions * 8 == 256
+    assert 64 * 16 * 32 / chosen.minibatches == 8192  # the global batch
+    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
+    assert (chosen.temperature, chosen.top_k, optimizer.learning_rate, optimizer.eps) == (1.6, 0, 2e-5, 1e-8)
+    assert (config.imagination.context, config.imagination.steps) == ("latents", 10)
+    assert (config.keyframes, config.checkpoint_every, config.seed) == (False, 25, 1234)
+    assert (config.actor.success_threshold, config.actor.success_frames) == (0.9, "last")
+
+
+def test_the_evac_recipe_has_rlinfs_values() -> None:
+    config = load_file(CONFIGS / "evac_libero_spatial_grpo_openvlaoft.toml")
+    chosen = config.algorithm
+    assert (config.world, config.imagination.steps) == ("models/evac_for_rlinf", 50)
+    assert config.world_settings == ("guidance=1.0", "guidance_rescale=0.7", "eta=1.0")
+    assert EvacOptions.from_settings(
+        config.imagination, registry.keywords("--world-settings", config.world_settings)
+    ) == EvacOptions(steps=50)
+    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 2)
+    assert chosen.group_size * chosen.groups_per_update == 2 * 8 * 16  # siblings, groups, rollout epochs
+    assert config.actor.max_decisions * 8 == 256
+    assert 2 * 8 * 16 * 32 / chosen.minibatches == 256  # the global batch
+    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
+    assert (chosen.temperature, config.optimizer.learning_rate, config.keyframes) == (1.6, 2e-5, False)
 
 
 def test_the_wan_ppo_recipe_has_rlinfs_values() -> None:

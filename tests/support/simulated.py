@@ -82,7 +82,12 @@ class Counting(OneByOne[CountingPlace]):
 
 
 def simulated_episode(
-    seed: int, frames: np.ndarray, actions: np.ndarray, success: np.ndarray, task: str = TASKS[0]
+    seed: int,
+    frames: np.ndarray,
+    actions: np.ndarray,
+    success: np.ndarray,
+    task: str = TASKS[0],
+    poses: np.ndarray | None = None,
 ) -> SimulatedEpisode:
     """An episode of one camera without states, of which this is known."""
     count = len(frames)
@@ -93,6 +98,7 @@ def simulated_episode(
         frames=frames,
         more_frames=np.zeros((count, 0, *frames.shape[1:]), np.uint8),
         states=np.zeros((count, 0), np.float32),
+        poses=np.zeros((count, 0), np.float32) if poses is None else poses,
         actions=actions,
         rewards=success.astype(np.float32),
         success=success,

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,10 +59,17 @@ def free(folder: Path) -> int:
 
 
 def leave(folder: Path, nbytes: int) -> Path:
-    """Write the ballast anew so that exactly `nbytes` (whole pages) are free."""
+    """Write the ballast anew so that exactly `nbytes` (whole pages) are free.
+
+    The scene's own threads may write between the look at the disk and the ballast, so both are done again
+    until they agree.
+    """
     ballast = folder / "ballast"
-    ballast.unlink(missing_ok=True)
-    with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free(folder) - nbytes)
-    assert free(folder) == nbytes
-    return ballast
+    for _ in range(100):
+        ballast.unlink(missing_ok=True)
+        with suppress(OSError), ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free(folder) - nbytes)
+        if free(folder) == nbytes:
+            return ballast
+        time.sleep(0.05)
+    raise AssertionError(f"{free(folder)} bytes are free on {folder}, not {nbytes}")

@@ -15,6 +15,7 @@ from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearner
 from asyncrl.replay.replay import Replay
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
+from support.tiny_models import POSE
 
 TASKS = ("put the red cube on the white plate", "put the blue cube on the yellow plate")
 GROUP = 2
@@ -28,6 +29,7 @@ def start(number: int) -> StartState:
         frame=rng.integers(0, 256, (64, 64, 3), dtype=np.uint8),
         context_frames=np.zeros((0, 64, 64, 3), np.uint8),
         context_actions=np.zeros((0, 7), np.float32),
+        ee_pose=np.array(POSE, np.float32),
     )
 
 
@@ -49,7 +51,8 @@ def actor_with(
     publisher.publish(models.policy.trainable_tensors(), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=decisions)
     rule = EndRule(max_decisions=decisions, threshold=1.0)
-    fresh = Imagination(models.policy, models.world, models.reward, models.sampling, rule=rule)
+    where = {"policy_device": models.policy_device, "world_device": models.world_device}
+    fresh = Imagination(models.policy, models.world, models.reward, models.sampling, rule=rule, **where)
     starts = StartStateStream([start(0), start(1)], seed=0)
     port = InProcessActorPort(replay)
     actor = Actor("inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -21,16 +23,52 @@ from asyncrl.worlds.wan.world import WanWorld, save_world
 
 GROUP_SIZE = 2
 SIZE = 64
+POSE = (-0.1, 0.02, 0.88, 0.1, 0.0, 0.0, 1.0, 0.5)
+"""Of the hand, in every start state."""
 
 
-def write_models(folder: Path) -> list[str]:
-    """Write policy, world, reward and start states; returns the flags of a small run with them."""
+def write_wan(folder: Path) -> None:
+    """Write a Wan world."""
+    vae = WanVae(VaeConfig.tiny())
+    save_world(folder, WanWorld(ActionWanTransformer(TransformerConfig.tiny()), vae, image_size=SIZE))
+
+
+def write_opensora(folder: Path) -> None:
+    """Write an OpenSora world."""
+    from asyncrl.worlds.opensora.world import save_world
+    from support.opensora import nano_world
+
+    save_world(folder, nano_world(image_size=SIZE))
+
+
+def write_evac(folder: Path) -> None:
+    """Write an EVAC world."""
+    from asyncrl.worlds.evac.config import EvacConfig
+    from asyncrl.worlds.evac.world import EvacWorld, save_world
+    from support.evac import tiny_networks
+
+    config = EvacConfig.tiny(SIZE)
+    save_world(folder, EvacWorld(tiny_networks(config), config))
+
+
+WORLDS: Final[dict[str, Callable[[Path], None]]] = {
+    "wan": write_wan,
+    "opensora": write_opensora,
+    "evac": write_evac,
+}
+"""Writes a world of a kind."""
+
+
+def write_models(folder: Path, world: str = "wan") -> list[str]:
+    """Write policy, world, reward and start states; returns the flags of a small run with them.
+
+    Args:
+        folder: Where.
+        world: Kind of the world, one of `WORLDS`.
+    """
     torch.manual_seed(0)
     save_policy(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()), folder / "policy")
-    vae = WanVae(VaeConfig.tiny())
-    save_world(
-        folder / "world", WanWorld(ActionWanTransformer(TransformerConfig.tiny()), vae, image_size=SIZE)
-    )
+    WORLDS[world](folder / "world")
     reward = RewardConfig.tiny(tasks=tuple(TASKS))
     save_reward(folder / "world", ResNetReward(build_network(reward), reward))
     save_start_states(folder / "starts.h5", [start_state(number, SIZE) for number in range(8)])
@@ -53,7 +91,7 @@ def flags_of(folder: Path) -> list[str]:
 
 
 def start_state(number: int, size: int) -> StartState:
-    """A start state of noise."""
+    """A start state of noise, with the pose of the hand that some worlds need."""
     frame = np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
     return StartState(
         name=f"noise-{number}",
@@ -61,4 +99,5 @@ def start_state(number: int, size: int) -> StartState:
         frame=frame,
         context_frames=np.empty((0, size, size, 3), np.uint8),
         context_actions=np.empty((0, 7), np.float32),
+        ee_pose=np.array(POSE, np.float32),
     )

@@ -1,0 +1,42 @@
+"""Reads TensorBoard's event files record by record, with their lengths and checksums."""
+
+import struct
+from pathlib import Path
+
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
+
+
+def events_in(content: bytes) -> list:
+    """Every `Event` of a file."""
+    found, at = [], 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        assert struct.unpack_from("<I", content, at + 8)[0] == masked_crc32c(content[at : at + 8])
+        message = content[at + 12 : at + 12 + length]
+        assert struct.unpack_from("<I", content, at + 12 + length)[0] == masked_crc32c(message)
+        found.append(event_pb2.Event.FromString(message))
+        at += 16 + length
+    return found
+
+
+def curves_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag -> (step, value) of every point of a run's curves, in the order of the file."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.iterdir()):
+        for event in events_in(path.read_bytes()):
+            for value in event.summary.value:
+                if is_point(value):
+                    points.setdefault(value.tag, []).append((event.step, number_of(value)))
+    return points
+
+
+def is_point(value) -> bool:
+    """Whether a value of a summary is a number, not a text."""
+    return value.WhichOneof("value") == "tensor" and value.tensor.dtype == 1
+
+
+def number_of(value) -> float:
+    """The number of a point."""
+    (number,) = value.tensor.float_val
+    return number

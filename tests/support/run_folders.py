@@ -1,0 +1,69 @@
+"""Run folders as runs leave them, made without running anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.loading import to_json
+from asyncrl.config.run import TrainConfig
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from asyncrl.storage import run_lock
+lock = run_lock.acquire(Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def write_run(
+    folder: Path,
+    *,
+    updates: int = 4,
+    made: int = 4,
+    true: dict[int, float] | None = None,
+    started: float = 1_700_000_000.0,
+    config: TrainConfig | None = None,
+) -> Path:
+    """Write a run that ended in order after `made` of `updates` updates.
+
+    Args:
+        folder: To make.
+        updates: Of its settings; `config` says it otherwise.
+        made: Rows of metrics.jsonl.
+        true: Update -> true success of it, known when all updates were made.
+        started: When it began.
+        config: Its settings.
+    """
+    folder.mkdir(parents=True)
+    settings = folder / "config.json"
+    settings.write_text(to_json(config or TrainConfig(updates=updates)))
+    os.utime(settings, (started, started))
+    (folder / "lock").touch()
+    rows = [row(step, started) for step in range(1, made + 1)]
+    rows += [
+        {"step": step, "time": started, "eval/success_once": rate} for step, rate in (true or {}).items()
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    for step in range(1, made + 1):
+        checkpoint = folder / "checkpoints" / f"update_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model").write_bytes(bytes(1000))
+        (checkpoint / "state.json").write_text('{"files": {"model": 1000}}')
+    return folder
+
+
+def row(step: int, started: float) -> dict[str, Any]:
+    """A row of metrics.jsonl; imagined success is a tenth of the update."""
+    return {"step": step, "time": started + 60 * step, "env/success_once": step / 10}
+
+
+def kill_owner(folder: Path) -> None:
+    """Have a process take the run's lock and be killed."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=60)
+    assert done.returncode == -9

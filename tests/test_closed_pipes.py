@@ -1,0 +1,75 @@
+"""`| head`: whoever stops reading ends a command quietly, with the code of a program that a pipe ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import NOBODY_READS
+from support.recorded_run import make_run
+
+PRINTING = [
+    "--help",
+    "--version",
+    "help",
+    "metrics",
+    "metrics --waits",
+    "configs",
+    "simulators list",
+    "completion bash",
+    "train --help",
+    "train --help-all",
+    "doctor --help",
+    "evaluate --help",
+    "replay --help",
+    "replay list {run}",
+    "replay list {run} --json",
+    "replay show {run} 0123",
+    "replay stats {run}",
+    "replay verify {run}",
+    "replay prune {run} --dry-run --keep-gigabytes 0",
+    "replay compact {run} --dry-run",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("piped")
+    make_run(folder)
+    return folder
+
+
+@pytest.mark.parametrize("streams", ["stdout", "both"])
+@pytest.mark.parametrize("call", PRINTING)
+def test_a_command_whose_reader_has_left_ends_quietly(call: str, streams: str, run: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # Nobody will ever read: the first write fails.
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncrl", *call.format(run=run).split()],
+            stdout=writer,
+            stderr=writer if streams == "both" else subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == NOBODY_READS == 141
+    assert not done.stderr
+
+
+def test_head_gets_its_line_and_the_rest_is_given_up() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m asyncrl metrics | head -n 1; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    line, code = done.stdout.splitlines()
+    assert line.startswith("#")
+    assert code in ("0", "141")  # A small page may lie in the pipe before `head` ends.
+    assert done.stderr == ""

@@ -1,0 +1,259 @@
+"""`asyncrl runs`: what runs there are, how they differ, what they take of the disk, and what can go."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.commands import runs as runs_command
+from asyncrl.config.algorithm import OptimizerSettings
+from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.storage import run_lock
+from asyncrl.storage.checkpoint_copy import keep_copy
+from support.folder_damage import contents
+from support.recorded_run import make_run
+from support.run_folders import kill_owner, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four runs and two folders that are none, under 'runs' of the working folder."""
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+    write_run(runs / "first", started=1e9, true={2: 0.5})
+    write_run(runs / "second", made=2, started=1.1e9)
+    kill_owner(write_run(runs / "third", made=3, started=1.2e9))
+    (runs / "notes").mkdir()
+    (runs / "notes" / "update_000001").mkdir()
+    (runs / "elsewhere").symlink_to(runs / "first")
+    return runs
+
+
+def said(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    capsys.readouterr()
+    assert cli.run("runs", arguments) == code
+    return capsys.readouterr().out
+
+
+def test_list_has_a_row_per_run_the_newest_last(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = run_lock.acquire(write_run(folder / "fourth", started=1.3e9, made=1))
+    expected = [
+        ["run", "started", "state", "updates", "imagined", "true", "MB"],
+        ["first", "2001-09-09", "finished", "4/4", "40.0%", "50.0%", "0.0"],
+        ["second", "2004-11-09", "stopped", "2/4", "20.0%", "-", "0.0"],
+        ["third", "2008-01-10", "dead", "3/4", "30.0%", "-", "0.0"],
+        ["fourth", "2011-03-13", "running", "1/4", "10.0%", "-", "0.0"],
+    ]
+    for arguments in ([], ["list"], ["runs"], ["list", "runs"]):
+        assert [line.split() for line in said(arguments, capsys).splitlines()] == expected
+    assert [line.split() for line in said(["runs/third"], capsys).splitlines()] == [expected[0], expected[3]]
+    rows = json.loads(said(["list", "--json"], capsys))
+    assert [row["state"] for row in rows] == ["finished", "stopped", "dead", "running"]
+    assert (rows[0]["true_success"], rows[0]["imagined_success"], rows[0]["version"]) == (0.5, 0.4, 4)
+    assert rows[0]["bytes"] == sum(
+        path.stat().st_size for path in (folder / "first").rglob("*") if path.is_file()
+    )
+    lock.release()
+
+
+def test_a_damaged_run_does_not_hide_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "second" / "config.json").write_text("{")
+    assert cli.run("runs", []) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 4
+    assert "second: " in captured.err
+    assert "config.json cannot be read" in captured.err
+
+
+def test_a_folder_without_runs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said([str(tmp_path)], capsys) == f"There are no runs in {tmp_path}.\n"
+    assert cli.run("runs", ["lst"]) == 2
+    assert "lst is no folder that holds runs" in capsys.readouterr().err
+
+
+def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "a_name_that_is_much_longer_than_a_terminal_is_wide_with_all_that_stands_behind_it"
+    write_run(folder / long)
+    calls = (["list"], ["disk"], ["compare", "runs/first", f"runs/{long}"])
+    for arguments in calls:
+        assert long in said(arguments, capsys)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in calls:
+        assert max(map(len, said(arguments, capsys).splitlines())) <= 80
+
+
+def test_compare_shows_what_differs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(
+        updates=4,
+        run_dir="elsewhere",
+        replay=ReplaySettings(max_lag=5),
+        optimizer=OptimizerSettings(learning_rate=3e-5),
+    )
+    other = write_run(folder / "other", config=config, made=2)
+    old = json.loads((other / "config.json").read_text())
+    old["replay"]["uses"] = old["replay"].pop("max_reuse")  # As a run before 0.1.0 wrote it.
+    (other / "config.json").write_text(json.dumps(old))
+    text = said(["compare", "runs/first", "runs/other"], capsys)
+    assert [line.split() for line in text.splitlines()] == [
+        ["setting", "first", "other"],
+        ["optimizer.learning_rate", "0.0001", "3e-05"],
+        ["replay.max_lag", "2", "5"],
+        [],
+        ["last", "first", "other"],
+        ["step", "4", "2"],
+        ["env/success_once", "0.4", "0.2"],
+        ["eval/success_once", "0.5", "-"],
+    ]
+    found = json.loads(said(["compare", "runs/first", "runs/other", "--json"], capsys))
+    assert found["settings"] == {"optimizer.learning_rate": [1e-4, 3e-5], "replay.max_lag": [2, 5]}
+    assert "The settings are the same." in said(["compare", "runs/first", "runs/second"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["runs/first"], "One run cannot be compared"),
+        (["runs/first", "runs/notes"], "is not the folder of a run"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    names: list[str], why: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run("runs", ["compare", *names]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_disk_adds_up_the_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "first" / "replay").mkdir()
+    (folder / "first" / "replay" / "group-00000000.h5").write_bytes(bytes(2_000_000))
+    (folder / "first" / "videos").symlink_to(folder / "third")
+    rows = {row["run"]: row for row in json.loads(said(["disk", "--json"], capsys))}
+    assert list(rows) == ["first", "second", "third"]
+    assert (rows["first"]["replay"], rows["first"]["videos"]) == (2_000_000, 0)
+    assert all(row["all"] == sum(row[one] for one in (*runs_command.PARTS, "other")) for row in rows.values())
+    lines = [line.split() for line in said(["disk"], capsys).splitlines()]
+    assert lines[0] == ["run", "replay", "checkpoints", "videos", "logs", "other", "all"]
+    assert lines[-1][:2] == ["all", "2.0"]
+
+
+def kept(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_gc_lists_first_and_deletes_when_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(folder)
+    listed = said(["gc"], capsys)
+    assert contents(folder) == before
+    assert [line.split()[:5] for line in listed.splitlines()[1:4]] == [
+        ["first", "finished", "older", "checkpoints", "3"],
+        ["second", "stopped", "older", "checkpoints", "1"],
+        ["third", "dead", "older", "checkpoints", "2"],
+    ]
+    assert "--yes does it" in listed
+    paths = {row["path"] for row in json.loads(said(["gc", "--json"], capsys))}
+    assert contents(folder) == before
+
+    said(["gc", "--yes"], capsys)
+    assert kept(folder / "first") == ["update_000004"]
+    assert kept(folder / "second") == ["update_000002"]
+    assert kept(folder / "third") == ["update_000003"]
+    gone = set(before) - set(contents(folder))
+    assert all(any(f"runs/{name}".startswith(path) for path in paths) for name in gone)
+    assert "dead" in said(["list", "runs/third"], capsys), "what became of a run is still known"
+    assert "would free 0.0 MB" in said(["gc"], capsys)
+
+
+def test_gc_keeps_what_is_asked_for_what_is_best_and_what_it_does_not_know(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = folder / "first" / "checkpoints"
+    (checkpoints / "best").symlink_to("update_000001")
+    (checkpoints / "mine").mkdir()
+    (checkpoints / "update_2").mkdir()
+    (checkpoints / "update_000002.txt").touch()
+    (checkpoints / "update_000005.tmp").mkdir()
+    (checkpoints / "other.tmp").mkdir()
+    said(["gc", "runs/first", "--yes", "--keep-checkpoints", "2"], capsys)
+    odd = ["best", "mine", "other.tmp", "update_000001"]
+    assert kept(folder / "first") == [*odd, "update_000002.txt", "update_000003", "update_000004", "update_2"]
+
+
+def test_files_that_the_best_checkpoint_shares_count_once_and_free_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = folder / "first" / "checkpoints"
+    keep_copy(checkpoints / "update_000002", checkpoints / "best")
+    listed = json.loads(said(["gc", "runs/first", "--json"], capsys))
+    sizes = {Path(row["path"]).name: row["bytes"] for row in listed}
+    assert sizes == {"update_000001": 1026, "update_000002": 0, "update_000003": 1026}
+    assert json.loads(said(["disk", "runs/first", "--json"], capsys))[0]["checkpoints"] == 4 * 1026
+    said(["gc", "runs/first", "--yes"], capsys)
+    assert kept(folder / "first") == ["best", "update_000004"]
+    assert (checkpoints / "best" / "model").read_bytes() == bytes(1000)
+
+
+def test_gc_keeps_the_older_checkpoints_of_a_newest_that_is_not_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "first" / "checkpoints" / "update_000004" / "model").write_bytes(b"short")
+    assert cli.run("runs", ["gc", "runs/first", "--yes"]) == 0
+    assert "update_000004 is not whole" in capsys.readouterr().err
+    assert len(kept(folder / "first")) == 4
+
+
+def test_gc_never_touches_a_running_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = run_lock.acquire(folder / "first")
+    before = contents(folder / "first")
+    text = said(["gc", "--yes"], capsys)
+    assert "left alone, for it runs: first" in text
+    assert contents(folder / "first") == before
+    assert kept(folder / "second") == ["update_000002"]
+    lock.release()
+
+
+class BeginsARun(runs_command.Gc):
+    """Looks at the folder, and then a run begins there."""
+
+    def _text(self, found: Any) -> str:
+        HELD.append(run_lock.acquire(self.folder))
+        return super()._text(found)
+
+
+HELD: list[run_lock.RunLock] = []
+
+
+def test_a_run_that_begins_after_the_listing_is_not_touched(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert BeginsARun(folder=folder / "first", yes=True).run() == 1
+    assert "runs gc would change a folder that is in use" in capsys.readouterr().err
+    assert len(kept(folder / "first")) == 4
+    HELD.pop().release()
+
+
+def test_gc_deletes_of_a_finished_replay_what_no_resume_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", made=4)
+    recorded = make_run(tmp_path / "recorded")
+    shutil.copytree(recorded / "replay", run / "replay")
+    (run / "replay" / "group-99999999.h5").symlink_to(run / "config.json")
+    assert "groups that were used" in said(["gc", str(run)], capsys)
+    said(["gc", str(run), "--yes"], capsys)
+    left = sorted(path.name for path in (run / "replay").glob("group-*"))
+    # Group 0 was used before the newest checkpoint, 1 filtered, 3 dropped; 2 waits.
+    assert left == ["group-00000002.h5", "group-99999999.h5"]
+    assert (run / "replay" / "ledger.log").is_file()
+
+    stopped = write_run(tmp_path / "stopped", made=3)
+    shutil.copytree(recorded / "replay", stopped / "replay")
+    said(["gc", str(stopped), "--yes"], capsys)
+    assert len(list((stopped / "replay").glob("group-*"))) == 4
