@@ -1,4 +1,4 @@
-.PHONY: check lint test test-all
+.PHONY: check lint test test-all docs
 
 check: lint test
 
@@ -12,3 +12,6 @@ test:
 
 test-all: test
 	pytest -n 0 -m "slow or chaos"
+
+docs:
+	NO_MKDOCS_2_WARNING=1 mkdocs build

@@ -6,9 +6,9 @@
 "exec" "torchrun" "--standalone" "--nproc-per-node=${NPROC:-1}" "$0" "$@"
 
 # Train, with the arguments of `asyncrl train`. All of these work:
-#   torchrun torchrun_scripts/train.sh --updates 10                     learner and actor on one rank
-#   torchrun --nproc-per-node 3 torchrun_scripts/train.sh               1 learner + 2 actors
-#   NPROC=3 bash torchrun_scripts/train.sh configs/NAME.toml            the same
+#   torchrun torchrun_scripts/train.sh --updates 10                     # learner and actor on one rank
+#   torchrun --nproc-per-node 3 torchrun_scripts/train.sh               # 1 learner + 2 actors
+#   NPROC=3 bash torchrun_scripts/train.sh configs/NAME.toml            # the same
 import os
 import sys
 from pathlib import Path
