@@ -28,7 +28,6 @@ from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.model import load_reward
 from asyncrl.rewards.resnet import RewardConfig, build_network
-from asyncrl.storage.asset_paths import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.storage.tensor_writer import write_pth, write_tensors
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.published_world import (
@@ -37,6 +36,7 @@ from asyncrl.worlds.wan.published_world import (
     transformer_to_published,
     vae_to_published,
 )
+from asyncrl.worlds.wan.recognition import WAN_TRANSFORMER, WAN_VAE
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import load_world

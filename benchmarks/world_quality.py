@@ -29,9 +29,9 @@ from asyncrl.devices.tensors import to_signed
 from asyncrl.evaluation.contact_sheet import imagine_again
 from asyncrl.evaluation.evaluate import acting
 from asyncrl.fitting.collect import record as record_starts
-from asyncrl.fitting.fit_reward import redraw
-from asyncrl.fitting.fit_vae import encode_recordings
-from asyncrl.fitting.recordings import Recordings, load_recordings
+from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.worlds.interface import load_fitted
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.rewards.model import ResNetReward, load_reward
@@ -40,7 +40,6 @@ from asyncrl.simulators.interface import Demonstrator, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Act
 from asyncrl.storage.asset_paths import policy_folder, world_folder
-from asyncrl.worlds.wan.world import load_world
 
 FIRST_SEED = 900_000
 
@@ -105,6 +104,8 @@ class Recorded:
     frames: np.ndarray
     actions: np.ndarray
     success: np.ndarray
+    poses: np.ndarray
+    """Empty: not recorded."""
 
 
 def episodes_of(recordings: Recordings) -> list[Recorded]:
@@ -116,6 +117,7 @@ def episodes_of(recordings: Recordings) -> list[Recorded]:
             frames=recordings.frames[recordings.span(e)],
             actions=recordings.actions[recordings.span(e)],
             success=recordings.success[recordings.span(e)],
+            poses=recordings.poses[recordings.span(e)],
         )
         for e in range(len(recordings))
     ]
@@ -156,20 +158,27 @@ def main() -> None:
         if not settings.data:
             record(Path(folder), settings)
         recordings = load_recordings([Path(name) for name in settings.data or (folder,)])
-    world = load_world(world_folder(settings.world), device=settings.device)
+    result = measure(settings, recordings)
+    if settings.json:
+        Path(settings.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(settings: Settings, recordings: Recordings) -> dict[str, Any]:
+    """Imagine what was recorded and compare: what the two tables show, which are printed too."""
+    fitted = load_fitted(world_folder(settings.world), torch.device(settings.device))
     reward = load_reward(world_folder(settings.world), device=settings.device)
     episodes = episodes_of(recordings)
-    imagined = imagine_again(world, episodes)
-    drawn = redraw(world.vae, encode_recordings(world.vae, recordings), recordings)
+    imagined = imagine_again(fitted.world, episodes)
+    drawn = fitted.redraw(recordings)
     redrawn = [drawn[recordings.span(e)] for e in range(len(recordings))]
     still = [np.repeat(e.frames[:1], len(e.frames), 0) for e in episodes]
     table = pictures(reward, settings.horizons, episodes, imagined, redrawn, still)
-    result: dict[str, Any] = {"picture": table}
-    result["reward"] = verdicts(reward, episodes, imagined, settings.threshold, settings.judged)
     if settings.strip:
         draw_strip(Path(settings.strip), episodes, imagined, settings.horizons[-1])
-    if settings.json:
-        Path(settings.json).write_text(json.dumps(result, indent=2) + "\n")
+    return {
+        "picture": table,
+        "reward": verdicts(reward, episodes, imagined, settings.threshold, settings.judged),
+    }
 
 
 def draw_strip(file: Path, episodes: list[Recorded], imagined: list[np.ndarray], horizon: int) -> None:

@@ -1,0 +1,80 @@
+"""OpenSora's and EVAC's worlds with random weights, of the published size or small ones, for benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from pace import randomised
+from torch import Tensor, nn
+
+from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.worlds.evac.conditions import EvacNetworks
+from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.options import EvacOptions
+from asyncrl.worlds.evac.world import EvacWorld
+from asyncrl.worlds.opensora.action_range import ActionRange
+from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
+from asyncrl.worlds.opensora.world import OpenSoraWorld
+
+POSE = (-0.1, 0.0, 0.9, 0.0, 0.0, 0.0, 1.0, 0.5)
+"""In front of EVAC's camera."""
+
+
+def with_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Any:
+    """Random weights, and norms that let numbers through: zeros would be multiplied at less power."""
+    made = randomised(module, device, dtype)
+    for part in made.modules():
+        if isinstance(part, nn.GroupNorm | nn.LayerNorm) and part.weight is not None:
+            part.weight.data.fill_(1)
+    return made
+
+
+def build_opensora(*, tiny: bool, device: torch.device) -> OpenSoraWorld:
+    """OpenSora's world with random weights, eager."""
+    size = STDiT3Config.tiny() if tiny else replace(STDiT3Config.xl2(), unused_branches=False)
+    vae_size = VaeConfig.tiny() if tiny else VaeConfig.published()
+    with torch.device("meta"):
+        transformer, vae = STDiT3(size), FrameVae(vae_size)
+    dtype = torch.float32 if tiny else torch.bfloat16
+    transformer, vae = with_weights(transformer, device, dtype), with_weights(vae, device, dtype)
+    vae.use_channels_last()
+    actions = ActionRange(low=(-1.0,) * ACTION_DIM, high=(1.0,) * ACTION_DIM)
+    return OpenSoraWorld(transformer, vae, actions, image_size=64 if tiny else 256, device=device)
+
+
+def build_evac(*, tiny: bool, steps: int, device: torch.device) -> EvacWorld:
+    """EVAC's world with random weights, eager; poses stay where the camera sees them.
+
+    `steps`: network calls per decision; 0: as published.
+    """
+    config = EvacConfig.tiny() if tiny else EvacConfig.published()
+    with torch.device("meta"):
+        networks = EvacNetworks.build(config)
+    dtype = torch.float32 if tiny else torch.bfloat16
+    for name, module in networks.by_name().items():
+        made = with_weights(module, device, torch.float32 if name == "pose_model" else dtype)
+        object.__setattr__(networks, name, made)
+    networks.image_encoder.set_constants(device)
+    networks.pose_model.abs_action_mean.copy_(torch.tensor(POSE))
+    networks.pose_model.abs_action_std.fill_(0.01)
+    return EvacWorld(networks, config, options=EvacOptions(steps=steps), device=device)
+
+
+def begin(world: OpenSoraWorld | EvacWorld, rows: int, decisions: int) -> tuple[Any, Tensor, list[int]]:
+    """Open the slots; returns their state, actions and noise seeds."""
+    rng, side = np.random.default_rng(0), world.image_size
+    one = StartState(
+        name="random",
+        task="",
+        frame=rng.integers(0, 256, (side, side, 3), dtype=np.uint8),
+        context_frames=np.zeros((0, side, side, 3), np.uint8),
+        context_actions=np.zeros((0, ACTION_DIM), np.float32),
+        ee_pose=np.array(POSE, np.float32),
+    )
+    state: Any = world.start([one], decisions=decisions).select([0] * rows)
+    actions = torch.randn(rows, CHUNK, ACTION_DIM, device=world.device) * 0.3
+    return state, actions, list(range(rows))
