@@ -100,3 +100,35 @@ def test_the_episodes_of_the_overhead_benchmark_are_what_a_replay_would_admit(
     ((one, other),) = benchmark.make_groups(policy, config, benchmark.Settings())
     assert (one.member, other.member) == (0, 1)
     assert [problem_with(episode) for episode in (one, other)] == [None, None]
+
+
+def test_the_cost_of_evaluating_is_the_ratio_of_readings_of_one_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("evaluate_every")
+    seconds = {"off": (10.0, 20.0, 40.0), "on": (11.0, 21.0, 50.0), "other checkout": (10.0, 16.0, 50.0)}
+    readings = {
+        kind: [benchmark.Reading(updates=value, whole=0.0) for value in values]
+        for kind, values in seconds.items()
+    }
+    assert benchmark.ratios(readings, "on", "off") == pytest.approx([1.1, 1.05, 1.25])
+    on, off = benchmark.report(readings).splitlines()[2:]
+    assert re.fullmatch(r"on / off +1\.100 +1\.050-1\.250", on)
+    assert re.fullmatch(r"off / other checkout +1\.000 +0\.800-1\.250", off)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_cost_of_evaluating_is_read_from_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("evaluate_every")
+    small = "--algorithm.groups-per-update 2 --algorithm.group-size 2 --actor.slots 4"
+    readings = benchmark.measure(
+        benchmark.Settings(updates=2, every=1, rounds=1, flags=f"{small} --evaluation.episodes 4")
+    )
+    assert sorted(readings) == ["off", "on"]
+    for (reading,) in readings.values():
+        assert 0 < reading.updates < reading.whole
+    with pytest.raises(RuntimeError, match="two are needed"):
+        benchmark.measure(benchmark.Settings(updates=1, every=0, rounds=1, flags=small))

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
     {"errors", "seeds", "storage.regular_files"},
-    {"storage.bounded_json"},
+    {"storage.bounded_json", "storage.version_pictures"},
     {"records", "registry", "storage.atomic"},
     {"storage.private_files"},
     {"storage.run_identity"},

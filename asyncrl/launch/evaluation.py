@@ -35,10 +35,10 @@ from asyncrl.simulators.rollout import Play, SimulatedEpisode, rollout
 from asyncrl.simulators.starts import evaluation_plays
 from asyncrl.storage.movies import movie_suffix
 from asyncrl.storage.regular_files import make_folder
+from asyncrl.storage.version_pictures import SHEET, VIDEOS, picture_name
 
 ROWS: Final = 8
 """Of every pass of the policy."""
-VIDEOS: Final = "videos"
 _NAME_ONE: Final = (
     "Name one: --evaluation.simulator NAME, or package.module:make; or leave --evaluate-every out."
 )
@@ -176,12 +176,12 @@ class VersionPlayer:
     def _draw(self, episodes: Sequence[SimulatedEpisode], version: int, title: str) -> tuple[str, str]:
         """Write sheet and movie; returns their names below the run's folder."""
         judged = self._judged(episodes)
-        folder = self._run_dir / VIDEOS
-        make_folder(folder)
-        name = f"update_{version:06d}"
-        write_judged_sheet(folder / f"{name}.png", judged, title)
-        write_judged_movie(folder / f"{name}{movie_suffix()}", judged, title)
-        return f"{VIDEOS}/{name}.png", f"{VIDEOS}/{name}{movie_suffix()}"
+        make_folder(self._run_dir / VIDEOS)
+        sheet = picture_name(version, SHEET)
+        movie = picture_name(version, movie_suffix())
+        write_judged_sheet(self._run_dir / sheet, judged, title)
+        write_judged_movie(self._run_dir / movie, judged, title)
+        return sheet, movie
 
     def _judged(self, episodes: Sequence[SimulatedEpisode]) -> list[JudgedEpisode]:
         """Load world and reward model for as long as they draw: they may be large."""

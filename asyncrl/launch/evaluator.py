@@ -11,6 +11,7 @@ When it dies too often, training goes on without it.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.storage.best_checkpoint import clean_up, forget_best_after
 from asyncrl.storage.bounded_json import read_rows
+from asyncrl.storage.version_pictures import SHEET, read_picture
 
 ROLE: Final = "evaluator"
 LOOK_EVERY: Final = 0.5
@@ -37,12 +39,14 @@ RESPAWNS: Final = 2
 """How often in a row it comes back when it dies."""
 NICENESS: Final = 10
 """Of the evaluator on a CPU: what trains goes first."""
+_SHOWN: Final = (SHEET, ".gif")
+"""Kinds of files that TensorBoard shows."""
+_log = logging.getLogger(__name__)
 
 
 def evaluator_main(config_json: str, run_dir_text: str, local_rank: str) -> None:
     """Measure the run's versions as they come, until rank 0 ends this process."""
     import json
-    import logging
     import multiprocessing
 
     import torch
@@ -82,7 +86,7 @@ class EvaluatorProcess:
         config: TrainConfig,
         run_dir: Path,
         version: int,
-        report: Callable[[int, dict[Metric, float]], None],
+        report: Callable[[int, dict[Metric, float], dict[str, bytes]], None],
         local_rank: int,
     ) -> None:
         """Start the evaluator, unless --evaluate-every is 0.
@@ -91,7 +95,7 @@ class EvaluatorProcess:
             config: Of the run, with the world's defaults put in.
             run_dir: Of the run.
             version: That the run goes on from; what was measured of later ones is made anew.
-            report: Given a version and what was measured of it.
+            report: Given a version, what was measured of it, and its pictures (`pictures_of`).
             local_rank: Of this rank, whose device it shares.
         """
         self._config, self._run_dir, self._report = config, run_dir, report
@@ -173,7 +177,7 @@ class EvaluatorProcess:
         for row in evaluations_file.read(self._run_dir):
             if row.version not in self._known:
                 self._known.add(row.version)
-                self._report(row.version, metrics_of(row))
+                self._report(row.version, metrics_of(row), pictures_of(self._run_dir, row))
 
     def _doing(self) -> process_status.ThreadActivity | None:
         """Read what the evaluator's process says that it does."""
@@ -185,6 +189,22 @@ def _reported(rows: Path) -> set[int]:
     """Return the versions whose measurement is in metrics.jsonl."""
     found = (row for _, row in read_rows(rows) if row is not None) if rows.is_file() else ()
     return {row["step"] for row in found if m.EVAL_SUCCESS.name in row and type(row.get("step")) is int}
+
+
+def pictures_of(run_dir: Path, row: EvaluatedVersion) -> dict[str, bytes]:
+    """Return what TensorBoard shows of a measured version: name of the card -> content of the file.
+
+    It shows no .mp4; and what is too large, or was taken away, is left out with a line in the process's log.
+    """
+    found = {}
+    for tag, path in (("eval/sheet", row.sheet), ("eval/movie", row.movie)):
+        suffix = Path(path).suffix
+        if suffix in _SHOWN:
+            try:
+                found[tag] = read_picture(run_dir, row.version, suffix)
+            except OSError as error:
+                _log.warning("TensorBoard does not get %s of version %d: %s", tag, row.version, error)
+    return found
 
 
 def metrics_of(row: EvaluatedVersion) -> dict[Metric, float]:

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -21,6 +22,8 @@ HPARAM_METRICS: Final = ("env/success_once", "eval/success_once", "train/actor/a
 """What the page HPARAMS compares runs by."""
 _FLOAT: Final = 1
 """DT_FLOAT among TensorFlow's types."""
+_RGB: Final = 3
+"""Colour channels of a picture."""
 
 
 def event_file(folder: Path) -> Path:
@@ -73,6 +76,32 @@ class Curves:
             self._begun.add(metric)
             found.metadata.summary_description = description(metric)
             found.metadata.plugin_data.plugin_name = "scalars"
+
+
+def picture(step: int, tag: str, content: bytes, now: float) -> bytes:
+    """Encode a picture, for TensorBoard's page IMAGES; a GIF moves there.
+
+    Args:
+        step: Update that it is about.
+        tag: Name of its card.
+        content: Of a PNG or GIF file.
+        now: Seconds since 1970.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(BytesIO(content), formats=("PNG", "GIF")) as opened:
+            width, height = opened.size
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        raise ValueError(f"no PNG or GIF: {error}") from error
+    event = _messages().Event(wall_time=now, step=step)
+    image = event.summary.value.add(tag=tag).image
+    image.width, image.height, image.colorspace = width, height, _RGB
+    image.encoded_image_string = content
+    return _record(event)
 
 
 def is_result(name: str) -> bool:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol, TextIO
 
 from asyncrl.observability import console_stream, counts, curves, waits
@@ -235,14 +235,26 @@ class MetricsLogger:
             self._show(step, reduce(self._unshown))
             self._unshown.clear()
 
-    def write_evaluation(self, step: int, values: Mapping[Metric, float]) -> None:
+    def write_evaluation(
+        self,
+        step: int,
+        values: Mapping[Metric, float],
+        pictures: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """Record what was measured of an earlier update: in a line and a point of their own, at that update.
 
         Args:
             step: The update; the console's rows say it from now on.
             values: What was measured of it, in metrics that `write` is never given.
+            pictures: Name of a card of TensorBoard -> content of a PNG or GIF file.
         """
-        self._record(step, values, self._clock())
+        now = self._clock()
+        self._record(step, values, now)
+        for tag, content in pictures.items():
+            try:
+                self._curves.add(curves.picture(step, tag, content, now))
+            except ValueError as error:
+                self.banner(f"TensorBoard does not get {tag} of update {step}: {error}")
         if step >= self._evaluated.get(m.EVAL_VERSION, 0):
             self._evaluated = {**values, m.EVAL_VERSION: float(step)}
 

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from asyncrl.observability.metrics_training import EVAL_SUCCESS, EVAL_VERSION
 from asyncrl.observability.run_facts import flat
 from asyncrl.storage.bounded_json import load_json, parse_json
 from asyncrl.storage.regular_files import LINE_BYTES, open_regular
+from asyncrl.storage.version_pictures import SHEET, VIDEOS, picture_name, read_picture
 
 POLL: Final = 0.5
 """Seconds between two looks for new rows."""
@@ -38,6 +40,8 @@ END_SECONDS: Final = 60
 NICENESS: Final = 5
 LONGEST_VALUE: Final = 250
 """Characters of a setting that are sent; MLflow's older stores take no more."""
+_TAKE_LISTS: Final = ("swanlab", "wandb")
+"""Trackers that take several pictures under one name, always; the others take one."""
 PROJECT: Final = "asyncrl"
 """Under which the trackers group the runs."""
 
@@ -65,6 +69,8 @@ def main(name: str, run_dir: Path, sent: int) -> int:
         try:
             with process_status.activity(f"sending update {step} to {name}"):
                 tracker.log(held_back(row), step=newest)  # Trackers take no step back.
+                if EVAL_SUCCESS.name in row:
+                    send_sheet(tracker, run_dir, step, newest)
         except Exception as error:  # This process's boundary to a library: the learner says it.
             logging.exception("%s did not take update %d", name, step)
             _answer(answers, f"lost {step} {_why(error)}")
@@ -94,6 +100,32 @@ def begin(name: str, run_dir: Path, command: str) -> Any:
     plain = {k: v if isinstance(v, bool | int | float) else str(v) for k, v in settings.items()}
     tracker.store_init_configuration({k: shortened(v) for k, v in (plain | {"command": command}).items()})
     return tracker
+
+
+def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
+    """Show the sheet of a measured version, where one was drawn and the tracker takes pictures or files.
+
+    Args:
+        tracker: As of `begin`.
+        run_dir: Of the run.
+        version: That was measured.
+        step: Update under which the tracker gets it.
+    """
+    try:
+        content = read_picture(run_dir, version, SHEET)
+    except FileNotFoundError:
+        return  # With --evaluation.movies 0 there is none.
+    if hasattr(tracker, "log_images"):
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(BytesIO(content), formats=("PNG",)) as sheet:
+            pixels = np.asarray(sheet.convert("RGB"))
+        shown = [pixels] if tracker.name in _TAKE_LISTS else pixels
+        tracker.log_images({"eval/sheet": shown}, step=step)
+    elif hasattr(tracker, "log_artifact"):
+        path = run_dir / picture_name(version, SHEET)
+        tracker.log_artifact(str(path), VIDEOS)
 
 
 def shortened(value: str | float) -> str | float:

@@ -27,6 +27,7 @@ from asyncrl.records import ActionSpec
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.starts import HELD_OUT
 from asyncrl.simulators.tabletop.scene import TASKS
+from support.event_files import pictures_in
 from support.tiny_models import start_state, write_models
 from support.whole_runs import TRAIN, environment, exit_code, left_over, reach, rows
 
@@ -69,6 +70,10 @@ def test_a_run_measures_its_first_and_its_last_version_and_resumes(models, tmp_p
     lines = [row for row in rows(run) if m.EVAL_SUCCESS.name in row]
     assert [line["step"] for line in lines] == [row.version for row in measured]
     assert [line[m.EVAL_SUCCESS.name] for line in lines] == [row.success for row in measured]
+    shown = pictures_in(run / "tensorboard")
+    assert shown["eval/sheet"] == [(row.version, (run / row.sheet).read_bytes()) for row in measured]
+    movies = [(row.version, (run / row.movie).read_bytes()) for row in measured if row.movie.endswith("gif")]
+    assert shown.get("eval/movie", []) == movies, "it shows no .mp4"
     assert (run / "checkpoints" / "update_000002").is_dir(), "a version that is due is a checkpoint"
 
     train("4", "--resume")
@@ -166,7 +171,7 @@ def test_evaluate_takes_simulator_and_sampling_from_the_run(models, tmp_path, ca
 def test_the_wait_for_the_last_version_ends_when_no_episode_is_played(tmp_path) -> None:
     config = TrainConfig(evaluate_every=1, updates=5, hang_timeout=1.0)
     (tmp_path / "logs").mkdir()
-    evaluator = EvaluatorProcess(config, tmp_path, 0, lambda step, values: None, 0)
+    evaluator = EvaluatorProcess(config, tmp_path, 0, lambda step, values, pictures: None, 0)
     try:
         assert evaluator.finish(3, lambda: True) == "version 3 was not measured"
         why = evaluator.finish(5, lambda: False)

@@ -3,13 +3,16 @@
 import io
 import json
 import math
+from io import BytesIO
 
 import pytest
+from PIL import Image
 
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import MetricsLogger, cut_rows_after, duration, header, render
+from support.event_files import pictures_in
 
 VALUES = {
     m.SUCCESS_ONCE: 0.625,
@@ -235,3 +238,15 @@ def test_who_is_told_of_a_row_hears_of_it_before_it_can_be_read(tmp_path):
         logbook.write(1, VALUES)
         logbook.write(2, VALUES)
     assert seen == [(1, 0), (2, 1)]
+
+
+def test_a_picture_of_what_was_measured_is_at_its_update_and_one_that_is_none_is_said(tmp_path):
+    content = BytesIO()
+    Image.new("RGB", (6, 4), (1, 2, 3)).save(content, "PNG")
+    stream = io.StringIO()
+    with MetricsLogger(tmp_path, updates=9, stream=stream, evaluates=True) as logbook:
+        logbook.write_evaluation(5, evaluated(0.5, 0.4, 0.6), {"eval/sheet": content.getvalue()})
+        logbook.write_evaluation(6, evaluated(0.5, 0.4, 0.6), {"eval/sheet": b"GIF89a"})
+    assert pictures_in(tmp_path / "tensorboard") == {"eval/sheet": [(5, content.getvalue())]}
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("TensorBoard does not get eval/sheet of update 6: no PNG or GIF")

@@ -40,3 +40,14 @@ def number_of(value) -> float:
     """The number of a point."""
     (number,) = value.tensor.float_val
     return number
+
+
+def pictures_in(folder: Path) -> dict[str, list[tuple[int, bytes]]]:
+    """Tag -> (step, content of the file) of every picture of a run, in the order of the file."""
+    found: dict[str, list[tuple[int, bytes]]] = {}
+    for path in sorted(folder.iterdir()):
+        for event in events_in(path.read_bytes()):
+            for value in event.summary.value:
+                if value.WhichOneof("value") == "image":
+                    found.setdefault(value.tag, []).append((event.step, value.image.encoded_image_string))
+    return found
