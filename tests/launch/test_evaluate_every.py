@@ -44,7 +44,7 @@ EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "3", "--evaluatio
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(230)
 def test_a_run_measures_its_first_and_its_last_version_and_resumes(models, tmp_path) -> None:
     _, flags = models
     run = tmp_path / "run"
@@ -52,7 +52,7 @@ def test_a_run_measures_its_first_and_its_last_version_and_resumes(models, tmp_p
 
     def train(*more: str) -> str:
         done = subprocess.run(
-            [*command, *more], env=environment(tmp_path), capture_output=True, text=True, timeout=140
+            [*command, *more], env=environment(tmp_path), capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
