@@ -37,8 +37,8 @@ LOOK_EVERY: Final = 0.5
 """Seconds between two looks, for a checkpoint and for a result."""
 RESPAWNS: Final = 2
 """How often in a row it comes back when it dies."""
-NICENESS: Final = 10
-"""Of the evaluator on a CPU: what trains goes first."""
+NICENESS: Final = 19
+"""Of the evaluator and its simulators on a CPU, the lowest there is: what trains goes first."""
 _SHOWN: Final = (SHEET, ".gif")
 """Kinds of files that TensorBoard shows."""
 _log = logging.getLogger(__name__)
