@@ -11,7 +11,7 @@ A numbers per action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -54,7 +54,7 @@ class DataSet(Protocol):
         ...
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> Sequence[str]:
         """Return what was chosen where the settings left it open, in sentences for the user."""
         ...
 

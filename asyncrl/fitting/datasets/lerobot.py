@@ -96,23 +96,23 @@ class LeRobotFolder:
         self.path = path
         self._settings = settings
         self._placing = placing_of(settings)
-        self._notes: list[str] = []
+        self.notes: list[str] = []
         self._features, self.rate, robot = read_info(path)
         sizes = {key: size for key, about in self._features.items() if (size := picture_size(about))}
         self.cameras = chosen_cameras(str(path), list(sizes), settings)
         if not settings.cameras and len(sizes) > 1:
-            self._notes.append(f"camera {self.cameras[0]} of {', '.join(sizes)} (--dataset.cameras)")
+            self.notes.append(f"camera {self.cameras[0]} of {', '.join(sizes)} (--dataset.cameras)")
         self._sizes = {key: sizes[key] for key in self.cameras}
         self._choose_keys()
         self._tasks = {} if settings.task else read_tasks(path)
-        self._looks = self._seen(robot)
+        self.looks = self._seen(robot)
         self._places = self._read_places()
         lengths = np.array([place.length for place in self._places], np.int64)
         if lengths.sum() > MOST_SAMPLES:
             raise ConfigError(f"{path} has {lengths.sum()} samples. Take a part: --dataset.episodes.")
-        self._frames = frames_of(lengths, settings.stride)
+        self.frames = frames_of(lengths, settings.stride)
         for length in lengths.tolist():
-            check_episode_bytes(str(path), -(-length // settings.stride) + 1, self._looks)
+            check_episode_bytes(str(path), -(-length // settings.stride) + 1, self.looks)
 
     def _choose_keys(self) -> None:
         settings, where = self._settings, str(self.path)
@@ -127,7 +127,7 @@ class LeRobotFolder:
         self.reward = self._optional(settings.reward, "reward", "next.reward", keys)
         self.success = self._optional(settings.success, "success", "next.success", keys)
         if not self.success and settings.success != NONE and settings.solved == "key":
-            self._notes.append(
+            self.notes.append(
                 "nothing says when a task is solved: no episode counts as solved (--dataset.success KEY, or "
                 "--dataset.solved end for demonstrations)"
             )
@@ -187,21 +187,6 @@ class LeRobotFolder:
             )
         return places[: self._settings.episodes or None]
 
-    @property
-    def looks(self) -> Looks:
-        """What its episodes look like, as they are read."""
-        return self._looks
-
-    @property
-    def frames(self) -> int:
-        """Frames of all episodes, as they are read."""
-        return self._frames
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was chosen, for the user."""
-        return tuple(self._notes)
-
     def episodes(self) -> Iterator[SimulatedEpisode]:
         """Read one episode after the other. See `DataSet.episodes`."""
         open_files = _OpenFiles(self)
@@ -214,7 +199,7 @@ class LeRobotFolder:
     def _demonstration(self, place: _Place, files: _OpenFiles) -> Demonstration:
         where = f"{self.path} episode {place.number}"
         kept = kept_steps(place.length, self._settings.stride)
-        shape = (len(kept), len(self.cameras), self._looks.height, self._looks.width, 3)
+        shape = (len(kept), len(self.cameras), self.looks.height, self.looks.width, 3)
         pictures = np.empty(shape, np.uint8)
         numbers = self._rows(place, files, pictures)
         for camera, key in enumerate(self.cameras):
@@ -228,12 +213,12 @@ class LeRobotFolder:
         parts = [check_numbers(where, key, numbers[key], "state")[kept] for key in self.state]
         states = np.concatenate(parts, axis=1) if parts else np.zeros((len(kept), 0), np.float32)
         actions = check_numbers(where, self.action, numbers[self.action], "action")
-        check_width(where, "an action", actions, self._looks.action_dim)
+        check_width(where, "an action", actions, self.looks.action_dim)
         check_width(where, "the state", states, sum(map(self._width, self.state)))
         reward = numbers[self.reward] if self.reward else np.zeros((length, 1), np.float32)
         success = numbers[self.success] if self.success else np.zeros((length, 1), np.float32)
         return Demonstration(
-            name=f"{self._looks.simulator}/{self.path.name}/{place.number:06d}",
+            name=f"{self.looks.simulator}/{self.path.name}/{place.number:06d}",
             number=place.number,
             task=self._task(numbers, where),
             pictures=pictures,
@@ -278,7 +263,7 @@ class LeRobotFolder:
             told = self._tasks.get(int(of_rows[0]), "")
             if (of_rows != of_rows[0]).any():
                 note = "instructions that change within an episode: the first one is taken"
-                self._notes += [] if note in self._notes else [note]
+                self.notes += [] if note in self.notes else [note]
         if not plain_task(told):
             raise ConfigError(f"{where} has no instruction. Give one: --dataset.task 'fold the towel'.")
         return plain_task(told)

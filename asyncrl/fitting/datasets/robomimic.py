@@ -98,7 +98,7 @@ class RobomimicFile:
         self.path = path
         self._settings = settings
         self._placing = placing_of(settings)
-        self._notes: list[str] = []
+        self.notes: list[str] = []
         with _opened(path) as file:
             data = group_in(file, "data")
             numbers = sorted(int(name.removeprefix(_PREFIX)) for name in map(str, data) if _is_demo(name))
@@ -128,7 +128,7 @@ class RobomimicFile:
         sizes = {key: size for key in seen if (size := _picture_size(obs, key))}
         self.cameras = chosen_cameras(str(self.path), list(sizes), settings)
         if not settings.cameras and len(sizes) > 1:
-            self._notes.append(f"camera {self.cameras[0]} of {', '.join(sizes)} (--dataset.cameras)")
+            self.notes.append(f"camera {self.cameras[0]} of {', '.join(sizes)} (--dataset.cameras)")
         others = [key for key in map(str, demo) if _dataset(demo, key) is not None]
         self.action = settings.action or "actions"
         check_key(str(self.path), "action", self.action, others)
@@ -137,11 +137,11 @@ class RobomimicFile:
         self._state_dim = sum(map(_width, of_state))
         self.reward = self._optional(settings.reward, "reward", "rewards", others)
         self.success = self._optional(settings.success, "success", "", others)
-        self._looks = self._seen(file, sizes, kwargs)
+        self.looks = self._seen(file, sizes, kwargs)
         lengths = [len(dataset_in(file, f"data/{name}/{self.action}")) for name in self.demos]
         if min(lengths) < 1:
             raise ValueError("a demonstration has no action")
-        self._frames = frames_of(np.array(lengths), settings.stride)
+        self.frames = frames_of(np.array(lengths), settings.stride)
         if not self.success and settings.solved == "key" and settings.success != NONE:
             self._note_success(file, demo)
 
@@ -187,25 +187,10 @@ class RobomimicFile:
         if "success" in demo.attrs:
             return
         if not self.reward or not _is_sparse(dataset_in(file, f"data/{self.demos[0]}/{self.reward}")[:]):
-            self._notes.append(
+            self.notes.append(
                 "nothing says when a task is solved: no episode counts as solved (--dataset.success KEY, or "
                 "--dataset.solved end for demonstrations)"
             )
-
-    @property
-    def looks(self) -> Looks:
-        """What its episodes look like, as they are read."""
-        return self._looks
-
-    @property
-    def frames(self) -> int:
-        """Frames of all episodes, as they are read."""
-        return self._frames
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was chosen, for the user."""
-        return tuple(self._notes)
 
     def episodes(self) -> Iterator[SimulatedEpisode]:
         """Read one demonstration after the other. See `DataSet.episodes`."""
@@ -221,7 +206,7 @@ class RobomimicFile:
             where, self.action, _rows(dataset_in(file, f"data/{name}/{self.action}")), "action"
         )
         steps = len(actions)
-        check_width(where, "an action", actions, self._looks.action_dim)
+        check_width(where, "an action", actions, self.looks.action_dim)
         states = self._states(file, name, steps)
         check_width(where, "the state", states, self._state_dim)
         rewards = np.zeros(steps, np.float32)
@@ -230,9 +215,9 @@ class RobomimicFile:
             rewards = check_numbers(where, self.reward, stored, "reward")[:, 0]
         if len(rewards) != steps:
             raise ValueError(f"{name} has {steps} actions and {len(rewards)} rewards")
-        check_episode_bytes(where, -(-steps // self._settings.stride) + 1, self._looks)
+        check_episode_bytes(where, -(-steps // self._settings.stride) + 1, self.looks)
         return Demonstration(
-            name=f"{self._looks.simulator}/{self.path.stem}/{name}",
+            name=f"{self.looks.simulator}/{self.path.stem}/{name}",
             number=int(name.removeprefix(_PREFIX)),
             task=self._task(group_in(file, "data"), demo),
             pictures=self._pictures(file, name, steps),
@@ -245,7 +230,7 @@ class RobomimicFile:
     def _pictures(self, file: h5py.File, name: str, steps: int) -> NDArray[np.uint8]:
         kept = kept_steps(steps, self._settings.stride)
         after = "next_obs" in group_in(group_in(file, "data"), name)
-        shape = (len(kept) + after, len(self.cameras), self._looks.height, self._looks.width, 3)
+        shape = (len(kept) + after, len(self.cameras), self.looks.height, self.looks.width, 3)
         placed = np.empty(shape, np.uint8)
         for number, key in enumerate(self.cameras):
             stored = dataset_in(file, f"data/{name}/obs/{key}")
