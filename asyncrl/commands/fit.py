@@ -146,6 +146,9 @@ class FitWorld(_FitSettings):
     """Of the network that draws latents. tiny: 3 to 4 million parameters. small: 7 to 12 million."""
     vae_size: Size = "tiny"
     """Of the autoencoder. tiny: 1 to 2 million parameters. small: about 2.4 times as many."""
+    autoencoder: str = ""
+    """World folder whose autoencoder is taken over instead of fitting one. Of opensora and evac, whose
+    autoencoders are alike: frames are then the same latents in both. No --vae-steps are made."""
     vae_steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 7_000
     """Optimizer steps of the autoencoder."""
     vae_batch: Annotated[
@@ -176,7 +179,7 @@ class FitWorld(_FitSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_kind(self.kind)
-        _refuse_with_refine(self, kind=DEFAULT_KIND, size="tiny", vae_size="tiny", camera="")
+        _refuse_with_refine(self, kind=DEFAULT_KIND, size="tiny", vae_size="tiny", camera="", autoencoder="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,15 +369,18 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
     else:
         world = fit_class(config.kind).fresh(config.size, config.vae_size, recordings, options)
         world.to(device)
-        vae_schedule = Schedule(
-            steps=config.vae_steps,
-            batch=config.vae_batch,
-            learning_rate=config.vae_learning_rate,
-            seed=config.seed,
-            compiled=config.compile,
-        )
-        vae_loss = world.fit_autoencoder(recordings, vae_schedule)
-        print(f"autoencoder: weighted absolute error {vae_loss:.4f}", flush=True)
+        if config.autoencoder:
+            world.take_autoencoder(load_fitted(world_folder(config.autoencoder), device, torch.float32))
+        else:
+            vae_schedule = Schedule(
+                steps=config.vae_steps,
+                batch=config.vae_batch,
+                learning_rate=config.vae_learning_rate,
+                seed=config.seed,
+                compiled=config.compile,
+            )
+            vae_loss = world.fit_autoencoder(recordings, vae_schedule)
+            print(f"autoencoder: weighted absolute error {vae_loss:.4f}", flush=True)
     schedule = Schedule(
         steps=config.steps,
         batch=config.batch,

@@ -41,6 +41,7 @@ from asyncrl.worlds.evac.conditions import Geometry, condition_channels, conditi
 from asyncrl.worlds.evac.maps import Camera
 from asyncrl.worlds.evac.poses import PoseModel, roll_pitch_yaw, rotation
 from asyncrl.worlds.evac.training import ChunkLoss
+from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from support.recorded import recorded_spec, write_recorded
 
 LENGTHS = (12, 9, 5, 20)
@@ -72,11 +73,6 @@ def evac_world(recordings: Recordings) -> EvacFit:
     return fresh("evac", recordings)
 
 
-def autoencoder_of(world: Any) -> FrameAutoencoder:
-    network = world.world.vae if isinstance(world, OpenSoraFit) else world.world.networks.autoencoder
-    return FrameAutoencoder(network, 4)
-
-
 # ---- frames and their latents --------------------------------------------------------------------
 
 
@@ -84,7 +80,7 @@ def autoencoder_of(world: Any) -> FrameAutoencoder:
 @torch.no_grad()
 def test_each_frame_is_encoded_and_redrawn_by_itself(kind: str, recordings: Recordings) -> None:
     world = fresh(kind, recordings)
-    network: Any = autoencoder_of(world).network
+    network: Any = world.autoencoder.network
     latents, drawn = world.encode(recordings), world.redraw(recordings)
     assert [len(episode) for episode in latents] == list(LENGTHS)
     assert drawn.shape == recordings.frames.shape
@@ -101,7 +97,7 @@ def test_each_frame_is_encoded_and_redrawn_by_itself(kind: str, recordings: Reco
 @torch.no_grad()
 def test_statistics_make_latents_standard_and_change_no_picture(kind: str, recordings: Recordings) -> None:
     world = fresh(kind, recordings)
-    wrapped = autoencoder_of(world)
+    wrapped = world.autoencoder
     before, drawn = world.encode(recordings).all, world.redraw(recordings)[:]
     mean, std = before.mean((0, 2, 3)), before.std((0, 2, 3))
     wrapped.set_statistics(mean.tolist(), std.tolist())
@@ -113,7 +109,7 @@ def test_statistics_make_latents_standard_and_change_no_picture(kind: str, recor
 
 @torch.no_grad()
 def test_a_clip_is_encoded_and_drawn_like_its_frames(opensora_world: OpenSoraFit) -> None:
-    wrapped = autoencoder_of(opensora_world)
+    wrapped = opensora_world.autoencoder
     video = torch.rand(2, 3, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = wrapped.encode(video)
     drawn = wrapped.decode(latents)
@@ -137,7 +133,7 @@ def test_a_clip_is_of_one_episode_and_of_all_its_frames(opensora_world: OpenSora
         tasks=["x"] * 4,
         seeds=np.zeros(4, np.int64),
     )
-    clips = autoencoder_of(opensora_world).clips
+    clips = opensora_world.autoencoder.clips
     rows, episodes = clips(recordings, 200, np.random.default_rng(0))
     assert rows.shape == (200, CLIP_FRAMES)
     for row, episode in zip(rows.numpy(), episodes, strict=True):
@@ -431,3 +427,17 @@ def test_a_file_that_is_no_camera_is_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"camera\.json does not describe a camera .*focal, centre"):
         camera_of("tabletop", str(file))
+
+
+def test_an_autoencoder_with_another_scale_is_taken_over_exactly() -> None:
+    own, given = (FrameAutoencoder(FrameVae(VaeConfig.tiny()), 4, 1.0) for _ in range(2))
+    given.scale = 0.25
+    video = torch.rand(2, 3, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        for parameter in given.network.parameters():
+            parameter += 0.01
+        wanted = given.encode(video) * 0.25
+        drawn = given.decode(given.encode(video))
+        own.take(given)
+        assert torch.allclose(own.encode(video), wanted, atol=1e-5)
+        assert torch.allclose(own.decode(wanted), drawn, atol=1e-5)

@@ -86,8 +86,8 @@ def test_every_built_in_world_can_be_fitted_and_has_what_fitting_needs() -> None
     assert set(KINDS) == set(registry.BUILT_IN["world"])
     needed = {name for name in vars(FittedWorld) if not name.startswith("_")}
     assert needed == {
-        *("fresh", "load", "world", "image_size", "to", "fit_autoencoder", "fit_network"),
-        *("encode", "redraw", "save"),
+        *("fresh", "load", "world", "image_size", "to", "fit_autoencoder", "take_autoencoder"),
+        *("fit_network", "encode", "redraw", "save"),
     }
     for kind in KINDS:
         assert needed - {"world"} <= set(dir(fit_class(kind))), kind
@@ -210,6 +210,45 @@ def test_a_refined_world_keeps_its_autoencoder_and_what_it_was_normalised_by(
 
 
 @pytest.mark.render
+def test_an_autoencoder_is_taken_over_and_draws_the_same_latents(
+    fitted: dict[str, Path], table: Path, tmp_path: Path
+) -> None:
+    out = ["--autoencoder", str(fitted["opensora"]), "--out", str(tmp_path / "out")]
+    assert fit(["world", "--kind", "evac", "--data", str(table), *out, *STEPS]) == 0
+    recordings = load_recordings([table])
+    folders = (fitted["opensora"], tmp_path / "out", fitted["evac"])
+    given, taken, own = (
+        load_fitted(folder, torch.device("cpu")).encode(recordings).all for folder in folders
+    )
+    assert torch.allclose(given, taken, atol=1e-4)  # memory is laid out otherwise, and sums round
+    assert not torch.allclose(own, taken, atol=0.1)
+
+
+@pytest.mark.render
+@pytest.mark.parametrize(
+    ("kind", "source", "flags", "said"),
+    [
+        ("wan", "opensora", [], "--autoencoder is of the kinds opensora and evac"),
+        ("evac", "wan", [], "encodes videos"),
+        ("opensora", "evac", ["--vae-size", "small"], r"has 9\d\d,\d{3} parameters, the fresh world's 2,"),
+    ],
+)
+def test_an_autoencoder_that_does_not_fit_is_refused(
+    kind: str,
+    source: str,
+    flags: list[str],
+    said: str,
+    fitted: dict[str, Path],
+    table: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = ["world", "--kind", kind, "--data", str(table), "--out", str(tmp_path / "out")]
+    assert re.search(said, refused([*call, "--autoencoder", str(fitted[source]), *flags, *STEPS], capsys))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.render
 @pytest.mark.parametrize("kind", FRAME_BY_FRAME)
 def test_rewards_and_policies_are_fitted_on_frames_that_any_kind_redraws(
     kind: str, fitted: dict[str, Path], tmp_path: Path
@@ -292,7 +331,7 @@ def test_what_cannot_be_fitted_is_named_and_nothing_is_written(
     call = ["world", "--kind", kind, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
     with pytest.MonkeyPatch.context() as patch:
         for name in FRAME_BY_FRAME:  # nothing may be fitted before the refusal
-            patch.setattr(f"asyncrl.fitting.worlds.{name}.fit_autoencoder", None)
+            patch.setattr(fit_class(name), "fit_autoencoder", None)
         assert re.search(said, refused([*call, *flags, *STEPS], capsys))
     assert not (tmp_path / "out").exists()
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.devices.tensors import to_device, to_signed
-from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
+from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.batch_source import BatchSource
 from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.loop import Schedule, minimise, prepared
@@ -40,6 +40,7 @@ from asyncrl.fitting.worlds.evac_poses import (
 from asyncrl.fitting.worlds.frame_latents import (
     REDUCTION,
     FrameAutoencoder,
+    FrameByFrameFit,
     encode_each,
     pieces,
     redraw_each,
@@ -113,7 +114,7 @@ def fresh_config(
     )
 
 
-class EvacFit:
+class EvacFit(FrameByFrameFit):
     """`FittedWorld` of EVAC."""
 
     def __init__(self, world: EvacWorld) -> None:
@@ -142,18 +143,10 @@ class EvacFit:
         return cls(load_world(folder, device=device, dtype=dtype))
 
     @property
-    def image_size(self) -> int:
-        """Height and width of the frames in pixels."""
-        return self.world.image_size
-
-    def to(self, device: torch.device) -> None:
-        """Move all networks."""
-        self.world.to(device)
-
-    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
-        """Train the autoencoder in place."""
-        wrapped = FrameAutoencoder(self.world.networks.autoencoder, self.world.config.autoencoder.latent)
-        return fit_autoencoder(wrapped, recordings, schedule)
+    def autoencoder(self) -> FrameAutoencoder:
+        """The world's autoencoder."""
+        size = self.world.config.autoencoder
+        return FrameAutoencoder(self.world.networks.autoencoder, size.latent, size.scale)
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the model of poses, then the network. See `FittedWorld.fit_network` and `fit_unet`."""

@@ -9,6 +9,7 @@ P frames given, C frames made (8).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
-from asyncrl.fitting.autoencoder import CLIP_FRAMES, Latents
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.autoencoder import CLIP_FRAMES, Latents, fit_autoencoder
 from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.records import CHUNK
 
@@ -40,15 +43,17 @@ class FrameAutoencoder:
     of one pixel at the latents, which is exact, and the scale is 1.
     """
 
-    def __init__(self, network: nn.Module, channels: int) -> None:
+    def __init__(self, network: nn.Module, channels: int, scale: float) -> None:
         """Wrap a network.
 
         Args:
             network: With ``encoder``, ``quant_conv``, ``post_quant_conv`` and ``decoder``.
             channels: ``Z``.
+            scale: What its world multiplies latents by.
         """
         self.network = network
         self.channels = channels
+        self.scale = scale
         self._parts: Any = network
 
     def clips(
@@ -86,6 +91,55 @@ class FrameAutoencoder:
         into.bias[: self.channels] = (into.bias[: self.channels] - mean_Z) / std_Z
         out.bias += out.weight[:, :, 0, 0] @ mean_Z
         out.weight *= std_Z[:, None, None]
+
+    def take(self, source: FrameAutoencoder) -> None:
+        """Take over the weights of another one, so that both worlds' latents of a frame are the same.
+
+        Raises:
+            ConfigError: It has other layers.
+        """
+        own, given = self.network.state_dict(), source.network.state_dict()
+        if {name: tensor.shape for name, tensor in own.items()} != {n: t.shape for n, t in given.items()}:
+            count, other = (sum(tensor.numel() for tensor in tensors.values()) for tensors in (own, given))
+            raise ConfigError(
+                f"The autoencoder of --autoencoder has {other:,} parameters, the fresh world's {count:,} in "
+                "other layers. Give a world that was fitted with the same --vae-size, or leave it out."
+            )
+        self.network.load_state_dict(given)
+        self.set_statistics([0.0] * self.channels, [self.scale / source.scale] * self.channels)
+
+
+class FrameByFrameFit(ABC):
+    """The part of a `FittedWorld` that all worlds share whose autoencoder takes each frame by itself."""
+
+    world: Any
+
+    @property
+    @abstractmethod
+    def autoencoder(self) -> FrameAutoencoder:
+        """Return the world's autoencoder."""
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self.world.image_size
+
+    def to(self, device: torch.device) -> None:
+        """Move all networks."""
+        self.world.to(device)
+
+    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
+        """Train the autoencoder in place."""
+        return fit_autoencoder(self.autoencoder, recordings, schedule)
+
+    def take_autoencoder(self, source: object) -> None:
+        """Take over another world's autoencoder. See `FittedWorld.take_autoencoder`."""
+        if not isinstance(source, FrameByFrameFit):
+            raise ConfigError(
+                "The world of --autoencoder encodes videos, and this --kind encodes each frame by itself. "
+                "Give a world of kind opensora or evac, or leave it out."
+            )
+        self.autoencoder.take(source.autoencoder)
 
 
 def pieces(count: int, side: int, device: torch.device, name: str) -> Iterator[slice]:

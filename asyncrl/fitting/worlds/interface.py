@@ -2,9 +2,9 @@
 
 The commands, the fits of rewards and policies, and the measurements know worlds only through `FittedWorld`:
 
-    fresh or load  ->  fit_autoencoder  ->  fit_network  ->  save      `asyncrl fit world`
-    load  ->  redraw                                                   `asyncrl fit reward|policy --world`
-    load  ->  fresh_decoder  ->  save_decoder                          `asyncrl fit decoder`
+    fresh or load  ->  fit_autoencoder or take_autoencoder  ->  fit_network  ->  save    `asyncrl fit world`
+    load  ->  redraw                                            `asyncrl fit reward|policy --world`
+    load  ->  fresh_decoder  ->  save_decoder                   `asyncrl fit decoder`
 """
 
 from __future__ import annotations
@@ -102,6 +102,14 @@ class FittedWorld(Protocol):
 
     def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
         """Train the autoencoder in place and return the mean loss of the last tenth; see `autoencoder`."""
+        ...
+
+    def take_autoencoder(self, source: FittedWorld) -> None:
+        """Take over the autoencoder of another world instead of fitting one.
+
+        Raises:
+            ConfigError: It has other layers.
+        """
         ...
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:

@@ -21,12 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
-from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
+from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.fresh_models import executed
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.worlds.frame_latents import FrameAutoencoder, encode_each, redraw_each, window_rows
+from asyncrl.fitting.worlds.frame_latents import (
+    FrameAutoencoder,
+    FrameByFrameFit,
+    encode_each,
+    redraw_each,
+    window_rows,
+)
 from asyncrl.fitting.worlds.interface import (
     Size,
     WorldOptions,
@@ -46,7 +52,7 @@ LEAST_RANGE: Final = 1e-3
 """Width that a number of an action has at least which (nearly) never changed: it is not divided by zero."""
 
 
-class OpenSoraFit:
+class OpenSoraFit(FrameByFrameFit):
     """`FittedWorld` of OpenSora."""
 
     def __init__(self, world: OpenSoraWorld) -> None:
@@ -70,18 +76,10 @@ class OpenSoraFit:
         return cls(load_world(folder, device=device, dtype=dtype))
 
     @property
-    def image_size(self) -> int:
-        """Height and width of the frames in pixels."""
-        return self.world.image_size
-
-    def to(self, device: torch.device) -> None:
-        """Move all networks."""
-        self.world.to(device)
-
-    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
-        """Train the autoencoder in place."""
-        vae = self.world.vae
-        return fit_autoencoder(FrameAutoencoder(vae, vae.size.channels), recordings, schedule)
+    def autoencoder(self) -> FrameAutoencoder:
+        """The world's autoencoder."""
+        size = self.world.vae.size
+        return FrameAutoencoder(self.world.vae, size.channels, size.scale)
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the transformer. See `FittedWorld.fit_network` and `fit_transformer`."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
 from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.loop import Schedule, minimise, prepared
@@ -80,6 +81,13 @@ class WanFit:
     def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
         """Train the autoencoder in place."""
         return fit_autoencoder(WanAutoencoder(self.world.vae), recordings, schedule)
+
+    def take_autoencoder(self, source: object) -> None:
+        """Refuse: see `FittedWorld.take_autoencoder`."""
+        raise ConfigError(
+            "--autoencoder is of the kinds opensora and evac. A wan world keeps the autoencoder of the one "
+            "that it is refined from (--refine)."
+        )
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the transformer. See `FittedWorld.fit_network` and `fit_transformer`."""
