@@ -19,10 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.worlds.few_frames import attend_few
+
 _EPS: Final = 1e-6
 """Of the group norms in front of transformers; those of residual blocks have PyTorch's 1e-5."""
 MOST_ROWS: Final = 65_535
-"""Of one attention on a GPU, whose grid has no more. Every pixel of every sample is a row between frames."""
+"""Of one fused attention on a GPU, whose grid has no more."""
+FEW: Final = 16
+"""Tokens: of so many at most, products are faster than a fused attention. Between frames every pixel of every
+sample is a row of a dozen."""
 
 
 class CausalConv(nn.Conv3d):
@@ -176,7 +181,7 @@ class Attention(nn.Module):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, most: int = MOST_ROWS) -> Tensor:
-    """Attend, at most so many rows at a time.
+    """Attend, of more than `FEW` tokens at most so many rows at a time.
 
     Args:
         query: ``[M, heads, S, E]``.
@@ -187,6 +192,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, most: int = MOST_ROWS) -> 
     Returns:
         ``[M, heads, S, E]``.
     """
+    if max(query.shape[2], key.shape[2]) <= FEW:
+        return attend_few(query, key, value)
     parts = zip(query.split(most), key.split(most), value.split(most), strict=True)
     mixed = [functional.scaled_dot_product_attention(*part) for part in parts]
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.worlds.few_frames import attend_few
+
 EPS: Final = 1e-6
 """Of all norms."""
 Rotary = tuple[Tensor, Tensor]
@@ -164,27 +166,6 @@ def modulate(x_BFSD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         ``[B, F, S, D]``.
     """
     return functional.layer_norm(x_BFSD, x_BFSD.shape[-1:], eps=EPS) * (1 + scale) + shift
-
-
-def attend_few(query_NHFE: Tensor, key_NHKE: Tensor, value_NHKE: Tensor, visible_FK: Tensor) -> Tensor:
-    """Mix the values of the few frames that each frame sees: scaled dot-product attention, written out.
-
-    Of tens of thousands of sequences of a dozen frames, fused attention kernels would compute a tile of 64 x
-    128 each: on an H200 eight times the time of these two products.
-
-    Args:
-        query_NHFE: ``[N, heads, F, E]`` of any float dtype.
-        key_NHKE: ``[N, heads, K, E]`` in the same.
-        value_NHKE: As `key_NHKE`.
-        visible_FK: ``[F, K]`` bool.
-
-    Returns:
-        ``[N, heads, F, E]`` in the same dtype; shares are computed in float32 at least.
-    """
-    exact = torch.promote_types(query_NHFE.dtype, torch.float32)
-    scores_NHFK = (query_NHFE @ key_NHKE.transpose(2, 3)).to(exact) * query_NHFE.shape[-1] ** -0.5
-    shares_NHFK = scores_NHFK.masked_fill(~visible_FK, float("-inf")).softmax(-1)
-    return shares_NHFK.type_as(value_NHKE) @ value_NHKE
 
 
 def rotate(x_NHFE: Tensor, rotary: Rotary) -> Tensor:
