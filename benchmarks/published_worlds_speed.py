@@ -148,10 +148,11 @@ def measure_networks(
         if what not in flops:
             flops[what] = counted(partial(run, 1))
         taken = seconds(partial(run, settings.rows), world.device, rounds=5 * settings.rounds)
+        room = working_memory(partial(run, settings.rows), world.device)
         pace = flops[what] * settings.rows / taken
         asked = f">= {100 * ASKED_SHARE[what]:.0f}" if how == "compiled" else ""
         work = f"{1000 * taken:.1f} ms, {flops[what] / 1e12:.3g} TFLOP/slot"
-        beside = f"{work}, {100 * pace / rate.burst:.0f} % of burst"
+        beside = f"{work}, {100 * pace / rate.burst:.0f} % of burst, works in {room / GIB:.2f} GiB"
         share = 100 * pace / rate.sustained
         yield Reading(
             world=name,
@@ -162,6 +163,16 @@ def measure_networks(
             asked=asked,
             beside=beside,
         )
+
+
+def working_memory(action: Callable[[], object], device: torch.device) -> int:
+    """Bytes that `action` has allocated at most, its result included."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    action()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 # ---- decisions -----------------------------------------------------------------------------------

@@ -94,12 +94,12 @@ decoder() {
 other() { # other KIND FLAGS...
     recordings explore aims demos clumsy places rollouts hot
     fit world --kind "$1" --data "$WORK"/{explore,aims,demos,clumsy,places,rollouts,hot} --out "${ASSETS}_$1/world" \
-        --vae-steps "$(n 7000)" --vae-batch 48 --batch 512 "${@:2}" $COMPILE
+        --batch 512 "${@:2}" $COMPILE
     fit reward --data "$WORK"/{places,rollouts,hot} --world "${ASSETS}_$1/world" --batch 128 --steps "$(n 5000)"
 }
-opensora() { other opensora --steps "$(n 30000)"; }
-evac() {
-    other evac --steps "$(n 20000)"
+opensora() { other opensora --vae-steps "$(n 7000)" --vae-batch 48 --steps "$(n 30000)"; }
+evac() { # frames are the same latents in both: a second autoencoder would learn nothing else
+    other evac --autoencoder "${ASSETS}_opensora/world" --steps "$(n 20000)"
     fit starts --data "$WORK/demos" --out "${ASSETS}_evac/start_states.h5" --count 512
 }
 
