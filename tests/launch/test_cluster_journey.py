@@ -76,13 +76,17 @@ class Job:
             "SLURM_GPUS_ON_NODE": "2",
             "SLURM_CPUS_PER_TASK": "2",
             "SLURM_JOB_NODELIST": "node-[1-2]",
+            "CUDA_VISIBLE_DEVICES": "",
         }
 
     def start(self, restarts: int) -> Program:
         """Run the script on the first node, as slurmd does."""
         script = ROOT / "torchrun_scripts" / "slurm_nodes.sbatch"
         command = [*self.hosts.near, "bash", str(script), *self.arguments]
-        more = self.variables | ({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})
+        port = str(5555 + restarts)  # As on another node, where the replay has another address.
+        more = self.variables | {"ASYNCRL_PORT": port}
+        if restarts:
+            more["SLURM_RESTART_COUNT"] = str(restarts)
         self.batches.append(Program(self.tmp_path, f"start-{restarts}", command, more=more))
         return self.batches[-1]
 
