@@ -20,7 +20,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY asyncrl asyncrl
 COPY configs configs
 COPY torchrun_scripts torchrun_scripts
-RUN pip install -c constraints.txt -e '.[lerobot,video]'
+# Copied files keep their modes, and a checkout may be its owner's alone.
+RUN chmod -R a+rX . && pip install -c constraints.txt -e '.[lerobot,video]'
 
 USER 1000:1000
 WORKDIR /home/asyncrl

@@ -18,6 +18,7 @@ from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage.run_identity import NO_RUN
 from support.tiny_models import write_models
+from support.two_hosts import no_namespaces
 from support.whole_runs import (
     ACTOR,
     PATIENCE,
@@ -122,15 +123,6 @@ nsenter -t $FAR -n "$@" > "$OUT" 2>&1 & ACTOR=$!
 TRAIN
 wait $ACTOR
 """
-
-
-def no_namespaces() -> str:
-    """Why two hosts cannot be played here; empty when they can."""
-    if missing := [name for name in ("unshare", "nsenter", "ip") if not shutil.which(name)]:
-        return f"there is no {missing[0]}"
-    script = "unshare -n true && ip link add near type veth peer name far"
-    done = subprocess.run(["unshare", "-Urn", "bash", "-c", script], capture_output=True, text=True)
-    return f"network namespaces: {done.stderr.strip()}" if done.returncode else ""
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def job(tmp_path):
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": "4711",
         "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "16",
         "SLURM_JOB_NODELIST": "node-[1-3]",
         "HOME": str(tmp_path),
     }
@@ -88,7 +89,8 @@ def run(job, script, *arguments, **more):
 def test_torchrun_gets_one_rank_for_each_gpu_and_the_arguments(job, tmp_path, script):
     done, (started,) = run(job, script, "configs/a b.toml", "--run-dir", str(tmp_path / "a"), "--seed", "3")
     assert done.returncode == 0, done.stderr
-    begin = f"torchrun <--standalone> <--nproc-per-node> <4> <--max-restarts> <0> <{SCRIPTS}/train.sh>"
+    begin = "torchrun <--standalone> <--local-addr> <127.0.0.1> <--nproc-per-node> <4> <--max-restarts> <0>"
+    begin += f" <{SCRIPTS}/train.sh>"
     assert started.startswith(f"{begin} <configs/a b.toml> <--run-dir> <{tmp_path / 'a'}> <--seed> <3>")
     assert "--resume" not in started
 
@@ -102,6 +104,26 @@ def test_the_other_nodes_join_with_keys_at_the_first_ones_address(job, tmp_path)
     (joined,) = [line for line in calls(job) if line.startswith("srun ")]
     assert "<--nodes=2>" in joined
     assert "<-x> <node-1>" in joined
+    assert "<--no-kill>" in joined  # A step without it ends with each of its nodes.
+    assert "<--cpus-per-task=16>" in joined  # srun does not take it over from sbatch.
+
+
+@pytest.mark.parametrize(("visible", "used"), [("4,7", ["4", "7"]), ("", ["0", "1", "2", "3"])])
+def test_actors_take_the_gpus_that_slurm_gave_the_job_on_their_node(job, tmp_path, visible, used):
+    """A node may be shared, and its first GPUs another job's."""
+    programs = Path(job["PATH"].partition(":")[0])
+    node = f'while [[ $1 != bash ]]; do shift; done; CUDA_VISIBLE_DEVICES={visible} exec "$@"'
+    (programs / "srun").write_text(f"#!/usr/bin/env bash\n{node}\n")
+    where = 'echo "$CUDA_VISIBLE_DEVICES ${@: -1}" >> "$CALLS"'
+    (programs / "asyncrl").write_text(f"#!/usr/bin/env bash\n[[ $1 != actor ]] || {where}\n")
+    (programs / "hostname").write_text("#!/usr/bin/env bash\necho node-2\n")
+    run(job, "slurm_nodes.sbatch", "--run-dir", str(tmp_path / "a"), ASYNCRL_ADDRESS="10.0.0.5")
+    expected = {f"{device} node-2-{number}" for number, device in enumerate(used)}
+    deadline = time.monotonic() + PATIENCE
+    while not expected <= set(calls(job)):
+        assert time.monotonic() < deadline, calls(job)
+        time.sleep(0.02)
+    assert sum("node-2-" in line for line in calls(job)) == len(used)
 
 
 @pytest.mark.parametrize("script", BATCH)
@@ -168,10 +190,11 @@ def directives(script):
     return dict(lines)
 
 
-def test_the_scripts_ask_slurm_for_the_same_but_the_number_of_nodes():
+def test_the_scripts_ask_slurm_for_the_same_but_the_number_of_nodes_and_what_one_of_them_may_end():
     one, several = map(directives, BATCH)
     assert {name for name in one if one[name] != several[name]} == {"--nodes"}
-    assert one.keys() == several.keys()
+    assert several.keys() - one.keys() == {"--no-kill"}
+    assert not one.keys() - several.keys()
     assert {"--requeue", "--signal", "--open-mode"} <= one.keys()
 
 
@@ -179,7 +202,7 @@ def test_the_scripts_ask_slurm_for_the_same_but_the_number_of_nodes():
 def test_the_page_says_what_the_scripts_ask_for(script):
     page = PAGE.read_text()
     for name, value in directives(script).items():
-        if name in ("--requeue", "--signal", "--open-mode", "--time"):
+        if name in ("--requeue", "--no-kill", "--signal", "--open-mode", "--time"):
             assert f"`{name}{f'={value}' if value else ''}`" in page
     for variable in ("ASYNCRL_KEYS", "ASYNCRL_ADDRESS", "ASYNCRL_PORT"):
         assert f"`{variable}`" in page
@@ -204,7 +227,12 @@ def test_the_flags_that_the_scripts_pass_exist(capsys):
         "asyncrl actor": help_of(actor_main, capsys),
         "asyncrl keys": help_of(keys_main, capsys),
     }
-    known["train"] |= {"--standalone", "--nproc-per-node", "--max-restarts"}  # Of torchrun itself.
+    known["train"] |= {
+        "--standalone",
+        "--local-addr",
+        "--nproc-per-node",
+        "--max-restarts",
+    }  # Of torchrun itself.
     for script in BATCH:
         text = re.sub(r"\\\n\s*", " ", (SCRIPTS / script).read_text())
         for line in text.splitlines():

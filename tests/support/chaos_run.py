@@ -254,15 +254,20 @@ def at_work(process: process_status.Process) -> bool:
 
 
 def marked(mark: str) -> list[str]:
-    """Processes with `mark` in their environment that still run."""
+    """Command lines of the processes with `mark` in their environment that still run."""
+    found = []
+    for pid in marked_pids(mark):
+        with contextlib.suppress(OSError):  # Ended meanwhile.
+            found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def marked_pids(mark: str) -> list[int]:
+    """Ids of the processes with `mark` in their environment that still run."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                f"{mark}\0".encode() in (folder / "environ").read_bytes()
-                and (folder / "cmdline").read_bytes()
-            ):
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue  # Ended meanwhile, or somebody else's.
+        with contextlib.suppress(OSError):  # Ended meanwhile, or somebody else's.
+            environ, command = ((folder / name).read_bytes() for name in ("environ", "cmdline"))
+            if f"{mark}\0".encode() in environ and command:
+                found.append(int(folder.name))
     return found

@@ -75,11 +75,20 @@ def free_port() -> int:
 class Program:
     """A process whose output goes to a file."""
 
-    def __init__(self, tmp_path: Path, name: str, command: list[str], cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        name: str,
+        command: list[str],
+        cwd: Path | None = None,
+        more: dict[str, str] | None = None,
+    ) -> None:
+        """Start it; `more` is added to its environment."""
         self.output = tmp_path / f"{name}.txt"
+        settings = environment(tmp_path) | (more or {})
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                command, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT, cwd=cwd
+                command, env=settings, stdout=file, stderr=subprocess.STDOUT, cwd=cwd
             )
 
     def said(self) -> str:
