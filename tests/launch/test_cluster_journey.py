@@ -21,7 +21,8 @@ from support.tiny_models import write_models
 from support.two_hosts import NEAR_ADDRESS, TwoHosts, no_namespaces
 from support.whole_runs import PATIENCE, Program, left_over, rows
 
-UPDATES = 30
+UPDATES = 40
+"""Enough that the actors of the second node join long before the end, on a busy machine too."""
 JOB = "4711"
 MONITOR = f"{NEAR_ADDRESS}:9400"
 JOINED = {"node-2-0", "node-2-1"}
