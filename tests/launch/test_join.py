@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -18,13 +17,11 @@ from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage.run_identity import NO_RUN
 from support.tiny_models import write_models
-from support.two_hosts import no_namespaces
 from support.whole_runs import (
     ACTOR,
     PATIENCE,
     TRAIN,
     Program,
-    environment,
     exit_code,
     free_port,
     left_over,
@@ -41,14 +38,18 @@ class Site:
     """A run on loopback tcp with keys and without actors of its own."""
 
     def __init__(self, tmp_path: Path, flags: list[str]) -> None:
-        self.tmp_path, self.run, self.keys = tmp_path, tmp_path / "run", tmp_path / "keys"
-        create_keys(self.keys, ["learner", "far"])
+        self.tmp_path, self.run, self.keys = tmp_path, tmp_path / "run", tmp_path / "far-keys"
+        own = tmp_path / "keys"
+        create_keys(own, ["learner", "far"])
+        self.keys.mkdir(mode=0o700)
+        for file in ("server.public", "far.secret"):  # All that another host gets.
+            shutil.copy2(own / file, self.keys / file)
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         listen = [
             "--replay.listen",
             self.endpoint,
             "--replay.keys",
-            str(self.keys),
+            str(own),
             "--replay.heartbeat-timeout",
             "8",
         ]
@@ -105,56 +106,6 @@ def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[s
     assert rows(site.run)[-1][m.DROPPED_DEADLINE.name] >= 0
     assert left_over(tmp_path) == []
     assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
-
-
-NAMESPACES = """
-set -e
-unshare -n sleep 1000 & FAR=$!
-trap 'kill $FAR' EXIT
-until [ "$(readlink /proc/$FAR/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
-ip link add near type veth peer name far
-ip link set far netns $FAR
-ip addr add 10.77.0.1/24 dev near
-ip link set near up
-ip link set lo up
-nsenter -t $FAR -n ip addr add 10.77.0.2/24 dev far
-nsenter -t $FAR -n ip link set far up
-nsenter -t $FAR -n "$@" > "$OUT" 2>&1 & ACTOR=$!
-TRAIN
-wait $ACTOR
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(400)
-def test_an_actor_joins_from_another_network_namespace(flags: list[str], tmp_path: Path) -> None:
-    if reason := no_namespaces():
-        pytest.skip(reason)
-    keys, far, run = tmp_path / "keys", tmp_path / "far", tmp_path / "run"
-    create_keys(keys, ["learner", "camera"])
-    far.mkdir(mode=0o700)
-    for name in ("server.public", "camera.secret"):
-        shutil.copy2(keys / name, far / name)
-    endpoint = "tcp://10.77.0.1:5555"
-    listen = ["--replay.listen", endpoint, "--replay.keys", str(keys), "--placement", "learner=0"]
-    train = [*TRAIN, *flags, *listen, "--updates", "2", "--run-dir", str(run)]
-    actor = [*ACTOR, "--join", endpoint, "--keys", str(far), "--device", "cpu", "--threads", "1"]
-    script = NAMESPACES.replace("TRAIN", " ".join(f"'{part}'" for part in train))
-    done = subprocess.run(
-        ["unshare", "-Urn", "bash", "-c", script, "bash", *actor],
-        env=environment(tmp_path) | {"OUT": str(tmp_path / "actor.txt")},
-        capture_output=True,
-        text=True,
-        timeout=350,
-    )
-    said = (tmp_path / "actor.txt").read_text()
-    assert done.returncode == 0, done.stdout + done.stderr + said
-    assert "joined (1 joined actor now)" in done.stdout
-    assert f"joined {endpoint} at version 0" in said
-    assert "the run is over" in said
-    assert [row["step"] for row in rows(run)] == [1, 2]
-    assert left_over(tmp_path) == []
 
 
 def test_what_cannot_join_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
