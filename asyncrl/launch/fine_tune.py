@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,15 @@ from asyncrl.learner.distributed_ranks import (
 from asyncrl.learner.fsdp import Precision
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 
+AGAIN: Final = "start it again"
+
 
 @contextmanager
 def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> Iterator[LearnerRanks]:
     """Meet the other ranks of torchrun for the time of the block.
 
     Args:
-        what: Why, for errors: 'to fine-tune a policy together'.
+        what: Why, for errors: 'the other ranks that fine-tune a policy'.
         precision: Passes in bfloat16 need a group also where a rank is alone (`fsdp`).
         device: This rank's.
 
@@ -51,14 +54,14 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     deadline = timedelta(seconds=COLLECTIVE_DEADLINE)
-    with explain_lost_peer(what):
+    with explain_lost_peer(what, AGAIN):
         if size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=deadline)
         else:
             dist.init_process_group(backend, timeout=deadline)  # As torchrun's environment says.
     try:
-        with explain_lost_peer(what):
-            yield DistributedRanks(COLLECTIVE_DEADLINE)
+        with explain_lost_peer(what, AGAIN):
+            yield DistributedRanks(COLLECTIVE_DEADLINE, remedy=AGAIN)
     except BaseException:
         abandon_group(device)
         raise

@@ -24,7 +24,7 @@ from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
-WHAT: Final = "to fine-tune a policy together"
+WHAT: Final = "the other ranks that fine-tune a policy"
 
 
 def fine_tune_policy(config: FitPolicy, recordings: Recordings, drawn: Frames | None = None) -> str:

@@ -35,7 +35,7 @@ from asyncrl.policies.lora import adapt, merged_tensors
 from asyncrl.storage.asset_paths import world_folder
 from asyncrl.worlds.kinds import world_kind, world_title
 
-WHAT: Final = "to fine-tune a world together"
+WHAT: Final = "the other ranks that fine-tune a world"
 
 
 def is_published(folder: Path) -> bool:

@@ -20,7 +20,8 @@ from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule
 from asyncrl.fitting.shares import Shares
-from asyncrl.fitting.worlds.wan import Windows, window_losses
+from asyncrl.fitting.worlds.interface import WorldOptions
+from asyncrl.fitting.worlds.wan import WanFit, Windows, window_losses
 from asyncrl.fitting.worlds.wan_latents import encode_recordings
 from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.fsdp import make_float32_masters, spread
@@ -288,8 +289,13 @@ def on_two_ranks(
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("more", [(), ("--lora.rank", "4", "--micro-batch", "1", "--gradient-checkpointing")])
-def test_two_ranks_fit_what_one_does(folders: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("more", "share"),
+    [((), 0.1), (("--lora.rank", "4", "--micro-batch", "1", "--gradient-checkpointing"), 0.03)],
+)
+def test_two_ranks_fit_what_one_does(
+    folders: Path, tmp_path: Path, more: tuple[str, ...], share: float
+) -> None:
     alone = fit(folders, tmp_path / "alone", *more)
     done = on_two_ranks(tmp_path, ["-m", "asyncrl", "fit"], flags(folders, tmp_path / "two", *more))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -303,7 +309,7 @@ def test_two_ranks_fit_what_one_does(folders: Path, tmp_path: Path, more: tuple[
         for one in (before, found)
     )
     assert apart.float().mean() < 2e-3
-    assert moved.float().mean() > 0.1
+    assert moved.float().mean() > share
 
 
 @pytest.mark.slow
@@ -313,9 +319,10 @@ def test_a_rank_that_fails_ends_the_job_with_a_sentence(folders: Path, tmp_path:
     program = [str(Path(__file__).parents[1] / "support" / "failing_fit_rank.py")]
     done = on_two_ranks(tmp_path, program, flags(folders, tmp_path / "out"))
     assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("asyncrl fit: ")]
-    assert "asyncrl fit: The disk of rank 1 failed." in said
-    assert all("rank 1 failed" in line or "another learner rank is gone" in line for line in said)
+    # Behind the progress bar, where there is one.
+    said = re.findall(r"asyncrl fit: (.*)", done.stderr)
+    assert "The disk of rank 1 failed." in said
+    assert all("rank 1 failed" in line or "another rank is gone" in line for line in said), said
     assert not (tmp_path / "out").exists()
     assert left_over(tmp_path) == []
 
