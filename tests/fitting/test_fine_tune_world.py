@@ -51,8 +51,9 @@ TRANSFORMER = "model-00001.safetensors"
 
 def small_world() -> WanWorld:
     torch.manual_seed(0)
-    parts = ActionWanTransformer(SMALL), WanVae(SMALL_VAE)
-    return WanWorld(*(part.eval().requires_grad_(False).to(torch.bfloat16) for part in parts), image_size=256)
+    transformer: Any = ActionWanTransformer(SMALL).eval().requires_grad_(False)
+    vae: Any = WanVae(SMALL_VAE).eval().requires_grad_(False)
+    return WanWorld(transformer.to(torch.bfloat16), vae.to(torch.bfloat16), image_size=256)
 
 
 @pytest.fixture(scope="module")
