@@ -11,6 +11,7 @@ from asyncrl.fitting.batch_source import BatchSource, shown_to
 from asyncrl.fitting.frame_file import Frames
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.shares import Shares
 from asyncrl.policies.action_tokens import BINS, encode, normalise, opening_of
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
@@ -111,10 +112,10 @@ def fit_policy(
     require_trainable(policy.config)
     check_imitable(policy, recordings)
     device = next(policy.parameters()).device
+    shares = Shares.of(batch, ranks, micro_batch)
     imitation = _Imitation(
-        policy, recordings, drawn, seed=seed, jitter=jitter, ranks=ranks, resident=pictures_on_device
+        policy, recordings, drawn, seed=seed, jitter=jitter, shares=shares, resident=pictures_on_device
     )
-    parts = parts_of(batch, ranks.size, micro_batch)
 
     def logprob(pixels: Tensor, input_ids: Tensor, attention_mask: Tensor, tokens_BCA: Tensor) -> Tensor:
         inputs = PolicyInputs(
@@ -130,10 +131,10 @@ def fit_policy(
     logprob = prepared(logprob, device, compiled=compiled)
 
     def loss_at(count: int) -> Tensor:
-        step, part = divmod(count, parts)
+        step, part = divmod(count, shares.parts)
         if part == 0:
             imitation.draw(batch)
-        return -logprob(*imitation.part(step, part, parts)).mean()
+        return -logprob(*imitation.part(step, part)).mean()
 
     policy.train()
     loss = minimise(
@@ -144,26 +145,11 @@ def fit_policy(
         learning_rate=learning_rate,
         warmup=min(200, steps // 10),
         average=average,
-        parts=parts,
+        parts=shares.parts,
         ranks=ranks,
     )
     policy.eval()
     return loss
-
-
-def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
-    """Count the micro-batches of a rank: alike for all, so that their means make up the batch's.
-
-    Raises:
-        ConfigError: The batch cannot be shared out evenly.
-    """
-    at_once = micro_batch or batch // max(1, ranks)
-    if at_once < 1 or batch % (ranks * at_once):
-        raise ConfigError(
-            f"--batch is {batch} for {ranks} ranks and --micro-batch {at_once}: it is shared out evenly. "
-            f"Use a --batch that is a multiple of {ranks * max(1, at_once)}."
-        )
-    return batch // (ranks * at_once)
 
 
 class _Imitation:
@@ -177,10 +163,10 @@ class _Imitation:
         *,
         seed: int,
         jitter: float,
-        ranks: FitRanks,
+        shares: Shares,
         resident: bool,
     ) -> None:
-        self.ranks = ranks
+        self.shares = shares
         self.device = policy.device
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.jitter = jitter
@@ -205,16 +191,16 @@ class _Imitation:
         rows = self.rows[drawn]
         imitated = self.tokens[rows[:, None] + self.chunk]
         moved = self.jitter * torch.randn(imitated.shape, generator=self.generator, device=self.device)
-        own = slice(self.ranks.rank, None, self.ranks.size)
-        self.drawn = rows[own], (imitated + moved.round().int()).clamp(0, BINS - 1)[own]
+        tokens = (imitated + moved.round().int()).clamp(0, BINS - 1)
+        self.drawn = self.shares.own(rows), self.shares.own(tokens)
 
-    def part(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def part(self, step: int, part: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return micro-batch `part` of this rank's examples of step `step`; the sources take turns.
 
         Returns:
             Pixels ``[B, H, W, 3]`` uint8, prompt ids and mask ``[B, L]`` int64, tokens ``[B, 8, A]`` int32.
         """
-        rows, tokens = (chosen[part::parts] for chosen in self.drawn)
+        rows, tokens = (self.shares.part(chosen, part) for chosen in self.drawn)
         task = self.tasks[rows]
         pixels = self.sources[step % len(self.sources)].take(rows)
         return pixels, self.prompts.input_ids[task], self.prompts.attention_mask[task], tokens

@@ -20,8 +20,8 @@ class FitRanks:
 
     rank: int = 0
     size: int = 1
-    mean: Callable[[Tensor], Tensor] = lambda value: value
-    """Averages a ``[]`` tensor over the ranks; all call it at the same step."""
+    sum: Callable[[Tensor], Tensor] = lambda value: value
+    """Adds a tensor up over the ranks, of any shape and dtype, on the CPU or their devices; a collective."""
 
 
 ONE_RANK: Final = FitRanks()
@@ -41,6 +41,10 @@ class Schedule:
     """Of the choice of examples and of all noise."""
     compiled: bool = False
     """Use `torch.compile`."""
+    micro_batch: int = 0
+    """Examples that a rank computes at once; 0: all of its own."""
+    ranks: FitRanks = ONE_RANK
+    """That share every batch."""
 
 
 def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bool) -> Callable[..., Any]:
@@ -140,7 +144,7 @@ def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 
 
 def _finite_mean(name: str, losses: Iterable[Tensor], ranks: FitRanks) -> float:
-    mean = float(ranks.mean(torch.stack(list(losses)).mean()))
+    mean = float(ranks.sum(torch.stack(list(losses)).mean()) / ranks.size)
     if not math.isfinite(mean):
         raise RunError(f"The loss of `{name}` is {mean}. Lower its learning rate, or check the recordings.")
     return mean

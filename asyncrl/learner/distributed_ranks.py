@@ -35,6 +35,8 @@ from asyncrl.records import Episode
 
 COLLECTIVE_DEADLINE: Final = 300.0
 """Seconds that every rank has to join a collective; all make the same calls at about the same time."""
+RESUME: Final = "continue with --resume"
+"""What to do after a rank was lost, where nothing else is said."""
 POLL_INTERVAL: Final = 0.02
 """Seconds between two questions whether an announcement has arrived."""
 
@@ -61,14 +63,21 @@ class _Announcement(IntEnum):
 class DistributedRanks:
     """A `LearnerRanks` over the default process group. Used by one thread per rank."""
 
-    def __init__(self, batch_timeout: float, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        batch_timeout: float,
+        *,
+        while_waiting: Callable[[], object] = lambda: None,
+        remedy: str = RESUME,
+    ) -> None:
         """Make the link for episodes; collective, like every method.
 
         Args:
             batch_timeout: Seconds that rank 0 may say nothing (`still_waiting`) while the others wait.
             while_waiting: Called often while this rank waits in `scatter_groups`.
+            remedy: What to do after a rank was lost.
         """
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size, self.remedy = dist.get_rank(), dist.get_world_size(), remedy
         self.batch_timeout, self.while_waiting = batch_timeout, while_waiting
         self._link: Any = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=batch_timeout + COLLECTIVE_DEADLINE)
@@ -97,7 +106,7 @@ class DistributedRanks:
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `LearnerRanks.gather_full`; one tensor at a time, in the order of their names."""
         found: dict[str, Tensor] = {}
-        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to gather the weights"):
+        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to gather the weights", self.remedy):
             for name in sorted(tensors):
                 tensor = tensors[name].detach()
                 full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -107,7 +116,7 @@ class DistributedRanks:
 
     def _reduce(self, values: Tensor, operation: Any) -> Tensor:
         result = values.detach().clone()
-        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to add up metrics"):
+        with explain_lost_peer(f"learner rank {self.rank} of {self.size} to add up numbers", self.remedy):
             dist.all_reduce(result, operation)
         return result
 
@@ -222,11 +231,12 @@ def _frame_sizes(lengths: list[int]) -> Iterator[int]:
 
 
 @contextmanager
-def explain_lost_peer(awaited: str) -> Iterator[None]:
+def explain_lost_peer(awaited: str, remedy: str = RESUME) -> Iterator[None]:
     """Turn the failure of a collective into an error that says what was waited for.
 
     Args:
         awaited: For example 'learner rank 1 of 2 to gather the weights'.
+        remedy: What to do once the cause is known.
 
     Raises:
         RunError: A peer is gone or did not come in time.
@@ -237,9 +247,9 @@ def explain_lost_peer(awaited: str) -> Iterator[None]:
         if not is_lost_peer(error):
             raise
         raise RunError(
-            f"Waited in vain for {awaited}: another learner rank is gone or did not come in time "
+            f"Waited in vain for {awaited}: another rank is gone or did not come in time "
             f"({str(error).strip().splitlines()[-1][:200]}). See the output of the other ranks, "
-            "and continue with --resume."
+            f"and {remedy}."
         ) from error
 
 

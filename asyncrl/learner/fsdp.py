@@ -1,7 +1,7 @@
-"""Spreads a policy over the learner ranks: FSDP2.
+"""Spreads a policy, or any network of blocks, over the learner ranks: FSDP2.
 
-    all weights are trained    every Llama layer and vision block is a unit of its own, gathered when it runs
-                               and freed after it; the rest (embeddings, projector, norms, heads) is the root
+    all weights are trained    every block (Llama layer, vision block) is a unit of its own, gathered when it
+                               runs and freed after it; the rest (embeddings, norms, heads) is the root
     adapters are               one unit, the root. Frozen weights stay unsharded: nothing of them changes,
                                and gathering them in each pass would cost more than their room
 
@@ -13,7 +13,7 @@ The loss of every rank is averaged by FSDP2: multiply it by the number of ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, Literal
 
@@ -33,43 +33,65 @@ Precision = Literal["fp32", "bf16"]
 
 
 def shard(policy: Any, device: torch.device, precision: Precision) -> Any:
-    """Spread a policy over the ranks of the default process group, in place.
-
-    Args:
-        policy: On `device`, the same on every rank.
-        device: This rank's; the process group must serve its type.
-        precision: bf16: passes in bfloat16, gradients added up in float32, weights kept in float32.
-    """
-    make_float32_masters(policy, precision)
-    ranks = torch.distributed.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("learner",))
-    passes = MixedPrecisionPolicy()
-    if precision == "bf16":
-        passes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    unsharded = _frozen_and_ready(policy, precision)
-    for unit in [] if unsharded else policy.blocks():
-        fully_shard(unit, mesh=mesh, mp_policy=passes)
-    # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
-    # parameters in the module, where publishing and checkpoints expect the sharded ones.
-    fully_shard(policy, mesh=mesh, mp_policy=passes, reshard_after_forward=True, ignored_params=unsharded)
-    if device.type == "cpu":
-        for module in policy.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo cannot average.
+    """Spread a policy over the ranks of the default process group, in place. See `spread`."""
+    spread(policy, policy.blocks(), device, precision)
     _hook_passes(policy)
     return policy
 
 
-def make_float32_masters(policy: nn.Module, precision: Precision) -> None:
+def spread(
+    network: nn.Module,
+    blocks: Iterable[nn.Module],
+    device: torch.device,
+    precision: Precision,
+    *,
+    cast_inputs: bool = True,
+) -> None:
+    """Spread a network over the ranks of the default process group, in place.
+
+    Args:
+        network: On `device`, the same on every rank.
+        blocks: Its units; see the module's text.
+        device: This rank's; the process group must serve its type.
+        precision: bf16: passes in bfloat16, gradients added up in float32, weights kept in float32.
+        cast_inputs: Whether passes in bfloat16 round what `network` and `blocks` are given, too.
+    """
+    make_float32_masters(network, precision)
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("learner",))
+    passes = MixedPrecisionPolicy()
+    if precision == "bf16":
+        passes = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+        )
+    unsharded = _frozen_and_ready(network, precision)
+    for unit in [] if unsharded else blocks:
+        fully_shard(unit, mesh=mesh, mp_policy=passes)
+    network.register_forward_hook(_copied)
+    # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
+    # parameters in the module, where publishing and checkpoints expect the sharded ones.
+    fully_shard(network, mesh=mesh, mp_policy=passes, reshard_after_forward=True, ignored_params=unsharded)
+    if device.type == "cpu":
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot average.
+
+
+def _copied(network: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return no view: FSDP's own hook, which comes next, is lost when somebody writes into a view."""
+    return output.clone() if isinstance(output, Tensor) else output
+
+
+def make_float32_masters(network: nn.Module, precision: Precision) -> None:
     """Make what is trained float32, and in fp32 all the rest too; in bf16 frozen weights stay as they are."""
-    for parameter in policy.parameters():
+    for parameter in network.parameters():
         if precision == "fp32" or parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
-def _frozen_and_ready(policy: nn.Module, precision: Precision) -> set[nn.Parameter]:
+def _frozen_and_ready(network: nn.Module, precision: Precision) -> set[nn.Parameter]:
     """Return the frozen parameters if all have the type that passes compute in; none if one has not."""
-    frozen = {parameter for parameter in policy.parameters() if not parameter.requires_grad}
+    frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
     wanted = torch.bfloat16 if precision == "bf16" else torch.float32
     return frozen if all(parameter.dtype == wanted for parameter in frozen) else set()
 

@@ -78,8 +78,8 @@ def copy_policy(policy: Any, ranks: LearnerRanks) -> Callable[[Path], None]:
         Writes the policy's files, and the adapters alone into `adapter/`, into a folder; called on rank 0, at
         any time, on any thread.
     """
-    full = _gathered(ranks, policy.saved_tensors())
-    adapters = _gathered(ranks, adapter_tensors(policy).items())
+    full = gather_to_host(ranks, policy.saved_tensors())
+    adapters = gather_to_host(ranks, adapter_tensors(policy).items())
 
     def write(folder: Path) -> None:
         policy.save(folder, tensors=full)
@@ -89,7 +89,16 @@ def copy_policy(policy: Any, ranks: LearnerRanks) -> Callable[[Path], None]:
     return write
 
 
-def _gathered(ranks: LearnerRanks, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def gather_to_host(ranks: LearnerRanks, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Gather tensors in host memory, one at a time; collective.
+
+    Args:
+        ranks: All of them call this with the same names.
+        tensors: Name and tensor, sharded or not, of any shape and dtype; each may be freed after.
+
+    Returns:
+        On rank 0 the full ones by name, on the CPU and of the same dtypes; on others nothing.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors:  # Merging shards is itself a computation of all ranks together.
         found |= {n: full.to("cpu", copy=True) for n, full in ranks.gather_full({name: tensor}).items()}

@@ -144,7 +144,12 @@ def enable_gradient_checkpointing(policy: HasBlocks) -> None:
     Gradients stay the same. Only `forward` of each block's instance is replaced: no module is wrapped and no
     name changes, and hooks of the block (sharding) run outside. Calling it twice changes nothing more.
     """
-    for block in policy.blocks():
+    recompute(policy.blocks())
+
+
+def recompute(blocks: Iterable[nn.Module]) -> None:
+    """Let blocks keep only their input, in place. See `enable_gradient_checkpointing`."""
+    for block in blocks:
         block.forward = MethodType(_recomputed, block)  # bound, so that a deep copy runs its own block
 
 

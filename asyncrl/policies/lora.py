@@ -10,7 +10,7 @@ Dimension letters:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
@@ -60,14 +60,31 @@ def add_lora(
     Raises:
         ConfigError: the rank or targets cannot work, the policy already has adapters, or it lacks a layer.
     """
+    _check_settings(policy, rank, alpha, targets)
+    adapt(policy, set(policy.lora_layers(targets)), rank, alpha, dtype=dtype)
+    for name, parameter in policy.named_parameters():
+        if not is_adapter(name) and name.startswith(policy.critic_prefix):
+            parameter.requires_grad_(True)
+
+
+def adapt(
+    network: Any, layers: Set[str], rank: int, alpha: float, *, dtype: torch.dtype = torch.float32
+) -> None:
+    """Put adapters into some linear layers of any network, in place; they alone are trainable afterwards.
+
+    Args:
+        network: Without adapters.
+        layers: By their names in `named_modules`.
+        rank: ``r``, at least 1.
+        alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
+        dtype: Of the adapters, whatever that of the weights below.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
-    _check_settings(policy, rank, alpha, targets)
-    layers = set(policy.lora_layers(targets))
     kinds = {name.rpartition(".")[2] for name in layers}
     others = [
         name
-        for name, module in policy.named_modules()
+        for name, module in network.named_modules()
         if name.rpartition(".")[2] in kinds and isinstance(module, nn.Linear) and name not in layers
     ]
     settings = LoraConfig(
@@ -77,12 +94,10 @@ def add_lora(
         bias="none",
         target_modules=sorted(layers if others else kinds),
     )
-    inject_adapter_in_model(settings, policy, ADAPTER)
-    for name, parameter in policy.named_parameters():
+    inject_adapter_in_model(settings, network, ADAPTER)
+    for name, parameter in network.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
-        elif name.startswith(policy.critic_prefix):
-            parameter.requires_grad_(True)
 
 
 def _check_settings(policy: nn.Module, rank: int, alpha: float, targets: str) -> None:

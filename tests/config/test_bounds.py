@@ -16,12 +16,12 @@ from asyncrl.commands.check import CheckConfig
 from asyncrl.commands.collect import CollectConfig
 from asyncrl.commands.convert import ConvertConfig
 from asyncrl.commands.evaluate import EvaluateConfig
-from asyncrl.commands.fit import FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.commands.fit_decoder import FitDecoder
 from asyncrl.commands.replay_imagine import Imagine
 from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.fitting.settings import FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.replay_tools.cleanup import Prune
 from asyncrl.replay_tools.statistics import Stats
 from asyncrl.replay_tools.tables import List

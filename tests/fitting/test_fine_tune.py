@@ -12,8 +12,9 @@ import torch
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.fit_policy import fit_policy, parts_of
+from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.shares import parts_of
 from asyncrl.policies.checkpoints.conventions import PublishedOptions
 from asyncrl.policies.checkpoints.convert import convert
 from asyncrl.policies.checkpoints.folder import save_policy

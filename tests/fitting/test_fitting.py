@@ -302,7 +302,8 @@ def test_files_hold_the_episodes_in_the_order_of_their_starts(tmp_path: Path) ->
 
 
 def test_start_states_are_of_all_tasks_and_told_apart(tmp_path: Path) -> None:
-    from asyncrl.commands.fit import FitStarts, write_starts
+    from asyncrl.commands.fit import write_starts
+    from asyncrl.fitting.settings import FitStarts
     from asyncrl.worlds.start_states import load_start_states
 
     for number in range(2):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from asyncrl import cli
-from asyncrl.commands.fit import FitPolicy, FitWorld
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import autoencoder
@@ -25,6 +24,7 @@ from asyncrl.fitting.fresh_models import (
 )
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.fitting.worlds.interface import Size, WorldOptions, fit_class
 from asyncrl.fitting.worlds.wan import WanFit
 from asyncrl.policies.action_tokens import BINS, NormStats, decode, opening_of, unnormalise, with_gripper

@@ -2,14 +2,16 @@
 
 The commands, the fits of rewards and policies, and the measurements know worlds only through `FittedWorld`:
 
-    fresh or load  ->  fit_autoencoder or take_autoencoder  ->  fit_network  ->  save    `asyncrl fit world`
-    load  ->  redraw                                            `asyncrl fit reward|policy --world`
-    load  ->  fresh_decoder  ->  save_decoder                   `asyncrl fit decoder`
+    fresh  ->  fit_autoencoder or take_autoencoder                     `asyncrl fit world`
+    fresh or load  ->  fit_network  ->  save                           `asyncrl fit world`
+    load  ->  fine_tune  ->  rewrite                                   `asyncrl fit world --refine`, of some
+    load  ->  redraw                                                   `asyncrl fit reward|policy --world`
+    load  ->  fresh_decoder  ->  save_decoder                          `asyncrl fit decoder`
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +25,7 @@ from asyncrl.worlds.kinds import world_kind
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from asyncrl.fitting.autoencoder import Latents
     from asyncrl.fitting.frame_file import FrameFile
@@ -140,6 +142,62 @@ class FittedWorld(Protocol):
 
     def save(self, folder: Path, version: int) -> None:
         """Write the world in our layout, its weights in bfloat16, so that the world's class loads it."""
+        ...
+
+
+@runtime_checkable
+class FineTunes(Protocol):
+    """A kind whose network can be spread over ranks, be given adapters, and be written as it was read."""
+
+    def network(self) -> nn.Module:
+        """Return what is trained; passes are calls of it."""
+        ...
+
+    def blocks(self) -> Iterable[nn.Module]:
+        """Return the units of the network that are gathered and computed again one by one."""
+        ...
+
+    def adapted_layers(self) -> set[str]:
+        """Return the names in the network of the linear layers that adapters go into."""
+        ...
+
+    def types(self, source: Path) -> dict[str, torch.dtype]:
+        """Return the types that the network's weights have in a world's files, by the names of parameters."""
+        ...
+
+    def check_fine_tuning(self, recordings: Recordings, options: WorldOptions) -> None:
+        """Check recordings and options before any time is spent on them.
+
+        Raises:
+            ConfigError: The network cannot be trained on them.
+        """
+        ...
+
+    def fine_tune(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
+        """Train what is trainable of the network, however it is spread; return the mean loss at the end.
+
+        The objective is that of `FittedWorld.fit_network`. The autoencoder's weights are gone afterwards.
+
+        Args:
+            recordings: The same on all ranks; passed `check_fine_tuning`.
+            schedule: Also says which ranks share a batch, and in which parts.
+            options: See `WorldOptions`.
+
+        Raises:
+            ConfigError: The batch cannot be shared out evenly.
+            RunError: The loss stopped being finite, or another rank is gone.
+        """
+        ...
+
+    def rewrite(self, source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Write a world's folder again, in its own layout, with other weights of the network.
+
+        Args:
+            source: What `load` read; our layout or the published one.
+            folder: Created; gets the same files, with the same names and types of tensors.
+            tensors: All of the network's weights, by the names of its parameters, of any dtype, on the CPU.
+            version: Of the world.
+        """
         ...
 
 

@@ -6,7 +6,7 @@ A numbers per action.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
 from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.shares import Shares
 from asyncrl.fitting.worlds.interface import (
     Size,
     WorldOptions,
@@ -36,7 +37,8 @@ from asyncrl.fitting.worlds.wan_actions import (
 )
 from asyncrl.fitting.worlds.wan_latents import WanAutoencoder, encode_recordings, redraw
 from asyncrl.records import CHUNK, dummy_action
-from asyncrl.worlds.wan.flow_matching import window_loss
+from asyncrl.worlds.wan.files import open_world, rewrite_world
+from asyncrl.worlds.wan.flow_matching import WindowNoise, window_loss
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae
@@ -47,7 +49,7 @@ MEMORY = 4
 
 
 class WanFit:
-    """`FittedWorld` and `DistilsDecoder` of Wan."""
+    """`FittedWorld`, `FineTunes` and `DistilsDecoder` of Wan."""
 
     def __init__(self, world: WanWorld) -> None:
         self.world = world
@@ -125,6 +127,49 @@ class WanFit:
                 parameter.data = numbers[name]
         save_world(folder, self.world)
 
+    def network(self) -> ActionWanTransformer:
+        """Return the transformer."""
+        return self.world.transformer
+
+    def blocks(self) -> Iterable[torch.nn.Module]:
+        """Return the transformer's blocks."""
+        return self.network().blocks
+
+    def adapted_layers(self) -> set[str]:
+        """Return the names of the linear layers of all blocks: attention and MLP."""
+        named = self.network().named_modules()
+        return {n for n, layer in named if n.startswith("blocks.") and isinstance(layer, torch.nn.Linear)}
+
+    def types(self, source: Path) -> dict[str, torch.dtype]:
+        """Return the types of the transformer's weights in a folder, by our names."""
+        files = open_world(source).transformer
+        return {name: files.spec(name).dtype for name in files.names()}
+
+    def check_fine_tuning(self, recordings: Recordings, options: WorldOptions) -> None:
+        """Check that actions can be taken as they are. See `FineTunes.check_fine_tuning`."""
+        refuse_option(options, "camera", "wan")
+        check_recordings(recordings, self.world.action_spec.dim)
+        if measured_scale(recordings) is not None:
+            raise ConfigError(
+                "--data has actions that are not 7 numbers between -1 and 1 (1st to 99th percentile). "
+                "A world that is written as it was read takes actions as they are, and those of other units "
+                "are far from what it knows. Record them scaled to -1..1, or refine a world of your own in "
+                "one process and without flags of fine-tuning: their range is measured then."
+            )
+
+    def fine_tune(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
+        """Train what is trainable of the transformer. See `FineTunes.fine_tune`."""
+        kept = torch.device("cpu")  # Moments and averages come later, and need the device's room.
+        vae = self.world.vae.requires_grad_(False)
+        latents = encode_recordings(vae, recordings, kept=kept, ranks=schedule.ranks)
+        torch.nn.Module.to(vae, "meta")  # Nobody needs its weights any more: its file stays as it is.
+        cut = windows(recordings, latents)
+        return fit_transformer(self.network(), cut, schedule, context_sigma=options.context_sigma)
+
+    def rewrite(self, source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Write the folder again with other weights. See `FineTunes.rewrite`."""
+        rewrite_world(source, folder, tensors, version)
+
     def fresh_decoder(self) -> TinyDecoder:
         """Make a tiny decoder with fresh weights on the CPU."""
         return TinyDecoder(TinyDecoderConfig.for_world(self.world.vae.size.z_dim, self.image_size))
@@ -198,28 +243,55 @@ def fit_transformer(
 
     Args:
         transformer: Trained in place, on the device of the latents.
-        windows: See `windows`.
+        windows: See `windows`; on the device of the transformer, or on the CPU.
         schedule: Its batch is of windows.
         context_sigma: Noise level of the memory latent, in [0, 1].
 
     Returns:
         Mean loss of the last tenth.
+
+    Raises:
+        ConfigError: The batch cannot be shared out evenly.
     """
-    generator = torch.Generator().manual_seed(schedule.seed)
-    device = windows.latents.device
-    velocity = prepared(transformer, device, compiled=schedule.compiled)
-
-    def loss_at(step: int) -> Tensor:
-        chosen = torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)
-        latents_B, actions_B = windows.take(chosen)
-        found = window_loss(velocity, latents_B, actions_B, generator=generator, context_sigma=context_sigma)
-        return found.loss
-
+    shares = Shares.of(schedule.batch, schedule.ranks, schedule.micro_batch)
     return minimise(
         "world",
         transformer,
-        loss_at,
+        window_losses(transformer, windows, schedule, shares, context_sigma=context_sigma),
         steps=schedule.steps,
         learning_rate=schedule.learning_rate,
         average=0.9995,
+        parts=shares.parts,
+        ranks=schedule.ranks,
     )
+
+
+def window_losses(
+    transformer: ActionWanTransformer,
+    windows: Windows,
+    schedule: Schedule,
+    shares: Shares,
+    *,
+    context_sigma: float,
+) -> Callable[[int], Tensor]:
+    """Return what `minimise` asks for losses; see `fit_transformer`.
+
+    All ranks draw a whole step's windows and noise, so that a step is the same however it is shared out.
+    """
+    generator = torch.Generator().manual_seed(schedule.seed)
+    device = next(transformer.parameters()).device
+    velocity = prepared(transformer, device, compiled=schedule.compiled)
+    own: list[Tensor] = []
+
+    def loss_at(count: int) -> Tensor:
+        part = count % shares.parts
+        if part == 0:
+            chosen = torch.randint(len(windows), (schedule.batch,), generator=generator)
+            noise = WindowNoise.drawn(schedule.batch, windows.latents.shape[1:], generator)
+            own[:] = map(shares.own, (chosen, *noise))
+        chosen, *drawn = (shares.part(tensor, part) for tensor in own)
+        latents_B, actions_B = (t.to(device) for t in windows.take(chosen.to(windows.rows.device)))
+        noise = WindowNoise(*drawn)
+        return window_loss(velocity, latents_B, actions_B, noise, context_sigma=context_sigma).loss
+
+    return loss_at

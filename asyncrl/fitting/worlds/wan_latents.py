@@ -8,6 +8,7 @@ Letters: B batch, T frames, Z latent channels, h w latent grid, E episodes, L la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.fitting.autoencoder import CLIP_FRAMES, Latents, rows_at_once, to_video
 from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.loop import ONE_RANK, FitRanks
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.worlds.wan.vae import SPATIAL, WanVae, decode_stream, encode_stream
 
@@ -88,29 +90,56 @@ def latents_of_frames(frames: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @torch.no_grad()
-def encode_recordings(vae: WanVae, recordings: Recordings) -> Latents:
+def encode_recordings(
+    vae: WanVae, recordings: Recordings, *, kept: torch.device | None = None, ranks: FitRanks = ONE_RANK
+) -> Latents:
     """Encode every episode as one stream; the last frame is repeated where the length asks for it.
 
+    Args:
+        vae: The same on all ranks.
+        recordings: The same on all ranks.
+        kept: Where the latents are put; None: on the VAE's device. With several ranks the CPU.
+        ranks: Each encodes some batches of episodes, and all get all latents; a collective.
+
     Returns:
-        Latents of E episodes on the VAE's device, L = 2 + 2 * decisions of an episode of whole decisions.
+        Latents of E episodes, L = 2 + 2 * decisions of an episode of whole decisions.
     """
     device = next(vae.parameters()).device
     lengths = latents_of_frames(np.diff(recordings.offsets))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     _, height, width, _ = recordings.frames.shape
     shape = (int(offsets[-1]), vae.size.z_dim, height // SPATIAL, width // SPATIAL)
-    latents = Latents(torch.empty(shape, device=device), offsets)
-    most = 256 if device.type == "cuda" else 32
-    for length in tqdm(np.unique(lengths).tolist(), desc="encode", mininterval=2.0):
-        alike, frames = np.flatnonzero(lengths == length).tolist(), 1 + 4 * (length - 2)
-        batch = rows_at_once(device, most, frames, height * width * 3)
-        for begin in range(0, len(alike), batch):
-            episodes = alike[begin : begin + batch]
+    latents = Latents(torch.zeros(shape, device=kept or device), offsets)
+    batches = _batches(lengths, device, height * width * 3)
+    rounds = range(0, len(batches), ranks.size)
+    for begin in tqdm(rounds, desc="encode", mininterval=2.0, disable=ranks.rank > 0):
+        together = batches[begin : begin + ranks.size]
+        for episodes in together[ranks.rank : ranks.rank + 1]:
+            frames = _frames_of(int(lengths[episodes[0]]))
             video = torch.stack([stream_of(_whole_groups(recordings, e, frames)) for e in episodes])
             encoded = encode_stream(vae, to_video(video.to(device)))
             for episode, stream in zip(episodes, encoded.transpose(1, 2), strict=True):
                 latents[episode].copy_(stream)
+        # After every round, so that no rank is ahead of another by more than a batch.
+        for episode in chain.from_iterable(together) if ranks.size > 1 else ():
+            latents[episode].copy_(ranks.sum(latents[episode]))
     return latents
+
+
+def _batches(lengths: NDArray[np.int64], device: torch.device, picture_bytes: int) -> list[list[int]]:
+    """Group episodes with so many latents, ``[E]``, into those that are encoded side by side."""
+    most = 256 if device.type == "cuda" else 32
+    batches: list[list[int]] = []
+    for length in np.unique(lengths).tolist():
+        alike = np.flatnonzero(lengths == length).tolist()
+        batch = rows_at_once(device, most, _frames_of(length), picture_bytes)
+        batches += [alike[begin : begin + batch] for begin in range(0, len(alike), batch)]
+    return batches
+
+
+def _frames_of(latents: int) -> int:
+    """Count the frames of an episode that fill so many latents."""
+    return 1 + 4 * (latents - 2)
 
 
 def _whole_groups(recordings: Recordings, episode: int, frames: int) -> Tensor:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-from torch import nn
+from torch import Tensor, nn
 
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError
 from asyncrl.records import SlotBytes
-from asyncrl.storage.atomic import read_json
+from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.bounded_json import check_sizes
+from asyncrl.storage.rewriting import copy_others, rewrite_file
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 from asyncrl.worlds.wan import published_world
 from asyncrl.worlds.wan.memory import slot_bytes
@@ -27,6 +29,8 @@ from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
 FORMAT: Final = "asyncrl-world-1"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
+ADAPTER_FOLDER: Final = "adapter"
+"""Where a fit puts adapters alone; those of an earlier one belong to other weights."""
 AS_SAVED: Final = ImaginationSettings()
 """Memory and steps as the folder says, the full decoder."""
 
@@ -181,3 +185,27 @@ def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
         version=0,
         published=True,
     )
+
+
+def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
+    """Write a world's folder again with other weights of its transformer; all else in it is copied.
+
+    Args:
+        source: As `open_world` takes it.
+        folder: New, or empty; it appears when it is complete.
+        tensors: Weights of the transformer by our names, of any dtype: they get the file's.
+        version: Of the world; a published folder cannot say another than 0.
+
+    Raises:
+        CheckpointError: The source cannot be read any more.
+    """
+    published = not (source / "world.json").is_file()
+    files = transformer_files(source) if published else [source / TRANSFORMER]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as part:
+        part.mkdir()
+        copy_others(source, part, {ADAPTER_FOLDER, *(file.name for file in files)})
+        for file in files:
+            rewrite_file(file, part / file.name, tensors, transformer_from_published if published else str)
+        if not published:
+            write_json(part / "world.json", read_json(part / "world.json") | {"version": version})

@@ -7,7 +7,7 @@ is told the time ``1000 * sigma``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -69,11 +69,32 @@ class WindowLoss(NamedTuple):
     """``[B]`` float32, weighted mean squared error over the two new latents, detached."""
 
 
+class WindowNoise(NamedTuple):
+    """What is drawn at random for a batch of windows, on the CPU."""
+
+    ids: Tensor
+    """``[B]`` int64, rows of `training_sigmas`."""
+    new: Tensor
+    """``[B, Z, 2, h, w]`` float32."""
+    memory: Tensor
+    """``[B, Z, 1, h, w]`` float32."""
+
+    @classmethod
+    def drawn(cls, batch: int, latent: Sequence[int], generator: torch.Generator) -> WindowNoise:
+        """Draw for `batch` windows of latents of shape ``[Z, h, w]``; the generator is on the CPU."""
+        channels, *grid = latent
+        return cls(
+            ids=torch.randint(0, TRAIN_LEVELS, (batch,), generator=generator),
+            new=torch.randn((batch, channels, 2, *grid), generator=generator),
+            memory=torch.randn((batch, channels, 1, *grid), generator=generator),
+        )
+
+
 def window_loss(
     transformer: Callable[[Tensor, Tensor, Tensor], Tensor],
     latents_BZ4hw: Tensor,
     actions_BTA: Tensor,
-    generator: torch.Generator,
+    noise: WindowNoise | torch.Generator,
     *,
     context_noise: bool = True,
     context_sigma: float = CONTEXT_SIGMA,
@@ -87,24 +108,25 @@ def window_loss(
         transformer: An `ActionWanTransformer`, in the mode the caller wants.
         latents_BZ4hw: ``[B, Z, 4, h, w]`` of any float dtype, clean and normalised: anchor, memory, two new.
         actions_BTA: ``[B, 13, A]`` float32 raw actions, the first of them the dummy.
-        generator: On the CPU; draws the noise levels, the noise and the memory's noise, in this order.
+        noise: What was drawn for these windows, or the generator on the CPU that draws it.
         context_noise: Whether the memory is noised.
         context_sigma: Noise level of the memory, in [0, 1].
     """
     clean = latents_BZ4hw.float()
     device = clean.device
-    ids = torch.randint(0, len(training_sigmas()), (clean.shape[0],), generator=generator)
-    noise = torch.randn(clean[:, :, 2:].shape, generator=generator).to(device)
-    memory_noise = torch.randn(clean[:, :, 1:2].shape, generator=generator).to(device)
-    sigma_B = training_sigmas()[ids].to(device)
+    if isinstance(noise, torch.Generator):
+        batch, channels, _, *grid = clean.shape
+        noise = WindowNoise.drawn(batch, (channels, *grid), noise)
+    new_noise = noise.new.to(device)
+    sigma_B = training_sigmas()[noise.ids].to(device)
     blend = sigma_B[:, None, None, None, None]
-    new = (1 - blend) * clean[:, :, 2:] + blend * noise
+    new = (1 - blend) * clean[:, :, 2:] + blend * new_noise
     memory = clean[:, :, 1:2]
     if context_noise:
-        memory = (1 - context_sigma) * memory + context_sigma * memory_noise
+        memory = (1 - context_sigma) * memory + context_sigma * noise.memory.to(device)
     window = torch.cat([clean[:, :, :1], memory, new], dim=2)
     times_B4 = 1000 * sigma_B[:, None] * torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
     velocity = transformer(window, times_B4, actions_BTA)[:, :, 2:].float()
-    error_B = (velocity - (noise - clean[:, :, 2:])).square().flatten(1).mean(1)
-    weighted_B = error_B * training_weights()[ids].to(device)
+    error_B = (velocity - (new_noise - clean[:, :, 2:])).square().flatten(1).mean(1)
+    weighted_B = error_B * training_weights()[noise.ids].to(device)
     return WindowLoss(loss=weighted_B.mean(), per_sample=weighted_B.detach())

@@ -1,0 +1,231 @@
+"""Settings of `asyncrl fit policy|world|reward|starts`: their flags are these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from asyncrl.config.algorithm import LoraSettings
+from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.datasets.settings import DataSetSettings
+from asyncrl.fitting.worlds.interface import CONTEXT_SIGMA, DEFAULT_KIND, Size, check_kind
+
+MOST_EXAMPLES = 65_536
+"""Examples of a step: more are computed in several steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromData(Bounded):
+    """What every fit reads."""
+
+    data: tuple[Path, ...]
+    """Recording folders, LeRobot v3 folders, or robomimic's HDF5 files."""
+    dataset: DataSetSettings = field(default_factory=DataSetSettings)
+    """How LeRobot and robomimic are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings(FromData):
+    """What every fit of a network has."""
+
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
+    """Of the weights and the order of examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refinable(FitSettings):
+    """What the fits of a policy and of a world have: they go on with large networks (`launch.fine_tune`)."""
+
+    MODEL: ClassVar[str]
+    """What is refined, in a word."""
+
+    refine: str = ""
+    """What to start from instead of fresh weights."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """With --refine. bf16: passes in bfloat16, and weights that rest stay as they are. fp32: these become
+    float32 too, and a GPU rounds only the factors of products. What is trained, and the optimizer's state,
+    are float32 in both."""
+    micro_batch: Annotated[int, AtLeast(0, "it counts examples.", "Use 0 for all.")] = 0
+    """With --refine: examples that a rank computes at once; 0: all of its part of --batch."""
+    gradient_checkpointing: bool = False
+    """With --refine: compute the layers again in the backward pass instead of keeping what they made."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asked = self.asked_of_fine_tuning()
+        if asked and not self.refine:
+            raise ConfigError(
+                f"--{asked[0].replace('_', '-')} is about fine-tuning, but --refine names no {self.MODEL}. "
+                f"Give one, or leave it out: what is fitted from nothing is small."
+            )
+
+    def asked_of_fine_tuning(self) -> list[str]:
+        """List the settings that are about fine-tuning and were set."""
+        is_set = {
+            "lora.rank": self.lora.rank > 0,
+            "precision": self.precision != "fp32",
+            "micro_batch": self.micro_batch > 0,
+            "gradient_checkpointing": self.gradient_checkpointing,
+        }
+        return [name for name, value in is_set.items() if value]
+
+    def refuse_with_refine(self, **defaults: str) -> None:
+        """Refuse settings of fresh weights beside --refine.
+
+        Raises:
+            ConfigError: One of them is not its default.
+        """
+        for name, default in defaults.items():
+            if self.refine and (value := getattr(self, name)) != default:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {value} is about fresh weights, but with --refine "
+                    f"{self.refine} that is decided already. Leave one of them out."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitPolicy(Refinable):
+    """Behaviour cloning of an OpenVLA-OFT policy, at the recordings' picture size."""
+
+    MODEL: ClassVar[str] = "policy"
+
+    out: Path
+    """Folder for the policy."""
+    size: Size = "tiny"
+    """tiny: about 2 million parameters. small: 11 million."""
+    statistics: Literal["auto", "q01_q99", "none"] = "auto"
+    """What the 256 tokens of a number span. q01_q99: the recordings' first to 99th percentile, the gripper
+    apart. none: -1 to 1. auto: none for tabletop, q01_q99 for every other simulator."""
+    refine: str = ""
+    """Policy to start from instead of fresh weights, also a published OpenVLA-OFT: its size and words stay,
+    and its statistics unless --statistics says otherwise."""
+    policy_settings: tuple[str, ...] = ()
+    """Of a published --refine: what it does not say about itself, as key=value; see `asyncrl train`."""
+    average: Annotated[float, Within(0, 1, "it is a share.", "Use 0.999, or 0 for none.")] = 0.999
+    """Decay of the moving average of what is trained, which is what is written; 0: the last weights are."""
+    world: str = ""
+    """World folder whose autoencoder redraws half of the frames: the policy will see imagined ones."""
+    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 10_000
+    """Optimizer steps."""
+    batch: Annotated[
+        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
+    ] = 256
+    """Examples per step."""
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
+    """Peak learning rate."""
+    compile: bool = False
+    """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_with_refine(size="tiny")
+
+    def asked_of_fine_tuning(self) -> list[str]:
+        """List the settings that are about fine-tuning and were set."""
+        own = ["policy_settings"] if self.policy_settings else []
+        return own + super().asked_of_fine_tuning()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitWorld(Refinable):
+    """A world model at the recordings' picture size: its autoencoder, then the network that draws latents."""
+
+    MODEL: ClassVar[str] = "world"
+
+    out: Path
+    """Folder for the world model."""
+    kind: str = DEFAULT_KIND
+    """wan, opensora or evac: which published architecture and objective. docs/fitting.md compares them."""
+    size: Size = "tiny"
+    """Of the network that draws latents. tiny: 3 to 4 million parameters. small: 7 to 12 million."""
+    vae_size: Size = "tiny"
+    """Of the autoencoder. tiny: 1 to 2 million parameters. small: about 2.4 times as many."""
+    autoencoder: str = ""
+    """World folder whose autoencoder is taken over instead of fitting one. Of opensora and evac, whose
+    autoencoders are alike: frames are then the same latents in both. No --vae-steps are made."""
+    vae_steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 7_000
+    """Optimizer steps of the autoencoder."""
+    vae_batch: Annotated[
+        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
+    ] = 48
+    """Clips of 17 frames per step; where each frame is encoded by itself, 17 frames from anywhere."""
+    vae_learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 2e-3
+    """Peak learning rate of the autoencoder."""
+    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 30_000
+    """Optimizer steps of the network that draws latents."""
+    batch: Annotated[
+        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
+    ] = 512
+    """Windows per step."""
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
+    """Peak learning rate of the network that draws latents."""
+    context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = CONTEXT_SIGMA
+    """Noise on the memory latent while training, against drift. Of wan only: others have a published one."""
+    camera: str = ""
+    """Of evac only: JSON file that says where the camera stands, for simulators of which it is not known."""
+    refine: str = ""
+    """World to start from instead of fresh weights, also a published one; its autoencoder stays as it is."""
+    version: Annotated[int, AtLeast(0, "versions are counted.", "Use 0.")] = 0
+    """World version that episodes will carry."""
+    compile: bool = False
+    """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kind(self.kind)
+        self.refuse_with_refine(kind=DEFAULT_KIND, size="tiny", vae_size="tiny", camera="", autoencoder="")
+        if self.lora.targets != "all":
+            raise ConfigError(
+                f"--lora.targets is {self.lora.targets}, but a world has no language model: its adapters go "
+                "into the attention and the MLP of every block. Leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitReward(FitSettings):
+    """The task-conditioned ResNet that judges whether a frame shows success."""
+
+    world: Path
+    """World folder: its autoencoder redraws half of the frames; the reward model is written into it."""
+    size: Size = "tiny"
+    """tiny: 0.4 million parameters. small: 0.7 million."""
+    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 6_000
+    """Optimizer steps."""
+    batch: Annotated[
+        int, AtLeast(4, "a step has frames of both kinds.", "Leave it out.", highest=MOST_EXAMPLES)
+    ] = 256
+    """Frames per step."""
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
+    """Peak learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitStarts(FromData):
+    """Start states for imagination: the first frames of recordings, or pictures with instructions."""
+
+    data: tuple[Path, ...] = ()
+    """Recording folders, LeRobot v3 folders, or robomimic's HDF5 files."""
+    pictures: str = ""
+    """Folder of pictures, instead of --data. Their size is set by --dataset.image-size."""
+    instructions: str = ""
+    """File with the instructions of --pictures: .txt, .csv or .json; docs/fitting.md says how."""
+    out: Path
+    """HDF5 file to write."""
+    count: Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", highest=1_000_000)] = 512
+    """Start states to keep."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.data) == bool(self.pictures):
+            raise ConfigError(
+                "Start states are made of recordings or of pictures: set --data or --pictures, one of them."
+            )
+        if bool(self.pictures) != bool(self.instructions):
+            raise ConfigError(
+                "--pictures and --instructions belong together, but one of them is missing. Set both."
+            )
