@@ -57,8 +57,6 @@ class CudaGraphed:
             for _ in range(WARM_UP):
                 self._function(*self._inputs)
         torch.cuda.current_stream(device).wait_stream(aside)
-        # A graph keeps memory of its own. What the calls before it worked in would stay beside it, unused.
-        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         # On a stream of their device, which need not be the current one: of another device's work nothing is
         # captured. Other threads of an actor receive weights meanwhile, which a capture of all would forbid.

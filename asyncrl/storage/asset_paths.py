@@ -30,8 +30,8 @@ def policy_folder(name: str) -> Path:
     seen = "does not exist" if not path.exists() else "holds no config.json with model.safetensors"
     raise CheckpointError(
         f"The policy {name!r} {seen}. Give a policy folder, a checkpoint "
-        f"(runs/NAME/checkpoints/update_000040), a run folder, or a shipped name: {', '.join(shipped())}. "
-        "One of a class of your own is named package.module:Class@FOLDER."
+        f"(runs/NAME/checkpoints/update_000040), a run folder, or a shipped name: "
+        f"{', '.join(shipped('policy'))}. One of a class of your own is named package.module:Class@FOLDER."
     )
 
 
@@ -51,7 +51,7 @@ def world_folder(name: str) -> Path:
             return candidate
     _refuse_missing("world", name)
     raise CheckpointError(
-        f"--world {name} is neither a shipped world ({', '.join(shipped())}) nor a folder: "
+        f"--world {name} is neither a shipped world ({', '.join(shipped('world'))}) nor a folder: "
         f"{Path(name).absolute()} is none. One of a class of your own is named package.module:Class@FOLDER."
     )
 
@@ -89,14 +89,14 @@ def start_states_path(name: str, world: str) -> Path:
             return candidate
     _refuse_missing("start-states", name)
     raise CheckpointError(
-        f"--start-states {name} is neither a shipped collection ({', '.join(shipped())}), nor an HDF5 file, "
-        f"nor a folder of traj*.npy. Looked for {Path(name).absolute()}."
+        f"--start-states {name} is neither a shipped collection ({', '.join(shipped(START_STATES))}), nor an "
+        f"HDF5 file, nor a folder of traj*.npy. Looked for {Path(name).absolute()}."
     )
 
 
-def shipped() -> list[str]:
-    """Names of the shipped collections."""
-    return sorted(p.name for p in ASSETS.iterdir() if p.is_dir()) if ASSETS.is_dir() else []
+def shipped(part: str) -> list[str]:
+    """Names of the shipped collections that have a part: policy, world, or `START_STATES`."""
+    return sorted(path.parent.name for path in ASSETS.glob(f"*/{part}"))
 
 
 def _refuse_missing(flag: str, name: str) -> None:

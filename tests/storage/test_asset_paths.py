@@ -78,7 +78,8 @@ def test_shipped_worlds_and_start_states_are_found_by_name_others_by_path(
         (world / "world.json").write_text("{}")
     for file in (assets / "tabletop" / "start_states.h5", tmp_path / "mine.h5"):
         file.write_bytes(b"")
-    assert shipped() == ["tabletop"]
+    assert shipped("world") == shipped("start_states.h5") == ["tabletop"]
+    assert shipped("policy") == []
     assert world_folder("tabletop") == assets / "tabletop" / "world"
     assert world_folder(str(tmp_path / "mine")) == tmp_path / "mine"
     assert start_states_path("tabletop", "tabletop") == assets / "tabletop" / "start_states.h5"
@@ -86,7 +87,8 @@ def test_shipped_worlds_and_start_states_are_found_by_name_others_by_path(
 
 
 def test_an_unknown_name_is_answered_with_the_names_there_are(assets: Path) -> None:
-    (assets / "kitchen").mkdir()
+    for part in ("policy", "world"):
+        (assets / "kitchen" / part).mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"'tabletpo' does not exist.*a shipped name: kitchen\."):
         policy_folder("tabletpo")
     with pytest.raises(CheckpointError, match=r"--world tabletpo is neither a shipped world \(kitchen\)"):
@@ -132,4 +134,4 @@ def test_half_a_shipped_policy_is_not_a_policy(assets: Path) -> None:
 
 def test_nothing_is_shipped_where_there_is_no_folder_of_assets(assets: Path) -> None:
     assets.rmdir()
-    assert shipped() == []
+    assert shipped("world") == []
