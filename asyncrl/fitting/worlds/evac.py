@@ -27,7 +27,7 @@ from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.batch_source import BatchSource
 from asyncrl.fitting.frame_file import FrameFile
-from asyncrl.fitting.loop import Schedule, minimise, prepared
+from asyncrl.fitting.loop import Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.evac_poses import (
     camera_of,
@@ -277,8 +277,9 @@ def fit_unet(
     def motion_tokens(motions_BF14: Tensor) -> Tensor:
         return action_tokens(networks.action_resampler, motions_BF14)
 
-    parts: list[Callable[..., Any]] = [networks.unet, image_tokens, motion_tokens]
-    unet, look, tell = (prepared(part, device, compiled=schedule.compiled) for part in parts)
+    unet = prepared_network(networks.unet, device, compiled=schedule.compiled)
+    tokens: list[Callable[..., Tensor]] = [image_tokens, motion_tokens]
+    look, tell = (prepared(part, device, compiled=schedule.compiled) for part in tokens)
 
     def loss_at(step: int) -> Tensor:
         rows = windows.rows[torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)]

@@ -39,7 +39,9 @@ class CausalConv(nn.Conv3d):
     def forward(self, input: Tensor) -> Tensor:
         """Mix ``[B, C, F, h, w]`` along F; in front of the first frame it is repeated twice."""
         before = input[:, :, :1].expand(-1, -1, 2, -1, -1)
-        return super().forward(torch.cat([before, input], dim=2))
+        # Computed in two dimensions, frames and pixels: what a GPU has for three is slow.
+        frames = torch.cat([before, input], dim=2).flatten(3)
+        return functional.conv2d(frames, self.weight[..., 0], self.bias).unflatten(3, input.shape[3:])
 
 
 class TemporalConv(nn.Module):
@@ -127,7 +129,10 @@ class Upsample(nn.Module):
 
     def forward(self, x_NChw: Tensor) -> Tensor:
         """Return ``[N, C, 2 h, 2 w]`` of ``[N, C, h, w]``: nearest neighbours, then a convolution."""
-        return self.conv(functional.interpolate(x_NChw, scale_factor=2.0, mode="nearest"))
+        # Not by `interpolate`, whose backward pass is slow.
+        height, width = x_NChw.shape[2:]
+        wide = x_NChw[..., :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
+        return self.conv(wide.reshape(*x_NChw.shape[:2], 2 * height, 2 * width))
 
 
 class Attention(nn.Module):
@@ -306,10 +311,9 @@ class TemporalTransformer(nn.Module):
         return x_NChw + frames_to_batch(y.permute(0, 4, 3, 1, 2))
 
 
-def _project(layer: nn.Module, x: Tensor) -> Tensor:
+def _project(layer: nn.Linear | nn.Conv1d, x: Tensor) -> Tensor:
     """Apply a linear layer to ``[..., channels]``, which may be stored as a convolution of one pixel."""
-    weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
-    return functional.linear(x, weight.flatten(1), bias)
+    return functional.linear(x, layer.weight.flatten(1), layer.bias)
 
 
 def sinusoid(times: Tensor, channels: int) -> Tensor:
