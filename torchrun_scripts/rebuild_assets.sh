@@ -89,18 +89,21 @@ decoder() {
         --episodes "$(e 600)" --held-out 64 --imagine-batch 150 --steps "$(n 7000)" --batch 16
 }
 
-# 7. OpenSora and EVAC on the same table, each with a reward model that has seen what its autoencoder draws; EVAC's
-#    start states say where the hand is. Recordings without poses are from before there were any: delete them.
-other() { # other KIND FLAGS...
+# 7. OpenSora and EVAC on the same table, with a reward model that has seen what their autoencoder draws. Recordings
+#    without poses are from before there were any: delete them.
+other() { # other KIND BATCH FLAGS...
     recordings explore aims demos clumsy places rollouts hot
     fit world --kind "$1" --data "$WORK"/{explore,aims,demos,clumsy,places,rollouts,hot} --out "${ASSETS}_$1/world" \
-        --batch 512 "${@:2}" $COMPILE
-    fit reward --data "$WORK"/{places,rollouts,hot} --world "${ASSETS}_$1/world" --batch 128 --steps "$(n 5000)"
+        --batch "$2" "${@:3}"
 }
-opensora() { other opensora --vae-steps "$(n 7000)" --vae-batch 48 --steps "$(n 30000)"; }
-evac() { # frames are the same latents in both: a second autoencoder would learn nothing else
-    other evac --autoencoder "${ASSETS}_opensora/world" --steps "$(n 20000)"
-    fit starts --data "$WORK/demos" --out "${ASSETS}_evac/start_states.h5" --count 512
+opensora() {
+    other opensora 512 --vae-steps "$(n 7000)" --vae-batch 48 --steps "$(n 30000)" $COMPILE
+    fit reward --data "$WORK"/{places,rollouts,hot} --world "${ASSETS}_opensora/world" --batch 128 --steps "$(n 5000)"
+}
+evac() { # frames are the same latents in both: a second autoencoder, or another judge of what it draws, would learn nothing else
+    other evac 128 --autoencoder "${ASSETS}_opensora/world" --steps "$(n 20000)" # not compiled, which takes minutes
+    cp "${ASSETS}_opensora/world"/reward.{json,safetensors} "${ASSETS}_evac/world"
+    fit starts --data "$WORK/demos" --out "${ASSETS}_evac/start_states.h5" --count 512 # they say where the hand is
 }
 
 for stage in $ONLY; do
