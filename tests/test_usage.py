@@ -12,6 +12,7 @@ USAGES = {
     "train": "[CONFIG.toml ...] [--flags]",
     "doctor": "[CONFIG.toml ...] [--flags]",
     "evaluate": "[POLICY] [--flags]",
+    "audit": "[POLICY] [--flags]",
     "convert": "SOURCE OUT",
     "check": "KIND NAME",
     "keys": "DIR",

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, Union
 import tyro
 
 from asyncrl.commands.table import COMMANDS
-from asyncrl.config.often_used import COLLECT, CONVERT, DOCTOR, EVALUATE, TRAIN
+from asyncrl.config.often_used import AUDIT, COLLECT, CONVERT, DOCTOR, EVALUATE, TRAIN
 from asyncrl.config.short_help import ALL, ShortHelp
 
 Shell = Literal["bash", "zsh", "fish"]
@@ -32,7 +32,14 @@ class CompletionConfig:
 ARGUMENTS: Final = CompletionConfig
 """What the command takes; tab completion reads it too."""
 HELPS: Final[Mapping[str, ShortHelp]] = MappingProxyType(
-    {"train": TRAIN, "doctor": DOCTOR, "evaluate": EVALUATE, "collect": COLLECT, "convert": CONVERT}
+    {
+        "train": TRAIN,
+        "doctor": DOCTOR,
+        "evaluate": EVALUATE,
+        "audit": AUDIT,
+        "collect": COLLECT,
+        "convert": CONVERT,
+    }
 )
 """Commands that have flags besides their settings."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.fitting.frame_file import FrameFile
+    from asyncrl.fitting.loop import Schedule
 
 
 def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameFile:
@@ -50,7 +52,6 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
     else:
         world = fit_class(config.kind).fresh(config.size, config.vae_size, recordings, options)
         world.to(device)
-        _give_autoencoder(world, config, recordings)
     schedule = Schedule(
         steps=config.steps,
         batch=config.batch,
@@ -58,28 +59,26 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
         seed=config.seed,
         compiled=config.compile,
     )
+    if not config.refine:
+        _give_autoencoder(world, config, recordings, schedule)
     loss = world.fit_network(recordings, schedule, options)
     world.save(config.out, config.version)
     print(f"world version {config.version} in {config.out}: velocity error {loss:.4f}")
 
 
-def _give_autoencoder(world: FittedWorld, config: FitWorld, recordings: Recordings) -> None:
+def _give_autoencoder(
+    world: FittedWorld, config: FitWorld, recordings: Recordings, schedule: Schedule
+) -> None:
     """Take over or fit the autoencoder of a fresh world."""
     import torch
-
-    from asyncrl.fitting.loop import Schedule
 
     if config.autoencoder:
         source = load_fitted(world_folder(config.autoencoder), world.world.device, torch.float32)
         return world.take_autoencoder(source)
-    schedule = Schedule(
-        steps=config.vae_steps,
-        batch=config.vae_batch,
-        learning_rate=config.vae_learning_rate,
-        seed=config.seed,
-        compiled=config.compile,
+    own = replace(
+        schedule, steps=config.vae_steps, batch=config.vae_batch, learning_rate=config.vae_learning_rate
     )
-    loss = world.fit_autoencoder(recordings, schedule)
+    loss = world.fit_autoencoder(recordings, own)
     print(f"autoencoder: weighted absolute error {loss:.4f}", flush=True)
 
 

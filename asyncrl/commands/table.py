@@ -6,6 +6,7 @@ COMMANDS: dict[str, str] = {
     "train": "asyncrl.commands.train:main",
     "actor": "asyncrl.commands.actor:main",
     "evaluate": "asyncrl.commands.evaluate:main",
+    "audit": "asyncrl.commands.audit:main",
     "collect": "asyncrl.commands.collect:main",
     "recordings": "asyncrl.commands.recordings:main",
     "fit": "asyncrl.commands.fit:main",

@@ -66,6 +66,38 @@ DOCTOR: Final = ShortHelp(
     ),
 )
 """The settings are those of `asyncrl train`; these matter most for what a host must have."""
+AUDIT: Final = ShortHelp(
+    command="asyncrl audit",
+    usage="[POLICY] [--flags]",
+    about="Imagine held-out episodes closed-loop, play the same actions in the simulator,\n"
+    "and compare: which imagined successes are false, and whose fault it is. What is\n"
+    "left open is as in the run that the policy is of.",
+    groups={
+        "What is audited": (
+            Often("every_checkpoint", "", "all that the run kept, a row each"),
+            Often("world", "NAME", "world model that imagines"),
+            Often("reward", "NAME", "by default the one of the world"),
+            Often("max_decisions", "N", "0: the world says it"),
+            Often("success_threshold", "X", "of the reward model"),
+            Often("success_frames", "N|last", "in a row, or a decision's last"),
+            Often("temperature", "X", "0: the most likely actions"),
+        ),
+        "The truth": (
+            Often("simulator", "NAME", "built-in, or package.module:Class"),
+            Often("episodes", "N", "0: 128; starts that are seeds"),
+            Often("trials", "N", "stored starts of each task; 0: all"),
+            Often("seed", "N", "which of the held-out starts"),
+        ),
+        "How fast, and what is written": (
+            Often("rows", "N", "episodes imagined together"),
+            Often("workers", "N", "simulator processes"),
+            Often("device", "auto|cpu|cuda", "where the models run"),
+            Often("signals", "", "which signals tell false successes"),
+            Often("json", "FILE", "the result, with every episode"),
+        ),
+    },
+    examples=("asyncrl audit runs/mine --every-checkpoint --episodes 256",),
+)
 EVALUATE: Final = ShortHelp(
     command="asyncrl evaluate",
     usage="[POLICY] [--flags]",

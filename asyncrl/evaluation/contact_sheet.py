@@ -90,7 +90,7 @@ def _imagine_alike(world: World[State], episodes: Sequence[Shown]) -> NDArray[np
     actions_BFA = np.concatenate([actions_BFA, np.repeat(actions_BFA[:, -1:], missing, axis=1)], axis=1)
     parts = [np.stack([episode.frames[:1] for episode in episodes])]
     decisions = (actions_BFA.shape[1] - 1) // chunk
-    state = world.start([_start_of(episode) for episode in episodes], decisions=decisions)
+    state = world.start([start_of(episode) for episode in episodes], decisions=decisions)
     for decision in range(decisions):
         actions = actions_BFA[:, 1 + chunk * decision : 1 + chunk * (decision + 1)]
         frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
@@ -98,7 +98,8 @@ def _imagine_alike(world: World[State], episodes: Sequence[Shown]) -> NDArray[np
     return np.concatenate(parts, axis=1)[:, :length]
 
 
-def _start_of(episode: Shown) -> StartState:
+def start_of(episode: Shown) -> StartState:
+    """Return the start state of an episode that begins where another one did."""
     return StartState(
         name=f"seed-{episode.seed}",
         task=episode.task,

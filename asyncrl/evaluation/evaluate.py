@@ -136,6 +136,8 @@ def _rows(shown: Observations, rows: Sequence[int]) -> Observations:
         states=shown.states[rows],
         tasks=[shown.tasks[row] for row in rows],
         seeds=[shown.seeds[row] for row in rows],
+        plays=[shown.plays[row] for row in rows],
+        decisions=[shown.decisions[row] for row in rows],
     )
 
 
@@ -184,7 +186,7 @@ def evaluate(
     """
     from tqdm import tqdm
 
-    order = {(play.start.name, play.repeat): place for place, play in enumerate(plays)}
+    order = {play.key: place for place, play in enumerate(plays)}
     played: list[SimulatedEpisode] = []
     solved = 0
     with tqdm(total=len(plays), desc="evaluate", unit="episode", mininterval=1.0) as bar:

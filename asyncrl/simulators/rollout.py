@@ -44,10 +44,14 @@ class Observations:
     tasks: list[str]
     seeds: list[int]
     """Of the policy's sampling."""
+    plays: list[Play]
+    """Which episodes they are."""
+    decisions: list[int]
+    """How many were made in each before."""
 
 
-Act = Callable[[Observations], NDArray[np.float32]]
-"""Chooses ``[B, C, A]`` float32 actions."""
+Act = Callable[[Observations], Sequence[NDArray[np.float32] | None] | NDArray[np.float32]]
+"""Chooses ``[B, C, A]`` float32 actions; None in place of a row's ``[C, A]``: its episode ends here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,11 @@ class Play:
     start: SimStart
     repeat: int = 0
     """How often the start was played before: a policy samples anew."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Return what no other play of the same list has."""
+        return self.start.name, self.repeat
 
 
 @dataclass(kw_only=True)
@@ -124,11 +133,10 @@ class _Running:
         seed = self.play.start.seed + self.play.repeat * REPEAT_STRIDE
         return simulated_sampling_seed(seed, len(self.answers) - 1)
 
-    def finish(self, keep_frames: bool) -> SimulatedEpisode:
+    def finish(self, keep_frames: bool, width: int) -> SimulatedEpisode:
         first, *others = self.answers
         shown = self.answers if keep_frames else [first]
         images = np.concatenate([answer.frames for answer in shown])
-        width = others[0].actions.shape[1]
         return SimulatedEpisode(
             start=self.play.start,
             repeat=self.play.repeat,
@@ -140,8 +148,8 @@ class _Running:
             actions=np.concatenate([first_action(width)[None], *(answer.actions for answer in others)]),
             rewards=np.concatenate([np.zeros(1, np.float32), *(answer.rewards for answer in others)]),
             success=np.concatenate([np.zeros(1, np.bool_), *(answer.success for answer in others)]),
-            terminated=others[-1].terminated,
-            truncated=others[-1].truncated,
+            terminated=bool(others) and others[-1].terminated,
+            truncated=bool(others) and others[-1].truncated,
             seconds=time.monotonic() - self.began,
         )
 
@@ -161,8 +169,8 @@ def rollout(
 ) -> Iterator[SimulatedEpisode]:
     """Play every start once and yield the episodes in the order they end.
 
-    An episode ends when it is truncated or terminated, or with success. One whose worker is lost is played
-    again from its start, with the same seeds.
+    An episode ends when it is truncated or terminated, with success, or where `act` ends it. One whose
+    worker is lost is played again from its start, with the same seeds.
 
     Args:
         pool: Plays.
@@ -198,8 +206,11 @@ def rollout(
                 undecided.append(answer.slot)
             else:
                 pool.leave(answer.slot)
-                yield running.pop(answer.slot).finish(keep_frames)
-        _decide(pool, act, {slot: running[slot] for slot in sorted(undecided)}, keep_frames, extra_decisions)
+                yield running.pop(answer.slot).finish(keep_frames, pool.spec.action_dim)
+        live = {slot: running[slot] for slot in sorted(undecided)}
+        for slot in _decide(pool, act, live, keep_frames, extra_decisions):
+            pool.leave(slot)
+            yield running.pop(slot).finish(keep_frames, pool.spec.action_dim)
 
 
 def _goes_on(episode: _Running, answer: SlotAnswer, extra_decisions: int) -> bool:
@@ -220,14 +231,14 @@ def _decide(
     undecided: dict[int, _Running],
     keep_frames: bool,
     extra_decisions: int,
-) -> None:
-    """Ask for the next decision of slots, all at once."""
+) -> list[int]:
+    """Ask for the next decision of slots, all at once; returns the slots whose episode ends instead."""
     if not undecided:
-        return
+        return []
     frames: Frames = "all" if keep_frames else "last"
     if isinstance(act, Demonstrator):
         frames = "all" if keep_frames else "none"  # It sees the true state.
-        chosen: list[NDArray[np.float32] | int] = [CHUNK] * len(undecided)
+        chosen: list[NDArray[np.float32] | int | None] = [CHUNK] * len(undecided)
     else:
         live = list(undecided.values())
         chosen = list(
@@ -237,13 +248,20 @@ def _decide(
                     states=np.stack([episode.answers[-1].states[-1] for episode in live]),
                     tasks=[episode.task for episode in live],
                     seeds=[episode.sampling_seed for episode in live],
+                    plays=[episode.play for episode in live],
+                    decisions=[len(episode.answers) - 1 for episode in live],
                 )
             )
         )
+    ended = []
     for slot, actions in zip(undecided, chosen, strict=True):
+        if actions is None:
+            ended.append(slot)
+            continue
         if not isinstance(actions, int):
             _check(actions, pool.spec.action_dim, undecided[slot].play.start)
         pool.step(slot, actions, frames=frames, past_success=extra_decisions >= 0)
+    return ended
 
 
 def _check(actions: NDArray[np.float32], width: int, start: SimStart) -> None:

@@ -10,8 +10,6 @@ from asyncrl.errors import CheckpointError
 ASSETS = Path(__file__).parents[1] / "assets"
 DEFAULT: Final = "tabletop"
 """The shipped collection that settings name until they are set."""
-REBUILT: Final = ("tabletop_evac", "tabletop_opensora")
-"""Collections beside it, each a world and what it needs, which a checkout may not have yet."""
 START_STATES: Final = "start_states.h5"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """What a policy folder has one of: its weights, or the index of their shards."""
@@ -49,7 +47,6 @@ def world_folder(name: str) -> Path:
     for candidate in (ASSETS / name / "world", Path(name)):
         if candidate.is_dir():
             return candidate
-    _refuse_missing("world", name)
     raise CheckpointError(
         f"--world {name} is neither a shipped world ({', '.join(shipped('world'))}) nor a folder: "
         f"{Path(name).absolute()} is none. One of a class of your own is named package.module:Class@FOLDER."
@@ -72,7 +69,6 @@ def start_states_path(name: str, world: str) -> Path:
     Raises:
         CheckpointError: there are none.
     """
-    _refuse_missing("world", world)
     beside = Path(world) / "dataset"
     if name == DEFAULT and (ASSETS / world / "world").is_dir():
         name = world if (ASSETS / world / START_STATES).is_file() else name
@@ -87,7 +83,6 @@ def start_states_path(name: str, world: str) -> Path:
     for candidate in (ASSETS / name / START_STATES, Path(name)):
         if candidate.is_file() or (candidate.is_dir() and candidate == Path(name)):
             return candidate
-    _refuse_missing("start-states", name)
     raise CheckpointError(
         f"--start-states {name} is neither a shipped collection ({', '.join(shipped(START_STATES))}), nor an "
         f"HDF5 file, nor a folder of traj*.npy. Looked for {Path(name).absolute()}."
@@ -97,17 +92,6 @@ def start_states_path(name: str, world: str) -> Path:
 def shipped(part: str) -> list[str]:
     """Names of the shipped collections that have a part: policy, world, or `START_STATES`."""
     return sorted(path.parent.name for path in ASSETS.glob(f"*/{part}"))
-
-
-def _refuse_missing(flag: str, name: str) -> None:
-    """Say how a shipped world is made that is not there; a folder of its name stands for itself."""
-    if name in REBUILT and not (ASSETS / name).is_dir() and not Path(name).exists():
-        only = name.removeprefix(f"{DEFAULT}_")
-        raise CheckpointError(
-            f"--{flag} {name} is a world of tabletop that was not made yet: {ASSETS / name} does not exist. "
-            f"`ONLY={only} bash torchrun_scripts/rebuild_assets.sh` makes it (an hour on a GPU, days "
-            f"without), SCALE=0.01 in front a rough one to try. Or use --world {DEFAULT}."
-        )
 
 
 def _newest_checkpoints(run_folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.actor import ActorConfig
+from asyncrl.commands.audit import AuditConfig
 from asyncrl.commands.check import CheckConfig
 from asyncrl.commands.collect import CollectConfig
 from asyncrl.commands.convert import ConvertConfig
@@ -35,6 +36,7 @@ NEEDED: dict[str, Any] = {
 SETTINGS: tuple[Any, ...] = (
     *(
         TrainConfig,
+        AuditConfig,
         EvaluateConfig,
         CollectConfig,
         CheckConfig,

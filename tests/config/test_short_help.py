@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.commands.audit import AuditConfig
 from asyncrl.commands.collect import CollectConfig
 from asyncrl.commands.convert import ConvertConfig
 from asyncrl.commands.evaluate import EvaluateConfig
 from asyncrl.config.loading import parse
-from asyncrl.config.often_used import COLLECT, CONVERT, DOCTOR, EVALUATE, TRAIN
+from asyncrl.config.often_used import AUDIT, COLLECT, CONVERT, DOCTOR, EVALUATE, TRAIN
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.short_help import WIDTH, answer_help, value_of
 
@@ -20,6 +21,7 @@ SETTINGS = {
     TRAIN.command: (TRAIN, TrainConfig()),
     DOCTOR.command: (DOCTOR, TrainConfig()),
     EVALUATE.command: (EVALUATE, EvaluateConfig()),
+    AUDIT.command: (AUDIT, AuditConfig()),
     COLLECT.command: (COLLECT, CollectConfig(out=Path())),
     CONVERT.command: (CONVERT, ConvertConfig(source="", out=Path())),
 }

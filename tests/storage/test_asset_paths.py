@@ -109,22 +109,6 @@ def test_a_shipped_world_begins_where_its_own_start_states_are(assets: Path, tmp
     assert start_states_path(str(tmp_path / "mine.h5"), "tabletop_evac") == tmp_path / "mine.h5"
 
 
-@pytest.mark.parametrize("kind", ["opensora", "evac"])
-def test_a_shipped_world_that_was_not_made_yet_is_answered_with_how_it_is_made(
-    kind: str, assets: Path
-) -> None:
-    (assets / "tabletop" / "world").mkdir(parents=True)
-    said = rf"tabletop_{kind} .*does not exist.*`ONLY={kind} bash torchrun_scripts/rebuild_assets\.sh`"
-    with pytest.raises(CheckpointError, match=f"--world {said}"):
-        world_folder(f"tabletop_{kind}")
-    with pytest.raises(CheckpointError, match=f"--world {said}"):
-        start_states_path("tabletop", f"tabletop_{kind}")
-    with pytest.raises(CheckpointError, match=f"--start-states {said}"):
-        start_states_path(f"tabletop_{kind}", "tabletop")
-    Path(f"tabletop_{kind}").mkdir()
-    assert world_folder(f"tabletop_{kind}") == Path(f"tabletop_{kind}"), "a folder stands for itself"
-
-
 def test_half_a_shipped_policy_is_not_a_policy(assets: Path) -> None:
     (assets / "tabletop" / "policy").mkdir(parents=True)
     (assets / "tabletop" / "policy" / "config.json").write_text("{}")

@@ -1,0 +1,364 @@
+"""`asyncrl audit [POLICY]`: hold what is imagined against what the same actions truly lead to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import tyro
+
+from asyncrl import registry
+from asyncrl.config.bounds import SEEDS, THREADS, AtLeast, Bounded, Within
+from asyncrl.config.often_used import AUDIT
+from asyncrl.config.run import ActorSettings, ImaginationSettings, SuccessFrames, TrainConfig
+from asyncrl.config.short_help import answer_help
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation.guard_signals import auroc
+from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
+from asyncrl.simulators.starts import evaluation_plays, evaluation_seeds
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models
+    from asyncrl.launch.run_settings import RunSettings
+    from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.worlds.interface import World
+
+EPISODES: Final = 128
+"""Where nobody says another number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig(Bounded):
+    """Imagine held-out episodes closed-loop, play their actions in the simulator, and compare.
+
+    What is left open is as in the run that the policy is of.
+    """
+
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = "tabletop"
+    """Run folder (its newest checkpoint), checkpoint, policy folder or shipped policy; of a class of your
+    own: package.module:Class@FOLDER."""
+    policy_settings: tuple[str, ...] = ()
+    """Keywords of the policy's class: key=value ..."""
+    every_checkpoint: bool = False
+    """Audit all checkpoints that the run kept, one row each."""
+    world: str = "tabletop"
+    """World model that imagines; see `asyncrl train --world`."""
+    world_settings: tuple[str, ...] = ()
+    """Keywords of the world's class: key=value ..."""
+    reward: str = ""
+    """Reward model; empty: the world's own."""
+    reward_settings: tuple[str, ...] = ()
+    """Keywords of the reward model's class: key=value ..."""
+    start_states: str = "tabletop"
+    """Start states of training, whose tasks the reward model must know; episodes begin in the simulator."""
+    imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
+    max_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 0.", highest=100_000)] = 0
+    """Decisions after which an episode has failed; 0: what the world says."""
+    success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
+        0.7
+    )
+    """Probability from which the reward model calls a frame a success."""
+    success_frames: SuccessFrames = 1
+    """So many such frames in a row are a success, or 'last': a decision's last frame must be one."""
+    simulator: str = "tabletop"
+    """Simulator that says the truth: a built-in one, or package.module:Class."""
+    simulator_settings: tuple[str, ...] = ()
+    """Keywords of the simulator's class: key=value ..."""
+    episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 128.", highest=1_000_000)] = 0
+    """Episodes, each from its own start, of simulators whose starts are seeds; 0: 128."""
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
+    """Which held-out starts, and the noise of imagination."""
+    tasks: tuple[str, ...] = ()
+    """Tasks to play, as numbers or instructions, of simulators with stored starts; none: all."""
+    trials: Annotated[int, AtLeast(0, "it counts starts.", "Use 0 for all.", highest=1_000_000)] = 0
+    """Stored starts to play of each task, from the first on; 0: all."""
+    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
+        1.0
+    )
+    """Sampling temperature of the action tokens; 0: always the most likely one."""
+    top_k: Annotated[int, AtLeast(0, "it counts tokens.", "Use 0 for all.", highest=1_000_000)] = 0
+    """Sample among so many of the most likely tokens; 0: among all."""
+    signals: bool = False
+    """Also say how well signals tell false imagined successes from true ones; imagines successes twice."""
+    rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 16.", highest=65536)] = 16
+    """Episodes imagined together, filled up with copies: so results do not depend on --workers."""
+    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
+        8, os.cpu_count() or 1
+    )
+    """Simulator processes."""
+    device: str = "auto"
+    """Where the models run: cpu, cuda, or auto."""
+    json: str = ""
+    """Also write the result, with every episode, to this file."""
+
+
+ARGUMENTS: Final = AuditConfig
+"""What the command takes; tab completion reads it too."""
+
+
+def main(arguments: list[str]) -> int:
+    """Audit and print tables."""
+    arguments = answer_help(arguments, lambda: AUDIT.text(AuditConfig()))
+    config, run = _parse(arguments)
+    evaluation_seeds(config.seed, config.episodes or EPISODES)
+    if config.json and not Path(config.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {config.json}: there is no folder {Path(config.json).parent}. Make it.")
+    versions = _versions(config)
+    audited = _audit_all(config, run, versions)
+    print(table(config, audited))
+    if config.signals:
+        for name, episodes in audited.items():
+            print("\n" + signal_table(name, episodes))
+    if config.json:
+        Path(config.json).write_text(json.dumps(_content(config, audited), indent=1, allow_nan=False) + "\n")
+    return 0
+
+
+def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
+    """Read the flags; what they leave open is as in the run that the policy is of, if it is of one."""
+    from asyncrl.launch.run_settings import run_of, settings_of_run
+
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl audit")
+    folder = run_of(config.checkpoint)
+    if folder is None:
+        return config, None
+    run = settings_of_run(folder)
+    own, actor, algorithm = run.config, run.config.actor, run.config.algorithm
+    names_code = registry.names_code(own.world) or registry.names_code(own.reward)
+    default = AuditConfig(
+        policy_settings=own.policy_settings if registry.names_code(config.checkpoint) else (),
+        world="" if names_code else own.world,
+        world_settings=() if names_code else own.world_settings,
+        reward="" if names_code else own.reward,
+        reward_settings=() if names_code else own.reward_settings,
+        start_states=own.start_states,
+        imagination=own.imagination,
+        max_decisions=actor.max_decisions,
+        success_threshold=actor.success_threshold,
+        success_frames=actor.success_frames,
+        simulator=run.simulator,
+        simulator_settings=run.simulator_settings,
+        temperature=algorithm.temperature,
+        top_k=algorithm.top_k,
+    )
+    config = tyro.cli(ARGUMENTS, args=arguments, default=default, prog="asyncrl audit")
+    for flag, value in (("world", config.world), ("simulator", config.simulator)):
+        if not value:
+            raise ConfigError(
+                f"{folder} does not say with which {flag} it is audited: it is a class of your own, which a "
+                f"folder cannot name, or none is known to have its tasks. Say it: --{flag} NAME."
+            )
+    return config, run
+
+
+def _versions(config: AuditConfig) -> dict[str, str]:
+    """Return what is audited: its name in the table, and what --policy would call it."""
+    from asyncrl.launch.run_settings import run_of
+    from asyncrl.storage import checkpoint
+
+    if not config.every_checkpoint:
+        return {config.checkpoint: config.checkpoint}
+    folder = run_of(config.checkpoint)
+    if folder is None:
+        raise ConfigError(f"--every-checkpoint needs a run's folder, and {config.checkpoint} is none.")
+    kept = checkpoint.kept(folder)
+    if not kept:
+        raise ConfigError(f"{folder} has no checkpoint yet. Leave --every-checkpoint out, or wait for one.")
+    return {f"update {version}": str(path) for version, path in kept.items()}
+
+
+def _audit_all(
+    config: AuditConfig, run: RunSettings | None, versions: dict[str, str]
+) -> dict[str, list[AuditedEpisode]]:
+    from tqdm import tqdm
+
+    from asyncrl.evaluation.audit import audit
+    from asyncrl.evaluation.contact_sheet import check_imagines
+    from asyncrl.evaluation.evaluate import check_fits
+    from asyncrl.launch.placement import pick_device
+    from asyncrl.simulators.pool import SimulatorPool
+
+    device = pick_device(config.device)
+    models = _models(config, next(iter(versions.values())), device)
+    source = _source(config, models)
+    with ExitStack() as stack:
+        chunk = models.world.action_spec.chunk
+        pool = stack.enter_context(SimulatorPool(source, workers=config.workers, steps=chunk))
+        check_fits(models.policy, pool.spec)
+        check_imagines(models.world, pool.spec)
+        if run is not None:
+            refuse_foreign_tasks(run.tasks, pool.spec.tasks, config.simulator, "Choose another simulator.")
+        plays = evaluation_plays(
+            pool.spec,
+            episodes=config.episodes or (0 if pool.spec.trials else EPISODES),
+            seed=config.seed,
+            tasks=config.tasks,
+            trials=config.trials,
+            repeats=1,
+        )
+        bar = stack.enter_context(tqdm(total=len(plays) * len(versions), desc="audit", unit="episode"))
+        found = {}
+        for name, text in versions.items():
+            if found:
+                models = _with_policy(models, config, text, device)
+            found[name] = audit(
+                models,
+                pool,
+                plays,
+                rows=config.rows,
+                seed=config.seed,
+                signals=config.signals,
+                progress=bar.update,
+            )
+    return found
+
+
+def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
+    """Load what imagines.
+
+    Raises:
+        ConfigError: --world is a simulator.
+    """
+    from asyncrl.evaluation.audit import Models
+    from asyncrl.launch.environment import Environment, build_environment, with_world_defaults
+    from asyncrl.launch.simulated import simulator_named
+    from asyncrl.policies.interface import SamplingParams
+
+    if simulator_named(config.world):
+        raise ConfigError(
+            f"--world {config.world} is a simulator: nothing is imagined that could be wrong. Name a world "
+            "model."
+        )
+    settings, _ = with_world_defaults(
+        TrainConfig(
+            world=config.world,
+            world_settings=config.world_settings,
+            reward=config.reward,
+            reward_settings=config.reward_settings,
+            start_states=config.start_states,
+            imagination=config.imagination,
+            actor=ActorSettings(
+                max_decisions=config.max_decisions,
+                success_threshold=config.success_threshold,
+                success_frames=config.success_frames,
+            ),
+        )
+    )
+    environment = build_environment(settings, device)
+    assert isinstance(environment, Environment)
+    return Models(
+        policy=_load_policy(policy, config, device),
+        world=environment.world,
+        reward=environment.reward,
+        sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
+        max_decisions=settings.actor.max_decisions,
+        threshold=config.success_threshold,
+        success_frames=config.success_frames,
+    )
+
+
+def _load_policy(text: str, config: AuditConfig, device: torch.device) -> Any:
+    from asyncrl.launch.named_models import named_policy
+
+    named = named_policy(text, config.policy_settings)
+    return named.kind.load(named.folder, device, **named.settings)
+
+
+def _with_policy(models: Models, config: AuditConfig, text: str, device: torch.device) -> Models:
+    from dataclasses import replace
+
+    return replace(models, policy=_load_policy(text, config, device))
+
+
+def _source(config: AuditConfig, models: Models) -> SimulatorSource:
+    """Say what every worker builds: pictures as the world draws them, and time for all decisions."""
+    from asyncrl.simulators.build import SimulatorSource
+
+    world: World[Any] = models.world
+    source = SimulatorSource(
+        name=config.simulator,
+        settings=config.simulator_settings,
+        horizon=models.max_decisions * world.action_spec.chunk,
+    )
+    if getattr(registry.resolve("simulator", config.simulator), "any_image_size", False):
+        source = source.with_(image_size=world.image_size)
+    return source.with_(places=max(1, min(source.usual_places(), -(-config.rows // config.workers))))
+
+
+ROWS: Final = {
+    "imagined_success": "imagined success",
+    "true_success": "true success of the same actions",
+    "wrong": "wrong verdicts",
+    "false": "false, of imagined successes",
+    "missed": "missed, of true successes",
+    "wrong_on_true_frames": "reward model wrong on the true frames",
+}
+"""What `Audit` counts, in words."""
+SHORT: Final = ("imagined", "true", "wrong", "false", "missed", "reward wrong")
+
+
+def table(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> str:
+    """Write what was found: of one version in full, of several a row each."""
+    from asyncrl.evaluation.audit import Audit
+
+    found = {name: Audit.of(episodes) for name, episodes in audited.items()}
+    head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
+    if len(found) == 1:
+        return "\n".join([head, *_whole(next(iter(found.values())))])
+    width = max(map(len, found))
+    titles = " ".join(f"{title:>21}" for title in SHORT)
+    rows = [f"{'':<{width}} {titles} {'correlation':>12}"]
+    for name, one in found.items():
+        rates = (getattr(one, field_name) for field_name in ROWS)
+        cells = " ".join(f"{rate.rate:7.1%} [{rate.low:4.0%}, {rate.high:4.0%}]" for rate in rates)
+        rows.append(f"{name:<{width}} {cells} {one.correlation:12.3f}")
+    return "\n".join([head, *rows])
+
+
+def _whole(audit: Audit) -> list[str]:
+    width = max(map(len, ROWS.values()))
+    rows = [f"{title:<{width}}  {getattr(audit, field_name)}" for field_name, title in ROWS.items()]
+    rows.append(f"{'correlation of both successes':<{width}}  {audit.correlation:6.3f}")
+    numbers = "".join(f"{number:>7}" for number in range(1, 1 + len(audit.psnr)))
+    decibels = "".join(f"{value:7.1f}" for value in audit.psnr)
+    return [*rows, f"{'decision':<{width}}{numbers}", f"{'PSNR, dB':<{width}}{decibels}"]
+
+
+def signal_table(name: str, episodes: Sequence[AuditedEpisode]) -> str:
+    """Write how well each signal tells false imagined successes from true ones."""
+    successes = [episode for episode in episodes if episode.signals]
+    false = [not episode.true for episode in successes]
+    lines = [
+        f"{name}: {len(successes)} imagined successes, {sum(false)} of them false. AUROC, and AUROC within",
+        "one decision number, without which all that grows with an episode's length looks good:",
+    ]
+    for signal in successes[0].signals if successes else ():
+        values = [episode.signals[signal] for episode in successes]
+        within = auroc(values, false, [episode.decisions for episode in successes])
+        lines.append(f"  {signal:<34} {auroc(values, false):6.3f} {within:6.3f}")
+    return "\n".join(lines)
+
+
+def _content(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> dict[str, Any]:
+    from asyncrl.evaluation.audit import Audit
+
+    def plain(value: Any) -> Any:
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+    rows = []
+    for name, episodes in audited.items():
+        summary = asdict(Audit.of(episodes))
+        summary = {
+            key: {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else plain(value)
+            for key, value in summary.items()
+        }
+        rows.append({"name": name, **summary, "episodes": [asdict(episode) for episode in episodes]})
+    return {"settings": asdict(config), "audits": rows}

@@ -1,0 +1,307 @@
+"""Hold what a policy imagines against what its actions truly lead to.
+
+    start in the simulator -> imagine an episode, closed loop -> play its actions in the simulator -> compare
+
+Policy, world and reward model act as in training: the policy sees imagined frames, and the episode ends where
+the success rule says. The simulator then plays the same actions from the same start, for as many decisions.
+Where both verdicts differ the imagination was wrong; where the reward model errs on the true frames too, it
+has a part in that.
+
+Dimension letters:
+    B  episodes of a batch     C  steps of a decision     N  decisions of an episode     A  numbers of a step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.config.run import SuccessFrames
+from asyncrl.evaluation.contact_sheet import start_of
+from asyncrl.evaluation.evaluate import SuccessRate
+from asyncrl.evaluation.guard_signals import signals_of
+from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.records import StartState
+from asyncrl.rewards.interface import RewardModel
+from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
+from asyncrl.simulators.pool import Pool
+from asyncrl.simulators.rollout import Observations, Play, SimulatedEpisode, rollout
+from asyncrl.worlds.interface import World
+
+TO_THE_END: Final = 1_000_000
+"""Decisions past a success: the simulator carries out all that was imagined."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imagined:
+    """Closed-loop episodes of a batch; each may go on behind its end, until all have ended."""
+
+    frames: NDArray[np.uint8]
+    """``[B, N * C, H, W, 3]``: frame i was made by action i."""
+    actions: NDArray[np.float32]
+    """``[B, N, C, A]``."""
+    scores: NDArray[np.float32]
+    """``[B, N, C]`` probability of success of each frame."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """What imagines, and how an episode ends."""
+
+    policy: Policy
+    world: World[Any]
+    reward: RewardModel
+    sampling: SamplingParams
+    max_decisions: int
+    threshold: float
+    """See `ActorSettings.success_threshold`."""
+    success_frames: SuccessFrames
+    """See `ActorSettings.success_frames`."""
+
+    def end(self, scores_NC: NDArray[np.float32]) -> int | None:
+        """Return the decision, from 0, in which an episode succeeds; None: it does not."""
+        found = deciding_step(scores_NC, self.threshold, self.success_frames)
+        return None if found is None else found[0]
+
+    @torch.inference_mode()
+    def imagine(self, starts: Sequence[StartState], seeds: Sequence[int]) -> Imagined:
+        """Imagine episodes until all have succeeded or made `max_decisions`.
+
+        Args:
+            starts: ``B`` start states.
+            seeds: ``B`` seeds of episodes, as `seeds.episode_seed` makes them.
+        """
+        tasks = [start.task for start in starts]
+        shown = np.stack([start.frame for start in starts])
+        state = self.world.start(starts, decisions=self.max_decisions)
+        drawn, acted, scored = [], [], []
+        for decision in range(self.max_decisions):
+            noise = [noise_seed(seed, decision) for seed in seeds]
+            inputs = self.policy.preprocess(shown, tasks)
+            actions = self.policy.act(inputs, self.sampling, [sampling_seed(one) for one in noise]).actions
+            frames, state = self.world.imagine(state, actions.float().to(self.world.device), noise)
+            scored.append(self.reward.score(frames, tasks).float().cpu().numpy())
+            drawn.append(frames.cpu().numpy())
+            acted.append(actions.float().cpu().numpy())
+            shown = drawn[-1][:, -1]
+            if all(self.end(scores_NC) is not None for scores_NC in np.stack(scored, axis=1)):
+                break
+        return Imagined(
+            frames=np.concatenate(drawn, axis=1),
+            actions=np.stack(acted, axis=1),
+            scores=np.stack(scored, axis=1),
+        )
+
+    @torch.inference_mode()
+    def imagine_again(
+        self, starts: Sequence[StartState], actions: NDArray[np.float32], seeds: Sequence[int]
+    ) -> Imagined:
+        """Imagine the same actions ``[B, N, C, A]`` with the noise of other episode seeds."""
+        tasks = [start.task for start in starts]
+        state = self.world.start(starts, decisions=self.max_decisions)
+        drawn, scored = [], []
+        for decision in range(actions.shape[1]):
+            noise = [noise_seed(seed, decision) for seed in seeds]
+            chosen = torch.from_numpy(actions[:, decision]).to(self.world.device)
+            frames, state = self.world.imagine(state, chosen, noise)
+            scored.append(self.reward.score(frames, tasks).float().cpu().numpy())
+            drawn.append(frames.cpu().numpy())
+        return Imagined(
+            frames=np.concatenate(drawn, axis=1), actions=actions, scores=np.stack(scored, axis=1)
+        )
+
+    @torch.inference_mode()
+    def score_true(self, episode: SimulatedEpisode, decisions: int) -> NDArray[np.float32]:
+        """Score true frames: ``[N, C]``, zero where the simulator stopped before."""
+        chunk = self.world.action_spec.chunk
+        true = torch.from_numpy(episode.frames[1 : 1 + decisions * chunk]).to(self.world.device)
+        scores = np.zeros(decisions * chunk, np.float32)
+        if len(true):
+            scores[: len(true)] = self.reward.score(true[None], [episode.task]).float().cpu().numpy()[0]
+        return scores.reshape(decisions, chunk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditedEpisode:
+    """What was imagined of an episode, and what was true."""
+
+    start: str
+    task: str
+    decisions: int
+    """Until the imagined end."""
+    imagined: bool
+    """It succeeded in imagination."""
+    true: bool
+    """The task was solved in the simulator at any of these steps."""
+    judged_true: bool
+    """The reward model calls the true frames of these steps a success."""
+    psnr: tuple[float, ...]
+    """dB of the imagined frames of each decision against the true ones."""
+    signals: dict[str, float] = field(default_factory=dict)
+    """Of an imagined success: by name, larger where it is more likely to be false. Empty: not computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What audited episodes say together; every rate with its 95 % interval."""
+
+    imagined_success: SuccessRate
+    true_success: SuccessRate
+    """Of the same actions."""
+    wrong: SuccessRate
+    """Verdicts of imagination that are not the truth."""
+    false: SuccessRate
+    """Of the imagined successes, those that are none."""
+    missed: SuccessRate
+    """Of the true successes, those that were not imagined."""
+    wrong_on_true_frames: SuccessRate
+    """Verdicts of the reward model on the true frames that are not the truth."""
+    correlation: float
+    """Of imagined and true success; not a number where either is always the same."""
+    psnr: tuple[float, ...]
+    """dB by decision, mean over the episodes that have it."""
+
+    @classmethod
+    def of(cls, episodes: Sequence[AuditedEpisode]) -> Audit:
+        """Count."""
+        imagined = np.array([episode.imagined for episode in episodes], bool)
+        true = np.array([episode.true for episode in episodes], bool)
+        judged = np.array([episode.judged_true for episode in episodes], bool)
+        longest = max((len(episode.psnr) for episode in episodes), default=0)
+        by_decision = [[e.psnr[n] for e in episodes if len(e.psnr) > n] for n in range(longest)]
+        varied = bool(imagined.any() and true.any() and not imagined.all() and not true.all())
+        return cls(
+            imagined_success=_rate(imagined),
+            true_success=_rate(true),
+            wrong=_rate(imagined != true),
+            false=_rate(~true[imagined]),
+            missed=_rate(~imagined[true]),
+            wrong_on_true_frames=_rate(judged != true),
+            correlation=float(np.corrcoef(imagined, true)[0, 1]) if varied else float("nan"),
+            psnr=tuple(float(np.mean(values)) for values in by_decision),
+        )
+
+
+def _rate(outcomes: NDArray[np.bool_]) -> SuccessRate:
+    return SuccessRate.of(int(outcomes.sum()), len(outcomes))
+
+
+def audit(
+    models: Models,
+    pool: Pool,
+    plays: Sequence[Play],
+    *,
+    rows: int,
+    seed: int = 0,
+    signals: bool = False,
+    progress: Callable[[int], object] = lambda _: None,
+) -> list[AuditedEpisode]:
+    """Audit an episode from every start, in the order of `plays`.
+
+    Args:
+        models: Imagine.
+        pool: Simulators that show what the world draws.
+        plays: Starts.
+        rows: Episodes imagined together, filled up with copies, so that no result depends on who is beside.
+        seed: Of the policy's sampling and the world's noise.
+        signals: Compute `AuditedEpisode.signals`, which imagines successes twice.
+        progress: Told of every batch how many episodes it had.
+    """
+    audited = []
+    for first in range(0, len(plays), rows):
+        batch = list(plays[first : first + rows])
+        numbers = [first + (row if row < len(batch) else 0) for row in range(rows)]
+        noises = [[episode_seed(seed, number, draw) for number in numbers] for draw in range(1 + signals)]
+        found = list(_audit_batch(models, pool, batch, noises))
+        progress(len(found))
+        audited += found
+    return audited
+
+
+def _audit_batch(
+    models: Models, pool: Pool, plays: list[Play], noises: list[list[int]]
+) -> Iterator[AuditedEpisode]:
+    """Audit as many episodes as there are plays; `noises` has the seeds of all rows, for one draw or two."""
+    beginnings = _in_order(plays, rollout(pool, _end_at_once, plays, keep_frames=True))
+    starts = [start_of(episode) for episode in beginnings]
+    filled = starts + starts[:1] * (len(noises[0]) - len(starts))
+    imagined = models.imagine(filled, noises[0])
+    ends = [models.end(scores_NC) for scores_NC in imagined.scores[: len(plays)]]
+    lengths = [imagined.scores.shape[1] if end is None else end + 1 for end in ends]
+    script = {
+        play.key: imagined.actions[row, :length]
+        for row, (play, length) in enumerate(zip(plays, lengths, strict=True))
+    }
+    played = rollout(pool, _following(script), plays, keep_frames=True, extra_decisions=TO_THE_END)
+    again = None
+    if len(noises) > 1 and any(end is not None for end in ends):
+        again = models.imagine_again(filled, imagined.actions[:, : max(lengths)], noises[1])
+    chunk = models.world.action_spec.chunk
+    for row, episode in enumerate(_in_order(plays, played)):
+        length, steps = lengths[row], lengths[row] * chunk
+        signals = {}
+        if again is not None and ends[row] is not None:
+            first, second = ((one.scores[row, :length], one.frames[row, :steps]) for one in (imagined, again))
+            signals = signals_of(first, second, threshold=models.threshold, end=models.end)
+        yield AuditedEpisode(
+            start=episode.start.name,
+            task=episode.task,
+            decisions=length,
+            imagined=ends[row] is not None,
+            true=bool(episode.success[: 1 + steps].any()),
+            judged_true=models.end(models.score_true(episode, length)) is not None,
+            psnr=psnr_by_decision(imagined.frames[row, :steps], episode.frames[1 : 1 + steps], chunk),
+            signals=signals,
+        )
+
+
+def _in_order(plays: Sequence[Play], played: Iterator[SimulatedEpisode]) -> list[SimulatedEpisode]:
+    found = {(episode.start.name, episode.repeat): episode for episode in played}
+    return [found[play.key] for play in plays]
+
+
+def _end_at_once(shown: Observations) -> list[None]:
+    return [None] * len(shown.tasks)
+
+
+def _following(
+    script: dict[tuple[str, int], NDArray[np.float32]],
+) -> Callable[[Observations], list[NDArray[np.float32] | None]]:
+    """Return what makes the decisions ``[N, C, A]`` of each play, and then ends it."""
+
+    def act(shown: Observations) -> list[NDArray[np.float32] | None]:
+        chosen: list[NDArray[np.float32] | None] = []
+        for play, decision in zip(shown.plays, shown.decisions, strict=True):
+            decisions = script[play.key]
+            chosen.append(decisions[decision] if decision < len(decisions) else None)
+        return chosen
+
+    return act
+
+
+def psnr_by_decision(drawn: NDArray[np.uint8], true: NDArray[np.uint8], chunk: int) -> tuple[float, ...]:
+    """Compute the peak signal-to-noise ratio of frames, in dB, mean over those of a decision.
+
+    Args:
+        drawn: ``[N * C, H, W, 3]``.
+        true: The same, or fewer where the simulator stopped before.
+        chunk: ``C``.
+
+    Returns:
+        One number for each decision with a true frame; at most 78 dB, where frames are equal.
+
+    Example:
+        >>> black, grey = np.zeros((4, 2, 2, 3), np.uint8), np.full((3, 2, 2, 3), 51, np.uint8)
+        >>> [round(value, 2) for value in psnr_by_decision(black, grey, 2)]
+        [13.98, 13.98]
+    """
+    difference = drawn[: len(true)].astype(np.float32) - true.astype(np.float32)
+    error = np.square(difference).mean(axis=(1, 2, 3))
+    values = 10 * np.log10(255**2 / np.maximum(error, 1e-3))
+    return tuple(float(values[at : at + chunk].mean()) for at in range(0, len(values), chunk))

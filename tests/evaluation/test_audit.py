@@ -1,0 +1,182 @@
+"""An audit in which every verdict is known: the simulator counts steps, the world counts along or is dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models, audit, psnr_by_decision
+from asyncrl.policies.interface import ActResult, SamplingParams
+from asyncrl.records import ActionSpec, StartState
+from asyncrl.seeds import episode_seed, noise_seed
+from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import SimStart
+from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.rollout import Play
+from support.simulated import COUNTING, TASKS
+
+SIZE = 2
+SCORED = 10
+"""Brightness that the reward model calls a success."""
+DECISIONS = 3
+EXACT = 10 * math.log10(255**2 / 1e-3)
+
+
+class CountingWorld:
+    """Frame i has brightness i, as in the simulator; with the second task it stays dark."""
+
+    version, image_size, action_spec, device = 0, SIZE, ActionSpec(), torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.calls = list[tuple[np.ndarray, list[int]]]()
+
+    def start(self, states: Sequence[StartState], *, decisions: int = 0) -> Any:
+        assert decisions == DECISIONS
+        return np.array([[0, float(state.task == TASKS[0])] for state in states])
+
+    def imagine(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> Any:
+        self.calls.append((actions.numpy().copy(), list(noise_seeds)))
+        steps = (state[:, :1] + np.arange(1, 9)) * state[:, 1:]
+        frames = torch.from_numpy(steps.astype(np.uint8))[:, :, None, None, None]
+        return frames.expand(-1, -1, SIZE, SIZE, 3), state + np.array([8, 0])
+
+
+class Judge:
+    """One frame of all looks like a success."""
+
+    image_size = 0
+
+    def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
+        assert len(frames) == len(tasks)
+        return 0.9 * (frames[..., 0, 0, 0] == SCORED).float()
+
+
+class Repeater:
+    """Its actions are the brightness that it is shown."""
+
+    action_spec = ActionSpec()
+
+    def preprocess(self, frames: np.ndarray, tasks: Sequence[str], states: Any = None) -> np.ndarray:
+        return frames[:, 0, 0, 0].astype(np.float32)
+
+    def act(self, inputs: np.ndarray, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
+        actions = torch.from_numpy(inputs)[:, None, None].expand(-1, 8, 7)
+        nothing = torch.zeros(())
+        return ActResult(actions=actions, sample={}, logprob=nothing, value=None, entropy=nothing)
+
+
+def models(world: CountingWorld | None = None, **changes: Any) -> Models:
+    parts: dict[str, Any] = {
+        "policy": Repeater(),
+        "world": world or CountingWorld(),
+        "reward": Judge(),
+        "sampling": SamplingParams(temperature=1.0),
+        "max_decisions": DECISIONS,
+        "threshold": 0.7,
+        "success_frames": 1,
+    }
+    return Models(**parts | changes)
+
+
+def pool(places: int = 2) -> SimulatorPool:
+    return SimulatorPool(SimulatorSource(name=COUNTING, places=places, horizon=8 * DECISIONS), workers=0)
+
+
+def plays(*seeds: int) -> list[Play]:
+    return [Play(start=SimStart(name=f"seed-{seed}", task="", seed=seed)) for seed in seeds]
+
+
+# Even seeds have the first task; seed s is solved at step s mod 100.
+RIGHT, LATER, NEVER, MISSED, AGREED = 1010, 1020, 1000, 1011, 1001 + 98
+SEEDS = (RIGHT, LATER, NEVER, MISSED, AGREED)
+
+
+def found(rows: int, places: int = 2) -> list[AuditedEpisode]:
+    with pool(places) as simulators:
+        return audit(models(), simulators, plays(*SEEDS), rows=rows)
+
+
+def test_every_verdict_is_held_against_what_the_same_actions_led_to() -> None:
+    right, later, never, missed, agreed = found(rows=8)
+    assert [e.imagined for e in (right, later, never, missed, agreed)] == [True, True, True, False, False]
+    assert [e.true for e in (right, later, never, missed, agreed)] == [True, False, False, True, False]
+    assert [e.decisions for e in (right, later, never, missed, agreed)] == [2, 2, 2, 3, 3]
+    assert all(e.judged_true for e in (right, later, never, missed, agreed)), "step 10 is in all of them"
+    assert right.psnr == pytest.approx((EXACT, EXACT), abs=1e-3)
+    steps = np.arange(1, 25).reshape(3, 8)
+    dark = (10 * np.log10(255**2 / steps.astype(float) ** 2)).mean(1)
+    assert missed.psnr == pytest.approx(dark, abs=1e-3)
+
+
+def test_rates_are_counted_over_what_they_are_of() -> None:
+    result = Audit.of(found(rows=8))
+    assert (result.imagined_success.successes, result.imagined_success.episodes) == (3, 5)
+    assert (result.true_success.successes, result.true_success.episodes) == (2, 5)
+    assert (result.wrong.successes, result.wrong.episodes) == (3, 5)
+    assert (result.false.successes, result.false.episodes) == (2, 3)
+    assert (result.missed.successes, result.missed.episodes) == (1, 2)
+    assert (result.wrong_on_true_frames.successes, result.wrong_on_true_frames.episodes) == (3, 5)
+    assert result.correlation == pytest.approx(np.corrcoef([1, 1, 1, 0, 0], [1, 0, 0, 1, 0])[0, 1])
+    assert len(result.psnr) == 3
+
+
+@pytest.mark.parametrize(("rows", "places"), [(1, 1), (2, 3), (5, 1), (16, 2)])
+def test_batches_and_places_change_nothing(rows: int, places: int) -> None:
+    assert found(rows, places) == found(8)
+
+
+def test_the_policy_sees_imagined_frames_and_the_simulator_gets_its_actions(monkeypatch) -> None:
+    asked = list[float]()
+    with pool() as simulators:
+        step = simulators.step
+
+        def recorded(slot: int, actions: Any, **more: Any) -> None:
+            asked.append(float(actions[0, 0]))
+            step(slot, actions, **more)
+
+        monkeypatch.setattr(simulators, "step", recorded)
+        audit(models(), simulators, plays(RIGHT), rows=1)
+        audit(models(), simulators, plays(MISSED), rows=1)
+    assert asked == [0.0, 8.0, 0.0, 0.0, 0.0], "in the dark world it sees 0, though the simulator counts on"
+
+
+def test_the_success_rule_of_the_run_ends_episodes() -> None:
+    with pool() as simulators:
+        (strict,) = audit(models(success_frames=2), simulators, plays(RIGHT), rows=1)
+        (low,) = audit(models(threshold=0.95), simulators, plays(RIGHT), rows=1)
+    assert (strict.imagined, strict.decisions, strict.judged_true) == (False, 3, False)
+    assert not low.imagined
+
+
+def test_the_second_draw_has_the_same_actions_and_other_noise() -> None:
+    world = CountingWorld()
+    with pool() as simulators:
+        right, missed = audit(models(world), simulators, plays(RIGHT, MISSED), rows=2, seed=3, signals=True)
+    assert missed.signals == {}
+    assert right.signals["second draw: verdict"] == 0
+    assert right.signals["last frame"] == 1.0
+    assert right.signals["best frame"] == pytest.approx(0.1)
+    first, second = world.calls[:DECISIONS], world.calls[DECISIONS:]
+    for decision, ((acted, seeds), (again, others)) in enumerate(zip(first, second, strict=True)):
+        np.testing.assert_array_equal(acted, again)
+        assert seeds == [noise_seed(episode_seed(3, number, 0), decision) for number in range(2)]
+        assert others == [noise_seed(episode_seed(3, number, 1), decision) for number in range(2)]
+
+
+def test_nothing_audited_has_no_rates() -> None:
+    result = Audit.of([])
+    assert result.wrong.episodes == 0
+    assert math.isnan(result.correlation)
+    assert result.psnr == ()
+
+
+def test_decisions_without_a_true_frame_have_no_psnr() -> None:
+    frames = np.zeros((16, 2, 2, 3), np.uint8)
+    assert len(psnr_by_decision(frames, frames[:9], 8)) == 2
+    assert psnr_by_decision(frames, frames[:0], 8) == ()
