@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     """Read the flags; what they leave open is as in the run that the policy is of, if it is of one."""
-    from asyncrl.launch.run_settings import run_of, settings_of_run
+    from asyncrl.launch.run_settings import run_of, settings_of_run, without_code
 
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl audit")
     folder = run_of(config.checkpoint)
@@ -136,9 +136,9 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     default = AuditConfig(
         policy_settings=own.policy_settings if registry.names_code(config.checkpoint) else (),
         world="" if names_code else own.world,
-        world_settings=() if names_code else own.world_settings,
+        world_settings=() if names_code else without_code(own.world_settings),
         reward="" if names_code else own.reward,
-        reward_settings=() if names_code else own.reward_settings,
+        reward_settings=() if names_code else without_code(own.reward_settings),
         start_states=own.start_states,
         imagination=own.imagination,
         max_decisions=actor.max_decisions,
@@ -193,7 +193,7 @@ def _audit_all(
         chunk = models.world.action_spec.chunk
         pool = stack.enter_context(SimulatorPool(source, workers=config.workers, steps=chunk))
         check_fits(models.policy, pool.spec)
-        check_imagines(models.world, pool.spec)
+        check_imagines(models.world, pool.spec, "the audit")
         if run is not None:
             refuse_foreign_tasks(run.tasks, pool.spec.tasks, config.simulator, "Choose another simulator.")
         plays = evaluation_plays(
@@ -319,14 +319,14 @@ def table(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> str:
     for name, one in found.items():
         rates = (getattr(one, field_name) for field_name in ROWS)
         cells = " ".join(f"{rate.rate:7.1%} [{rate.low:4.0%}, {rate.high:4.0%}]" for rate in rates)
-        rows.append(f"{name:<{width}} {cells} {one.correlation:12.3f}")
+        rows.append(f"{name:<{width}} {cells} {_number(one.correlation):>12}")
     return "\n".join([head, *rows])
 
 
 def _whole(audit: Audit) -> list[str]:
     width = max(map(len, ROWS.values()))
     rows = [f"{title:<{width}}  {getattr(audit, field_name)}" for field_name, title in ROWS.items()]
-    rows.append(f"{'correlation of both successes':<{width}}  {audit.correlation:6.3f}")
+    rows.append(f"{'correlation of both successes':<{width}}  {_number(audit.correlation)}")
     numbers = "".join(f"{number:>7}" for number in range(1, 1 + len(audit.psnr)))
     decibels = "".join(f"{value:7.1f}" for value in audit.psnr)
     return [*rows, f"{'decision':<{width}}{numbers}", f"{'PSNR, dB':<{width}}{decibels}"]
@@ -342,9 +342,14 @@ def signal_table(name: str, episodes: Sequence[AuditedEpisode]) -> str:
     ]
     for signal in successes[0].signals if successes else ():
         values = [episode.signals[signal] for episode in successes]
-        within = auroc(values, false, [episode.decisions for episode in successes])
-        lines.append(f"  {signal:<34} {auroc(values, false):6.3f} {within:6.3f}")
+        found = auroc(values, false), auroc(values, false, [episode.decisions for episode in successes])
+        lines.append(f"  {signal:<34} {_number(found[0])} {_number(found[1])}")
     return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    """Write a share or a correlation; a dash where there is none."""
+    return f"{'-':>6}" if math.isnan(value) else f"{value:6.3f}"
 
 
 def _content(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> dict[str, Any]:

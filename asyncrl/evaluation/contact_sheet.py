@@ -122,8 +122,13 @@ def check_suffix(path: Path) -> None:
         require_mp4(path)
 
 
-def check_imagines(world: World[Any], spec: SimulatorSpec) -> None:
+def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video") -> None:
     """Refuse a world that cannot imagine what a simulator shows.
+
+    Args:
+        world: Draws.
+        spec: Of the simulator.
+        what: Needs both, in the message.
 
     Raises:
         ConfigError: It draws pictures of another size, takes actions of another width, or needs poses that
@@ -132,13 +137,13 @@ def check_imagines(world: World[Any], spec: SimulatorSpec) -> None:
     wanted, drawn = (spec.image_size, spec.action_dim), (world.image_size, world.action_spec.dim)
     if wanted != drawn:
         raise ConfigError(
-            f"--video: {spec.name} shows {wanted[0]} pixels and takes {wanted[1]} numbers, but --world draws "
+            f"{what}: {spec.name} shows {wanted[0]} pixels and takes {wanted[1]} numbers, but --world draws "
             f"{drawn[0]} pixels and takes {drawn[1]}. Set --image-size {drawn[0]}, or another --world."
         )
     if isinstance(world, NeedsPose) and world.needs_pose and not spec.poses:
         raise ConfigError(
-            f"--video: --world needs to know where the robot's hand is, but {spec.name} does not say it. "
-            "Choose another --world, or leave --video out."
+            f"{what}: --world needs to know where the robot's hand is, but {spec.name} does not say it. "
+            "Choose another --world or --simulator."
         )
 
 

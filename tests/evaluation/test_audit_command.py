@@ -1,0 +1,124 @@
+"""`asyncrl audit` with tiny models: what it takes from a run, its tables and file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.commands.audit import AuditConfig, signal_table, table
+from asyncrl.evaluation.audit import AuditedEpisode
+from support.tiny_models import write_models
+
+SHORT = ["--episodes", "3", "--rows", "2", "--workers", "1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two updates with one checkpoint each, whose episodes have two decisions."""
+    folder = tmp_path_factory.mktemp("models")
+    sampling = ["--algorithm.temperature", "1.6", "--algorithm.top-k", "40"]
+    ends = [
+        "--actor.max-decisions",
+        "2",
+        "--actor.success-threshold",
+        "0.4",
+        "--actor.success-frames",
+        "last",
+    ]
+    flags = [*write_models(folder), *sampling, *ends, "--inline", "--updates", "2", "--checkpoint-every", "1"]
+    assert cli.run("train", [*flags, "--run-dir", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.mark.render
+def test_what_is_left_open_is_as_in_the_run(run: Path, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "audit.json"
+    assert cli.run("audit", [str(run), *SHORT, "--signals", "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert re.match(r"world \S+, simulator tabletop, temperature 1\.6\nimagined success +\d", said)
+    assert re.search(r"\ndecision +1\nPSNR, dB +\d", said)
+    content = json.loads(file.read_text())
+    settings = content["settings"]
+    assert (settings["success_threshold"], settings["success_frames"]) == (0.4, "last")
+    assert (settings["max_decisions"], settings["top_k"]) == (2, 40)
+    (only,) = content["audits"]
+    assert len(only["episodes"]) == only["wrong"]["episodes"] == 3
+    assert all(len(episode["psnr"]) == episode["decisions"] <= 2 for episode in only["episodes"])
+    assert all(bool(episode["signals"]) == episode["imagined"] for episode in only["episodes"])
+    assert only["correlation"] is None, "no true success: there is nothing to correlate"
+
+
+@pytest.mark.render
+def test_flags_win_and_the_same_seed_is_the_same_audit(run: Path, tmp_path: Path, capsys) -> None:
+    found = []
+    for name in ("one.json", "two.json"):
+        flags = ["--success-threshold", "0.1", "--signals", "--json", str(tmp_path / name)]
+        assert cli.run("audit", [str(run), *SHORT, *flags]) == 0
+        found.append(json.loads((tmp_path / name).read_text())["audits"])
+    assert found[0] == found[1]
+    assert all(episode["imagined"] and episode["signals"] for episode in found[0][0]["episodes"])
+    assert re.search(
+        r"3 imagined successes, 3 of them false.*\n.*\n  decision +- +-\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.render
+def test_every_checkpoint_is_a_row(run: Path, capsys) -> None:
+    assert cli.run("audit", [str(run), *SHORT, "--every-checkpoint"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[1].split()[:4] == ["imagined", "true", "wrong", "false"]
+    assert [row.split("  ")[0] for row in rows[2:]] == ["update 1", "update 2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["tabletop", "--world", "tabletop_true"],
+            "--world tabletop_true is a simulator: nothing is imagined",
+        ),
+        (["tabletop", "--every-checkpoint"], "--every-checkpoint needs a run's folder, and tabletop is none"),
+        (["tabletop", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: there is no folder /nowhere"),
+        (["tabletop", "--simulator", "libero_gaol"], "libero_gaol"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_sentence(arguments: list[str], message: str, capsys) -> None:
+    assert cli.run("audit", arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_run_names_no_code(tmp_path: Path, capsys) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"world": "evil.module:World@/folder"}))
+    assert cli.run("audit", [str(tmp_path)]) == 2
+    assert f"{tmp_path} does not say with which world it is audited" in capsys.readouterr().err
+
+
+def episode(decisions: int, *, imagined: bool, true: bool, signal: float = 0.0) -> AuditedEpisode:
+    return AuditedEpisode(
+        start="s", task="t", decisions=decisions, imagined=imagined, true=true, judged_true=true,
+        psnr=(30.0,) * decisions, signals={"last frame": signal} if imagined else {},
+    )  # fmt: skip
+
+
+def test_tables_say_what_was_counted() -> None:
+    episodes = [
+        episode(1, imagined=True, true=True, signal=0.1),
+        episode(1, imagined=True, true=False, signal=0.2),
+        episode(2, imagined=True, true=True, signal=0.3),
+        episode(2, imagined=False, true=True),
+    ]
+    whole = table(AuditConfig(), {"mine": episodes})
+    assert re.search(r"^false, of imagined successes +33\.3%  \[6\.1%, 79\.2%\]  1/3$", whole, re.MULTILINE)
+    assert re.search(r"^missed, of true successes +33\.3% ", whole, re.MULTILINE)
+    assert re.search(r"^reward model wrong on the true frames +0\.0% ", whole, re.MULTILINE)
+    curve = table(AuditConfig(), {"update 1": episodes, "update 2": episodes[:2]}).splitlines()
+    assert curve[2].split()[:6] == ["update", "1", "75.0%", "[", "30%,", "95%]"]
+    assert curve[3].endswith(" -")
+    assert re.search(r"  last frame +0\.500 +1\.000$", signal_table("mine", episodes))
