@@ -110,6 +110,8 @@ class StartState:
     ee_pose: Float32 | None = None
     """``[8]`` where the robot's hand is as the episode begins (at the last context frame, if there are any):
     x, y, z in metres, quaternion x, y, z, w, gripper. None: not recorded; some worlds need it."""
+    elapsed: int = 0
+    """Decisions that led here from `frame`: an episode that begins here has so many fewer."""
 
 
 class Sampling(NamedTuple):

@@ -57,7 +57,7 @@ EXPECTED = {
     "asyncrl tr": ["train"],
     "asyncrl re": ["recordings", "replay"],
     "asyncrl replay ex": ["export"],
-    "asyncrl fit ": ["decoder", "policy", "reward", "starts", "world"],
+    "asyncrl fit ": ["decoder", "keyframes", "policy", "reward", "starts", "world"],
     "asyncrl train --pla": ["--placement"],
     "asyncrl train --inline --algorithm.group": ["--algorithm.group-size", "--algorithm.groups-per-update"],
     "asyncrl train --dry": ["--dry-run"],

@@ -180,7 +180,7 @@ class Imagination(Generic[State]):
         rule, rows = self.rule, episode.decisions
         scores_NC = np.stack([row["success_scores"] for row in rows])
         solved = deciding_step(scores_NC, rule.threshold, rule.success_frames)
-        if solved is None and len(rows) < rule.max_decisions:
+        if solved is None and len(rows) < rule.max_decisions - _start_state(episode).elapsed:
             return None
         rewards = np.zeros(scores_NC.shape, np.float32)
         if solved is not None:

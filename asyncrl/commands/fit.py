@@ -1,4 +1,4 @@
-"""`asyncrl fit policy|world|reward|starts|decoder`: fit models to recordings, and pick start states."""
+"""`asyncrl fit policy|world|reward|starts|keyframes|decoder`: fit models to recordings; pick start states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.commands.fit_world import check_fit_world, fit_world_command, redra
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.settings import FitPolicy, FitReward, FitStarts, FitWorld
+from asyncrl.fitting.settings import FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.rendezvous import rank, world_size
 
@@ -24,6 +24,7 @@ ARGUMENTS: Any = (
     | Annotated[FitWorld, _named(name="world")]
     | Annotated[FitReward, _named(name="reward")]
     | Annotated[FitStarts, _named(name="starts")]
+    | Annotated[FitKeyframes, _named(name="keyframes")]
     | Annotated[FitDecoder, _named(name="decoder")]
 )
 
@@ -54,7 +55,7 @@ def _refuse_ranks(config: Any) -> None:
         )
 
 
-def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts) -> None:
+def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKeyframes) -> None:
     if isinstance(config, FitWorld):
         check_fit_world(config)
     speaks = rank() == 0
@@ -73,6 +74,8 @@ def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts) -> Non
             fit_reward_command(config, recordings)
         case FitStarts():
             write_starts(config, recordings)
+        case FitKeyframes():
+            write_keyframes(config, recordings)
 
 
 def _use_tensor_cores() -> None:
@@ -144,3 +147,18 @@ def write_starts(config: FitStarts, recordings: Recordings) -> None:
     ]
     save_start_states(config.out, states)
     print(f"{len(states)} start states in {config.out}")
+
+
+def write_keyframes(config: FitKeyframes, recordings: Recordings) -> None:
+    """Write key frames of the recorded episodes."""
+    from asyncrl.fitting.keyframes import keyframe_states
+    from asyncrl.fitting.rlinf_trajectories import write_trajectories
+    from asyncrl.worlds.start_states import save_start_states
+
+    if config.layout == "npy":
+        starts, written = write_trajectories(recordings, config.out)
+        print(f"{starts} starts and {written} key frames in {config.out}")
+        return
+    states = keyframe_states(recordings, config.count)
+    save_start_states(config.out, states)
+    print(f"{len(states)} key frames of {len({state.task for state in states})} tasks in {config.out}")

@@ -312,6 +312,11 @@ class TrainConfig(Bounded):
     Left at its default, a world brings its own: in its folder 'dataset', or shipped with it."""
     keyframes: bool = True
     """Of a folder of traj*.npy use the keyframe files (*_kir.npy) too, which begin on the way to the goal."""
+    keyframe_share: Annotated[
+        float, Within(-1, 1, "it is a share of the groups.", "Use 0.5, or -1 for no share of their own.")
+    ] = -1.0
+    """Share of the groups that begin at key frames (`asyncrl fit keyframes`), spread evenly. An episode from
+    there has the decisions that were left. 0: none. -1: key frames come as often as any start state."""
     checkpoint_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 10.")] = 5
     """Updates between two checkpoints."""
     keep_checkpoints: Annotated[int, AtLeast(1, "the newest one must stay.", "Use 3.")] = 3

@@ -6,55 +6,23 @@
 Each file is an array of one dict per frame: `image` uint8 ``[H, W, 3]``, `delta_action` float32 ``[7]`` (the
 action that produced the frame) and `instruction`; where the recordings say it, `init_ee_pose` and
 `abs_action` float32 ``[8]``, both where the hand is in that very frame. RLinf tells the two kinds apart by
-the number of frames, and takes every file of a folder as often as any other. How it chose key frames was
-never published; this is the rule here, by which an episode has at most two, both at the end of a decision:
-
-    contact   one decision before the one in which the gripper's command changes for the first time
-    late      one decision before the one that solves the task; of an episode that was not solved, two before
-              its end: there a world's error is small and the outcome still open
-
-A key frame with nothing after it, or within the first decision, is none.
+the number of frames, and takes every file of a folder as often as any other. Key frames are those of
+`keyframes`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from asyncrl.errors import ConfigError
+from asyncrl.fitting.keyframes import keyframes
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.records import ACTION_DIM, CHUNK
+from asyncrl.records import ACTION_DIM
 from asyncrl.storage.atomic import replacing
 from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK
-
-_GRIPPER: Final = -1
-
-
-def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[int]:
-    """Choose the steps of an episode at which imagination may begin.
-
-    Args:
-        actions: ``[F, 7]``; action i produced frame i.
-        success: ``[F]``.
-
-    Returns:
-        Multiples of 8, in order.
-
-    Example:
-        >>> grasp = np.repeat(np.array([-1.0, 1.0]), [31, 19])[:, None] * np.ones(7)
-        >>> keyframes(grasp, np.arange(50) == 45)
-        [16, 32]
-    """
-    last = (len(actions) - 1) // CHUNK
-    changed = np.flatnonzero(np.diff(np.sign(actions[1:, _GRIPPER])) != 0) + 2
-    deciding = (int(changed[0]) - 1) // CHUNK if len(changed) else 0
-    solving = (int(success.argmax()) - 1) // CHUNK if success.any() else last - 1
-    chosen = {deciding - 1, solving - 1}
-    return [CHUNK * decision for decision in sorted(chosen) if 1 <= decision < last]
 
 
 def write_trajectories(

@@ -205,6 +205,18 @@ class FitReward(FitSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FitKeyframes(FromData):
+    """Start states on the way to the goal, from true episodes: where imagination is short and undecided."""
+
+    out: Path
+    """HDF5 file to write; with --layout npy a folder."""
+    count: Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", highest=1_000_000)] = 512
+    """Key frames to keep, as many of each task as there are."""
+    layout: Literal["h5", "npy"] = "h5"
+    """h5: start states of ours. npy: RLinf's traj*.npy and traj*_kir.npy, of every episode."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FitStarts(FromData):
     """Start states for imagination: the first frames of recordings, or pictures with instructions."""
 

@@ -169,7 +169,7 @@ def starts_of(config: TrainConfig, environment: Environment | SimulatedEnvironme
     """Return where the episodes of the run begin."""
     if isinstance(environment, SimulatedEnvironment):
         return environment.starts
-    return StartStateStream(environment.starts, config.seed)
+    return StartStateStream(environment.starts, config.seed, config.keyframe_share)
 
 
 def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:

@@ -33,7 +33,7 @@ from asyncrl.replay.admission import EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
 from asyncrl.worlds.interface import BringsDefaults, NeedsPose, World
-from asyncrl.worlds.start_states import check_pose, load_start_states
+from asyncrl.worlds.start_states import check_keyframes, check_pose, load_start_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,7 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
     world, reward = _named(config)
     summary = world.kind.check(world.folder, config.imagination, **world.settings)
     starts = _starts(config, summary.image_size)
+    check_keyframes(starts, share=config.keyframe_share, max_decisions=config.actor.max_decisions)
     if isinstance(world.kind, NeedsPose) and world.kind.needs_pose:
         for state in starts:
             check_pose(state)

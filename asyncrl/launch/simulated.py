@@ -264,6 +264,7 @@ def refuse_idle(config: TrainConfig) -> None:
         ("reward_settings", "a simulator says itself what succeeds"),
         ("start_states", "its starts are its own (--simulator.starts)"),
         ("keyframes", "its starts are its own (--simulator.starts)"),
+        ("keyframe_share", "its starts are its own (--simulator.starts)"),
     ):
         if getattr(config, name) != getattr(default, name):
             changed.append((name, why))

@@ -6,14 +6,16 @@ Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
     name       bytes  [S]       fixed length, UTF-8       task             bytes   [S]  fixed length, UTF-8
     frame      uint8  [S, H, W, 3]                        context_length   int64   [S]  0 or K
     context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, A]
-    ee_pose  float32 [S, 8], NaN where it is not known
+    ee_pose  float32 [S, 8], NaN where it is not known    elapsed          int64   [S]  0: not on the way
 
-``context_frames`` and ``context_actions`` are left out when no start state has a context, and ``ee_pose``
-when none has a pose. RLinf's folders of ``traj*.npy`` are read too, see `rlinf_start_states`.
+``context_frames`` and ``context_actions`` are left out when no start state has a context, ``ee_pose`` when
+none has a pose, and ``elapsed`` when all are 0. RLinf's folders of ``traj*.npy`` are read too, see
+`rlinf_start_states`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -58,6 +60,8 @@ def save_start_states(path: Path, states: Sequence[StartState]) -> None:
         unknown = np.full(POSE_DIM, np.nan, np.float32)
         poses = [unknown if state.ee_pose is None else state.ee_pose for state in states]
         arrays["ee_pose"] = np.stack(poses).astype(np.float32)
+    if any(state.elapsed for state in states):
+        arrays["elapsed"] = np.array([state.elapsed for state in states], dtype=np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, h5py.File(part, "w") as file:
         file.attrs["format"] = FORMAT
@@ -122,6 +126,12 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
             f"{path}: ee_pose is {poses.dtype}{list(poses.shape)}, expected float32 [{len(frames)}, "
             f"{POSE_DIM}]. Write it again."
         )
+    elapsed = arrays.get("elapsed", np.zeros(len(frames), np.int64))
+    if elapsed.shape != (len(frames),) or elapsed.dtype != np.int64 or (elapsed < 0).any():
+        raise AssetError(
+            f"{path}: elapsed is {elapsed.dtype}{list(elapsed.shape)}, expected int64 [{len(frames)}], none "
+            "below 0. Write it again."
+        )
     states = []
     for i, length in enumerate(arrays["context_length"]):
         context = (arrays["context_frames"][i], arrays["context_actions"][i]) if length else none
@@ -133,6 +143,7 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
                 context_frames=context[0],
                 context_actions=context[1],
                 ee_pose=None if poses is None or not np.isfinite(poses[i]).all() else poses[i],
+                elapsed=int(elapsed[i]),
             )
         )
     return states
@@ -212,18 +223,71 @@ def start_state_at(states: Sequence[StartState], seed: int, n: int) -> StartStat
     return states[_shuffled(len(states), seed, round_number)[position]]
 
 
-class StartStateStream:
-    """An endless iterator over start states whose n-th element depends on `seed` and n only."""
+def is_keyframe(state: StartState) -> bool:
+    """Tell whether an episode begins here on the way: it has seen more than the first frame."""
+    return len(state.context_frames) > 0
 
-    def __init__(self, states: Sequence[StartState], seed: int) -> None:
+
+def check_keyframes(states: Sequence[StartState], *, share: float, max_decisions: int) -> None:
+    """Check that episodes can begin at key frames as often as asked for, with decisions left to make.
+
+    Args:
+        states: Start states, key frames among them.
+        share: See `TrainConfig.keyframe_share`.
+        max_decisions: Of an episode from an ordinary start; 0: not known.
+
+    Raises:
+        ConfigError: There are no key frames, or none but key frames, where both are needed; or one lies at
+            or behind the end of an episode.
+    """
+    marked = [state for state in states if is_keyframe(state)]
+    if share > 0 and not marked:
+        raise ConfigError(
+            f"--keyframe-share is {share:g}, but no start state is a key frame. Add some to --start-states "
+            "(`asyncrl fit keyframes`), or leave it out."
+        )
+    if 0 <= share < 1 and len(marked) == len(states):
+        raise ConfigError(
+            f"--keyframe-share is {share:g}, but all {len(states)} start states are key frames. Add ordinary "
+            "ones to --start-states (`asyncrl fit starts`), or set it to 1."
+        )
+    late = next((state for state in states if max_decisions and state.elapsed >= max_decisions), None)
+    if late is not None:
+        raise ConfigError(
+            f"start state {late.name} begins after {late.elapsed} decisions, but an episode ends after "
+            f"--actor.max-decisions {max_decisions}. Raise it, or use earlier key frames."
+        )
+
+
+class StartStateStream:
+    """An endless list of start states whose n-th element depends on `seed` and n only."""
+
+    def __init__(self, states: Sequence[StartState], seed: int, keyframe_share: float = -1.0) -> None:
+        """Begin.
+
+        Args:
+            states: At least one; see `check_keyframes`.
+            seed: Of the order.
+            keyframe_share: Share of elements that are key frames, spread evenly; -1: every state comes alike.
+        """
         if not states:
             raise AssetError("a stream of start states needs at least one. Set --start-states.")
-        self.states = list(states)
-        self.seed = seed
+        self.seed, self.share = seed, keyframe_share
+        mixed = keyframe_share < 0
+        self.keyframes = [] if mixed else [state for state in states if is_keyframe(state)]
+        self.ordinary = list(states) if mixed else [state for state in states if not is_keyframe(state)]
+
+    @property
+    def states(self) -> list[StartState]:
+        """Return all that may come."""
+        return [*(self.ordinary if self.share < 1 else []), *(self.keyframes if self.share > 0 else [])]
 
     def __getitem__(self, n: int) -> StartState:
         """Return element `n` without moving the stream."""
-        return start_state_at(self.states, self.seed, n)
+        before = math.floor(n * self.share) if self.share > 0 else 0  # key frames among the first n
+        if self.share > 0 and math.floor((n + 1) * self.share) > before:
+            return start_state_at(self.keyframes, self.seed, before)
+        return start_state_at(self.ordinary, self.seed, n - before)
 
     def left(self, quarantined: Collection[str]) -> int:
         """Count the start states that are not quarantined."""

@@ -165,6 +165,17 @@ def finish(
 LOW, HIGH = [0.1] * 8, [0.2, 0.3, 0.9, 0.5, 0.95, 0.1, 0.1, 0.1]
 
 
+def test_an_episode_that_begins_on_the_way_has_the_decisions_that_are_left() -> None:
+    one, two = episode_with([LOW]), episode_with([LOW, LOW])
+    for episode in (one, two):
+        on_the_way = replace(episode.pending.start, elapsed=1)
+        episode.pending = replace(episode.pending, start=on_the_way)
+    assert finish(one) is None
+    ended = finish(two)
+    assert ended is not None
+    assert (ended.end_reason, len(ended.actions)) == ("truncated", 2)
+
+
 def test_an_episode_goes_on_until_success_or_the_last_decision() -> None:
     assert finish(episode_with([LOW])) is None
     assert finish(episode_with([LOW, LOW])) is None

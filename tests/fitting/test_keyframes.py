@@ -1,0 +1,171 @@
+"""Key frames become start states on the way: chosen by the rule, alike from every task, with what is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from asyncrl import cli
+from asyncrl.errors import AssetError, ConfigError
+from asyncrl.fitting.keyframes import keyframe_states
+from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.recordings import Recordings
+from asyncrl.records import StartState
+from asyncrl.worlds.start_states import (
+    StartStateStream,
+    check_keyframes,
+    is_keyframe,
+    load_start_states,
+    save_start_states,
+)
+from support.recorded import recorded_spec, write_recorded
+from support.tiny_models import start_state
+
+LENGTHS = (49, 41, 33, 57, 49, 25, 9)
+
+
+@pytest.fixture
+def recordings(tmp_path: Path) -> Recordings:
+    """Seven episodes of three tasks by turns; the last one is too short for a key frame."""
+    write_recorded(tmp_path / "data", recorded_spec(16, poses=True), LENGTHS)
+    return load_recordings([tmp_path / "data"])
+
+
+def slow_keyframes(recordings: Recordings) -> dict[tuple[int, int], int]:
+    """The rule step by step: (episode, step) -> decisions before it."""
+    found = {}
+    for episode in range(len(recordings)):
+        rows = range(int(recordings.offsets[episode]), int(recordings.offsets[episode + 1]))
+        signs = [recordings.actions[row, -1] > 0 for row in rows]
+        changed = next((step for step in range(2, len(rows)) if signs[step] != signs[step - 1]), None)
+        solved = next((step for step in range(len(rows)) if recordings.success[rows[step]]), None)
+        whole = (len(rows) - 1) // 8
+        contact = None if changed is None else (changed - 1) // 8 - 1
+        late = whole - 2 if solved is None else (solved - 1) // 8 - 1
+        for decision in {contact, late} - {None}:
+            if decision is not None and 1 <= decision < whole:
+                found[episode, 8 * decision] = decision
+    return found
+
+
+def test_states_are_true_frames_of_the_rule_with_the_decisions_that_were_made(recordings: Recordings) -> None:
+    states, wanted = keyframe_states(recordings, 100), slow_keyframes(recordings)
+    assert len(states) == len(wanted) > 5
+    for state, ((episode, step), elapsed) in zip(states, sorted(wanted.items()), strict=True):
+        row = int(recordings.offsets[episode]) + step
+        np.testing.assert_array_equal(state.frame, recordings.frames[row - step])
+        np.testing.assert_array_equal(state.context_frames, recordings.frames[row - 3 : row + 1])
+        np.testing.assert_array_equal(state.context_actions, recordings.actions[row - 3 : row + 1])
+        np.testing.assert_array_equal(state.ee_pose, recordings.poses[row])
+        assert (state.elapsed, state.task) == (elapsed, recordings.tasks[episode])
+
+
+def test_no_episode_has_more_than_two_and_a_few_come_from_all_tasks(recordings: Recordings) -> None:
+    everything = keyframe_states(recordings, 100)
+    by_episode = Counter(state.name.partition("-seed")[0] for state in everything)
+    assert max(by_episode.values()) <= 2
+    few = keyframe_states(recordings, 5)
+    counts = Counter(state.task for state in few)
+    assert sorted(counts.values()) == [1, 2, 2]
+    assert {state.name for state in few} <= {state.name for state in everything}
+
+
+def test_recordings_without_a_key_frame_are_refused(tmp_path: Path) -> None:
+    write_recorded(tmp_path / "data", recorded_spec(16), (9, 9))
+    with pytest.raises(ConfigError, match="None of the 2 episodes of --data has a key frame"):
+        keyframe_states(load_recordings([tmp_path / "data"]), 3)
+
+
+def test_the_command_writes_our_file_and_rlinfs_folder(
+    recordings: Recordings, tmp_path: Path, capsys
+) -> None:
+    data = ["--data", str(tmp_path / "data")]
+    assert cli.run("fit", ["keyframes", *data, "--out", str(tmp_path / "k.h5"), "--count", "6"]) == 0
+    assert "6 key frames of 3 tasks in" in capsys.readouterr().out
+    for read, made in zip(load_start_states(tmp_path / "k.h5"), keyframe_states(recordings, 6), strict=True):
+        assert (read.name, read.task, read.elapsed) == (made.name, made.task, made.elapsed)
+        np.testing.assert_array_equal(read.context_frames, made.context_frames)
+        np.testing.assert_array_equal(read.ee_pose, made.ee_pose)
+
+    npy = tmp_path / "npy"
+    assert cli.run("fit", ["keyframes", *data, "--out", str(npy), "--layout", "npy"]) == 0
+    whole = keyframe_states(recordings, 100)
+    assert f"7 starts and {len(whole)} key frames in" in capsys.readouterr().out
+    marked = [state for state in load_start_states(npy) if is_keyframe(state)]
+    assert len(marked) == len(list(npy.glob("*_kir.npy"))) == len(whole)
+    for file, state in zip(sorted(npy.glob("*_kir.npy")), whole, strict=True):
+        frames = np.load(file, allow_pickle=True)
+        np.testing.assert_array_equal([frame["image"] for frame in frames[1:]], state.context_frames)
+        np.testing.assert_array_equal([frame["delta_action"] for frame in frames[1:]], state.context_actions)
+
+
+@pytest.mark.parametrize("values", [[0, -1], [0.0, 1.0], [[0], [1]]])
+def test_decisions_that_make_no_sense_are_refused(values: list, tmp_path: Path) -> None:
+    path = tmp_path / "starts.h5"
+    save_start_states(path, [start_state(1, 8), start_state(2, 8)])
+    with h5py.File(path, "a") as file:
+        file["elapsed"] = np.array(values)
+    with pytest.raises(AssetError, match="elapsed is"):
+        load_start_states(path)
+
+
+# ---- share ---------------------------------------------------------------------------------------
+
+
+def states(ordinary: int, marked: int, elapsed: int = 2) -> list[StartState]:
+    def on_the_way(number: int) -> StartState:
+        plain = start_state(100 + number, 8)
+        context = np.zeros((4, 8, 8, 3), np.uint8), np.zeros((4, 7), np.float32)
+        return StartState(
+            name=plain.name, task=plain.task, frame=plain.frame, context_frames=context[0],
+            context_actions=context[1], elapsed=elapsed,
+        )  # fmt: skip
+
+    return [*(start_state(n, 8) for n in range(ordinary)), *(on_the_way(n) for n in range(marked))]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 1 / 3, 0.5, 0.9, 1.0])
+def test_the_share_holds_at_every_moment_and_each_kind_comes_in_turns(share: float) -> None:
+    stream = StartStateStream(states(5, 3), seed=7, keyframe_share=share)
+    marked = [is_keyframe(stream[n]) for n in range(300)]
+    for count in range(1, 301):
+        assert abs(sum(marked[:count]) - share * count) < 1
+    for kind, size in ((True, 3), (False, 5)):
+        names = [stream[n].name for n in range(300) if marked[n] == kind]
+        turns = [set(names[at : at + size]) for at in range(0, len(names) - size, size)]
+        assert all(len(turn) == size for turn in turns)
+    again = StartStateStream(states(5, 3), seed=7, keyframe_share=share)
+    assert again[250].name == stream[250].name
+    assert len(stream.states) == stream.left([]) == {0.0: 5, 1.0: 3}.get(share, 8)
+
+
+def test_without_a_share_every_state_comes_alike() -> None:
+    stream = StartStateStream(states(5, 3), seed=7)
+    assert Counter(stream[n].name for n in range(80)) == Counter({s.name: 10 for s in states(5, 3)})
+
+
+@pytest.mark.parametrize(
+    ("some", "share", "decisions", "message"),
+    [
+        (states(3, 0), 0.5, 6, "no start state is a key frame"),
+        (states(0, 3), 0.5, 6, "all 3 start states are key frames"),
+        (states(0, 3), 0.0, 6, "all 3 start states are key frames"),
+        (states(1, 1, elapsed=6), -1.0, 6, "begins after 6 decisions, but an episode ends after"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(
+    some: list[StartState], share: float, decisions: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_keyframes(some, share=share, max_decisions=decisions)
+
+
+def test_what_can_be_passes() -> None:
+    check_keyframes(states(3, 0), share=0.0, max_decisions=6)
+    check_keyframes(states(0, 3), share=1.0, max_decisions=6)
+    check_keyframes(states(2, 2), share=0.5, max_decisions=3)
+    check_keyframes(states(1, 1, elapsed=9), share=-1.0, max_decisions=0)
