@@ -69,7 +69,6 @@ class Models:
         found = deciding_step(scores_NC, self.threshold, self.success_frames)
         return None if found is None else found[0]
 
-    @torch.inference_mode()
     def imagine(self, starts: Sequence[StartState], seeds: Sequence[int]) -> Imagined:
         """Imagine episodes until all have succeeded or made `max_decisions`.
 
@@ -78,42 +77,51 @@ class Models:
             seeds: ``B`` seeds of episodes, as `seeds.episode_seed` makes them.
         """
         tasks = [start.task for start in starts]
-        shown = np.stack([start.frame for start in starts])
-        state = self.world.start(starts, decisions=self.max_decisions)
-        drawn, acted, scored = [], [], []
-        for decision in range(self.max_decisions):
-            noise = [noise_seed(seed, decision) for seed in seeds]
-            inputs = self.policy.preprocess(shown, tasks)
-            actions = self.policy.act(inputs, self.sampling, [sampling_seed(one) for one in noise]).actions
-            frames, state = self.world.imagine(state, actions.float().to(self.world.device), noise)
-            scored.append(self.reward.score(frames, tasks).float().cpu().numpy())
-            drawn.append(frames.cpu().numpy())
-            acted.append(actions.float().cpu().numpy())
-            shown = drawn[-1][:, -1]
-            if all(self.end(scores_NC) is not None for scores_NC in np.stack(scored, axis=1)):
-                break
-        return Imagined(
-            frames=np.concatenate(drawn, axis=1),
-            actions=np.stack(acted, axis=1),
-            scores=np.stack(scored, axis=1),
-        )
 
-    @torch.inference_mode()
+        def decide(decision: int, shown: NDArray[np.uint8], noise: list[int]) -> NDArray[np.float32]:
+            inputs = self.policy.preprocess(shown, tasks)
+            acted = self.policy.act(inputs, self.sampling, [sampling_seed(one) for one in noise])
+            return acted.actions.float().cpu().numpy()
+
+        def all_succeeded(scores: list[NDArray[np.float32]]) -> bool:
+            return all(self.end(scores_NC) is not None for scores_NC in np.stack(scores, axis=1))
+
+        return self._imagine(starts, seeds, decide, self.max_decisions, all_succeeded)
+
     def imagine_again(
         self, starts: Sequence[StartState], actions: NDArray[np.float32], seeds: Sequence[int]
     ) -> Imagined:
         """Imagine the same actions ``[B, N, C, A]`` with the noise of other episode seeds."""
-        tasks = [start.task for start in starts]
+        return self._imagine(
+            starts, seeds, lambda decision, *_: actions[:, decision], actions.shape[1], lambda _: False
+        )
+
+    @torch.inference_mode()
+    def _imagine(
+        self,
+        starts: Sequence[StartState],
+        seeds: Sequence[int],
+        decide: Callable[[int, NDArray[np.uint8], list[int]], NDArray[np.float32]],
+        most: int,
+        enough: Callable[[list[NDArray[np.float32]]], bool],
+    ) -> Imagined:
+        tasks, shown = [start.task for start in starts], np.stack([start.frame for start in starts])
         state = self.world.start(starts, decisions=self.max_decisions)
-        drawn, scored = [], []
-        for decision in range(actions.shape[1]):
+        drawn, chosen, scored = [], [], []
+        for decision in range(most):
             noise = [noise_seed(seed, decision) for seed in seeds]
-            chosen = torch.from_numpy(actions[:, decision]).to(self.world.device)
-            frames, state = self.world.imagine(state, chosen, noise)
+            chosen.append(decide(decision, shown, noise))
+            actions = torch.from_numpy(chosen[-1]).to(self.world.device)
+            frames, state = self.world.imagine(state, actions, noise)
             scored.append(self.reward.score(frames, tasks).float().cpu().numpy())
             drawn.append(frames.cpu().numpy())
+            shown = drawn[-1][:, -1]
+            if enough(scored):
+                break
         return Imagined(
-            frames=np.concatenate(drawn, axis=1), actions=actions, scores=np.stack(scored, axis=1)
+            frames=np.concatenate(drawn, axis=1),
+            actions=np.stack(chosen, axis=1),
+            scores=np.stack(scored, axis=1),
         )
 
     @torch.inference_mode()

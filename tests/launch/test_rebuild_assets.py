@@ -31,8 +31,11 @@ with Path("{notes}").open("a") as notes:
     notes.write(json.dumps(sys.argv[3:]) + "\\n")
 out = sys.argv[sys.argv.index("--out") + 1] if "--out" in sys.argv else "{folder}/assets/none"
 Path(out).mkdir(parents=True, exist_ok=True)
+if "reward" in sys.argv:
+    for suffix in ("json", "safetensors"):
+        Path(sys.argv[sys.argv.index("--world") + 1], "reward." + suffix).touch()
 """
-"""In the place of python3: notes what asyncrl is asked for instead of doing it."""
+"""In the place of python3: notes what asyncrl is asked for, and makes the files that a later line copies."""
 
 
 def asked(folder: Path, **settings: str) -> list[list[str]]:
@@ -83,19 +86,28 @@ def test_one_world_is_made_alone_from_recordings_that_are_there(kind: str, tmp_p
         if name != "hot":
             (tmp_path / "work" / name).mkdir(parents=True)
             (tmp_path / "work" / name / "part-00000.h5").write_bytes(b"")
-    recorded, world, reward, *rest = map(read, asked(tmp_path, ONLY=kind, COMPILE="", STEPS="0.01"))
+    opensora = tmp_path / "assets" / "tabletop_opensora" / "world"
+    if kind == "evac":
+        opensora.mkdir(parents=True)
+        for name in ("reward.json", "reward.safetensors"):
+            (opensora / name).write_text(name)
+    recorded, world, *rest = map(read, asked(tmp_path, ONLY=kind, COMPILE="", STEPS="0.01"))
     assert isinstance(recorded, CollectConfig)
     assert (recorded.out, recorded.episodes) == (tmp_path / "work" / "hot", 2000), "what was missing, whole"
     assert isinstance(world, FitWorld)
     assert (world.kind, world.compile) == (kind, False)
     assert world.steps == {"opensora": 300, "evac": 200}[kind]
+    assert world.data == tuple(tmp_path / "work" / name for name in SEEN)
+    assert world.out == tmp_path / "assets" / f"tabletop_{kind}" / "world"
+    (last,) = rest
     if kind == "opensora":
         assert (world.autoencoder, world.vae_steps) == ("", 70)
-    else:
-        assert world.autoencoder == str(tmp_path / "assets" / "tabletop_opensora" / "world")
-    assert world.data == tuple(tmp_path / "work" / name for name in SEEN)
-    assert world.out == reward.world == tmp_path / "assets" / f"tabletop_{kind}" / "world"
-    assert [type(config) for config in rest] == ([FitStarts] if kind == "evac" else [])
+        assert isinstance(last, FitReward)
+        assert last.world == world.out
+    else:  # It draws the same latents: it takes the autoencoder and its judge.
+        assert world.autoencoder == str(opensora)
+        assert (world.out / "reward.safetensors").read_text() == "reward.safetensors"
+        assert isinstance(last, FitStarts)
 
 
 def test_a_stage_that_there_is_not_is_refused_before_anything_is_done(tmp_path: Path) -> None:

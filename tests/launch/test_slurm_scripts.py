@@ -18,7 +18,8 @@ from support.whole_runs import PATIENCE
 SCRIPTS = ROOT / "torchrun_scripts"
 BATCH = ("slurm_train.sbatch", "slurm_nodes.sbatch")
 PAGE = ROOT / "docs" / "cluster.md"
-NOTE = 'printf "%s" "$(basename "$0")" >> "$CALLS"; printf " <%s>" "$@" >> "$CALLS"; echo >> "$CALLS"\n'
+# One write a line: srun and torchrun note at the same time.
+NOTE = 'printf -v line " <%s>" "$@"; printf "%s\\n" "${0##*/}$line" >> "$CALLS"\n'
 TORCHRUN = """
 # One rank, a child that ends in order when it is asked to; torchrun itself would end it after 30 s.
 trap 'echo "torchrun was asked" >> "$CALLS"' TERM
