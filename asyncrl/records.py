@@ -28,7 +28,9 @@ SCHEMA_VERSION: Final = 1
 """Version of messages, and of an `Episode` whose sample is action tokens, on the wire and on disk."""
 COUNTED_SCHEMA_VERSION: Final = 3
 """Of an `Episode` that says how many of its steps count."""
-SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION)
+WORLDS_SCHEMA_VERSION: Final = 4
+"""Of an `Episode` that says which world drew each of its decisions."""
+SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION, WORLDS_SCHEMA_VERSION)
 """Versions of an `Episode` that are read; 2: its sample is other arrays than the action tokens alone."""
 
 EndReason = Literal["success", "terminated", "truncated"]
@@ -139,7 +141,7 @@ class Episode:
     start_state: str
     """`StartState.name`, or `SimStart.name`."""
     world_version: int
-    """Which world model imagined it; -1 for a simulator."""
+    """Which world model imagined it, the oldest where `world_versions` has several; -1 for a simulator."""
     seed: int
     """Seed of the episode; the noise of decision n is drawn from ``noise_seeds[n]``."""
     temperature: float
@@ -185,6 +187,8 @@ class Episode:
     """``[V, H, W, 3]`` with `more_frames`: what they saw after the last step."""
     final_state: Float32 | None = None
     """``[Q]`` with `states`: the state after the last step."""
+    world_versions: Int64 | None = None
+    """``[N]`` world model that drew each decision, where the world may change; None: `world_version` did."""
 
     @property
     def success(self) -> bool:
@@ -195,6 +199,11 @@ class Episode:
     def oldest_version(self) -> int:
         """Return the version of the oldest decision: the one the lag bound is about."""
         return int(self.policy_versions.min())
+
+    @property
+    def newest_world_version(self) -> int:
+        """Return the newest world that drew one of its decisions."""
+        return self.world_version if self.world_versions is None else int(self.world_versions.max())
 
     @property
     def steps(self) -> int:
@@ -241,8 +250,11 @@ OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
     "states": ArraySpec(dtype="float32", shape=("N", "Q")),
     "final_more_frames": ArraySpec(dtype="uint8", shape=("V", "H", "W", 3)),
     "final_state": ArraySpec(dtype="float32", shape=("Q",)),
+    "world_versions": ArraySpec(dtype="int64", shape=("N",)),
 }
-"""The arrays that an `Episode` of `COUNTED_SCHEMA_VERSION` may have besides, behind all others."""
+"""The arrays that an `Episode` may have besides, behind all others: the last one one of
+`WORLDS_SCHEMA_VERSION`, the others one of `COUNTED_SCHEMA_VERSION`."""
+*_COUNTED_ARRAYS, _WORLDS = OPTIONAL_ARRAYS
 
 TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
     {"tokens": ArraySpec(dtype="int32", shape=("N", "C", "A"))}
@@ -282,19 +294,30 @@ RESERVED: Final = frozenset(
 `OPTIONAL_ARRAYS` are taken only where there may be such."""
 
 
-def schema_version(sample: Iterable[str], *, counted: bool = False) -> int:
+def schema_version(sample: Iterable[str], *, counted: bool = False, worlds: bool = False) -> int:
     """Return the schema version of an episode.
 
     Args:
         sample: Names of the arrays of its sample.
         counted: Whether it says how many of its steps count.
+        worlds: Whether it says which world drew each decision.
     """
+    if worlds:
+        return WORLDS_SCHEMA_VERSION
     return COUNTED_SCHEMA_VERSION if counted else SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
 
 
 def version_of(episode: Episode) -> int:
     """Return the schema version of an episode."""
-    return schema_version(episode.sample, counted=episode.steps_taken != REWARDED)
+    counted, worlds = episode.steps_taken != REWARDED, episode.world_versions is not None
+    return schema_version(episode.sample, counted=counted, worlds=worlds)
+
+
+def optional_arrays(version: int) -> tuple[str, ...]:
+    """Return the names of the `OPTIONAL_ARRAYS` that an `Episode` of a schema version may have."""
+    if version == WORLDS_SCHEMA_VERSION:
+        return (_WORLDS,)
+    return tuple(_COUNTED_ARRAYS) if version == COUNTED_SCHEMA_VERSION else ()
 
 
 def scalar_types(version: int) -> dict[str, type]:
@@ -360,7 +383,9 @@ def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> N
         raise ValueError(
             f"{', '.join(map(str, named))} are not {', '.join(OPTIONAL_ARRAYS)}, or some of them"
         )
-    if named and not counted:
+    if _WORLDS in named and (counted or len(named) > 1):
+        raise ValueError(f"{_WORLDS} belongs to episodes that a world model imagined")
+    if named and not (counted or _WORLDS in named):
         raise ValueError(f"{named[0]} belongs to episodes that say how many steps were taken")
     if taken := sorted(OPTIONAL_ARRAYS.keys() & set(sample)):
         raise ValueError(f"{taken[0]} cannot be the name of a sample's array: it is taken")
@@ -446,6 +471,9 @@ def _problem_with_numbers(episode: Episode) -> str | None:
         return "action tokens must lie in 0..255"
     if (episode.policy_versions < 0).any():
         return "policy versions must not be negative"
+    worlds = episode.world_versions
+    if worlds is not None and (worlds.min() < 0 or worlds.min() != episode.world_version):
+        return f"world_versions begin at {worlds.min()}, but world_version is {episode.world_version}"
     for name in ("actions", "rewards", "success_scores", "states", "final_state"):
         array = getattr(episode, name)
         if array is not None and not np.isfinite(array).all():

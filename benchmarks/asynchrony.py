@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import tyro
-from pace import commit, heading, table
+from measuring import commit, heading, table
 
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as s

@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 import tyro
-from pace import heading, table
+from measuring import heading, table
 
 ROOT: Final = Path(__file__).parents[1]
 OFF: Final = "off"

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from pace import commit
+from measuring import commit
 
 from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.launch.build import build_update

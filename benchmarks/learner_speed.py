@@ -18,7 +18,7 @@ from pathlib import Path
 import policy_speed
 import torch
 import tyro
-from pace import Rate, commit, counted, heading, matmul_rate, seconds, table, wait
+from measuring import Rate, commit, counted, heading, matmul_rate, seconds, table, wait
 from policy_speed import SAMPLING, Reading, inputs
 
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing

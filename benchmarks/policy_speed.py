@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import tyro
-from pace import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
+from measuring import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
 
 from asyncrl.policies.acceleration import GraphedChoice, compile_blocks
 from asyncrl.policies.interface import PolicyInputs, SamplingParams

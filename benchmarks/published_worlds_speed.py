@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch
 import tyro
-from pace import Rate, commit, counted, heading, matmul_rate, seconds, table
+from measuring import Rate, commit, counted, heading, matmul_rate, seconds, table
 from random_worlds import begin, build_evac, build_opensora
 from torch import Tensor
 

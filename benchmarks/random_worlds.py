@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pace import randomised
+from measuring import randomised
 from torch import Tensor, nn
 
 from asyncrl.records import ACTION_DIM, CHUNK, StartState

@@ -29,8 +29,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 import tyro
+from measuring import heading, table
 from numpy.typing import NDArray
-from pace import heading, table
 
 ROOT: Final = Path(__file__).parents[1]
 WORLD: Final = ROOT / "asyncrl/assets/tabletop/world"

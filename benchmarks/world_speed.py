@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import tyro
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-from pace import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
+from measuring import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
 
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.worlds.wan.state import WanState

@@ -32,7 +32,7 @@ from typing import Annotated, Any, Final
 import torch
 import tyro
 import world_quality
-from pace import commit
+from measuring import commit
 from simulator_training import program, rate
 
 from asyncrl.config.run import TrainConfig

@@ -20,6 +20,7 @@ FLOORS: list[set[str]] = [
     {"storage", "weights", "simulators"},
     {"policies", "worlds", "rewards", "replay"},
     {"actors", "learner", "fitting", "evaluation", "replay_tools"},
+    {"pace"},
     {"launch"},
     {"doctor"},
     {"commands"},

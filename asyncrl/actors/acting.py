@@ -54,7 +54,15 @@ class Acting(Protocol):
 
     @property
     def version(self) -> int:
-        """Return `Episode.world_version`."""
+        """Return the world's version: `Episode.world_version` where it never changes."""
+        ...
+
+    def refreshed_tensors(self) -> Mapping[str, Tensor]:
+        """Return the weights, by name, that a later version of the world replaces; none: it never changes."""
+        ...
+
+    def note_refreshed(self, version: int) -> None:
+        """Note that these weights are now those of `version`."""
         ...
 
     @property

@@ -57,6 +57,8 @@ class Actor:
         startup_timeout: float = 600.0,
         hang_timeout: float = 900.0,
         offload: IdleOffload = NO_OFFLOAD,
+        worlds: Receiver | None = None,
+        first_world: int = 0,
     ) -> None:
         """Join the parts.
 
@@ -72,6 +74,8 @@ class Actor:
             startup_timeout: Seconds until the first weights must have arrived; the learner may be loading.
             hang_timeout: Seconds that one round may take.
             offload: Moves the models to host memory while there is nothing to do.
+            worlds: Of later versions of the world; None: there are none.
+            first_world: Version of the world that the run already has: it must come before the first episode.
         """
         assert settings.max_decisions  # 0 was replaced by what the world says.
         self.name = name
@@ -83,6 +87,7 @@ class Actor:
         self.group_size = group_size
         self.startup_timeout, self.hang_timeout = startup_timeout, hang_timeout
         self.offload = offload
+        self.worlds, self.first_world = worlds, first_world
         self.slots = Slots(settings.slots, run_seed=run_seed)
         self._idle_stages = deque(
             Stage[Any](indices=some) for some in split_slots(settings.slots, settings.pipeline_stages)
@@ -104,6 +109,9 @@ class Actor:
         try:
             with waits.waiting(waits.FIRST_WEIGHTS, self.startup_timeout):
                 self.version = self.receiver.wait_for_first(self.startup_timeout)
+            if self.worlds is not None and self.first_world > self.acting.version:
+                with waits.waiting(waits.FIRST_WORLD, self.startup_timeout):
+                    self.worlds.wait_for_first(self.startup_timeout)
             while not (self.port.stopped or should_leave()):
                 self.round()
         except (ChannelClosed, RunStopped):
@@ -126,6 +134,7 @@ class Actor:
         self.version = self.receiver.swap_into(
             lambda: self.offload.host_views(dict(self.acting.policy.acting_tensors()))
         )
+        self._refresh_world()
         set_activity(f"deciding with version {self.version}", self.hang_timeout)
         launched = any(self._launch(stage) for stage in list(self._idle_stages))
         if launched:
@@ -137,6 +146,14 @@ class Actor:
             return bool(self.slots.pending)
         self.telemetry.add_busy(time.monotonic() - began)
         return True
+
+    def _refresh_world(self) -> None:
+        """Go on with the newest world: like the policy, it is another one only between two launches."""
+        if self.worlds is not None:
+            version = self.worlds.swap_into(
+                lambda: self.offload.host_views(dict(self.acting.refreshed_tensors()))
+            )
+            self.acting.note_refreshed(version)
 
     def _launch(self, stage: Stage[Any]) -> bool:
         """Refill a stage and begin its next decision; returns whether there was anything to do."""

@@ -65,6 +65,7 @@ class Imagination(Generic[State]):
         policy_device: torch.device = CPU,
         world_device: torch.device = CPU,
         rows: int = 0,
+        refreshed: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Join the models.
 
@@ -79,6 +80,8 @@ class Imagination(Generic[State]):
             rows: Rows of every pass of every model; where fewer slots take part, copies of the first fill it
                 up. What a model computes of a row depends on how many there are, in the last digits, but not
                 on which: so an episode is the same whatever else is imagined. 0: no copies.
+            refreshed: Weights of world and reward model, by name, that later versions of the world replace;
+                None: the world stays as it is.
         """
         self.policy = policy
         self.world = world
@@ -87,6 +90,7 @@ class Imagination(Generic[State]):
         self.rule = rule
         self.policy_device, self.world_device = policy_device, world_device
         self.rows = rows
+        self._refreshed = refreshed
         self.decisions = 0
         """Decisions that were made since the actor began."""
         self._seconds: dict[Metric, float] = {}
@@ -105,6 +109,14 @@ class Imagination(Generic[State]):
     def counts(self) -> Mapping[Metric, int]:
         """What was counted since the actor began."""
         return {m.ACTOR_DECISIONS: self.decisions}
+
+    def refreshed_tensors(self) -> Mapping[str, Tensor]:
+        """Return the weights that later versions of the world replace. See `Acting.refreshed_tensors`."""
+        return self._refreshed or {}
+
+    def note_refreshed(self, version: int) -> None:
+        """Note that they are now those of `version`: decisions launched from here on are."""
+        self.world.version = max(version, self.world.version)
 
     def suits(self, index: int, start: Start) -> bool:
         """Say that any slot takes any start state."""
@@ -244,6 +256,8 @@ class Imagination(Generic[State]):
             "noise_seeds": torch.tensor(seeds),
             "video": _to_host(new_frames),
         }
+        if self._refreshed is not None:
+            arrays["world_versions"] = torch.full((len(seeds),), self.world.version)
         if acted.value is not None:
             arrays["values"] = _to_host(acted.value[:, 0].float())
         decision = InFlightDecision(  # Its arrays may have more rows than it has slots: nobody looks at them.

@@ -184,6 +184,8 @@ def finished_episode(
     sample = {name: arrays.pop(name) for name in list(arrays) if name not in known}
     arrays.setdefault("values", np.full(len(rows), np.nan, np.float32))
     arrays["rewards"] = ending.rewards
+    if (drawn_by := arrays.get("world_versions")) is not None:
+        world_version = int(drawn_by.min())
     return Episode(
         episode_id=os.urandom(16).hex(),
         group_id=pending.grant.group_id,

@@ -20,6 +20,7 @@ from asyncrl.config.algorithm import (
     check_recipe,
 )
 from asyncrl.config.bounds import SECONDS, SEEDS, THREADS, AtLeast, Bounded, Within, check_path
+from asyncrl.config.pace import PaceSettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability.monitor_address import parse_address
 from asyncrl.observability.trackers import check_names
@@ -353,6 +354,7 @@ class TrainConfig(Bounded):
     imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
     simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    pace: PaceSettings = field(default_factory=PaceSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 

@@ -5,20 +5,13 @@ One line per evaluated version, written by the process that measures, read by th
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from asyncrl.storage.atomic import replacing
-from asyncrl.storage.bounded_json import check_types, read_rows
+from asyncrl.storage import json_lines
 
 NAME: Final = "evaluations.jsonl"
-_NUMBER: Final = (int, float)
-_TYPES: Final = {"int": int, "float": _NUMBER, "str": str, "bool": bool}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,43 +58,15 @@ def is_due(version: int, every: int, last: int) -> bool:
 
 
 def append(run_dir: Path, row: EvaluatedVersion) -> None:
-    """Add a line, behind one that was torn too; raises OSError when it cannot be written."""
-    with (run_dir / NAME).open("ab+") as file:
-        torn = False
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        line = json.dumps(asdict(row), allow_nan=False) + "\n"
-        file.write(("\n" if torn else "").encode() + line.encode())
+    """Add a line; raises OSError when it cannot be written."""
+    json_lines.append(run_dir / NAME, row)
 
 
 def read(run_dir: Path) -> list[EvaluatedVersion]:
     """Return all that can be read, oldest first; a line that is torn or something else is left out."""
-    path = run_dir / NAME
-    return list(_rows(path)) if path.is_file() else []
+    return json_lines.read(run_dir / NAME, EvaluatedVersion)
 
 
 def cut_after(run_dir: Path, version: int) -> None:
     """Remove what was measured of later versions: a resumed run makes them anew."""
-    kept = [row for row in read(run_dir) if row.version <= version]
-    if (run_dir / NAME).exists():
-        with replacing(run_dir / NAME) as part:
-            part.write_text("".join(json.dumps(asdict(row)) + "\n" for row in kept), encoding="utf-8")
-
-
-def _rows(path: Path) -> Iterator[EvaluatedVersion]:
-    for _, row in read_rows(path):
-        if row is not None and (found := _checked(row)) is not None:
-            yield found
-
-
-def _checked(row: dict[str, Any]) -> EvaluatedVersion | None:
-    known = {field.name: _TYPES[str(field.type)] for field in fields(EvaluatedVersion)}
-    if row.keys() != known.keys():
-        return None
-    try:
-        check_types(row, known)
-    except ValueError:
-        return None
-    numbers = [value for value in row.values() if isinstance(value, float)]
-    return EvaluatedVersion(**row) if all(map(math.isfinite, numbers)) else None
+    json_lines.keep(run_dir / NAME, EvaluatedVersion, lambda row: row.version <= version)

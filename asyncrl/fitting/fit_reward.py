@@ -81,6 +81,11 @@ def fit_reward(
     return loss
 
 
+def shows_both(recordings: Recordings) -> bool:
+    """Tell whether there is a solved frame and an unsolved late one, without which nothing can be fitted."""
+    return bool(recordings.success.any()) and bool(len(_late(recordings)))
+
+
 def _check_both(solved_rows: np.ndarray, late_rows: np.ndarray) -> None:
     """Refuse recordings that do not show both verdicts.
 

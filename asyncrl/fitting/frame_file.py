@@ -108,7 +108,25 @@ class FrameFile:
             left, at = left[count:], at + count
 
 
-Frames = NDArray[np.uint8] | FrameFile
+class FrameRows:
+    """Some rows of other pictures, ``[F, H, W, 3]`` uint8; none is copied before it is read."""
+
+    def __init__(self, frames: NDArray[np.uint8] | FrameFile, rows: NDArray[np.int64]) -> None:
+        """Choose `rows`, ``[F]`` int64, in that order."""
+        self._frames, self._rows = frames, rows
+        self.shape = (len(rows), *frames.shape[1:])
+        self.dtype = np.dtype(np.uint8)
+        self.nbytes = math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        """Read what NumPy would give for an index of rows; see `FrameFile.__getitem__`."""
+        return self._frames[self._rows[index]]
+
+
+Frames = NDArray[np.uint8] | FrameFile | FrameRows
 """``[F, H, W, 3]`` uint8, in memory or in a file."""
 
 

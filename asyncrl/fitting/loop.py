@@ -14,6 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from asyncrl.errors import RunError
+from asyncrl.observability import process_status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ def minimise(
         steps: Optimizer steps.
         learning_rate: Peak of a warm-up and cosine schedule.
         weight_decay: Decoupled weight decay on matrices; vectors (norms, biases) have none.
-        warmup: Steps until the peak.
+        warmup: Steps until the peak; in a short training a fifth of all.
         average: Decay of an exponential moving average that replaces the parameters at the end; 0 = off.
         parts: Micro-batches of a step, whose gradients are averaged.
         ranks: Those that train together; gradients are averaged by whatever spread `module` over them.
@@ -142,6 +143,7 @@ def minimise(
     Raises:
         RunError: the loss stopped being finite.
     """
+    warmup = min(warmup, steps // 5)
     optimizer = _adamw(module, weight_decay)
     parameters = [p for p in module.parameters() if p.requires_grad]
     averaged = [p.detach().clone() for p in parameters] if average else []
@@ -159,6 +161,7 @@ def minimise(
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(whole)
+        process_status.progress()
         if average:
             decay = min(average, (1 + step) / (10 + step))
             get_ema_multi_avg_fn(decay)(averaged, [p.detach() for p in parameters], step)

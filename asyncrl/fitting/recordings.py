@@ -14,7 +14,7 @@ import math
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError, first_line
-from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
+from asyncrl.fitting.frame_file import FrameFile, FrameRows, Frames, blocks
 from asyncrl.fitting.looks import Looks
 from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
@@ -105,6 +105,30 @@ class Recordings:
         if len(self.task_ids) != len(self) or (self.task_ids < 0).any():
             return np.zeros(len(self), np.int64)
         return np.unique(self.task_ids, return_inverse=True)[1].astype(np.int64)
+
+
+def chosen(recordings: Recordings, episodes: Sequence[int]) -> Recordings:
+    """Return some episodes, in that order; their pictures stay where they are.
+
+    Args:
+        recordings: Whose pictures are in memory or in a file.
+        episodes: Their numbers.
+    """
+    assert not isinstance(recordings.frames, FrameRows), "a choice of a choice"
+    spans = [recordings.span(episode) for episode in episodes]
+    rows = np.concatenate([np.arange(span.start, span.stop) for span in spans] or [np.empty(0, np.int64)])
+    numbers = np.array(episodes, np.int64)
+    return Recordings(
+        frames=FrameRows(recordings.frames, rows),
+        actions=recordings.actions[rows],
+        success=recordings.success[rows],
+        offsets=np.cumsum([0, *(span.stop - span.start for span in spans)]).astype(np.int64),
+        tasks=[recordings.tasks[episode] for episode in episodes],
+        seeds=recordings.seeds[numbers],
+        task_ids=recordings.task_ids[numbers] if len(recordings.task_ids) else recordings.task_ids,
+        simulator=recordings.simulator,
+        poses=recordings.poses[rows] if len(recordings.poses) else recordings.poses,
+    )
 
 
 def write_part(

@@ -33,7 +33,7 @@ from asyncrl.launch.policies import as_module, build_learning_policy, build_refe
 from asyncrl.launch.simulated import SimulatedEnvironment, SimulatorFiles, simulator_named
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import Log, LoopSettings
-from asyncrl.learner.pace import Told
+from asyncrl.learner.progress import Told
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.reference import Reference
@@ -41,6 +41,7 @@ from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
 from asyncrl.observability import process_status
+from asyncrl.pace import rounds
 from asyncrl.policies.interface import (
     FixedShapeActing,
     FixesPrompts,
@@ -61,7 +62,7 @@ from asyncrl.worlds.start_states import StartStateStream
 
 
 def actor_offload(config: TrainConfig, acting: Imagination[Any] | Play) -> IdleOffload:
-    """Offload an idle actor's models. What the receiver holds stays; new weights reach the copy."""
+    """Offload an idle actor's models. What the receivers hold stays; new weights reach the copy."""
     if not config.actor.offload:
         return NO_OFFLOAD
     policy = acting.policy
@@ -71,7 +72,7 @@ def actor_offload(config: TrainConfig, acting: Imagination[Any] | Play) -> IdleO
     return IdleOffload(
         OffloadedTensors(
             partial(_tensors_of, models),
-            lambda: policy.acting_tensors().values(),
+            lambda: [*policy.acting_tensors().values(), *acting.refreshed_tensors().values()],
             acting.devices,
             on_offload=lambda: [model.weights_moved() for model in movable],
         )
@@ -196,7 +197,16 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
         policy_device=policy.device,
         world_device=environment.world.device,
         rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
+        refreshed=_refreshed(config, environment),
     )
+
+
+def _refreshed(config: TrainConfig, environment: Environment) -> dict[str, Tensor] | None:
+    if not config.pace.every:
+        return None
+    from asyncrl.launch import refits  # It needs simulators and fits, which are not imported without cause.
+
+    return refits.refreshed_tensors(config, environment.world, environment.reward)
 
 
 def rows_of_a_pass(config: TrainConfig) -> int:
@@ -243,6 +253,8 @@ def build_actor(
     port: ActorPort,
     receiver: Receiver,
     offload: IdleOffload = NO_OFFLOAD,
+    worlds: Receiver | None = None,
+    first_world: int = 0,
 ) -> Actor:
     """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
     return Actor(
@@ -257,6 +269,8 @@ def build_actor(
         startup_timeout=config.startup_timeout,
         hang_timeout=config.hang_timeout,
         offload=offload,
+        worlds=worlds,
+        first_world=first_world,
     )
 
 
@@ -266,6 +280,7 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
         updates=config.updates,
         checkpoint_every=config.checkpoint_every,
         evaluate_every=config.evaluate_every,
+        refit_every=config.pace.every,
         batch_timeout=config.batch_timeout,
         hang_timeout=config.hang_timeout,
         batches_ahead=config.max_lag + 1,
@@ -307,6 +322,10 @@ def load_models(
         from asyncrl.launch import evaluation  # It needs simulators, which are not imported without cause.
 
         evaluation.plan(config, environment, policy)
+    if config.pace.every:
+        from asyncrl.launch import refits
+
+        refits.check(config, environment, policy)
     return policy, environment
 
 
@@ -340,6 +359,9 @@ def start_run(
             read_meta(found / run_folder.REPLAY)
     run = run_folder.claim(config, again)
     episodes = files.episode_format(policy, config.actor.max_decisions)
+    if config.pace.every and episodes.world_version is not None:
+        rounds_left = config.updates // config.pace.every
+        episodes = replace(episodes, world_version=episodes.world_version + rounds_left)
     folder, version, before, notes = None, 0, RunStart(episodes=episodes), ()
     if config.resume:
         folder = checkpoint.latest(run.path)
@@ -347,6 +369,7 @@ def start_run(
         verified = checkpoint.verify(folder)
         version = int(folder.name.rpartition("_")[2])
         before, notes = RunStart(episodes=episodes, ledger=verified.ledger), verified.notes
+    rounds.cut_after(run.path, version)
     return LearnerStart(
         policy=policy,
         run_dir=run.path,

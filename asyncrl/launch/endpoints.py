@@ -171,7 +171,9 @@ def _remove_left_over(note: Path, identity: RunIdentity) -> None:
         shutil.rmtree(folder)
 
 
-def pull_settings(config: TrainConfig, folder: Path, keys: str, identity: RunIdentity) -> PullSettings:
+def pull_settings(
+    config: TrainConfig, folder: Path, keys: str, identity: RunIdentity, *, worlds: bool = False
+) -> PullSettings:
     """Where actors that join fetch the weights: beside the replay, unless --weights.listen says otherwise.
 
     Args:
@@ -179,13 +181,15 @@ def pull_settings(config: TrainConfig, folder: Path, keys: str, identity: RunIde
         folder: The private folder of its sockets.
         keys: Folder of the keys; empty: none.
         identity: Of the run.
+        worlds: They are those of refitted worlds: at the same address, with a port that the system chooses.
     """
     from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
 
-    replay = config.replay.listen
-    beside = f"{replay.rpartition(':')[0]}:0" if replay.startswith("tcp") else ipc_endpoint(folder, "pull")
+    near = (config.weights.listen if worlds else "") or config.replay.listen
+    own = ipc_endpoint(folder, "pull-worlds" if worlds else "pull")
+    beside = f"{near.rpartition(':')[0]}:0" if near.startswith("tcp") else own
     return PullSettings(
-        listen=config.weights.listen or beside,
+        listen=beside if worlds else config.weights.listen or beside,
         security=server_keys(keys),
         silence=config.replay.heartbeat_timeout,
         identity=identity,

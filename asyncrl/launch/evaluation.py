@@ -23,8 +23,8 @@ from asyncrl.evaluation.judged_pictures import write_judged_movie, write_judged_
 from asyncrl.evaluation.run_checkpoints import Measured, RunCheckpoints
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks, simulator_of_tasks
 from asyncrl.launch.environment import Environment, EnvironmentFiles, build_environment, check_environment
-from asyncrl.launch.named_models import named_policy
 from asyncrl.launch.placement import pick_device
+from asyncrl.launch.policies import load_policy_version
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
 from asyncrl.observability import process_status
 from asyncrl.policies.interface import Policy, SamplingParams
@@ -123,7 +123,10 @@ class VersionPlayer:
     def __call__(self, version: int, folder: Path | None) -> Measured:
         """Measure one version; see `run_checkpoints.Measure`."""
         with process_status.activity(f"loading version {version} to play it", self._config.startup_timeout):
-            policy = self._load(folder)
+            policy = load_policy_version(self._config, folder, self._device)
+            if self._pool is None:
+                workers = self._config.evaluation.workers
+                self._pool = SimulatorPool(self._plan.source, workers, steps=policy.action_spec.chunk)
         drawn = self._config.evaluation.movies
         plays = self._plan.plays
         episodes = self._play(policy, plays[:drawn], version, 0, keep_frames=True)
@@ -144,18 +147,6 @@ class VersionPlayer:
         """End the simulators."""
         if self._pool is not None:
             self._pool.close()
-
-    def _load(self, folder: Path | None) -> Policy:
-        name, _ = registry.split(self._config.policy)
-        text = self._config.policy if folder is None else f"{name}@{folder}" if name else str(folder)
-        # They are of a published folder, which says less about itself than a checkpoint, or of a class.
-        settings = self._config.policy_settings if folder is None or name else ()
-        named = named_policy(text, settings)
-        policy = named.kind.load(named.folder, self._device, **named.settings)
-        if self._pool is None:
-            workers = self._config.evaluation.workers
-            self._pool = SimulatorPool(self._plan.source, workers, steps=policy.action_spec.chunk)
-        return policy
 
     def _play(
         self, policy: Policy, plays: Sequence[Play], version: int, before: int, *, keep_frames: bool

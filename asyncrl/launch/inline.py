@@ -5,12 +5,14 @@ So the lag is exactly --replay.max-lag once that many batches are ahead, and a r
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, learner_ranks, rendezvous, run_log
-from asyncrl.launch.environment import build_environment, with_world_defaults
+from asyncrl.launch.environment import EnvironmentFiles, build_environment, with_world_defaults
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_policy
 from asyncrl.launch.roles import open_run_replay
@@ -47,7 +49,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     publisher, receiver = build_in_process(device)
     replay = open_run_replay(run_dir / REPLAY, config, start=start.replay)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
-    port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.round(0.0))
+    port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: imagine())
     actor = build.build_actor(
         config,
         "inline",
@@ -60,7 +62,20 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     with (
         logged_to(run_dir / "logs" / "inline.log"),
         run_log.opened(config, start) as log,
+        ExitStack() as stack,
     ):
+        refits = None
+        if config.pace.every:
+            from asyncrl.launch.inline_refits import InlineRefits
+
+            assert isinstance(files, EnvironmentFiles)  # `load_models` refuses simulators.
+            refits = InlineRefits(config, files, run_dir, device, stack, log.note, log.banner)
+
+        def imagine() -> bool:
+            if refits is not None:
+                refits.turn(actor)
+            return actor.round(0.0)
+
         world = console.world_line(asked, said)
         for line in (
             console.banner(config, run_dir, "1 process (inline)", str(device), world),

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 ANSWER_DEADLINE: Final = 30.0
 """Seconds the replay has to tell the run's settings."""
+WORLD_WAIT: Final = 2.0
+"""Seconds to wait for a refitted world, which the run may not have."""
 SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0
 """Seconds the replay has to take the last finished episodes."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -99,6 +101,8 @@ class _Joined:
     actor: Actor
     port: ZmqActorPort
     receiver: PulledReceiver
+    worlds: PulledReceiver | None
+    """Of refitted worlds; None: the run's stays as it is."""
 
 
 def _imagine(joined: _Joined) -> bool:
@@ -120,6 +124,8 @@ def _imagine(joined: _Joined) -> bool:
             log_errors(leave, print)
             joined.actor.acting.close()
             receiver.close()
+            if joined.worlds is not None:
+                joined.worlds.close()
 
 
 def pick_key(settings: JoinOptions) -> ClientKeys | None:
@@ -178,6 +184,14 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         port = ZmqActorPort(settings.endpoint, name, window=window, security=keys, identity=told.identity)
         acting = build.build_acting(config, policy, environment)
         closing.callback(acting.close)
+        worlds = None
+        if told.worlds:
+            worlds = build_pulled_receiver(
+                told.worlds, name, acting.refreshed_tensors(), keys, config.weights.timeout, told.identity
+            )
+            closing.callback(worlds.close)
+            # What an older world draws is refused: one that is there already shall come first.
+            worlds.wait_newer(-1, WORLD_WAIT)
         actor = build.build_actor(
             config,
             name,
@@ -186,9 +200,10 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
             port,
             receiver,
             build.actor_offload(config, acting),
+            worlds,
         )
         closing.pop_all()  # It worked: who leaves closes them.
-    return _Joined(actor=actor, port=port, receiver=receiver)
+    return _Joined(actor=actor, port=port, receiver=receiver, worlds=worlds)
 
 
 def _pick_name(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from asyncrl.policies.checkpoints.convert import open_source
 from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
 from asyncrl.policies.lora import add_lora
 from asyncrl.records import StartState
-from asyncrl.registry import names_code
+from asyncrl.registry import names_code, split
 
 
 def _load_policy(config: TrainConfig, device: torch.device) -> Policy:
@@ -51,6 +52,22 @@ def as_module(policy: Policy) -> nn.Module:
             f"--policy is a {type(policy).__name__}, which is no torch.nn.Module. Derive it from one."
         )
     return policy
+
+
+def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.device) -> Policy:
+    """Load what a run's policy is at a checkpoint, to be measured.
+
+    Args:
+        config: Of the run.
+        folder: The checkpoint; None: what the run began with.
+        device: Where the weights go.
+    """
+    name, _ = split(config.policy)
+    text = config.policy if folder is None else f"{name}@{folder}" if name else str(folder)
+    # They are of a published folder, which says less about itself than a checkpoint, or of a class.
+    settings = config.policy_settings if folder is None or name else ()
+    named = named_policy(text, settings)
+    return named.kind.load(named.folder, device, **named.settings)
 
 
 def build_policy(config: TrainConfig, device: torch.device) -> Policy:

@@ -56,6 +56,10 @@ class RunInfo:
     """Folder from which the learners go on; empty: a new run."""
     pull_endpoint: str = ""
     """Address where actors that join fetch weights."""
+    worlds_endpoint: str = ""
+    """Address where refitted worlds are published; empty: the world stays as it is."""
+    worlds_pull_endpoint: str = ""
+    """Address where actors that join fetch them."""
     keys: str = ""
     """Folder of the keys that the replay is used with; empty: none."""
     attempt: int = 0

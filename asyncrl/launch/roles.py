@@ -34,6 +34,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.launch.policies import build_policy
+    from asyncrl.pace.rounds import newest_world
     from asyncrl.replay.client import WINDOW, ZmqActorPort
     from asyncrl.weights.receiver import build_receiver
 
@@ -61,6 +62,10 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         device,
         config.weights.timeout,
     )
+    worlds = None
+    if info.worlds_endpoint:
+        refreshed = acting.refreshed_tensors()
+        worlds = build_receiver("gloo", info.worlds_endpoint, name, refreshed, "cpu", config.weights.timeout)
     try:
         port = ZmqActorPort(
             info.replay_endpoint,
@@ -77,6 +82,8 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             port,
             receiver,
             build.actor_offload(config, acting),
+            worlds,
+            (worlds and newest_world(run_dir)) or 0,
         )
         actor.run()
         with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):
@@ -84,6 +91,8 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     finally:
         acting.close()
         receiver.close()
+        if worlds is not None:
+            worlds.close()
         lock.release()
 
 
@@ -103,7 +112,12 @@ def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:
         replay,
         info.replay_endpoint,
         security=endpoints.server_keys(info.keys),
-        settings=JoinSettings(config=config_json, weights=info.pull_endpoint, identity=identity),
+        settings=JoinSettings(
+            config=config_json,
+            weights=info.pull_endpoint,
+            worlds=info.worlds_pull_endpoint,
+            identity=identity,
+        ),
         identity=identity,
     )
     lock.release()

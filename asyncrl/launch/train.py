@@ -28,6 +28,7 @@ from asyncrl.launch.children import (
     log_errors,
 )
 from asyncrl.launch.evaluator import EvaluatorProcess
+from asyncrl.launch.fitter import FitterProcess
 from asyncrl.launch.placement import Placement, check_groups, parse_placement, pick_device
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.launch.build import LearnerStart
+    from asyncrl.launch.world_channel import WorldChannel
     from asyncrl.learner.learner import Learner
+    from asyncrl.observability.metrics_logger import MetricsLogger
     from asyncrl.weights.interface import Publisher
     from asyncrl.weights.publisher import BroadcastPublisher
 
@@ -199,11 +202,13 @@ def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
         begun = [*_again(start.version), *console.resumed(config, start.version)]
         log.banner("\n".join([*begun, hint, *console.notes(config), *start.notes]))
-        info = _run_info(start, endpoint, sockets, keys, publisher)
+        worlds = _world_channel(config, start, sockets, keys)
+        info = _run_info(start, endpoint, sockets, keys, publisher, worlds)
         evaluator = EvaluatorProcess(
             config, run_dir, start.version, log.write_evaluation, rendezvous.local_rank()
         )
-        news = partial(_news, config, placement, publisher, sockets, evaluator)
+        fitter = FitterProcess(config, run_dir, log.note, rendezvous.local_rank())
+        news = partial(_news, config, placement, publisher, sockets, evaluator, fitter, worlds, log)
         children = ChildProcesses(stop, log.banner, news)
         run_until_done = Watchdog(run_dir, log.banner)
         status_line = StatusLine(run_dir, show_status)
@@ -229,6 +234,9 @@ def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             run_until_done.close()
             children.end(0.0)
             log_errors(evaluator.close, log.banner)
+            log_errors(fitter.close, log.banner)
+            if worlds is not None:
+                worlds.close()
             publisher.close()
             start.lock.release()
         log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
@@ -242,8 +250,29 @@ def _again(version: int) -> list[str]:
     return [f"torchrun started the ranks again ({count}); on from version {version}"] if count else []
 
 
+def _world_channel(config: TrainConfig, start: LearnerStart, sockets: Path, keys: str) -> WorldChannel | None:
+    """Open the channel of refitted worlds; None: there will be none."""
+    if not config.pace.every:
+        return None
+    from asyncrl.launch.world_channel import TRANSPORT, WorldChannel
+    from asyncrl.weights.publisher import build_publisher
+
+    publisher = build_publisher(
+        TRANSPORT,
+        sockets / "worlds",
+        deadline=config.weights.timeout,
+        pulls=endpoints.pull_settings(config, sockets, keys, start.identity, worlds=True),
+    )
+    return WorldChannel(config, start.run_dir, publisher)
+
+
 def _run_info(
-    start: LearnerStart, replay_endpoint: str, sockets: Path, keys: str, publisher: BroadcastPublisher
+    start: LearnerStart,
+    replay_endpoint: str,
+    sockets: Path,
+    keys: str,
+    publisher: BroadcastPublisher,
+    worlds: WorldChannel | None,
 ) -> RunInfo:
     """What the other processes have to know."""
     return RunInfo(
@@ -253,6 +282,8 @@ def _run_info(
         sockets=str(sockets),
         checkpoint=str(start.checkpoint or ""),
         pull_endpoint=publisher.pull_endpoint,
+        worlds_endpoint=worlds.endpoint if worlds else "",
+        worlds_pull_endpoint=worlds.pull_endpoint if worlds else "",
         keys=keys,
         attempt=start.identity.attempt,
     )
@@ -264,12 +295,17 @@ def _news(
     publisher: BroadcastPublisher,
     sockets: Path,
     evaluator: EvaluatorProcess,
+    fitter: FitterProcess,
+    worlds: WorldChannel | None,
+    log: MetricsLogger,
 ) -> list[str]:
-    """Lines about actors that joined or went, what the learner waits for when none is left, the evaluator.
+    """Lines about actors that joined or went, the wait when none is left, true success, and refits.
 
     Raises:
-        RunError: A child of another rank died too often.
+        RunError: A child of another rank died too often; a refitted world cannot be sent.
     """
+    if worlds is not None:
+        log.note(worlds.status())
     if why := rendezvous.take_failure(sockets):
         raise RunError(why)
     lines = publisher.pop_events()
@@ -277,7 +313,7 @@ def _news(
         lines.append(
             f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"
         )
-    return [*lines, *evaluator.poll()]
+    return [*lines, *evaluator.poll(), *fitter.poll()]
 
 
 def _start(

@@ -28,7 +28,7 @@ from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import batch_metrics, build_batch
 from asyncrl.learner.loop import Log, LoopSettings
-from asyncrl.learner.pace import BatchWait, Told, UpdatePace
+from asyncrl.learner.progress import BatchWait, Told, UpdateProgress
 from asyncrl.learner.ranks import Groups, not_finite
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
@@ -94,8 +94,8 @@ class Learner:
         self.stop_requested = stop_requested
         self.tell_estimate = tell_estimate
         self.clock = clock
-        self.pace = UpdatePace(tell_estimate, clock, update.device)
-        update.on_pass = self.pace.note
+        self.progress = UpdateProgress(tell_estimate, clock, update.device)
+        update.on_pass = self.progress.note
         self.end_reason = ""
         """Why the run ended well before its last update; empty when it did not, or was asked to."""
         self._failure: Exception | None = None
@@ -264,7 +264,7 @@ class Learner:
     def _learn(self, part: Groups) -> dict[Metric, float]:
         """Make one update: the version rises by one, and nothing can interrupt it halfway."""
         began = self.clock()
-        self.pace.begin()
+        self.progress.begin()
         batch = build_batch(part, version=self.version)
         with interrupts_deferred():
             self._half_updated = True

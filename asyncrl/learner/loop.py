@@ -38,6 +38,8 @@ class LoopSettings:
     """Seconds the actors have to take the first version."""
     evaluate_every: int = 0
     """Updates between two versions that are measured in a simulator, thus checkpoints too; 0: none."""
+    refit_every: int = 0
+    """Updates between two versions in whose true episodes the world is refitted, thus checkpoints too."""
     hang_timeout: float = 900.0
     """Seconds that an update may take without a sign of progress."""
     batches_ahead: int = 1
@@ -47,5 +49,5 @@ class LoopSettings:
 
     def saves(self, version: int) -> bool:
         """Tell whether there shall be a checkpoint of `version`."""
-        measured = self.evaluate_every > 0 and version % self.evaluate_every == 0
-        return measured or version % self.checkpoint_every == 0
+        intervals = (self.checkpoint_every, self.evaluate_every, self.refit_every)
+        return any(every > 0 and version % every == 0 for every in intervals)

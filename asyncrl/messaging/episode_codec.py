@@ -16,11 +16,11 @@ from asyncrl.records import (
     COUNTED_SCHEMA_VERSION,
     EPISODE_ARRAYS,
     MAX_SAMPLE_ARRAYS,
-    OPTIONAL_ARRAYS,
     ArraySpec,
     Episode,
     array_specs,
     episode_arrays,
+    optional_arrays,
     sample_specs,
     scalar_types,
     specs_of,
@@ -142,6 +142,7 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     if not isinstance(scalars, dict) or not isinstance(arrays, list):
         raise WireError("the message lacks its episode or the list of its arrays.")
     types, counted = scalar_types(schema), schema == COUNTED_SCHEMA_VERSION
+    allowed = optional_arrays(schema)
     check_keys("the episode", scalars, types)
     for name, expected in types.items():
         check_value(name, scalars[name], expected)
@@ -150,7 +151,7 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     for entry in arrays:
         if not isinstance(entry, list) or len(entry) != 4:
             raise WireError(f"the entry of an array is {shown(entry)}.")
-    optional = _optional_names(arrays) if counted else []
+    optional = _optional_names(arrays, allowed)
     others = fixed + len(optional)
     if not (len(arrays) == len(frames) and others <= len(arrays) <= others + MAX_SAMPLE_ARRAYS):
         raise WireError(
@@ -172,10 +173,10 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     return Episode(**scalars, **read, sample=shown_again)
 
 
-def _optional_names(arrays: Sequence[Any]) -> list[str]:
+def _optional_names(arrays: Sequence[Any], allowed: Sequence[str]) -> list[str]:
     """Return the names of the optional arrays: the last of the entries, as in `array_specs`."""
-    last = [entry[0] for entry in arrays[-len(OPTIONAL_ARRAYS) :]]
-    return [name for name in last if isinstance(name, str) and name in OPTIONAL_ARRAYS]
+    last = [entry[0] for entry in arrays[len(arrays) - len(allowed) :]]
+    return [name for name in last if isinstance(name, str) and name in allowed]
 
 
 def _specs(sample: Sequence[Any], optional: Sequence[str], *, counted: bool) -> dict[str, ArraySpec]:

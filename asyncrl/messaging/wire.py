@@ -5,7 +5,8 @@
     frame 1..  one raw frame per array of `records.episode_arrays`, little-endian, C order, in that order
 
 Schema version 1; 2 where the sample of the episode is other arrays than action tokens alone; 3 where the
-episode says how many steps were taken, and may have `records.OPTIONAL_ARRAYS` behind the others. Which
+episode says how many steps were taken, and may have `records.OPTIONAL_ARRAYS` behind the others; 4 where it
+says which world drew each decision, by the last of these. Which
 fields a kind has, and which arrays of which type and rank an episode has, is fixed here and in `records`; a
 peer only names the sample's arrays and says sizes, which are checked before anything is allocated. `decode`
 raises `WireError` only.
@@ -61,7 +62,15 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "ping": {},
     "bye": {},
     "settings": {"name": str, "part": int},
-    "settings_part": {"part": int, "parts": int, "text": str, "weights": str, "secret": str, "attempt": int},
+    "settings_part": {
+        "part": int,
+        "parts": int,
+        "text": str,
+        "weights": str,
+        "worlds": str,
+        "secret": str,
+        "attempt": int,
+    },
     "acquire": {"turn": int, "groups": int},
     "grant": {"turn": int, "number": int, "min_version": int, "keep_video": bool},
     "episode": {},

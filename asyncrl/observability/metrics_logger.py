@@ -192,6 +192,8 @@ class MetricsLogger:
         self._rows_shown = 0
         self._all_columns = (*COLUMNS, TRUTH) if evaluates else COLUMNS
         self._columns: tuple[Column, ...] = ()
+        self._noted: dict[Metric, float] = {}
+        """What stands in every row until it is something else."""
         self._evaluated: dict[Metric, float] = {}
         """What is known of the newest version that was measured in the true simulator."""
         console_stream.keep_in(run_dir / "logs" / "console.log")
@@ -224,6 +226,7 @@ class MetricsLogger:
             values: What was measured.
         """
         now = self._clock()
+        values = {**self._noted, **values}
         for reader in self.readers:  # First, for a tracker may answer for the row as soon as it is written.
             reader.note(step, {**values, **self._evaluated})
         self._record(step, values, now)
@@ -257,6 +260,10 @@ class MetricsLogger:
                 self.banner(f"TensorBoard does not get {tag} of update {step}: {error}")
         if step >= self._evaluated.get(m.EVAL_VERSION, 0):
             self._evaluated = {**values, m.EVAL_VERSION: float(step)}
+
+    def note(self, values: Mapping[Metric, float]) -> None:
+        """Put values into every later row, until they are noted anew."""
+        self._noted |= values
 
     def banner(self, text: str) -> None:
         """Print something that is not a row, such as what the run consists of or that an actor came back."""

@@ -159,6 +159,14 @@ FIRST_WEIGHTS = _define(
     "the learner's first version, or its end",
     "the actor ends with an error and is respawned",
 )
+FIRST_WORLD = _define(
+    "first_world",
+    "waiting for the refitted world",
+    "actor",
+    "--startup-timeout",
+    "rank 0, which sends the world that the run has",
+    "the actor ends with an error and is respawned",
+)
 JOINING = _define(
     "joining",
     "forming the weight group",

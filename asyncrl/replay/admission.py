@@ -80,7 +80,7 @@ class EpisodeFormat:
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a start state -> its instruction, or several of as many start states; empty: not known, any."""
     world_version: int | None = None
-    """Of the world that imagines, -1: a simulator; None: not known, any."""
+    """Of the world that imagines, the newest that there can be; -1: a simulator; None: not known, any."""
     simulator: SimulatorFormat | None = None
     """In which they are played; None: they are imagined, or nothing is known."""
 
@@ -343,9 +343,10 @@ def _policy_versions(episode: Episode, expected: Expected) -> str | None:
 
 def _world_version(episode: Episode, expected: Expected) -> str | None:
     newest = expected.format.world_version
-    if episode.world_version < -1 or (newest is not None and episode.world_version > newest):
+    found = episode.newest_world_version
+    if found < -1 or (newest is not None and found > newest):
         known = "at least -1" if newest is None else f"at most {newest}"
-        return f"world version {episode.world_version} imagined it, in this run it is {known}"
+        return f"world version {found} imagined it, in this run it is {known}"
     return None
 
 

@@ -36,6 +36,8 @@ class JoinSettings:
     """JSON of the run's `TrainConfig`."""
     weights: str
     """Endpoint where the weights can be fetched."""
+    worlds: str = ""
+    """Endpoint where refitted worlds can be; empty: the world stays as it is."""
     identity: RunIdentity = NO_RUN
     """Of the run, in its present start."""
 
@@ -50,6 +52,7 @@ class JoinSettings:
             "parts": parts,
             "text": text,
             "weights": self.weights,
+            "worlds": self.worlds,
             "secret": self.identity.secret,
             "attempt": self.identity.attempt,
         }
@@ -83,7 +86,12 @@ def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline
                 asked_at = -float("inf")
                 if len(texts) >= message["parts"]:
                     identity = RunIdentity(secret=message["secret"], attempt=message["attempt"])
-                    return JoinSettings(config="".join(texts), weights=message["weights"], identity=identity)
+                    return JoinSettings(
+                        config="".join(texts),
+                        weights=message["weights"],
+                        worlds=message["worlds"],
+                        identity=identity,
+                    )
             if link.stopped:
                 raise ReplayError(f"the run at {endpoint} is over.")
     finally:

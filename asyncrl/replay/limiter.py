@@ -216,7 +216,7 @@ class Limiter(GroupTable):
             refused = Refusal("content", problem)
         if refused is not None:
             return receipt("dropped_invalid", refused.reason, refused.cause)
-        self.world_version = max(self.world_version, episode.world_version)
+        self.world_version = max(self.world_version, episode.newest_world_version)
         if self.too_old(episode, self.version):
             return receipt("dropped_lag", self._too_old_because(episode))
         self.note_heartbeat(group.actor)

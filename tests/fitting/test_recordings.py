@@ -21,8 +21,8 @@ from asyncrl.fitting.frame_file import FrameFile, cache_folder
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitStarts
-from asyncrl.fitting.worlds.wan import windows
 from asyncrl.fitting.worlds.wan_latents import encode_recordings, redraw
+from asyncrl.fitting.worlds.wan_windows import windows
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig

@@ -15,7 +15,7 @@ from asyncrl.records import Sampling
 from asyncrl.replay.groups import ReadyGroup, number_of
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.replay import Replay
-from support.episodes import make_episode
+from support.episodes import drawn_by, make_episode
 from support.replay import Clock, fill, grant_group, make_limiter, make_replay
 
 
@@ -197,6 +197,22 @@ def test_what_an_older_world_imagined_is_refused_and_dropped_beyond_a_bound_of_i
     batch = replay.sample(1, 0)
     assert batch is not None
     assert batch[0][0].world_version == 2
+    replay.close()
+
+
+def test_a_decision_counts_by_the_world_that_drew_it(tmp_path: Path) -> None:
+    replay = make_replay(tmp_path, make_limiter(max_lag=3, per_update=1))
+    for _ in range(3):
+        assert replay.grant("actor-0") is not None
+
+    def push(number: int, *worlds: int) -> list[str]:
+        made = [make_episode(number, member, versions=(0, 0)) for member in range(2)]
+        return [replay.admit(drawn_by(one, *worlds)).status for one in made]
+
+    assert push(0, 1, 1) == ["held", "stored"]
+    assert push(1, 1, 3)[0] == "dropped_lag", "its first decision is two worlds older than its last"
+    replay.maintain()
+    assert replay.sample(1, 0) is None, "nor is what world 1 drew alone of use any more"
     replay.close()
 
 

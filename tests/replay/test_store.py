@@ -22,7 +22,7 @@ from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.files.writer import write_group
 from asyncrl.replay.ledger import Ledger
 from support import child_environment
-from support.episodes import assert_same, make_episode, simulated, with_chain
+from support.episodes import assert_same, drawn_by, make_episode, simulated, with_chain
 from support.replay_store import group_of, open_store
 
 
@@ -334,6 +334,27 @@ def test_episodes_of_a_simulator_come_back_exactly_under_the_third_schema_versio
         assert file["episodes"]["steps_taken"].tolist() == [9, 10]
         assert file["more_frames"].attrs["letters"] == b"N,V,H,W,3"
         assert (file["final_more_frames"].shape, file["final_state"].shape) == ((2, 1, 4, 4, 3), (2, 3))
+
+
+def test_episodes_of_a_world_that_changes_come_back_exactly_under_the_fourth_schema_version(
+    tmp_path: Path,
+) -> None:
+    group = [drawn_by(make_episode(3, i, versions=(3, 3)), 2, 2 + i) for i in range(2)]
+    with closing(open_store(tmp_path)) as store:
+        path = store.store_group(3, group).path
+    with closing(open_store(tmp_path)) as store:
+        known = store.group_files[3]
+        assert (known.attributes["schema_version"], known.world_version) == (4, 2)
+        loaded = store.load(3)
+    assert loaded is not None
+    for one, other in zip(loaded, group, strict=True):
+        assert_same(one, other)
+    file: Any
+    with h5py.File(path, "r") as file:
+        assert file["world_versions"][:].tolist() == [2, 2, 2, 3]
+        assert file["world_versions"].attrs["letters"] == b"N"
+    light, _ = read_group(path, ("rewards",))
+    assert light.world_version == 2
 
 
 def test_files_of_a_world_model_know_nothing_of_simulators(tmp_path: Path) -> None:

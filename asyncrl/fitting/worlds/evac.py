@@ -123,7 +123,7 @@ class EvacFit(FrameByFrameFit):
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> EvacFit:
         """Make a world of the recordings' pictures, poses and camera. See `FittedWorld.fresh`."""
-        refuse_option(options, "context_sigma", "evac")
+        _refuse_options(options)
         check_recordings(recordings, ACTION_DIM, KIND_NAMED)
         check_poses(recordings)
         config = fresh_config(
@@ -150,7 +150,7 @@ class EvacFit(FrameByFrameFit):
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the model of poses, then the network. See `FittedWorld.fit_network` and `fit_unet`."""
-        refuse_option(options, "context_sigma", "evac")
+        _refuse_options(options)
         check_recordings(recordings, ACTION_DIM, KIND_NAMED)
         check_poses(recordings)
         networks = self.world.networks
@@ -306,3 +306,8 @@ def fit_unet(
         learning_rate=schedule.learning_rate,
         average=AVERAGE,
     )
+
+
+def _refuse_options(options: WorldOptions) -> None:
+    for name in ("context_sigma", "own_memory"):
+        refuse_option(options, name, "evac")

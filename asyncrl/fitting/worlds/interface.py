@@ -52,6 +52,9 @@ class WorldOptions:
 
     context_sigma: float = CONTEXT_SIGMA
     """Noise level of the memory latent while training, in [0, 1]."""
+    own_memory: float = 0.0
+    """Share of the windows, behind an episode's first decision, whose memory the network draws itself as it
+    is before the fit, in [0, 1]."""
     camera: str = ""
     """JSON file that says where the camera stands; empty: what is known of the recordings' simulator."""
 

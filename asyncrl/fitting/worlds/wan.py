@@ -7,11 +7,10 @@ A numbers per action.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,23 +28,20 @@ from asyncrl.fitting.worlds.interface import (
     refuse_option,
 )
 from asyncrl.fitting.worlds.wan_actions import (
-    ActionScale,
     entrances,
     measured_scale,
     take_raw,
     take_scaled,
 )
 from asyncrl.fitting.worlds.wan_latents import WanAutoencoder, encode_recordings, redraw
-from asyncrl.records import CHUNK, dummy_action
+from asyncrl.fitting.worlds.wan_memory import with_own_memories
+from asyncrl.fitting.worlds.wan_windows import Windows, windows
 from asyncrl.worlds.wan.files import open_world, rewrite_world
 from asyncrl.worlds.wan.flow_matching import WindowNoise, window_loss
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
-
-MEMORY = 4
-"""Frames that the memory latent stands for."""
 
 
 class WanFit:
@@ -97,7 +93,12 @@ class WanFit:
         check_recordings(recordings, self.world.action_spec.dim)
         self.world.vae.requires_grad_(False)
         trained, scale = self.world.transformer.requires_grad_(True), measured_scale(recordings)
-        cut = windows(recordings, self.encode(recordings), scale)
+        latents = self.encode(recordings)
+        cut = windows(recordings, latents, scale)
+        if options.own_memory:
+            raw = cut if scale is None else windows(recordings, latents)
+            drawn = with_own_memories(self.world, raw, options.own_memory, schedule.seed)
+            cut = replace(cut, latents=drawn.latents, rows=drawn.rows)
         if scale is not None:
             take_scaled(trained, scale)
         loss = fit_transformer(trained, cut, schedule, context_sigma=options.context_sigma)
@@ -181,59 +182,6 @@ class WanFit:
         save_decoder(
             folder, decoder, latents_mean=size.latents_mean, latents_std=size.latents_std, fit=dict(fit)
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Windows:
-    """What each decision sees and makes. Latents are shared by neighbours and kept once."""
-
-    latents: Tensor
-    """``[N, z, h, w]`` float32 of all episodes."""
-    rows: Tensor
-    """``[W, 4]`` int64: the latents of each window."""
-    actions: Tensor
-    """``[W, 13, A]`` float32, scaled where `windows` was given a scale."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return latents ``[B, z, 4, h, w]`` and actions ``[B, 13, A]`` of windows ``[B]`` int64."""
-        return self.latents[self.rows[chosen]].transpose(1, 2).contiguous(), self.actions[chosen]
-
-
-def windows(recordings: Recordings, latents: Latents, scale: ActionScale | None = None) -> Windows:
-    """Cut episodes into windows.
-
-    Decision k of an episode has the anchor latent 0, the memory latent 2k + 1 and the new latents 2k + 2 and
-    2k + 3; its actions are the dummy, the last 4 and the 8 new ones.
-
-    Args:
-        recordings: With a decision.
-        latents: Of all episodes.
-        scale: Of the actions; None: raw.
-
-    Raises:
-        ConfigError: No episode has a decision.
-    """
-    check_recordings(recordings)
-    dummy = dummy_action(recordings.actions.shape[1])
-    rows_W: list[np.ndarray] = []
-    actions_W: list[np.ndarray] = []
-    for episode in range(len(recordings)):
-        actions = recordings.actions[recordings.span(episode)]
-        padded = np.concatenate([np.repeat(dummy[None], MEMORY, 0), actions[1:]])
-        for decision in range((len(actions) - 1) // CHUNK):
-            start = CHUNK * decision
-            new = 2 * decision + np.arange(1, 4)
-            rows_W.append(latents.offsets[episode] + np.array([0, *new]))
-            actions_W.append(np.concatenate([dummy[None], padded[start : start + MEMORY + CHUNK]]))
-    device, stacked = latents.all.device, np.stack(actions_W)
-    return Windows(
-        latents=latents.all,
-        rows=torch.from_numpy(np.stack(rows_W)).to(device),
-        actions=torch.from_numpy(scale.apply(stacked) if scale else stacked).to(device),
-    )
 
 
 def fit_transformer(

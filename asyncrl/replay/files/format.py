@@ -13,7 +13,8 @@
 The columns of /checksums name the arrays, so also those of the sample. Where these are other arrays than the
 action tokens alone, schema_version is 2. It is 3 where each episode says how many steps were taken, as those
 of a simulator do: /episodes has the column steps_taken behind end_reason, and `records.OPTIONAL_ARRAYS` may
-stand behind the other arrays.
+stand behind the other arrays. It is 4 where world_versions, the last of these, says which world drew each
+decision.
 
 Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for images that
 `asyncrl replay compact` rewrote. Behind the HDF5 content lies a footer with a checksum of its structure and
@@ -151,6 +152,7 @@ UNITS: Final = {
     "states": "simulator's unit per number",
     "final_more_frames": "8-bit sRGB",
     "final_state": "simulator's unit per number",
+    "world_versions": "version",
 }
 COMPRESSED: Final = -1
 BOUNDS: Final = ("N_begin", "N_end", "M_begin", "M_end")
@@ -190,7 +192,7 @@ class GroupFile:
     sampling: Sampling
     """Of its first episode: a group has one."""
     world_version: int
-    """The oldest of its episodes."""
+    """The oldest of its decisions."""
     episode_ids: tuple[str, ...]
     attributes: dict[str, Any]
 

@@ -29,9 +29,11 @@ from asyncrl.records import (
     EPISODE_ARRAYS,
     OPTIONAL_ARRAYS,
     REWARDED,
+    WORLDS_SCHEMA_VERSION,
     ArraySpec,
     Episode,
     array_specs,
+    optional_arrays,
     sample_specs,
     scalar_types,
     schema_version,
@@ -186,8 +188,7 @@ class _CachedLayout:
         self.names: tuple[str, ...] = written.checksums.dtype.names or ()
         """Of all arrays, in file order."""
         version = written.attributes["schema_version"]
-        optional = OPTIONAL_ARRAYS if version == COUNTED_SCHEMA_VERSION else {}
-        self._sample = frozenset(self.names) - EPISODE_ARRAYS.keys() - optional.keys()
+        self._sample = frozenset(self.names) - EPISODE_ARRAYS.keys() - set(optional_arrays(version))
         self._letters = {name: stacking_letter(name) for name in self.names}
         self._bounds = [tuple(row[name] for name in BOUNDS) for row in rows]
         nothing = {name: np.empty(0, written.extents[name].dtype) for name in self.names}
@@ -265,12 +266,14 @@ def read_layout(path: Path) -> GroupFileParts:
 def _specs(file: h5py.File, root: dict[str, Any], checksums: NDArray[Any]) -> dict[str, ArraySpec]:
     """Return the arrays of a file, by the columns of its checksums."""
     names = checksums.dtype.names or ()
-    counted = root["schema_version"] == COUNTED_SCHEMA_VERSION
-    optional = [name for name in names if counted and name in OPTIONAL_ARRAYS]
+    version = root["schema_version"]
+    counted, allowed = version == COUNTED_SCHEMA_VERSION, optional_arrays(version)
+    optional = [name for name in names if name in allowed]
     sample = [(name, get_dataset(file, name)) for name in names if name not in {*EPISODE_ARRAYS, *optional}]
     found = sample_specs((name, dataset.dtype.name, dataset.shape) for name, dataset in sample)
     specs = array_specs(found, optional, counted=counted)
-    if tuple(specs) != names or schema_version(found, counted=counted) != root["schema_version"]:
+    worlds = version == WORLDS_SCHEMA_VERSION
+    if tuple(specs) != names or schema_version(found, counted=counted, worlds=worlds) != version:
         raise ValueError(f"its arrays {', '.join(names)} are not those of its schema version")
     return specs
 

@@ -83,7 +83,7 @@ class BatchWait:
         return self.seconds / min(1.0, share) if share > 0 else None
 
 
-class UpdatePace:
+class UpdateProgress:
     """Estimates once in a run, from its second micro-batch with a gradient, how long an update takes."""
 
     def __init__(self, told: Told, clock: Callable[[], float], device: torch.device) -> None:

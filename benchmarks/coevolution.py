@@ -1,0 +1,262 @@
+"""Does a world that is refitted on the policy's true episodes beat one that stays as it is?
+
+    python benchmarks/coevolution.py run OUT --base DATA/places DATA/rollouts --flags="--device cuda"
+    python benchmarks/coevolution.py table OUT
+
+Every arm trains the shipped policy in `tabletop` for 40 updates, asynchronously, on several seeds. Every 6
+updates the policy is judged in the simulator at the same 256 held-out starts, sampled as in training, and
+its imagination is audited: imagined minus true success of the same actions, and wrong verdicts. True
+episodes that an arm spends are counted: those of its refits, or those by which *early stopping* chooses a
+checkpoint of the frozen run. No arm has held-out starts.
+
+Every result appears whole or not at all, so that this can be cut and continued; a run goes on at its last
+checkpoint. Arms and seeds are flags: a part of them is a run of its own, and `table` prints what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import tyro
+from measuring import commit
+from simulator_training import program
+
+from asyncrl.evaluation.evaluate import SuccessRate
+from asyncrl.pace import rounds
+from asyncrl.storage.run_folder import has_checkpoint
+
+UPDATES: Final = 40
+EVERY: Final = 6
+CHOOSING_SEED: Final = 7
+"""Of the starts by which early stopping chooses; others than those that judge."""
+REFIT: Final = (f"--pace.every={EVERY}",)
+ARMS: Final[dict[str, tuple[str, ...]]] = {
+    "frozen": (),
+    "kl": ("--algorithm.kl-coef", "0.05"),
+    "last frame": ("--actor.success-frames", "last"),
+    "refit": REFIT,
+    "refit, own memories": (*REFIT, "--pace.own-memory", "0.5"),
+    "refit, world only": (*REFIT, "--pace.reward-steps", "0"),
+    "refit, reward only": (*REFIT, "--pace.world-steps", "0"),
+    "refit once": (
+        "--pace.every",
+        "12",
+        "--pace.budget-of-one-round",
+    ),
+    "refit, last frame": (*REFIT, "--actor.success-frames", "last"),
+}
+"""Name -> flags beside those of `Run`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Train, judge and audit what is not in the folder yet."""
+
+    out: Annotated[Path, tyro.conf.Positional]
+    arms: tuple[str, ...] = tuple(ARMS)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    true_episodes: int = 256
+    """That an arm with refits, and early stopping, may spend in all."""
+    base: tuple[str, ...] = ()
+    """--pace.base: recordings that the world was fitted on."""
+    episodes: int = 256
+    """Of each evaluation and audit."""
+    jobs: int = 1
+    """Runs side by side."""
+    workers: int = 1
+    """Simulator processes of each."""
+    limit: float = 7200.0
+    """Seconds that one program may take."""
+    flags: str = ""
+    """Further flags of `asyncrl train`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Print the results as Markdown tables."""
+
+    out: Annotated[Path, tyro.conf.Positional]
+
+
+def flags_of(run: Run, arm: str) -> list[str]:
+    """Flags of an arm: its true episodes are shared out among its rounds."""
+    own = list(ARMS[arm])
+    once = "--pace.budget-of-one-round" in own
+    if once:
+        own.remove("--pace.budget-of-one-round")
+    if any(flag.startswith("--pace") for flag in own):
+        count = 1 if once else UPDATES // EVERY
+        own += ["--pace.episodes", str(run.true_episodes // count), "--pace.budget", str(run.true_episodes)]
+        own += ["--pace.base", *run.base] if run.base else []
+    return own
+
+
+def folder_name(arm: str, seed: int) -> str:
+    """What files of a run are called."""
+    return f"{arm.replace(', ', '-').replace(' ', '_')}.seed{seed}"
+
+
+def train(run: Run, arm: str, seed: int) -> Path:
+    """Train once, from the last checkpoint if it was cut; returns the run's folder."""
+    name = folder_name(arm, seed)
+    folder = (run.out / "runs" / name).absolute()
+    done = folder.with_name(f"{name}.done")
+    if not done.exists():
+        resumed = ["--resume"] if has_checkpoint(folder) else []
+        if not resumed:
+            shutil.rmtree(folder, ignore_errors=True)
+        flags = [*("--updates", str(UPDATES), "--seed", str(seed), "--run-dir", str(folder)), *resumed]
+        flags += ["--checkpoint-every", str(EVERY), "--keep-checkpoints", "100"]
+        program(
+            run.limit,
+            run.out / f"{name}.train.log",
+            *("train", *flags, *flags_of(run, arm), *shlex.split(run.flags)),
+        )
+        done.touch()
+    return folder
+
+
+def versions(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run that are judged, by version."""
+    found = {int(path.name.rpartition("_")[2]): path for path in folder.glob("checkpoints/update_*[0-9]")}
+    return dict(sorted(found.items()))
+
+
+def world_at(folder: Path, version: int) -> str:
+    """Return the world in which a run trained at a version."""
+    accepted = [row.world for row in rounds.read(folder) if row.accepted and row.version < version]
+    return str(rounds.world_folder(folder, accepted[-1])) if accepted else "tabletop"
+
+
+def measure(run: Run, answer: Path, *arguments: str) -> None:
+    """Write the JSON of `asyncrl evaluate` or `audit`, whole or not at all, where it is missing."""
+    if answer.exists():
+        return
+    partial = answer.with_suffix(".partial")
+    program(
+        run.limit,
+        answer.with_suffix(".log"),
+        *(*arguments, "--episodes", str(run.episodes), "--workers", str(max(1, run.workers))),
+        *("--json", str(partial.absolute())),
+    )
+    partial.replace(answer)
+
+
+def judge(run: Run, arm: str, seed: int, folder: Path) -> None:
+    """Evaluate and audit every checkpoint, where that was not done; then choose, of the frozen run's."""
+    name = folder_name(arm, seed)
+    for version, path in versions(folder).items():
+        here = f"{name}.update{version:02d}"
+        measure(run, run.out / f"{here}.evaluate.json", "evaluate", str(path), "--temperature", "1")
+        world = world_at(folder, version)
+        frames = ["--success-frames", "last"] if "last frame" in arm else []
+        measure(run, run.out / f"{here}.audit.json", "audit", str(path), "--world", world, *frames)
+    if arm == "frozen":
+        judged = versions(folder)
+        each = dataclass_with(run, episodes=run.true_episodes // len(judged))
+        for version, path in judged.items():
+            measure(
+                each,
+                run.out / f"{name}.update{version:02d}.choose.json",
+                *("evaluate", str(path), "--temperature", "1", "--seed", str(CHOOSING_SEED)),
+            )
+
+
+def dataclass_with(run: Run, **changes: Any) -> Run:
+    """Return the settings with others in place of some."""
+    return Run(**{**vars(run), **changes})
+
+
+def cell(run: Run, arm: str, seed: int) -> str:
+    """Train and judge one run; returns a line."""
+    folder = train(run, arm, seed)
+    judge(run, arm, seed, folder)
+    return f"{arm}, seed {seed}: {' '.join(rates(run.out, folder_name(arm, seed)))}"
+
+
+def run_all(run: Run) -> int:
+    """Make all that is missing, then print the tables."""
+    (run.out / "runs").mkdir(parents=True, exist_ok=True)
+    print(f"python {shlex.join(sys.argv)}   commit {commit()}", flush=True)
+    with ThreadPoolExecutor(run.jobs) as pool:
+        cells = [pool.submit(cell, run, arm, seed) for seed in run.seeds for arm in run.arms]
+        for ended in as_completed(cells):
+            print(ended.result(), flush=True)
+    return table(run.out)
+
+
+def answers(out: Path, name: str, kind: str) -> dict[int, dict[str, Any]]:
+    """Read what was measured of a run, by version."""
+    found = {}
+    for path in sorted(out.glob(f"{name}.update*.{kind}.json")):
+        version = int(path.name.removesuffix(f".{kind}.json").rpartition("update")[2])
+        found[version] = json.loads(path.read_text())
+    return found
+
+
+def rates(out: Path, name: str) -> list[str]:
+    """True success of each judged version, in percent."""
+    return [f"{100 * one['overall']['rate']:.0f}" for one in answers(out, name, "evaluate").values()]
+
+
+def audited(out: Path, name: str) -> tuple[list[str], list[str]]:
+    """Imagined minus true success of the same actions, in points, and wrong verdicts in percent."""
+    found = [one["audits"][0] for one in answers(out, name, "audit").values()]
+    gaps = [100 * (one["imagined_success"]["rate"] - one["true_success"]["rate"]) for one in found]
+    return [f"{gap:+.0f}" for gap in gaps], [f"{100 * one['wrong']['rate']:.0f}" for one in found]
+
+
+def stopped_early(out: Path, name: str) -> str:
+    """Judge the checkpoint of the frozen run that its share of the true episodes calls the best."""
+    choices = answers(out, name, "choose")
+    if not choices:
+        return ""
+    best = max(choices, key=lambda version: (choices[version]["overall"]["rate"], version))
+    chosen = answers(out, name, "evaluate")[best]["overall"]
+    return f"{interval(chosen)} (version {best})"
+
+
+def interval(found: dict[str, Any]) -> str:
+    """Write a rate with its interval, in percent."""
+    rate = SuccessRate.of(found["successes"], found["episodes"])
+    return f"{100 * rate.rate:.1f} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]"
+
+
+def table(out: Path) -> int:
+    """Print what was found: a row per run."""
+    names = sorted({path.name.partition(".update")[0] for path in out.glob("*.update*.evaluate.json")})
+    if not names:
+        print("nothing is measured yet")
+        return 1
+    judged = list(answers(out, names[0], "evaluate"))
+    at = "/".join(map(str, judged))
+    titles = ["arm", f"true success after {at} updates, %", "at the end, 95 % interval"]
+    titles += ["imagined minus true, points", "wrong verdicts, %", "true episodes", "accepted"]
+    print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
+    for name in names:
+        last = list(answers(out, name, "evaluate").values())[-1]["overall"]
+        gaps, wrong = audited(out, name)
+        made = rounds.read(out / "runs" / name)
+        spent, accepted = sum(row.episodes for row in made), sum(row.accepted for row in made)
+        cells = [name, " ".join(rates(out, name)), interval(last), " ".join(gaps), " ".join(wrong)]
+        print(f"| {' | '.join(cells)} | {spent} | {accepted} of {len(made)} |")
+        if early := stopped_early(out, name):
+            print(f"| {name}, stopped early | | {early} | | | {len(judged)} x | |")
+    return 0
+
+
+def main() -> int:
+    """Run or print."""
+    chosen = tyro.extras.subcommand_cli_from_dict({"run": Run, "table": Table})
+    return run_all(chosen) if isinstance(chosen, Run) else table(chosen.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""A round: its true episodes, the audit that decides, what is left behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.pace import PaceSettings
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import RunError
+from asyncrl.pace import fitter as fitter_module
+from asyncrl.pace import rounds
+from asyncrl.pace.fitter import Fitter, WorldAt
+from asyncrl.pace.verdicts import Verdicts
+from asyncrl.simulators.tabletop.scene import TASKS
+from support.recorded import recorded_spec, write_recorded
+
+SPEC = recorded_spec(64, simulator="tabletop", tasks=tuple(TASKS), trials=0)
+POLICY: Any = None
+
+
+class Written:
+    """True episodes that a program draws; every second one is solved."""
+
+    name = "written"
+
+    def __init__(self) -> None:
+        self.spent: list[int] = []
+        self.there = True
+
+    def ready(self, episodes: int) -> bool:
+        return self.there
+
+    def collect(self, folder: Path, policy: Any, episodes: int, spent: int) -> None:
+        self.spent.append(spent)
+        write_recorded(folder, SPEC, (9,) * episodes)
+
+
+class Judged:
+    """Says how many of the held-out episodes each world judges wrongly, and which worlds were asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, wrong: dict[int, int]) -> None:
+        self.wrong = wrong
+        monkeypatch.setattr(fitter_module, "verdicts", self.verdicts)
+
+    def load(self, at: WorldAt) -> Any:
+        version = json.loads((at.folder / "world.json").read_text())["version"]
+        assert version == at.version
+        return at.version, None
+
+    def verdicts(self, world: int, reward: Any, recordings: Any, **rule: Any) -> Verdicts:
+        solved = recordings.solved()
+        judged = solved.copy()
+        judged[: self.wrong[world]] ^= True
+        return Verdicts(judged=judged, solved=solved)
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> WorldAt:
+    from support.tiny_models import write_models
+
+    write_models(tmp_path / "models")
+    world = tmp_path / "models" / "world"
+    return WorldAt(folder=world, reward=world, version=0)
+
+
+def make(tmp_path: Path, first: WorldAt, judged: Judged, **changes: Any) -> tuple[Fitter, Written]:
+    pace = PaceSettings(
+        **{"every": 2, "episodes": 8, "held_out": 0.5, "world_steps": 1, "reward_steps": 1, "batch": 4}
+        | changes
+    )
+    source = Written()
+    (tmp_path / "run").mkdir(exist_ok=True)
+    config = TrainConfig(pace=pace)
+    return Fitter(config, tmp_path / "run", source, first, judged.load, torch.device("cpu")), source
+
+
+def test_rounds_go_on_from_the_last_accepted_world(tmp_path: Path, first: WorldAt, monkeypatch) -> None:
+    judged = Judged(monkeypatch, {0: 3, 1: 2, 2: 2})
+    fitter, source = make(tmp_path, first, judged)
+    run = tmp_path / "run"
+    one = fitter.round(2, POLICY)
+    assert (one.accepted, one.world, one.wrong, one.wrong_after, one.audited) == (True, 1, 3, 2, 4)
+    assert (one.episodes, one.successes, one.success) == (8, 4, 0.5)
+    assert fitter.present == WorldAt(
+        folder=run / "worlds" / "version_000001", reward=run / "worlds" / "version_000001", version=1
+    )
+    two = fitter.round(4, POLICY)
+    assert (two.accepted, two.world, two.wrong, two.wrong_after) == (False, 1, 2, 2), "equal is not better"
+    assert fitter.present.version == 1
+    judged.wrong[2] = 0
+    three = fitter.round(8, POLICY)
+    assert (three.accepted, three.world) == (True, 2)
+    assert source.spent == [0, 8, 16]
+    assert rounds.read(run) == [one, two, three]
+    assert sorted(path.name for path in (run / "worlds").iterdir()) == ["version_000001", "version_000002"]
+    assert sorted(path.name for path in (run / "true").iterdir()) == [
+        f"round_{version:06d}" for version in (2, 4, 8)
+    ]
+
+
+def test_a_round_is_due_once_and_within_the_budget(tmp_path: Path, first: WorldAt, monkeypatch) -> None:
+    fitter, source = make(tmp_path, first, Judged(monkeypatch, {0: 1, 1: 1}), budget=16)
+    assert [version for version in range(7) if fitter.due(version)] == [2, 4, 6]
+    source.there = False
+    assert not fitter.due(2)
+    source.there = True
+    fitter.round(4, POLICY)
+    assert [version for version in range(9) if fitter.due(version)] == [6, 8]
+    fitter.round(6, POLICY)
+    assert not any(fitter.due(version) for version in range(20)), "16 episodes are spent"
+
+
+def test_a_round_that_fails_leaves_the_world_as_it_was(tmp_path: Path, first: WorldAt, monkeypatch) -> None:
+    judged = Judged(monkeypatch, {0: 3, 1: 0})
+    fitter, _ = make(tmp_path, first, judged)
+
+    def broken(*arguments: Any, **more: Any) -> None:
+        raise RunError("The loss of `world` is nan.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fitter_module, "refit", broken)
+        with pytest.raises(RunError, match="is nan"):
+            fitter.round(2, POLICY)
+    assert (rounds.read(tmp_path / "run"), fitter.present) == ([], first)
+    assert fitter.due(2), "it is tried again"
+    assert fitter.round(2, POLICY).accepted
+
+
+def test_a_round_that_was_killed_halfway_is_made_anew(tmp_path: Path, first: WorldAt, monkeypatch) -> None:
+    fitter, _ = make(tmp_path, first, Judged(monkeypatch, {0: 3, 1: 2}))
+    run = tmp_path / "run"
+    (run / "worlds" / "version_000001.tmp").mkdir(parents=True)
+    (run / "worlds" / "version_000001.tmp" / "half").write_text("")
+    (run / "worlds" / "version_000001").mkdir()
+    (run / "true" / "round_000002").mkdir(parents=True)
+    (run / "true" / "round_000002" / "part-00000.h5").write_bytes(b"torn")
+    assert fitter.present == first
+    assert fitter.round(2, POLICY).accepted
+    world = run / "worlds" / "version_000001"
+    assert not (world / "half").exists()
+    assert np.all([(world / name).is_file() for name in ("world.json", "transformer.safetensors")])
+
+
+def test_the_audit_judges_as_the_run_does(tmp_path: Path, first: WorldAt, monkeypatch) -> None:
+    asked: list[dict[str, Any]] = []
+    judged = Judged(monkeypatch, {0: 1, 1: 1})
+    fitter, _ = make(tmp_path, first, judged)
+    actor = replace(TrainConfig().actor, success_threshold=0.35, success_frames="last")
+    fitter._config = replace(fitter._config, actor=actor)
+
+    def noting(*arguments: Any, **rule: Any) -> Verdicts:
+        asked.append(rule)
+        return judged.verdicts(*arguments, **rule)
+
+    monkeypatch.setattr(fitter_module, "verdicts", noting)
+    fitter.round(2, POLICY)
+    assert asked == [{"threshold": 0.35, "success_frames": "last"}] * 2

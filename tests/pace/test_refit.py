@@ -1,0 +1,205 @@
+"""Refits: which episodes are fitted and which decide, what changes in a world and what never does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.config.pace import PaceSettings
+from asyncrl.config.run import ImaginationSettings
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.recordings import chosen
+from asyncrl.fitting.worlds.wan import WanFit
+from asyncrl.fitting.worlds.wan_memory import with_own_memories
+from asyncrl.fitting.worlds.wan_windows import windows
+from asyncrl.pace.refit import check_refittable, load_round, refit
+from asyncrl.rewards.model import load_reward
+from asyncrl.seeds import recorded_noise_seed
+from asyncrl.simulators.tabletop.scene import TASKS
+from asyncrl.worlds.wan.state import WanState
+from asyncrl.worlds.wan.world import WanWorld, load_world
+from support.recorded import recorded_spec, write_recorded
+from support.tiny_models import write_models
+
+CPU = torch.device("cpu")
+SPEC = recorded_spec(64, simulator="tabletop", tasks=tuple(TASKS), trials=0)
+
+
+def settings(**changes: Any) -> PaceSettings:
+    return PaceSettings(**{"every": 2, "world_steps": 2, "reward_steps": 2, "batch": 4} | changes)
+
+
+# ---- which episodes ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two rounds of 4 and 8 episodes, and 3 files of 5 old ones; lengths tell where one is from."""
+    root = tmp_path_factory.mktemp("episodes")
+    write_recorded(root / "first", SPEC, (10,) * 4)
+    write_recorded(root / "second", SPEC, (11,) * 4, part=0)
+    write_recorded(root / "second", SPEC, (11,) * 4, part=1)
+    for part in range(3):
+        write_recorded(root / "base", SPEC, (12,) * 5, part=part)
+    return [root / "first", root / "second", root / "base"]
+
+
+def lengths(recordings: Any) -> list[int]:
+    return np.diff(recordings.offsets).tolist()
+
+
+def test_what_is_held_out_is_of_the_newest_round_and_is_not_fitted(folders: list[Path]) -> None:
+    data = load_round(folders[:2], settings(held_out=0.25, fresh=1.0), seed=3)
+    assert lengths(data.audited) == [11] * 2
+    assert lengths(data.fitted) == [10] * 4 + [11] * 6
+    # By hand: the newest round's episodes, of which those held out are missing among the fitted ones.
+    newest = load_recordings(folders[1:2])
+    shown = [newest.frames[newest.span(number)].tobytes() for number in range(8)]
+
+    def places(some: Any) -> list[int]:
+        spans = (some.frames[some.span(number)].tobytes() for number in range(len(some)))
+        return [shown.index(one) for one in spans if one in shown]
+
+    assert sorted(places(data.audited) + places(data.fitted)) == sorted(map(shown.index, shown))
+    again = load_round(folders[:2], settings(held_out=0.25, fresh=1.0), seed=3)
+    np.testing.assert_array_equal(data.audited.frames[:], again.audited.frames[:])
+
+
+@pytest.mark.parametrize(("fresh", "old"), [(1.0, 0), (0.5, 10), (0.8, 2), (0.1, 15)])
+def test_old_episodes_make_up_the_rest_as_far_as_there_are_some(
+    folders: list[Path], fresh: float, old: int
+) -> None:
+    chosen = settings(held_out=0.25, fresh=fresh, base=(str(folders[2]),))
+    assert lengths(load_round(folders[:2], chosen, seed=0).fitted).count(12) == old
+
+
+def test_one_episode_is_held_out_at_least_and_one_is_fitted(folders: list[Path]) -> None:
+    for share, audited in ((0.01, 1), (0.99, 3)):
+        data = load_round(folders[:1], settings(held_out=share, fresh=1.0), seed=0)
+        assert (len(data.audited), len(data.fitted)) == (audited, 4 - audited)
+
+
+# ---- what changes --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def present(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder / "world"
+
+
+def tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / name)
+
+
+def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor.float(), other[name].float())]
+
+
+@pytest.mark.parametrize(("world_steps", "reward_steps"), [(2, 2), (2, 0), (0, 2)])
+def test_a_refit_changes_what_it_is_told_to_and_never_the_autoencoder(
+    present: Path, folders: list[Path], tmp_path: Path, world_steps: int, reward_steps: int
+) -> None:
+    told = settings(world_steps=world_steps, reward_steps=reward_steps)
+    refit(
+        present,
+        present,
+        tmp_path / "new",
+        load_recordings([folders[1]]),
+        told,
+        version=7,
+        device=CPU,
+        seed=1,
+    )
+    new = load_world(tmp_path / "new")
+    assert (new.version, new.image_size) == (7, 64)
+    assert WanWorld.check(tmp_path / "new", ImaginationSettings()).version == 7
+    load_reward(tmp_path / "new", tasks=list(TASKS))
+    rounded = {k: v.bfloat16() for k, v in tensors(present, "transformer.safetensors").items()}
+    after = tensors(tmp_path / "new", "transformer.safetensors")
+    assert bool(changed({k: v.bfloat16() for k, v in after.items()}, rounded)) is bool(world_steps)
+    vaes = (tensors(folder, "vae.safetensors") for folder in (present, tmp_path / "new"))
+    assert changed(*({k: v.bfloat16() for k, v in vae.items()} for vae in vaes)) == []
+    judges = (tensors(folder, "reward.safetensors") for folder in (present, tmp_path / "new"))
+    assert bool(changed(*judges)) is bool(reward_steps)
+
+
+def test_the_same_round_gives_the_same_world(present: Path, folders: list[Path], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        refit(
+            present,
+            present,
+            tmp_path / name,
+            load_recordings([folders[1]]),
+            settings(own_memory=0.5),
+            version=1,
+            device=CPU,
+            seed=1,
+        )
+    for file in ("transformer.safetensors", "reward.safetensors"):
+        assert changed(tensors(tmp_path / "one", file), tensors(tmp_path / "two", file)) == []
+
+
+def test_a_reward_model_stays_where_no_episode_shows_success(present: Path, tmp_path: Path, caplog) -> None:
+    write_recorded(tmp_path / "data", SPEC, (11, 11, 11))
+    never = chosen(load_recordings([tmp_path / "data"]), [0, 2])
+    assert not never.success.any()
+    refit(present, present, tmp_path / "new", never, settings(), version=1, device=CPU, seed=0)
+    assert "all of the round's episodes end alike" in caplog.text
+    judges = (tensors(folder, "reward.safetensors") for folder in (present, tmp_path / "new"))
+    assert changed(*judges) == []
+
+
+def test_only_what_we_wrote_is_refitted(present: Path, tmp_path: Path) -> None:
+    check_refittable(present, present)
+    with pytest.raises(ConfigError, match=r"world .* has no world\.json"):
+        check_refittable(tmp_path, present)
+    with pytest.raises(ConfigError, match=r"reward .* has no reward\.json"):
+        check_refittable(present, tmp_path)
+
+
+# ---- own memories --------------------------------------------------------------------------------
+
+
+def test_own_memories_are_what_the_world_draws_from_its_own_memories(present: Path, tmp_path: Path) -> None:
+    write_recorded(tmp_path, SPEC, (25, 9, 33))
+    recordings = load_recordings([tmp_path])
+    fit = WanFit(load_world(present))
+    cut = windows(recordings, fit.encode(recordings))
+    mixed = with_own_memories(fit.world, cut, 1.0, seed=5)
+    firsts = [0, 3, 4]
+    assert [n for n in range(len(cut)) if mixed.rows[n].equal(cut.rows[n])] == firsts
+    assert mixed.rows[:, [0, 2, 3]].equal(cut.rows[:, [0, 2, 3]]), "the truth stays the target"
+    # By hand: one episode, one decision after the other, with the noise of the same seeds.
+    memory = cut.latents[cut.rows[4, 1]][None, :, None]
+    for decision in range(3):
+        window = cut.actions[4 + decision][None]
+        state = WanState(
+            anchor=cut.latents[cut.rows[4, 0]][None, :, None],
+            memory=memory,
+            last_actions=window[:, 1:5],
+            finite=torch.ones(1, dtype=torch.bool),
+            cache=[],
+            encoder_cache=[],
+        )
+        memory = fit.world.denoise(state, window[:, 5:], [recorded_noise_seed(5, 4, decision)])[:, :, -1:]
+        drawn = mixed.latents[mixed.rows[5 + decision, 1]]
+        torch.testing.assert_close(drawn, memory[0, :, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_share_of_the_memories_is_replaced(present: Path, tmp_path: Path) -> None:
+    write_recorded(tmp_path, SPEC, (81,) * 8)
+    recordings = load_recordings([tmp_path])
+    fit = WanFit(load_world(present))
+    cut = windows(recordings, fit.encode(recordings))
+    mixed = with_own_memories(fit.world, cut, 0.5, seed=0)
+    replaced = (mixed.rows[:, 1] != cut.rows[:, 1]).sum().item()
+    assert 0.3 * 72 < replaced < 0.7 * 72
