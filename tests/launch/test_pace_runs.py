@@ -204,6 +204,7 @@ def accept(run: Path, models: tuple[Path, list[str]], version: int) -> None:
     rounds.append(run, replace(Round(**numbers), version=version, world=version))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(240)
 def test_accepted_worlds_reach_actors_also_those_that_come_back(models, tmp_path) -> None:
@@ -228,6 +229,7 @@ def test_accepted_worlds_reach_actors_also_those_that_come_back(models, tmp_path
         run.end()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(240)
 def test_training_waits_for_no_fitter_whether_it_stands_still_or_dies(models, tmp_path) -> None:
