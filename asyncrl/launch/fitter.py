@@ -24,6 +24,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import metrics_pace as m
+from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
 from asyncrl.pace import rounds
@@ -164,7 +165,7 @@ def metrics_of(row: Round, spent: int) -> dict[Metric, float]:
         m.VERDICT_WRONG: row.wrong / row.audited,
         m.VERDICT_WRONG_AFTER: row.wrong_after / row.audited,
         m.ACCEPTED: float(row.accepted),
-        m.COLLECT_SECONDS: row.collect_seconds,
-        m.FIT_SECONDS: row.fit_seconds,
+        s.PACE_COLLECT_SECONDS: row.collect_seconds,
+        s.PACE_FIT_SECONDS: row.fit_seconds,
     }
     return found | ({m.FALSE_SUCCESS: row.false / row.judged} if row.judged else {})

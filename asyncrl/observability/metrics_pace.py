@@ -70,20 +70,6 @@ ACCEPTED = define(
     "1: the refitted world judged better, and the actors go on with it. 0: it was thrown away.",
     "1 in most rounds. Always 0: fewer steps, a lower --pace.learning-rate and --pace.base overfit less.",
 )
-COLLECT_SECONDS = define(
-    "time/pace_collect",
-    Reduction.LAST,
-    "s",
-    "Time the round's true episodes took.",
-    "Nobody waits for it. Long: --pace.workers.",
-)
-FIT_SECONDS = define(
-    "time/pace_fit",
-    Reduction.LAST,
-    "s",
-    "Time the round's refits and audits took.",
-    "Nobody waits for it. Longer than --pace.every updates: rounds are skipped, the newest version counts.",
-)
 WORLD_VERSION = define(
     "world/version",
     Reduction.LAST,

@@ -204,6 +204,20 @@ PEAK_MEMORY = define(
     "Levels off after the first checkpoints. It is host memory, of rank 0 and without its children; steady "
     "growth is a leak.",
 )
+PACE_COLLECT_SECONDS = define(
+    "time/pace_collect",
+    Reduction.LAST,
+    "s",
+    "Time the round's true episodes took.",
+    "Nobody waits for it. Long: --pace.workers.",
+)
+PACE_FIT_SECONDS = define(
+    "time/pace_fit",
+    Reduction.LAST,
+    "s",
+    "Time the round's refits and audits took.",
+    "Nobody waits for it. Longer than --pace.every updates: rounds are skipped, the newest version counts.",
+)
 ACTOR_MEMORY = define(
     "actor/peak_memory",
     Reduction.MAX,
