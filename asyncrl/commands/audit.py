@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -113,6 +113,8 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--json {config.json}: there is no folder {Path(config.json).parent}. Make it.")
     versions = _versions(config)
     audited = _audit_all(config, run, versions)
+    if len(versions) == 1:
+        config = _in_its_world(config, run, config.checkpoint)
     print(table(config, audited))
     if config.signals:
         for name, episodes in audited.items():
@@ -159,6 +161,20 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     return config, run
 
 
+def _in_its_world(config: AuditConfig, run: RunSettings | None, text: str) -> AuditConfig:
+    """Let a checkpoint be audited in the world that its run had refitted by then (--pace.every)."""
+    from asyncrl.launch.run_settings import run_of
+    from asyncrl.pace import rounds
+    from asyncrl.storage.asset_paths import newest_checkpoint
+
+    folder = run_of(text)
+    if run is None or folder is None or config.world != run.config.world:
+        return config
+    version = newest_checkpoint(Path(text)).name.rpartition("_")[2]
+    world = rounds.world_at(folder, int(version)) if version.isdecimal() else None
+    return config if world is None else replace(config, world=str(world), reward="")
+
+
 def _versions(config: AuditConfig) -> dict[str, str]:
     """Return what is audited: its name in the table, and what --policy would call it."""
     from asyncrl.launch.run_settings import run_of
@@ -187,7 +203,8 @@ def _audit_all(
     from asyncrl.simulators.pool import SimulatorPool
 
     device = pick_device(config.device)
-    models = _models(config, next(iter(versions.values())), device)
+    settings = [_in_its_world(config, run, text) for text in versions.values()]
+    models = _models(settings[0], next(iter(versions.values())), device)
     source = _source(config, models)
     with ExitStack() as stack:
         chunk = models.world.action_spec.chunk
@@ -205,10 +222,12 @@ def _audit_all(
             repeats=1,
         )
         bar = stack.enter_context(tqdm(total=len(plays) * len(versions), desc="audit", unit="episode"))
-        found = {}
-        for name, text in versions.items():
-            if found:
-                models = _with_policy(models, config, text, device)
+        found, world = {}, settings[0].world
+        for (name, text), own in zip(versions.items(), settings, strict=True):
+            if own.world != world:
+                models, world = _models(own, text, device), own.world
+            elif found:
+                models = replace(models, policy=_load_policy(text, config, device))
             found[name] = audit(
                 models,
                 pool,
@@ -270,12 +289,6 @@ def _load_policy(text: str, config: AuditConfig, device: torch.device) -> Any:
 
     named = named_policy(text, config.policy_settings)
     return named.kind.load(named.folder, device, **named.settings)
-
-
-def _with_policy(models: Models, config: AuditConfig, text: str, device: torch.device) -> Models:
-    from dataclasses import replace
-
-    return replace(models, policy=_load_policy(text, config, device))
 
 
 def _source(config: AuditConfig, models: Models) -> SimulatorSource:

@@ -8,7 +8,7 @@ run began with. Models and what they need are imported when the command runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ import tyro
 
 from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError
+from asyncrl.pace.rounds import world_folder
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.comparison import (
     Comparison,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
     from asyncrl.config.run import ActorSettings, TrainConfig
     from asyncrl.launch.environment import Environment
+    from asyncrl.rewards.interface import RewardModel
+    from asyncrl.worlds.interface import World
 
 FRAMES_PER_SECOND = 10
 
@@ -87,10 +90,11 @@ class Imagine(ReplayCommand):
         start = _start_of(episodes, environment.starts)
         rows, why = self._rows_of_a_pass(config, len(episodes))
         print(f"group {self.group}: {start.task}, from start state {start.name}, {len(episodes)} members")
-        print(_about_world(config, environment, episodes[0]))
+        worlds = _Worlds(config, environment, Path() if self.world or self.reward else run, device)
+        print(worlds.about(episodes))
         logprobs = _logprobs(run, config, episodes, device)
         print(f"rows of a pass: {why}\n")
-        found = _compare(environment, start, episodes, logprobs, rows, config.actor)
+        found = _compare(worlds, start, episodes, logprobs, rows, config.actor)
         print(comparison_table(found))
         verdicts = [one.verdict for one in found]
         counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
@@ -173,14 +177,46 @@ def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> Star
     return start
 
 
-def _about_world(config: TrainConfig, environment: Environment, episode: Episode) -> str:
-    version, stored = environment.world.version, episode.world_version
-    note = "" if version == stored else f", but the group's was {stored}: it cannot come out the same"
-    return f"world {config.world}, version {version}{note}"
+class _Worlds:
+    """`stored_groups.Worlds` of a run: the one that --world names, and those that it refitted."""
+
+    def __init__(
+        self, config: TrainConfig, environment: Environment, run: Path, device: torch.device
+    ) -> None:
+        self._config, self._run, self._device = config, run, device
+        self._first = environment.world.version
+        self._loaded = {self._first: (environment.world, environment.reward)}
+
+    def __call__(self, version: int) -> tuple[World[Any], RewardModel]:
+        if version not in self._loaded:
+            from asyncrl.launch.refits import load_world
+            from asyncrl.pace.fitter import WorldAt
+
+            folder = world_folder(self._run, version)
+            at = WorldAt(folder=folder, reward=folder, version=version)
+            known = folder.is_dir()
+            self._loaded[version] = (
+                load_world(self._config, at, self._device) if known else self._loaded[self._first]
+            )
+        return self._loaded[version]
+
+    def about(self, episodes: Sequence[Episode]) -> str:
+        """Say which worlds imagine, and that one is not there."""
+        drawn = {int(v) for one in episodes for v in _versions_of(one)}
+        lost = sorted(v for v in drawn if v != self._first and not world_folder(self._run, v).is_dir())
+        note = f", but the group's was {lost[0]}: it cannot come out the same" if lost else ""
+        others = sorted(drawn - {self._first} - set(lost))
+        more = f", and {', '.join(map(str, others))} of its refits" if others else ""
+        return f"world {self._config.world}, version {self._first}{more}{note}"
+
+
+def _versions_of(episode: Episode) -> Iterable[int]:
+    worlds = episode.world_versions
+    return [episode.world_version] if worlds is None else worlds.tolist()
 
 
 def _compare(
-    environment: Environment,
+    worlds: _Worlds,
     start: StartState,
     episodes: Sequence[Episode],
     logprobs: Sequence[np.ndarray],
@@ -189,7 +225,7 @@ def _compare(
 ) -> list[Comparison]:
     from asyncrl.evaluation.stored_groups import imagine_again
 
-    again = imagine_again(environment.world, environment.reward, start, episodes, rows=rows)
+    again = imagine_again(worlds, start, episodes, rows=rows)
     return [
         Comparison(
             episode=episode,

@@ -6,7 +6,7 @@ Dimension letters:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import Episode, StartState
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.worlds.interface import World
+
+Worlds = Callable[[int], tuple[World[Any], RewardModel]]
+"""Version of a world -> the world, and the reward model that judges it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +35,12 @@ class ImaginedAgain:
 
 @torch.inference_mode()
 def imagine_again(
-    world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], *, rows: int = 0
+    worlds: Worlds, start: StartState, episodes: Sequence[Episode], *, rows: int = 0
 ) -> list[ImaginedAgain]:
     """Imagine what the stored actions of a group lead to, with the stored noise.
 
     Args:
-        world: Draws frames of the episodes' size.
-        reward: Scores them.
+        worlds: Gives the world that drew a decision, and the reward model that judged it.
         start: Of the group.
         episodes: Its members, of any lengths.
         rows: Rows of every pass: members in excess of it go through the models afterwards, and where fewer
@@ -50,31 +52,52 @@ def imagine_again(
     size = rows or len(episodes)
     found = []
     for first in range(0, len(episodes), size):
-        found += _imagine_together(world, reward, start, episodes[first : first + size], rows)
+        found += _imagine_together(worlds, start, episodes[first : first + size], rows)
     return found
 
 
 def _imagine_together(
-    world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], rows: int
+    worlds: Worlds, start: StartState, episodes: Sequence[Episode], rows: int
 ) -> list[ImaginedAgain]:
     found = [ImaginedAgain() for _ in episodes]
     in_state = _filled(list(range(len(episodes))), rows)
     decisions = max(len(episode.actions) for episode in episodes)
+    world, _ = worlds(_drawn_by(episodes[0], 0))
     state = world.start([start] * len(in_state), decisions=decisions)
     for n in range(decisions):
         going_on = [member for member, episode in enumerate(episodes) if n < len(episode.actions)]
-        taking_part = _filled(going_on, rows)
-        if taking_part != in_state:
-            state, in_state = state.select([in_state.index(member) for member in taking_part]), taking_part
-        actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in taking_part]))
-        seeds = [int(episodes[member].noise_seeds[n]) for member in taking_part]
-        frames, state = world.imagine(state, actions_BCA.to(world.device), seeds)
-        scores_BC = reward.score(frames, [start.task] * len(taking_part)).cpu().numpy()
-        frames_BCHW3 = frames.cpu().numpy()
-        for row, member in enumerate(going_on):
-            found[member].frames.append(frames_BCHW3[row])
-            found[member].scores.append(scores_BC[row])
+        versions = sorted({_drawn_by(episodes[member], n) for member in going_on})
+        before, state_before = in_state, state
+        for version in versions:
+            alike = [member for member in going_on if _drawn_by(episodes[member], n) == version]
+            taking_part = _filled(alike, rows)
+            part = state_before
+            if taking_part != before:
+                part = state_before.select([before.index(member) for member in taking_part])
+            world, reward = worlds(version)
+            actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in taking_part]))
+            seeds = [int(episodes[member].noise_seeds[n]) for member in taking_part]
+            frames, after = world.imagine(part, actions_BCA.to(world.device), seeds)
+            scores_BC = reward.score(frames, [start.task] * len(taking_part)).cpu().numpy()
+            frames_BCHW3 = frames.cpu().numpy()
+            for row, member in enumerate(alike):
+                found[member].frames.append(frames_BCHW3[row])
+                found[member].scores.append(scores_BC[row])
+            if len(versions) == 1:
+                state, in_state = after, taking_part
+            else:
+                if version == versions[0]:
+                    state, in_state = state_before.select([before.index(one) for one in going_on]), going_on
+                state = state.write_rows(
+                    [going_on.index(one) for one in alike], after.select(range(len(alike)))
+                )
     return found
+
+
+def _drawn_by(episode: Episode, decision: int) -> int:
+    """Return the version of the world that drew a decision."""
+    found = episode.world_versions
+    return episode.world_version if found is None else int(found[decision])
 
 
 def _filled(members: list[int], rows: int) -> list[int]:

@@ -111,8 +111,12 @@ def refit(
         world = load_fitted(present, device, torch.float32)
         options = WorldOptions(context_sigma=settings.context_sigma, own_memory=settings.own_memory)
         world.fit_network(recordings, _schedule(settings, seed), options)
+        kept = world.world.modules().keys() - world.world.refreshed().keys()
         world.save(out, version)
         del world
+        for name in kept:  # Actors keep them to the last bit; `save` rounds.
+            if (file := present / f"{name}.safetensors").is_file():
+                shutil.copyfile(file, out / file.name)
     write_json(out / ABOUT, read_json(out / ABOUT) | {"version": version})
     if settings.reward_steps and not shows_both(recordings):
         _log.warning("the reward model stays as it is: all of the round's episodes end alike")

@@ -99,6 +99,12 @@ def newest_world(run_dir: Path) -> int | None:
     return accepted[-1] if accepted else None
 
 
+def world_at(run_dir: Path, version: int) -> Path | None:
+    """Return the folder of the world in which a policy version was trained; None: that of the beginning."""
+    accepted = [row.world for row in read(run_dir) if row.accepted and row.version < version]
+    return world_folder(run_dir, accepted[-1]) if accepted else None
+
+
 def cut_after(run_dir: Path, version: int) -> None:
     """Forget the rounds of later policy versions, and what a round that was interrupted left."""
     json_lines.keep(run_dir / NAME, Round, lambda row: row.version <= version)

@@ -32,7 +32,7 @@ from asyncrl.pace.verdicts import Verdicts
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.tabletop.scene import TASKS
 from support.recorded import recorded_spec, write_recorded
-from support.tiny_models import write_models
+from support.tiny_models import GROUP_SIZE, write_models
 from support.whole_runs import TRAIN, environment, left_over, reach, rows
 
 pytestmark = pytest.mark.render
@@ -97,7 +97,8 @@ def whole(models, tmp_path_factory) -> Iterator[Path]:
     run = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
         Judged(patch)
-        train(*flags(models), "--inline", "--updates", 6, "--checkpoint-every", 3, "--run-dir", run)
+        settings = [*flags(models), "--imagination.fixed-shape", "--keep-checkpoints", 9]
+        train(*settings, "--inline", "--updates", 6, "--checkpoint-every", 3, "--run-dir", run)
         yield run
 
 
@@ -121,7 +122,8 @@ def test_an_inline_run_makes_a_round_at_every_version_that_is_due(whole: Path) -
 
 def test_an_interrupted_run_ends_where_the_undisturbed_one_does(models, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = [*flags(models), "--inline", "--checkpoint-every", 3, "--run-dir", run]
+    settings = [*flags(models), "--imagination.fixed-shape", "--keep-checkpoints", 9]
+    settings += ["--inline", "--checkpoint-every", 3, "--run-dir", run]
     train(*settings, "--updates", 3)
     train("--updates", 6, "--run-dir", run, "--resume")
     kept = {"time", "collect_seconds", "fit_seconds"}
@@ -135,6 +137,25 @@ def test_an_interrupted_run_ends_where_the_undisturbed_one_does(models, whole: P
     for path in sorted((whole / last).rglob("model.safetensors")):
         ours, theirs = load_file(run / path.relative_to(whole)), load_file(path)
         assert [name for name in theirs if not ours[name].equal(theirs[name])] == []
+
+
+def test_what_refitted_worlds_drew_is_imagined_again_bit_for_bit(whole: Path, capsys) -> None:
+    drawn = worlds_of(whole)
+    mixed = max(drawn, key=lambda number: (len(set(drawn[number])), number))
+    later = max(number for number, found in drawn.items() if set(found) == {1})
+    for number in (mixed, later):
+        assert cli.run("replay", ["imagine", str(whole), str(number), "--device", "cpu"]) == 0
+        said = capsys.readouterr().out
+        assert "version 0, and 1 of its refits" in said
+        assert f"{GROUP_SIZE} members: {GROUP_SIZE} equal" in said, said
+
+
+def test_a_checkpoint_is_audited_in_the_world_that_it_was_trained_in(whole: Path, capsys) -> None:
+    short = ["--episodes", "2", "--rows", "2", "--workers", "1"]
+    for version, world in ((3, "version_000001"), (2, "models")):
+        folder = whole / "checkpoints" / f"update_{version:06d}"
+        assert cli.run("audit", [str(folder), *short]) == 0
+        assert world in capsys.readouterr().out.splitlines()[0]
 
 
 def test_a_resume_from_an_earlier_checkpoint_forgets_the_later_rounds(whole: Path, tmp_path: Path) -> None:

@@ -126,8 +126,7 @@ def test_a_refit_changes_what_it_is_told_to_and_never_the_autoencoder(
     rounded = {k: v.bfloat16() for k, v in tensors(present, "transformer.safetensors").items()}
     after = tensors(tmp_path / "new", "transformer.safetensors")
     assert bool(changed({k: v.bfloat16() for k, v in after.items()}, rounded)) is bool(world_steps)
-    vaes = (tensors(folder, "vae.safetensors") for folder in (present, tmp_path / "new"))
-    assert changed(*({k: v.bfloat16() for k, v in vae.items()} for vae in vaes)) == []
+    assert (tmp_path / "new" / "vae.safetensors").read_bytes() == (present / "vae.safetensors").read_bytes()
     judges = (tensors(folder, "reward.safetensors") for folder in (present, tmp_path / "new"))
     assert bool(changed(*judges)) is bool(reward_steps)
 
