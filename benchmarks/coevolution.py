@@ -40,7 +40,8 @@ REFIT: Final = (f"--pace.every={EVERY}",)
 ARMS: Final[dict[str, tuple[str, ...]]] = {
     "frozen": (),
     "kl": ("--algorithm.kl-coef", "0.05"),
-    "last frame": ("--actor.success-frames", "last"),
+    "lasting": ("--guard.kind", "lasting"),
+    "probability": ("--guard.kind", "probability"),
     "refit": REFIT,
     "refit, own memories": (*REFIT, "--pace.own-memory", "0.5"),
     "refit, world only": (*REFIT, "--pace.reward-steps", "0"),
@@ -50,7 +51,7 @@ ARMS: Final[dict[str, tuple[str, ...]]] = {
         "12",
         "--pace.budget-of-one-round",
     ),
-    "refit, last frame": (*REFIT, "--actor.success-frames", "last"),
+    "refit, lasting": (*REFIT, "--guard.kind", "lasting"),
 }
 """Name -> flags beside those of `Run`."""
 
@@ -156,7 +157,7 @@ def judge(run: Run, arm: str, seed: int, folder: Path) -> None:
         here = f"{name}.update{version:02d}"
         measure(run, run.out / f"{here}.evaluate.json", "evaluate", str(path), "--temperature", "1")
         world = world_at(folder, version)
-        frames = ["--success-frames", "last"] if "last frame" in arm else []
+        frames = ["--success-frames", "last"] if "lasting" in arm else []
         measure(run, run.out / f"{here}.audit.json", "audit", str(path), "--world", world, *frames)
     if arm == "frozen":
         judged = versions(folder)

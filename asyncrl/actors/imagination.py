@@ -49,6 +49,8 @@ class EndRule:
     threshold: float = 0.7
     success_frames: SuccessFrames = 1
     """All three as in `ActorSettings`."""
+    rewards_score: bool = False
+    """A success is worth the score of its step, in [threshold, 1], instead of 1."""
 
 
 class Imagination(Generic[State]):
@@ -196,7 +198,7 @@ class Imagination(Generic[State]):
             return None
         rewards = np.zeros(scores_NC.shape, np.float32)
         if solved is not None:
-            rewards[solved] = 1.0
+            rewards[solved] = scores_NC[solved] if rule.rewards_score else 1.0
         return Ending(reason="truncated" if solved is None else "success", rewards=rewards)
 
     def close(self) -> None:

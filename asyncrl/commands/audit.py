@@ -145,7 +145,7 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
         imagination=own.imagination,
         max_decisions=actor.max_decisions,
         success_threshold=actor.success_threshold,
-        success_frames=actor.success_frames,
+        success_frames=own.success_frames,
         simulator=run.simulator,
         simulator_settings=run.simulator_settings,
         temperature=algorithm.temperature,

@@ -94,7 +94,8 @@ class Imagine(ReplayCommand):
         print(worlds.about(episodes))
         logprobs = _logprobs(run, config, episodes, device)
         print(f"rows of a pass: {why}\n")
-        found = _compare(worlds, start, episodes, logprobs, rows, config.actor)
+        actor = replace(config.actor, success_frames=config.success_frames)
+        found = _compare(worlds, start, episodes, logprobs, rows, actor)
         print(comparison_table(found))
         verdicts = [one.verdict for one in found]
         counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))

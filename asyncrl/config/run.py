@@ -20,6 +20,7 @@ from asyncrl.config.algorithm import (
     check_recipe,
 )
 from asyncrl.config.bounds import SECONDS, SEEDS, THREADS, AtLeast, Bounded, Within, check_path
+from asyncrl.config.guard import GuardSettings
 from asyncrl.config.pace import PaceSettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability.monitor_address import parse_address
@@ -355,6 +356,7 @@ class TrainConfig(Bounded):
     simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     pace: PaceSettings = field(default_factory=PaceSettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
@@ -373,6 +375,11 @@ class TrainConfig(Bounded):
                 f"(--replay.max-lag, --synchronous) a group lasts for {self.max_lag + 1} updates, "
                 f"once in each. Use at most {self.max_lag + 1}, or a larger lag."
             )
+        if self.guard.kind == "lasting" and self.actor.success_frames not in (1, "last"):
+            raise ConfigError(
+                f"--guard.kind is lasting and --actor.success-frames is {self.actor.success_frames}, but a "
+                "success is found by one rule: lasting looks at a decision's last frame. Leave one of them out."
+            )
         if self.weights.listen and not self.replay.listen:
             raise ConfigError(
                 f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, "
@@ -382,6 +389,11 @@ class TrainConfig(Bounded):
             check_name("transport", self.weights.transport)
         check_recipe(self.algorithm, self.correction, self.critic)
         check_names(self.log_with)
+
+    @property
+    def success_frames(self) -> SuccessFrames:
+        """The rule of `ActorSettings.success_frames` that holds in this run."""
+        return "last" if self.guard.kind == "lasting" else self.actor.success_frames
 
     @property
     def max_lag(self) -> int:

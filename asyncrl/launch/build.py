@@ -192,7 +192,8 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
         rule=EndRule(
             max_decisions=config.actor.max_decisions,
             threshold=config.actor.success_threshold,
-            success_frames=config.actor.success_frames,
+            success_frames=config.success_frames,
+            rewards_score=config.guard.kind == "probability",
         ),
         policy_device=policy.device,
         world_device=environment.world.device,

@@ -186,7 +186,7 @@ class VersionPlayer:
             environment.world,
             environment.reward,
             threshold=actor.success_threshold,
-            frames=actor.success_frames,
+            frames=self._config.success_frames,
         )
 
 

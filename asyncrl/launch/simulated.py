@@ -271,6 +271,8 @@ def refuse_idle(config: TrainConfig) -> None:
     for name in ("success_threshold", "success_frames"):
         if getattr(config.actor, name) != getattr(default.actor, name):
             changed.append((f"actor.{name}", "there is no reward model whose scores are read"))
+    if config.guard.kind != "none":
+        changed.append(("guard.kind", "its successes are true"))
     if "world=" in config.placement or config.placement == "hybrid":
         changed.append(("placement", "it gives a device to a world model"))
     if changed:

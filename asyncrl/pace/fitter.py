@@ -152,13 +152,12 @@ class Fitter:
 
     def _verdicts(self, at: WorldAt, data: RoundData) -> Verdicts:
         world, reward = self._load(at)
-        actor = self._config.actor
         return verdicts(
             world,
             reward,
             data.audited,
-            threshold=actor.success_threshold,
-            success_frames=actor.success_frames,
+            threshold=self._config.actor.success_threshold,
+            success_frames=self._config.success_frames,
         )
 
     def _row(

@@ -18,6 +18,7 @@ from asyncrl.config.algorithm import (
     LoraSettings,
     OptimizerSettings,
 )
+from asyncrl.config.guard import GuardSettings
 from asyncrl.config.loading import load_file, overlay, parse, to_json
 from asyncrl.config.old_names import REMOVED, RENAMED
 from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig, WeightSettings
@@ -417,3 +418,12 @@ def test_settings_of_the_users_classes_come_back_from_a_runs_folder(tmp_path: Pa
     assert load_file(tmp_path / "config.json") == config
     flags = ["--correction.kind", "my.fix:Mine", "--correction.settings", "tolerance=0.5", 'name="a"']
     assert parse(flags) == config
+
+
+def test_a_lasting_success_is_that_of_a_decisions_last_frame() -> None:
+    lasting = GuardSettings(kind="lasting")
+    assert TrainConfig().success_frames == 1
+    assert TrainConfig(guard=lasting).success_frames == "last"
+    assert TrainConfig(actor=ActorSettings(success_frames=3)).success_frames == 3
+    with pytest.raises(ConfigError, match="--guard.kind is lasting and --actor.success-frames is 3"):
+        TrainConfig(guard=lasting, actor=ActorSettings(success_frames=3))
