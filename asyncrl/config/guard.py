@@ -15,7 +15,6 @@ class GuardSettings(Bounded):
     SECTION: ClassVar[str] = "guard."
 
     kind: Literal["none", "lasting", "probability"] = "none"
-    """none: a reward of 1 at the step from which the frame's score reaches --actor.success-threshold. lasting:
-    only where the last frame of a decision does, so that what was gone again at its end does not count, as
-    --actor.success-frames last. probability: the score itself in place of 1. docs/pace.md says what each
-    tells."""
+    """none: a reward of 1 at the first frame whose score reaches --actor.success-threshold. lasting: only
+    where the last frame of a decision does, as --actor.success-frames last: what was gone again at its end
+    does not count. probability: the score itself in place of 1. docs/pace.md says what each tells."""

@@ -378,7 +378,7 @@ class TrainConfig(Bounded):
         if self.guard.kind == "lasting" and self.actor.success_frames not in (1, "last"):
             raise ConfigError(
                 f"--guard.kind is lasting and --actor.success-frames is {self.actor.success_frames}, but a "
-                "success is found by one rule: lasting looks at a decision's last frame. Leave one of them out."
+                "success is found by one rule: lasting looks at a decision's last frame. Leave one out."
             )
         if self.weights.listen and not self.replay.listen:
             raise ConfigError(
