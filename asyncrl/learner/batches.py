@@ -178,7 +178,18 @@ def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[
             metric: float(lags.holds(lag).mean())
             for metric, lags in zip(r.LAG_HISTOGRAM, LAG_RANGES, strict=True)
         },
+        **_world_lag(episodes),
     }
+
+
+def _world_lag(episodes: Sequence[Episode]) -> dict[Metric, float]:
+    """Say how far the decisions' worlds are behind the newest; nothing where there is one world."""
+    drawn_by = [episode.world_versions for episode in episodes if episode.world_versions is not None]
+    if not drawn_by:
+        return {}
+    versions = np.concatenate(drawn_by)
+    lag = versions.max() - versions
+    return {r.WORLD_LAG_MEAN: float(lag.mean()), r.WORLD_LAG_MAX: float(lag.max())}
 
 
 def _complete(group: Sequence[Episode]) -> list[Episode]:

@@ -19,6 +19,20 @@ LAG_MAX = define(
     "The same, largest in the batch.",
     "At most --replay.max-lag, always: the replay guarantees it.",
 )
+WORLD_LAG_MEAN = define(
+    "replay/world_lag_mean",
+    Reduction.MEAN,
+    "versions",
+    "Newest world that drew a decision of the batch minus the decision's own, mean; with --pace.every only.",
+    "0 but for the updates after a new world. A world has no importance weight, only a bound.",
+)
+WORLD_LAG_MAX = define(
+    "replay/world_lag_max",
+    Reduction.MAX,
+    "versions",
+    "The same, largest in the batch.",
+    "At most --replay.max-world-lag, always.",
+)
 LAG_HISTOGRAM = [
     define(
         f"replay/lag_{lags.name}",

@@ -15,6 +15,7 @@ from asyncrl.learner.batches import batch_metrics, build_batch
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.records import Episode
+from support.episodes import drawn_by
 from support.table_policy import episode, groups_of
 
 
@@ -47,6 +48,14 @@ def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
     np.testing.assert_array_equal(batch.sample["tokens"][:2].numpy(), first.sample["tokens"])
     np.testing.assert_array_equal(batch.logprob_behaviour[:2].numpy(), first.logprobs)
     assert (batch.sample["tokens"].dtype, batch.logprob_behaviour.dtype) == (torch.int64, torch.float32)
+
+
+def test_worlds_of_a_batch_lag_behind_its_newest_one() -> None:
+    assert r.WORLD_LAG_MEAN not in batch_metrics(small_groups(), version=7)
+    worlds = iter([(3, 3), (4,), (3,), (4,)])
+    drawn = [[drawn_by(one, *next(worlds)) for one in group] for group in small_groups()]
+    values = batch_metrics(drawn, version=7)
+    assert (values[r.WORLD_LAG_MEAN], values[r.WORLD_LAG_MAX]) == (3 / 5, 1)
 
 
 def test_metrics_of_a_batch_by_hand() -> None:
