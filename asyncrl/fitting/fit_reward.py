@@ -14,7 +14,7 @@ from asyncrl.devices.tensors import to_signed
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.batch_source import BatchSource
 from asyncrl.fitting.frame_file import Frames
-from asyncrl.fitting.loop import minimise
+from asyncrl.fitting.loop import WARMUP, minimise
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.rewards.model import ResNetReward
 
@@ -28,6 +28,7 @@ def fit_reward(
     batch: int,
     learning_rate: float,
     seed: int,
+    warmup: int = WARMUP,
 ) -> float:
     """Train on frames with the simulator's verdict, half of them solved; a wrong task is unsolved.
 
@@ -39,6 +40,7 @@ def fit_reward(
         batch: Frames per step.
         learning_rate: Peak learning rate.
         seed: Of the choice of frames.
+        warmup: Steps until the peak of the learning rate.
 
     Returns:
         Mean loss of the last tenth.
@@ -76,7 +78,9 @@ def fit_reward(
         return binary_cross_entropy_with_logits(logits, torch.from_numpy(labels).to(device).float())
 
     reward.network.train()
-    loss = minimise("reward", reward.network, loss_at, steps=steps, learning_rate=learning_rate)
+    loss = minimise(
+        "reward", reward.network, loss_at, steps=steps, learning_rate=learning_rate, warmup=warmup
+    )
     reward.network.eval()
     return loss
 

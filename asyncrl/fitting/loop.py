@@ -30,6 +30,10 @@ class FitRanks:
 ONE_RANK: Final = FitRanks()
 
 
+WARMUP: Final = 200
+"""Steps until the peak of the learning rate."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """How long and how fast a network is fitted."""
@@ -42,6 +46,8 @@ class Schedule:
     """Peak learning rate."""
     seed: int
     """Of the choice of examples and of all noise."""
+    warmup: int = WARMUP
+    """Steps until the peak."""
     compiled: bool = False
     """Use `torch.compile`."""
     micro_batch: int = 0
@@ -120,7 +126,7 @@ def minimise(
     steps: int,
     learning_rate: float,
     weight_decay: float = 0.01,
-    warmup: int = 200,
+    warmup: int = WARMUP,
     average: float = 0.0,
     parts: int = 1,
     ranks: FitRanks = ONE_RANK,
@@ -135,7 +141,7 @@ def minimise(
         steps: Optimizer steps.
         learning_rate: Peak of a warm-up and cosine schedule.
         weight_decay: Decoupled weight decay on matrices; vectors (norms, biases) have none.
-        warmup: Steps until the peak; in a short training a fifth of all.
+        warmup: Steps until the peak.
         average: Decay of an exponential moving average that replaces the parameters at the end; 0 = off.
         parts: Micro-batches of a step, whose gradients are averaged.
         ranks: Those that train together; gradients are averaged by whatever spread `module` over them.
@@ -143,7 +149,6 @@ def minimise(
     Raises:
         RunError: the loss stopped being finite.
     """
-    warmup = min(warmup, steps // 5)
     optimizer = _adamw(module, weight_decay)
     parameters = [p for p in module.parameters() if p.requires_grad]
     averaged = [p.detach().clone() for p in parameters] if average else []

@@ -24,6 +24,8 @@ from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.regular_files import make_folder, remove
 
 ABOUT: Final = "world.json"
+WARMUP_SHARE: Final = 5
+"""A fifth of a refit's few steps leads to the peak of its learning rate."""
 _log = logging.getLogger(__name__)
 
 
@@ -131,13 +133,18 @@ def refit(
             batch=settings.batch,
             learning_rate=settings.learning_rate,
             seed=seed,
+            warmup=settings.reward_steps // WARMUP_SHARE,
         )
         save_reward(out, judge)
 
 
 def _schedule(settings: PaceSettings, seed: int) -> Schedule:
     return Schedule(
-        steps=settings.world_steps, batch=settings.batch, learning_rate=settings.learning_rate, seed=seed
+        steps=settings.world_steps,
+        batch=settings.batch,
+        learning_rate=settings.learning_rate,
+        seed=seed,
+        warmup=settings.world_steps // WARMUP_SHARE,
     )
 
 

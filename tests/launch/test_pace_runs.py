@@ -31,6 +31,7 @@ from asyncrl.pace.rounds import Round
 from asyncrl.pace.verdicts import Verdicts
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.tabletop.scene import TASKS
+from support.join_site import Site
 from support.recorded import recorded_spec, write_recorded
 from support.tiny_models import GROUP_SIZE, write_models
 from support.whole_runs import TRAIN, environment, left_over, reach, rows
@@ -248,6 +249,43 @@ def test_accepted_worlds_reach_actors_also_those_that_come_back(models, tmp_path
         for found in worlds_of(run.folder).values():
             assert max(found) - min(found) <= 1, "no group reaches over more than the bound"
         run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+def test_accepted_worlds_reach_an_actor_that_joined(models, tmp_path) -> None:
+    site = Site(tmp_path, flags(models, **{"pace.every": 10_000}))
+
+    def until(true: Any, what: str) -> None:
+        deadline = time.monotonic() + 90
+        while not true():
+            assert site.train.process.poll() is None, site.train.said()
+            assert time.monotonic() < deadline, what
+            time.sleep(0.1)
+
+    def drawn() -> set[int]:
+        return {world for found in worlds_of(site.run).values() for world in found}
+
+    try:
+        site.train.until("waits up to 600 s")
+        first = site.actor("first")
+        site.progress(2)
+        accept(site.run, models, 1)
+        until(lambda: 1 in drawn(), "the actor took the new world")
+        first.process.send_signal(signal.SIGTERM)
+        first.ends()
+        at = max(worlds_of(site.run))
+        site.actor("second")
+        until(lambda: max(worlds_of(site.run)) > at + 4, "another one imagines")
+        late = [found for number, found in sorted(worlds_of(site.run).items()) if number > at + 2]
+        assert {world for found in late for world in found} == {1}, "it fetched the run's world"
+        site.train.process.send_signal(signal.SIGINT)
+        assert "Traceback" not in site.train.ends()
+    finally:
+        for program in site.programs:
+            program.process.kill()
+    assert left_over(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -304,6 +304,7 @@ def fit_unet(
         loss_at,
         steps=schedule.steps,
         learning_rate=schedule.learning_rate,
+        warmup=schedule.warmup,
         average=AVERAGE,
     )
 

@@ -198,5 +198,6 @@ def fit_transformer(transformer: STDiT3, windows: Windows, schedule: Schedule) -
         loss_at,
         steps=schedule.steps,
         learning_rate=schedule.learning_rate,
+        warmup=schedule.warmup,
         average=AVERAGE,
     )

@@ -208,6 +208,7 @@ def fit_transformer(
         window_losses(transformer, windows, schedule, shares, context_sigma=context_sigma),
         steps=schedule.steps,
         learning_rate=schedule.learning_rate,
+        warmup=schedule.warmup,
         average=0.9995,
         parts=shares.parts,
         ranks=schedule.ranks,
