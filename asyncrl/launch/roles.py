@@ -62,10 +62,18 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         device,
         config.weights.timeout,
     )
-    worlds = None
+    worlds, first_world = None, 0
     if info.worlds_endpoint:
-        refreshed = acting.refreshed_tensors()
-        worlds = build_receiver("gloo", info.worlds_endpoint, name, refreshed, "cpu", config.weights.timeout)
+        from asyncrl.launch.world_channel import TRANSPORT
+
+        worlds = build_receiver(
+            TRANSPORT,
+            info.worlds_endpoint,
+            name,
+            acting.refreshed_tensors(),
+            deadline=config.weights.timeout,
+        )
+        first_world = newest_world(run_dir) or 0
     try:
         port = ZmqActorPort(
             info.replay_endpoint,
@@ -83,7 +91,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             receiver,
             build.actor_offload(config, acting),
             worlds,
-            (worlds and newest_world(run_dir)) or 0,
+            first_world,
         )
         actor.run()
         with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):

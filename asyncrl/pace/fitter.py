@@ -26,7 +26,7 @@ from asyncrl.pace.true_episodes import TrueEpisodes
 from asyncrl.pace.verdicts import Verdicts, verdicts
 from asyncrl.policies.interface import Policy
 from asyncrl.rewards.interface import RewardModel
-from asyncrl.storage.regular_files import remove
+from asyncrl.storage.regular_files import make_folder, remove
 from asyncrl.worlds.interface import World
 
 
@@ -103,7 +103,7 @@ class Fitter:
         settings, began = self._config.pace, time.monotonic()
         spent = sum(row.episodes for row in rounds.read(self._run_dir))
         folder = rounds.round_folder(self._run_dir, version)
-        folder.parent.mkdir(exist_ok=True)
+        make_folder(folder.parent)
         remove(folder)
         with process_status.activity(f"playing true episodes of version {version}", self._patience):
             self._source.collect(folder, policy, settings.episodes, spent)
@@ -136,7 +136,7 @@ class Fitter:
     def _refitted(self, present: WorldAt, data: RoundData, seed: int) -> WorldAt:
         version = present.version + 1
         out = rounds.world_folder(self._run_dir, version).with_suffix(".tmp")
-        out.parent.mkdir(exist_ok=True)
+        make_folder(out.parent)
         with process_status.activity(f"refitting world {present.version}", self._patience):
             refit(
                 present.folder,

@@ -12,7 +12,7 @@ from typing import Final
 from asyncrl.errors import ConfigError
 from asyncrl.storage.regular_files import LINES_BYTES, kind_of
 
-FOLDERS: Final = ("logs", "checkpoints", "replay", "videos", "tensorboard", "processes")
+FOLDERS: Final = ("logs", "checkpoints", "replay", "videos", "tensorboard", "processes", "true", "worlds")
 FILES: Final = ("config.json", "metrics.jsonl", "replay/replay.json", "replay/ledger.log", "replay/lock")
 LOGS: Final = ("logs/*.log", "processes/*")
 

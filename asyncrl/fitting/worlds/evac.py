@@ -310,5 +310,5 @@ def fit_unet(
 
 
 def _refuse_options(options: WorldOptions) -> None:
-    for name in ("context_sigma", "own_memory"):
+    for name in ("context_sigma", "own_memory", "jumps"):
         refuse_option(options, name, "evac")

@@ -55,6 +55,9 @@ class WorldOptions:
     own_memory: float = 0.0
     """Share of the windows, behind an episode's first decision, whose memory the network draws itself as it
     is before the fit, in [0, 1]."""
+    jumps: float = 0.0
+    """Share of the windows, behind an episode's first decision, whose context follows at once on the first
+    frame, in [0, 1]."""
     camera: str = ""
     """JSON file that says where the camera stands; empty: what is known of the recordings' simulator."""
 

@@ -112,7 +112,7 @@ class OpenSoraFit(FrameByFrameFit):
 
 
 def _refuse_options(options: WorldOptions) -> None:
-    for name in ("context_sigma", "own_memory", "camera"):
+    for name in ("context_sigma", "own_memory", "jumps", "camera"):
         refuse_option(options, name, "opensora")
 
 

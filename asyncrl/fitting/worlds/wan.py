@@ -33,6 +33,7 @@ from asyncrl.fitting.worlds.wan_actions import (
     take_raw,
     take_scaled,
 )
+from asyncrl.fitting.worlds.wan_jumps import with_jumps
 from asyncrl.fitting.worlds.wan_latents import WanAutoencoder, encode_recordings, redraw
 from asyncrl.fitting.worlds.wan_memory import with_own_memories
 from asyncrl.fitting.worlds.wan_windows import Windows, windows
@@ -99,6 +100,8 @@ class WanFit:
             raw = cut if scale is None else windows(recordings, latents)
             drawn = with_own_memories(self.world, raw, options.own_memory, schedule.seed)
             cut = replace(cut, latents=drawn.latents, rows=drawn.rows)
+        if options.jumps:
+            cut = with_jumps(self.world.vae, cut, recordings, options.jumps, schedule.seed)
         if scale is not None:
             take_scaled(trained, scale)
         loss = fit_transformer(trained, cut, schedule, context_sigma=options.context_sigma)
