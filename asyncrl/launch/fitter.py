@@ -35,8 +35,8 @@ LOOK_EVERY: Final = 0.5
 """Seconds between two looks, for a checkpoint and for a round."""
 RESPAWNS: Final = 2
 """How often in a row it comes back when it dies."""
-NICENESS: Final = 19
-"""Of the fitter and its simulators on a CPU, the lowest there is: what trains goes first."""
+NICENESS: Final = 5
+"""Of the fitter and its simulators on a CPU: what trains goes first, and a round still comes to its end."""
 HELD: Final = "refitting"
 """The checkpoint, below the others, that a round is about: a copy, which the run does not delete."""
 _log = logging.getLogger(__name__)
