@@ -29,6 +29,8 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
 from asyncrl.pace import rounds
 from asyncrl.pace.rounds import Round
+from asyncrl.storage.best_checkpoint import FOLDER
+from asyncrl.storage.regular_files import remove
 
 ROLE: Final = "fitter"
 LOOK_EVERY: Final = 0.5
@@ -56,7 +58,6 @@ def fitter_main(config_json: str, run_dir_text: str, local_rank: str) -> None:
     from asyncrl.observability import descriptors
     from asyncrl.storage import checkpoint, run_lock
     from asyncrl.storage.checkpoint_copy import keep_copy
-    from asyncrl.storage.regular_files import remove
 
     descriptors.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -71,7 +72,7 @@ def fitter_main(config_json: str, run_dir_text: str, local_rank: str) -> None:
     if device.type == "cpu":
         os.nice(NICENESS)
         torch.set_num_threads(1)
-    held = run_dir / checkpoint.FOLDER / HELD
+    held = run_dir / FOLDER / HELD
     with ExitStack() as stack:
         stack.callback(lock.release)
         fitter = refits.open_fitter(config, check_world_model(config), run_dir, device, stack)
@@ -140,10 +141,12 @@ class FitterProcess:
         return lines
 
     def close(self) -> None:
-        """End the fitter, and report what it had done."""
+        """End the fitter, report what it had done, and put away the round that it was making."""
         if self._child is not None:
             self._child.stop(1.0)
             self._report_new()
+            rounds.put_away_unfinished(self._run_dir)
+            remove(self._run_dir / FOLDER / HELD)
 
     def _report_new(self) -> list[str]:
         rows = rounds.read(self._run_dir)

@@ -108,6 +108,11 @@ def world_at(run_dir: Path, version: int) -> Path | None:
 def cut_after(run_dir: Path, version: int) -> None:
     """Forget the rounds of later policy versions, and what a round that was interrupted left."""
     json_lines.keep(run_dir / NAME, Round, lambda row: row.version <= version)
+    put_away_unfinished(run_dir)
+
+
+def put_away_unfinished(run_dir: Path) -> None:
+    """Delete the episodes and worlds that belong to no round in the file, while nobody makes one."""
     rows = read(run_dir)
     worlds, played = {row.world for row in rows if row.accepted}, {row.version for row in rows}
     for folder, pattern, known in ((WORLDS, _WORLD, worlds), (TRUE, _ROUND, played)):

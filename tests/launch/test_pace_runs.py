@@ -212,6 +212,10 @@ class Running:
         said, errors = self.process.communicate(timeout=60)
         assert self.process.returncode == 0, errors
         assert left_over(self.tmp_path) == []
+        made = {row.version for row in rounds.read(self.folder)}
+        played = {int(path.name.removeprefix("round_")) for path in self.folder.glob("true/*")}
+        assert played <= made, "a round that was not finished is put away"
+        assert not (self.folder / "checkpoints" / "refitting").exists()
         return said
 
 
