@@ -358,6 +358,7 @@ def start_run(
         check_folder(found := run_folder.locate(config))
         if (found / run_folder.REPLAY / "replay.json").exists():
             read_meta(found / run_folder.REPLAY)
+        _require_its_world(config, found)
     run = run_folder.claim(config, again)
     episodes = files.episode_format(policy, config.actor.max_decisions)
     if config.pace.every and episodes.world_version is not None:
@@ -382,6 +383,23 @@ def start_run(
         notes=notes,
         simulator=_simulator_of(config, files),
     )
+
+
+def _require_its_world(config: TrainConfig, run_dir: Path) -> None:
+    """Refuse to go on in the world that a run began with, when it has refitted that one since.
+
+    Raises:
+        ConfigError: It would, as --pace.every is 0 now.
+    """
+    version = max(checkpoint.kept(run_dir), default=0)
+    folder = rounds.world_at(run_dir, version + 1)
+    if folder is None or config.pace.every:
+        return
+    if Path(config.world).absolute() != folder.absolute():
+        raise ConfigError(
+            f"--pace.every is 0, but this run has refitted its world, and would go back to --world "
+            f"{config.world}. Leave --pace.every as it was, or say --world {folder}."
+        )
 
 
 def _simulator_of(config: TrainConfig, files: EnvironmentFiles | SimulatorFiles) -> str:

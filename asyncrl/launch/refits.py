@@ -91,10 +91,10 @@ def check(config: TrainConfig, files: EnvironmentFiles | SimulatorFiles, policy:
             f"{every}, but --world {config.world} is a simulator: it is the truth, and nothing is refitted. "
             "Leave --pace.every out."
         )
-    if registry.names_code(config.world) or (settings.reward_steps and registry.names_code(config.reward)):
+    if registry.names_code(config.world) or registry.names_code(config.reward):
         raise ConfigError(
             f"{every}, but --world or --reward is a class of your own, which asyncrl cannot fit. Leave "
-            "--pace.every out; with --pace.reward-steps 0 the reward model alone may be one."
+            "--pace.every out."
         )
     first = first_world(config)
     check_refittable(first.folder, first.reward)

@@ -69,7 +69,7 @@ class WorldChannel:
         if self._failure is not None:
             raise RunError(
                 f"World version {self._version + 1} could not be sent to the actors ({self._failure}). "
-                "Restart the run with --resume, or with --pace.every 0 to go on with the world as it is."
+                "See whether its folder in the run's worlds/ is whole, and restart the run with --resume."
             ) from self._failure
         return {m.WORLD_VERSION: float(self._version)}
 

@@ -159,6 +159,19 @@ def test_a_checkpoint_is_audited_in_the_world_that_it_was_trained_in(whole: Path
         assert world in capsys.readouterr().out.splitlines()[0]
 
 
+def test_a_resume_without_refits_does_not_go_back_to_the_first_world(
+    whole: Path, tmp_path: Path, capsys
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    again = ["--updates", "7", "--run-dir", str(run), "--resume", "--pace.every", "0"]
+    world = rounds.world_folder(run, 1)
+    assert cli.run("train", again) == 2
+    assert "has refitted its world, and would go back to" in capsys.readouterr().err
+    train(*again, "--world", str(world))
+    assert len(rows(run)) == 7
+
+
 def test_a_resume_from_an_earlier_checkpoint_forgets_the_later_rounds(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
