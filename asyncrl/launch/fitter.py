@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -29,7 +29,7 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
 from asyncrl.pace import rounds
 from asyncrl.pace.rounds import Round
-from asyncrl.storage.best_checkpoint import FOLDER
+from asyncrl.storage.best_checkpoint import FOLDER, forget_best_after, keep_as_best
 from asyncrl.storage.regular_files import remove
 
 ROLE: Final = "fitter"
@@ -88,10 +88,17 @@ def fitter_main(config_json: str, run_dir_text: str, local_rank: str) -> None:
             except (FileNotFoundError, KeyError):  # Deleted since: a newer one is there.
                 continue
             try:
-                policy = load_policy_version(config, held, device)
-                _log.info("%s", fitter.round(version, policy))
+                row = fitter.round(version, load_policy_version(config, held, device))
+                _log.info("%s", row)
+                if not config.evaluate_every and is_best(row, rounds.read(run_dir)):
+                    keep_as_best(held)
             finally:
                 remove(held)
+
+
+def is_best(row: Round, made: Sequence[Round]) -> bool:
+    """Tell whether no policy version before had more true success: it is then the one to keep."""
+    return all(row.success >= other.success for other in made if other.version < row.version)
 
 
 class FitterProcess:
@@ -103,6 +110,8 @@ class FitterProcess:
         run_dir: Path,
         report: Callable[[dict[Metric, float]], None],
         local_rank: int,
+        *,
+        version: int,
     ) -> None:
         """Start the fitter, unless --pace.every is 0. What the run has of rounds is reported first.
 
@@ -111,6 +120,7 @@ class FitterProcess:
             run_dir: Of the run; rounds that a resumed run makes anew are forgotten.
             report: Given what the newest round found, which holds until the next one.
             local_rank: Of this rank, whose device it shares.
+            version: That the run goes on from.
         """
         self._config, self._run_dir, self._report = config, run_dir, report
         self._child: Supervisor | None = None
@@ -118,6 +128,7 @@ class FitterProcess:
         self._told = 0
         """Rounds that were reported."""
         if config.pace.every:
+            forget_best_after(run_dir, version)
             self._child = Supervisor(
                 ROLE,
                 "asyncrl.launch.fitter:fitter_main",

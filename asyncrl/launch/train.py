@@ -207,7 +207,7 @@ def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         evaluator = EvaluatorProcess(
             config, run_dir, start.version, log.write_evaluation, rendezvous.local_rank()
         )
-        fitter = FitterProcess(config, run_dir, log.note, rendezvous.local_rank())
+        fitter = FitterProcess(config, run_dir, log.note, rendezvous.local_rank(), version=start.version)
         news = partial(_news, config, placement, publisher, sockets, evaluator, fitter, worlds, log)
         children = ChildProcesses(stop, log.banner, news)
         run_until_done = Watchdog(run_dir, log.banner)

@@ -323,7 +323,11 @@ def test_training_waits_for_no_fitter_whether_it_stands_still_or_dies(models, tm
         for row in rounds.read(run.folder):
             assert (row.episodes, row.audited) == (8, 4)
             assert row.version % 2 == 0
-        assert "refit: true success" in run.end()
+        assert (run.folder / "checkpoints" / "best" / "state.json").is_file()
+        said = run.end()
+        assert "refit: true success" in said
+        assert "refits accepted" in said
+        assert "best, version" in said
 
 
 # ---- what is refused -----------------------------------------------------------------------------

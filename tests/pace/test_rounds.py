@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.launch.fitter import metrics_of
+from asyncrl.launch.fitter import is_best, metrics_of
 from asyncrl.observability import metrics_pace as m
 from asyncrl.pace import rounds
 from asyncrl.pace.rounds import Round
@@ -77,6 +77,12 @@ def test_a_resume_forgets_later_rounds_and_what_was_not_finished(tmp_path: Path)
     assert left() == (["version_000001"], ["round_000006"])
     rounds.cut_after(tmp_path, 5)
     assert (rounds.read(tmp_path), left()) == ([], ([], []))
+
+
+def test_the_best_version_is_the_later_one_of_two_that_are_equal() -> None:
+    rates = (0.4, 0.6, 0.6, 0.5)
+    made = [replace(FIRST, version=6 * (n + 1), success=rate) for n, rate in enumerate(rates)]
+    assert [is_best(row, made) for row in made] == [True, True, True, False]
 
 
 def test_what_curves_say_of_a_round() -> None:
