@@ -20,7 +20,7 @@ import shlex
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -36,24 +36,34 @@ UPDATES: Final = 40
 EVERY: Final = 6
 CHOOSING_SEED: Final = 7
 """Of the starts by which early stopping chooses; others than those that judge."""
-REFIT: Final = (f"--pace.every={EVERY}",)
-ARMS: Final[dict[str, tuple[str, ...]]] = {
-    "frozen": (),
-    "kl": ("--algorithm.kl-coef", "0.05"),
-    "lasting": ("--guard.kind", "lasting"),
-    "probability": ("--guard.kind", "probability"),
-    "refit": REFIT,
-    "refit, own memories": (*REFIT, "--pace.own-memory", "0.5"),
-    "refit, world only": (*REFIT, "--pace.reward-steps", "0"),
-    "refit, reward only": (*REFIT, "--pace.world-steps", "0"),
-    "refit once": (
-        "--pace.every",
-        "12",
-        "--pace.budget-of-one-round",
-    ),
-    "refit, lasting": (*REFIT, "--guard.kind", "lasting"),
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What is trained otherwise."""
+
+    flags: tuple[str, ...] = ()
+    """Beside those of `Run`."""
+    rounds: int = 0
+    """Of refits, among which the true episodes are shared out."""
+    every: int = EVERY
+    """Updates between two of them."""
+
+
+MANY: Final = UPDATES // EVERY
+ARMS: Final[dict[str, Arm]] = {
+    "frozen": Arm(),
+    "kl": Arm(flags=("--algorithm.kl-coef", "0.05")),
+    "lasting": Arm(flags=("--guard.kind", "lasting")),
+    "probability": Arm(flags=("--guard.kind", "probability")),
+    "refit": Arm(rounds=MANY),
+    "refit once": Arm(rounds=1, every=2 * EVERY),
+    "refit, own memories": Arm(flags=("--pace.own-memory", "0.5"), rounds=MANY),
+    "refit, world only": Arm(flags=("--pace.reward-steps", "0"), rounds=MANY),
+    "refit, reward only": Arm(flags=("--pace.world-steps", "0"), rounds=MANY),
+    "refit, lasting": Arm(flags=("--guard.kind", "lasting"), rounds=MANY),
 }
-"""Name -> flags beside those of `Run`."""
+"""By name. *Early stopping* is of the frozen run, afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +96,14 @@ class Table:
     out: Annotated[Path, tyro.conf.Positional]
 
 
-def flags_of(run: Run, arm: str) -> list[str]:
-    """Flags of an arm: its true episodes are shared out among its rounds."""
-    own = list(ARMS[arm])
-    once = "--pace.budget-of-one-round" in own
-    if once:
-        own.remove("--pace.budget-of-one-round")
-    if any(flag.startswith("--pace") for flag in own):
-        count = 1 if once else UPDATES // EVERY
-        own += ["--pace.episodes", str(run.true_episodes // count), "--pace.budget", str(run.true_episodes)]
-        own += ["--pace.base", *run.base] if run.base else []
-    return own
+def flags_of(run: Run, name: str) -> list[str]:
+    """Flags of an arm."""
+    arm = ARMS[name]
+    if not arm.rounds:
+        return list(arm.flags)
+    spent = ["--pace.episodes", str(run.true_episodes // arm.rounds), "--pace.budget", str(run.true_episodes)]
+    base = ["--pace.base", *run.base] if run.base else []
+    return [*arm.flags, "--pace.every", str(arm.every), *spent, *base]
 
 
 def folder_name(arm: str, seed: int) -> str:
@@ -132,8 +139,8 @@ def versions(folder: Path) -> dict[int, Path]:
 
 def world_at(folder: Path, version: int) -> str:
     """Return the world in which a run trained at a version."""
-    accepted = [row.world for row in rounds.read(folder) if row.accepted and row.version < version]
-    return str(rounds.world_folder(folder, accepted[-1])) if accepted else "tabletop"
+    refitted = rounds.world_at(folder, version)
+    return "tabletop" if refitted is None else str(refitted)
 
 
 def measure(run: Run, answer: Path, *arguments: str) -> None:
@@ -161,18 +168,13 @@ def judge(run: Run, arm: str, seed: int, folder: Path) -> None:
         measure(run, run.out / f"{here}.audit.json", "audit", str(path), "--world", world, *frames)
     if arm == "frozen":
         judged = versions(folder)
-        each = dataclass_with(run, episodes=run.true_episodes // len(judged))
+        each = replace(run, episodes=run.true_episodes // len(judged))
         for version, path in judged.items():
             measure(
                 each,
                 run.out / f"{name}.update{version:02d}.choose.json",
                 *("evaluate", str(path), "--temperature", "1", "--seed", str(CHOOSING_SEED)),
             )
-
-
-def dataclass_with(run: Run, **changes: Any) -> Run:
-    """Return the settings with others in place of some."""
-    return Run(**{**vars(run), **changes})
 
 
 def cell(run: Run, arm: str, seed: int) -> str:
