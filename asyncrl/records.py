@@ -115,6 +115,11 @@ class StartState:
     elapsed: int = 0
     """Decisions that led here from `frame`: an episode that begins here has so many fewer."""
 
+    @property
+    def present_frame(self) -> Uint8:
+        """Return what is seen when an episode begins, ``[H, W, 3]``: the last frame that leads there."""
+        return self.context_frames[-1] if len(self.context_frames) else self.frame
+
 
 class Sampling(NamedTuple):
     """How actions are drawn from a policy's distribution."""

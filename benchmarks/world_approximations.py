@@ -278,9 +278,7 @@ def play(
         rows = range(begin, min(begin + settings.batch, len(script.starts)))
         some = [script.starts[row] for row in rows]
         state = world.start(some)
-        seen = np.stack(
-            [start.context_frames[-1] if len(start.context_frames) else start.frame for start in some]
-        )
+        seen = np.stack([start.present_frame for start in some])
         drawn: list[Tensor] = []
         for decision in range(settings.decisions):
             if policy is not None:

@@ -58,11 +58,11 @@ class Acting(Protocol):
         ...
 
     def refreshed_tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights, by name, that a later version of the world replaces; none: it never changes."""
+        """Return the tensors, by name, that a later version of the world replaces; none: it never changes."""
         ...
 
     def note_refreshed(self, version: int) -> None:
-        """Note that these weights are now those of `version`."""
+        """Note that these are now those of `version`."""
         ...
 
     @property

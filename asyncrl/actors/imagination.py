@@ -35,6 +35,7 @@ from asyncrl.rewards.interface import RewardModel
 from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
+from asyncrl.worlds.mined_keyframes import MinedKeyframes
 
 CPU: Final = torch.device("cpu")
 TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
@@ -68,6 +69,7 @@ class Imagination(Generic[State]):
         world_device: torch.device = CPU,
         rows: int = 0,
         refreshed: Mapping[str, Tensor] | None = None,
+        mined: MinedKeyframes | None = None,
     ) -> None:
         """Join the models.
 
@@ -84,6 +86,7 @@ class Imagination(Generic[State]):
                 on which: so an episode is the same whatever else is imagined. 0: no copies.
             refreshed: Weights of world and reward model, by name, that later versions of the world replace;
                 None: the world stays as it is.
+            mined: Key frames that come with them.
         """
         self.policy = policy
         self.world = world
@@ -92,7 +95,9 @@ class Imagination(Generic[State]):
         self.rule = rule
         self.policy_device, self.world_device = policy_device, world_device
         self.rows = rows
-        self._refreshed = refreshed
+        self.refreshed_weights = refreshed or {}
+        """Of world and reward model, by name; none: the world stays as it is."""
+        self._mined = mined
         self.decisions = 0
         """Decisions that were made since the actor began."""
         self._seconds: dict[Metric, float] = {}
@@ -113,8 +118,8 @@ class Imagination(Generic[State]):
         return {m.ACTOR_DECISIONS: self.decisions}
 
     def refreshed_tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights that later versions of the world replace. See `Acting.refreshed_tensors`."""
-        return self._refreshed or {}
+        """Return what later versions of the world replace. See `Acting.refreshed_tensors`."""
+        return {**self.refreshed_weights, **(self._mined.tensors if self._mined else {})}
 
     def note_refreshed(self, version: int) -> None:
         """Note that they are now those of `version`: decisions launched from here on are."""
@@ -133,7 +138,7 @@ class Imagination(Generic[State]):
         """
         for index in indices:
             episode = slots.episode(index)
-            episode.task, episode.frame = episode.pending.start.task, first_frame(_start_state(episode))
+            episode.task, episode.frame = episode.pending.start.task, _start_state(episode).present_frame
         began = DeviceEvent(self.world_device)
         opened, failed = retry_rows_singly(indices, partial(self._start, slots))
         for some, fresh in opened:
@@ -258,7 +263,7 @@ class Imagination(Generic[State]):
             "noise_seeds": torch.tensor(seeds),
             "video": _to_host(new_frames),
         }
-        if self._refreshed is not None:
+        if self.refreshed_weights:
             arrays["world_versions"] = torch.full((len(seeds),), self.world.version)
         if acted.value is not None:
             arrays["values"] = _to_host(acted.value[:, 0].float())
@@ -276,11 +281,6 @@ class Imagination(Generic[State]):
         """Copy the arrays that the policy declares to host memory, in the types that it declares."""
         specs = self.policy.sample_arrays
         return {name: _to_host(acted.sample[name].to(TORCH_DTYPES[specs[name].dtype])) for name in specs}
-
-
-def first_frame(start: StartState) -> NDArray[np.uint8]:
-    """``[H, W, 3]`` uint8, what is seen when an episode begins: the last frame that leads there."""
-    return start.context_frames[-1] if len(start.context_frames) else start.frame
 
 
 def _start_state(episode: EpisodeInProgress) -> StartState:

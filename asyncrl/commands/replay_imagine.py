@@ -30,6 +30,7 @@ from asyncrl.replay_tools.comparison import (
 from asyncrl.replay_tools.episodes import find_group
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.storage.drawing import require_png
+from asyncrl.worlds.keyframe_names import version_named
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,7 @@ class Imagine(ReplayCommand):
             )
         device = pick_device(self.device)
         environment = build_world_model(config, device)
-        start = _start_of(episodes, environment.starts)
+        start = _start_of(episodes, [*environment.starts, *_keyframes_of(run, episodes[0])])
         rows, why = self._rows_of_a_pass(config, len(episodes))
         print(f"group {self.group}: {start.task}, from start state {start.name}, {len(episodes)} members")
         worlds = _Worlds(config, environment, Path() if self.world or self.reward else run, device)
@@ -169,13 +170,20 @@ def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> Star
             f"the group began at start state {first.start_state}, which is not among the {len(starts)} that "
             "the run's settings name now. Name the file or folder they are in: --start-states."
         )
-    seen = start.context_frames[-1] if len(start.context_frames) else start.frame
-    if not np.array_equal(seen, first.frames[0]):
+    if not np.array_equal(start.present_frame, first.frames[0]):
         raise ConfigError(
             f"start state {start.name} does not look like the first frame of the group: it is another one of "
             "that name. Name the file or folder that the run had: --start-states."
         )
     return start
+
+
+def _keyframes_of(run: Path, episode: Episode) -> list[StartState]:
+    """Return the key frames of the run's world version that a start state is one of; none, if it is not."""
+    from asyncrl.worlds import mined_keyframes
+
+    version = version_named(episode.start_state)
+    return [] if version is None else mined_keyframes.load(world_folder(run, version))
 
 
 class _Worlds:

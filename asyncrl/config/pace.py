@@ -62,6 +62,14 @@ class PaceSettings(Bounded):
     Of worlds of kind wan."""
     context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = 0.1
     """Noise on the memory while it is refitted. Of worlds of kind wan; others have a published one."""
+    keyframes: Annotated[
+        int, AtLeast(0, "it counts start states.", "Use 32, or 0 for those of --start-states.", highest=4096)
+    ] = 32
+    """With --keyframe-share above 0: key frames that a round takes from its true episodes, at which groups of
+    that share begin from then on. They travel with the world. 0: those of --start-states stay."""
+    siblings: Annotated[int, AtLeast(0, "it counts episodes.", "Use 8, or 0.", highest=1024)] = 8
+    """Episodes imagined from each candidate for a key frame: it becomes one only where between 1/8 and 7/8 of
+    them succeed, since a group that ends alike teaches nothing. 0: all candidates do."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the fitter's models are. auto: on the device of rank 0."""
 

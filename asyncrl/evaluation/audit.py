@@ -70,7 +70,7 @@ class Models:
         return None if found is None else found[0]
 
     def imagine(self, starts: Sequence[StartState], seeds: Sequence[int]) -> Imagined:
-        """Imagine episodes until all have succeeded or made `max_decisions`.
+        """Imagine episodes until all have succeeded or made the decisions that are left.
 
         Args:
             starts: ``B`` start states.
@@ -86,7 +86,8 @@ class Models:
         def all_succeeded(scores: list[NDArray[np.float32]]) -> bool:
             return all(self.end(scores_NC) is not None for scores_NC in np.stack(scores, axis=1))
 
-        return self._imagine(starts, seeds, decide, self.max_decisions, all_succeeded)
+        most = self.max_decisions - min(start.elapsed for start in starts)
+        return self._imagine(starts, seeds, decide, most, all_succeeded)
 
     def imagine_again(
         self, starts: Sequence[StartState], actions: NDArray[np.float32], seeds: Sequence[int]
@@ -105,7 +106,7 @@ class Models:
         most: int,
         enough: Callable[[list[NDArray[np.float32]]], bool],
     ) -> Imagined:
-        tasks, shown = [start.task for start in starts], np.stack([start.frame for start in starts])
+        tasks, shown = [start.task for start in starts], np.stack([start.present_frame for start in starts])
         state = self.world.start(starts, decisions=self.max_decisions)
         drawn, chosen, scored = [], [], []
         for decision in range(most):

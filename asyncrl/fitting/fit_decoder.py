@@ -101,7 +101,7 @@ def imagine_episodes(
             some = starts[begin : begin + batch]
             with recorded(world) as recorder:
                 tasks, state = [start.task for start in some], world.open_slots(some)
-                seen_BHW3 = np.stack([_last_frame(start) for start in some])
+                seen_BHW3 = np.stack([start.present_frame for start in some])
                 for decision in range(decisions):
                     seeds = [recorded_noise_seed(seed, begin + row, decision) for row in range(len(some))]
                     acted = policy.act(policy.preprocess(seen_BHW3, tasks), sampling, seeds)
@@ -114,10 +114,6 @@ def imagine_episodes(
         frames=torch.cat([frames for _, frames in parts]),
         tasks=[start.task for start in starts],
     )
-
-
-def _last_frame(start: StartState) -> np.ndarray:
-    return start.context_frames[-1] if len(start.context_frames) else start.frame
 
 
 OPENING = 5

@@ -14,7 +14,8 @@ A key frame with nothing after it, or within the first decision, is none.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from asyncrl.records import CHUNK, StartState
 from asyncrl.worlds.rlinf_start_states import CONTEXT
 
 _GRIPPER: Final = -1
+T = TypeVar("T")
 
 
 def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[int]:
@@ -80,7 +82,15 @@ def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
     return [_state(recordings, episode, step) for episode, step in places]
 
 
-def _shares(found: dict[str, list[tuple[int, int]]], count: int) -> dict[str, int]:
+def balanced(states: Sequence[StartState], count: int) -> list[StartState]:
+    """Choose at most so many, of every task as many as it has, each spread over those of its task."""
+    found: dict[str, list[StartState]] = {}
+    for state in states:
+        found.setdefault(state.task, []).append(state)
+    return [state for task, share in _shares(found, count).items() for state in spread(found[task], share)]
+
+
+def _shares(found: Mapping[str, Sequence[object]], count: int) -> dict[str, int]:
     """Say how many key frames each task gives: alike, and what one lacks the others give."""
     shares, left = dict.fromkeys(found, 0), count
     while left:
@@ -93,7 +103,7 @@ def _shares(found: dict[str, list[tuple[int, int]]], count: int) -> dict[str, in
     return shares
 
 
-def spread(places: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+def spread(places: Sequence[T], count: int) -> list[T]:
     """Choose so many of the places, spread over all of them."""
     rows = np.linspace(0, len(places) - 1, count).round().astype(int) if count else []
     return [places[row] for row in rows]

@@ -67,12 +67,13 @@ def actor_offload(config: TrainConfig, acting: Imagination[Any] | Play) -> IdleO
         return NO_OFFLOAD
     policy = acting.policy
     others = [acting.world, acting.reward] if isinstance(acting, Imagination) else []
+    refreshed = acting.refreshed_weights if isinstance(acting, Imagination) else {}
     models = [as_module(policy), *(module for other in others for module in other.modules().values())]
     movable = [model for model in (policy, *others) if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
             partial(_tensors_of, models),
-            lambda: [*policy.acting_tensors().values(), *acting.refreshed_tensors().values()],
+            lambda: [*policy.acting_tensors().values(), *refreshed.values()],
             acting.devices,
             on_offload=lambda: [model.weights_moved() for model in movable],
         )
@@ -170,7 +171,7 @@ def starts_of(config: TrainConfig, environment: Environment | SimulatedEnvironme
     """Return where the episodes of the run begin."""
     if isinstance(environment, SimulatedEnvironment):
         return environment.starts
-    return StartStateStream(environment.starts, config.seed, config.keyframe_share)
+    return StartStateStream(environment.starts, config.seed, config.keyframe_share, environment.mined)
 
 
 def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
@@ -199,6 +200,7 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
         world_device=environment.world.device,
         rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
         refreshed=_refreshed(config, environment),
+        mined=environment.mined,
     )
 
 

@@ -6,6 +6,7 @@ Actors load them. The learner only checks them: names and shapes come from the h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from asyncrl.replay.admission import EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
 from asyncrl.worlds.interface import BringsDefaults, NeedsPose, World
+from asyncrl.worlds.mined_keyframes import MinedKeyframes
 from asyncrl.worlds.start_states import check_keyframes, check_pose, load_start_states
 
 
@@ -43,6 +45,8 @@ class Environment:
     world: World[Any]
     reward: RewardModel
     starts: list[StartState]
+    mined: MinedKeyframes | None = None
+    """Key frames that come with later versions of the world; None: none will."""
 
     def check_policy(self, policy: Policy) -> None:
         """Let the policy read every instruction, so that one it cannot read fails at the start."""
@@ -64,6 +68,8 @@ class EnvironmentFiles:
     """Of the world."""
     world_version: int | None = None
     """None: known only when it is loaded."""
+    mines_keyframes: bool = False
+    """See `mines_keyframes`."""
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy whose decisions the world cannot take, or that cannot read an instruction.
@@ -110,6 +116,7 @@ class EnvironmentFiles:
             max_decisions=max_decisions,
             tasks=tasks,
             world_version=self.world_version,
+            mined_keyframes=self.mines_keyframes,
         )
 
 
@@ -134,7 +141,12 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
     world, reward = _named(config)
     summary = world.kind.check(world.folder, config.imagination, **world.settings)
     starts = _starts(config, summary.image_size)
-    check_keyframes(starts, share=config.keyframe_share, max_decisions=config.actor.max_decisions)
+    check_keyframes(
+        starts,
+        share=config.keyframe_share,
+        max_decisions=config.actor.max_decisions,
+        others_come=mines_keyframes(config),
+    )
     if isinstance(world.kind, NeedsPose) and world.kind.needs_pose:
         for state in starts:
             check_pose(state)
@@ -151,6 +163,7 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
         nbytes=summary.nbytes + judge.nbytes,
         action_spec=summary.action_spec,
         world_version=summary.version,
+        mines_keyframes=mines_keyframes(config),
     )
 
 
@@ -163,14 +176,30 @@ def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
     """
     starts = check_world_model(config).starts
     world, reward = _named(config)
+    loaded = world.kind.load(world.folder, device, config.imagination, **world.settings)
     environment = Environment(
-        world=world.kind.load(world.folder, device, config.imagination, **world.settings),
+        world=loaded,
         reward=reward.kind.load(reward.folder, device, _tasks(starts), **reward.settings),
         starts=starts,
+        mined=room_for_keyframes(config, loaded, starts),
     )
     if names_code(config.world) or names_code(config.reward):
         try_environment(environment.world, environment.reward, starts)
     return environment
+
+
+def mines_keyframes(config: TrainConfig) -> bool:
+    """Tell whether a run takes key frames from its own true episodes."""
+    return bool(config.pace.every and config.pace.keyframes and config.keyframe_share > 0)
+
+
+def room_for_keyframes(
+    config: TrainConfig, world: World[Any], starts: Sequence[StartState]
+) -> MinedKeyframes | None:
+    """Make room for the key frames that come with a version of the world; None: none come."""
+    if not mines_keyframes(config):
+        return None
+    return MinedKeyframes(config.pace.keyframes, world.image_size, world.action_spec, _tasks(starts))
 
 
 def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults]:
@@ -203,7 +232,7 @@ def _named(config: TrainConfig) -> tuple[NamedModel, NamedModel]:
     return world, named_reward(config.reward, world.folder, config.reward_settings)
 
 
-def _tasks(starts: list[StartState]) -> list[str]:
+def _tasks(starts: Sequence[StartState]) -> list[str]:
     return sorted({state.task for state in starts})
 
 

@@ -61,10 +61,8 @@ class InlineRefits:
             self._tell(f"refit: {self._fitter.round(version, acting.policy)}")
         present = self._fitter.present
         if present.version > acting.version:
-            world, reward = refits.load_world(self._config, present, acting.world.device)
-            packing.fill(
-                dict(acting.refreshed_tensors()), refits.refreshed_tensors(self._config, world, reward)
-            )
+            tensors = refits.tensors_of(self._config, present, acting.world.device)
+            packing.fill(dict(acting.refreshed_tensors()), tensors)
             acting.note_refreshed(present.version)
         if made := rounds.read(self._run_dir):
             spent = sum(row.episodes for row in made)

@@ -16,7 +16,12 @@ from asyncrl.errors import AssetError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks, simulator_of_tasks
 from asyncrl.fitting.recordings import read_part, recording_files
-from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.launch.environment import (
+    EnvironmentFiles,
+    check_world_model,
+    mines_keyframes,
+    room_for_keyframes,
+)
 from asyncrl.launch.named_models import named_reward, named_world
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.pace.fitter import Fitter, WorldAt
@@ -27,6 +32,7 @@ from asyncrl.records import CHUNK
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.worlds import mined_keyframes
 from asyncrl.worlds.interface import RefreshesWorld, World
 
 _NAME_ONE: Final = (
@@ -68,6 +74,17 @@ def load_world(config: TrainConfig, at: WorldAt, device: torch.device) -> tuple[
         world.kind.load(at.folder, device, config.imagination, **world.settings),
         reward.kind.load(at.reward, device, tasks, **reward.settings),
     )
+
+
+def tensors_of(config: TrainConfig, at: WorldAt, device: torch.device) -> dict[str, Tensor]:
+    """Load what actors need to go on with a version: weights by name, and its key frames."""
+    world, reward = load_world(config, at, device)
+    tensors = refreshed_tensors(config, world, reward)
+    starts = check_world_model(config).starts
+    if (mined := room_for_keyframes(config, world, starts)) is not None:
+        mined.fill(at.version, mined_keyframes.load(at.folder))
+        tensors |= mined.tensors
+    return tensors
 
 
 def first_world(config: TrainConfig) -> WorldAt:
@@ -193,12 +210,11 @@ def open_fitter(
         first_world(config),
         lambda at: load_world(config, at, device),
         device,
+        mines=mines_keyframes(config),
     )
 
 
 def _tasks(config: TrainConfig) -> list[str]:
-    from asyncrl.launch.environment import check_world_model
-
     return _tasks_of(check_world_model(config))
 
 

@@ -91,6 +91,5 @@ class WorldChannel:
     def _publish(self, version: int) -> None:
         folder = rounds.world_folder(self._run_dir, version)
         at = WorldAt(folder=folder, reward=folder, version=version)
-        world, reward = refits.load_world(self._config, at, torch.device("cpu"))
-        self._publisher.publish(refits.refreshed_tensors(self._config, world, reward), version)
+        self._publisher.publish(refits.tensors_of(self._config, at, torch.device("cpu")), version)
         self._version = version

@@ -1,9 +1,11 @@
 """One round: true episodes of the newest policy, a refit, and an audit that decides.
 
     policy ─► true episodes ─► part fitted ─► candidate world ─┐
-                           └─► part held out ─► verdicts of both ─► accepted, if fewer are wrong
+                           ├─► part held out ─► verdicts of both ─► accepted, if fewer are wrong
+                           └─► key frames, where groups begin on the way (--keyframe-share)
 
-An accepted world is a folder below the run's before the round's line says so; nobody reads it earlier.
+A new version of the world is the refitted one, or the one before with new key frames. It is a folder below
+the run's before the round's line says so; nobody reads it earlier.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.observability import process_status
 from asyncrl.pace import rounds
-from asyncrl.pace.refit import RoundData, load_round, refit
+from asyncrl.pace.new_keyframes import new_keyframes
+from asyncrl.pace.refit import RoundData, copy_world, load_round, refit
 from asyncrl.pace.rounds import Round
 from asyncrl.pace.true_episodes import TrueEpisodes
 from asyncrl.pace.verdicts import Verdicts, verdicts
 from asyncrl.policies.interface import Policy
+from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage.regular_files import make_folder, remove
+from asyncrl.worlds import mined_keyframes
 from asyncrl.worlds.interface import World
 
 
@@ -54,6 +59,8 @@ class Fitter:
         first: WorldAt,
         load: Load,
         device: torch.device,
+        *,
+        mines: bool = False,
     ) -> None:
         """Go on behind the rounds that the run has.
 
@@ -64,9 +71,10 @@ class Fitter:
             first: World of the run's beginning.
             load: Loads a world to be judged.
             device: Where models are fitted.
+            mines: Whether key frames are taken from the true episodes.
         """
         self._config, self._run_dir, self._source = config, run_dir, source
-        self._first, self._load, self._device = first, load, device
+        self._first, self._load, self._device, self._mines = first, load, device, mines
 
     @property
     def present(self) -> WorldAt:
@@ -119,15 +127,42 @@ class Fitter:
         candidate = self._refitted(present, data, seed)
         with process_status.activity(f"judging world {candidate.version}", self._patience):
             after = self._verdicts(candidate, data)
-        row = self._row(version, folder, before, after, (began, collected), candidate)
-        if row.accepted:
-            target = rounds.world_folder(self._run_dir, candidate.version)
-            remove(target)
-            candidate.folder.rename(target)
+        accepted = after.wrong < before.wrong
+        found = self._new_keyframes(folder, policy, candidate if accepted else present, seed)
+        if published := accepted or bool(found):
+            keyframes = self._put_into_place(candidate, present, found, accepted=accepted)
         else:
+            keyframes = 0
             remove(candidate.folder)
+        row = Round(
+            **_of_episodes(version, folder, self._source.name),
+            **_of_verdicts(before, after),
+            time=time.time(),
+            world=candidate.version if published else present.version,
+            published=published,
+            accepted=accepted,
+            keyframes=keyframes,
+            collect_seconds=collected - began,
+            fit_seconds=time.monotonic() - collected,
+        )
         rounds.append(self._run_dir, row)
         return row
+
+    def _put_into_place(
+        self, candidate: WorldAt, present: WorldAt, found: list[StartState], *, accepted: bool
+    ) -> int:
+        """Make the folder of the next version; return how many key frames it has.
+
+        Where no new ones were found, those of the version before go on.
+        """
+        if not accepted:
+            copy_world(present.folder, present.reward, candidate.folder, candidate.version)
+        keyframes = found or mined_keyframes.load(present.folder)
+        mined_keyframes.save(candidate.folder, candidate.version, keyframes)
+        target = rounds.world_folder(self._run_dir, candidate.version)
+        remove(target)
+        candidate.folder.rename(target)
+        return len(keyframes)
 
     @property
     def _patience(self) -> float:
@@ -150,6 +185,12 @@ class Fitter:
             )
         return WorldAt(folder=out, reward=out, version=version)
 
+    def _new_keyframes(self, folder: Path, policy: Policy, at: WorldAt, seed: int) -> list[StartState]:
+        if not self._mines:
+            return []
+        with process_status.activity("choosing key frames", self._patience):
+            return new_keyframes(self._config, folder, policy, *self._load(at), seed=seed)
+
     def _verdicts(self, at: WorldAt, data: RoundData) -> Verdicts:
         world, reward = self._load(at)
         return verdicts(
@@ -160,40 +201,33 @@ class Fitter:
             success_frames=self._config.success_frames,
         )
 
-    def _row(
-        self,
-        version: int,
-        folder: Path,
-        before: Verdicts,
-        after: Verdicts,
-        times: tuple[float, float],
-        candidate: WorldAt,
-    ) -> Round:
-        solved = solved_in(folder)
-        rate = SuccessRate.of(sum(solved), len(solved))
-        accepted = after.wrong < before.wrong
-        began, collected = times
-        return Round(
-            version=version,
-            time=time.time(),
-            world=candidate.version if accepted else candidate.version - 1,
-            accepted=accepted,
-            source=self._source.name,
-            episodes=rate.episodes,
-            successes=rate.successes,
-            success=rate.rate,
-            low=rate.low,
-            high=rate.high,
-            audited=len(before.solved),
-            solved=int(before.solved.sum()),
-            judged=int(before.judged.sum()),
-            wrong=before.wrong,
-            false=before.false,
-            wrong_after=after.wrong,
-            false_after=after.false,
-            collect_seconds=collected - began,
-            fit_seconds=time.monotonic() - collected,
-        )
+
+def _of_episodes(version: int, folder: Path, source: str) -> dict[str, Any]:
+    """Return what `Round` says of the true episodes."""
+    solved = solved_in(folder)
+    rate = SuccessRate.of(sum(solved), len(solved))
+    return {
+        "version": version,
+        "source": source,
+        "episodes": rate.episodes,
+        "successes": rate.successes,
+        "success": rate.rate,
+        "low": rate.low,
+        "high": rate.high,
+    }
+
+
+def _of_verdicts(before: Verdicts, after: Verdicts) -> dict[str, int]:
+    """Return what `Round` says of the audits of both worlds."""
+    return {
+        "audited": len(before.solved),
+        "solved": int(before.solved.sum()),
+        "judged": int(before.judged.sum()),
+        "wrong": before.wrong,
+        "false": before.false,
+        "wrong_after": after.wrong,
+        "false_after": after.false,
+    }
 
 
 def solved_in(folder: Path) -> list[bool]:

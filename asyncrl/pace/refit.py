@@ -102,12 +102,7 @@ def refit(
         ConfigError: The recordings do not fit.
         RunError: A loss stopped being finite.
     """
-    remove(out)
-    make_folder(out)
-    for source in (reward, present):
-        for file in source.iterdir():
-            if file.suffix in (".json", ".safetensors") and file.is_file():
-                shutil.copyfile(file, out / file.name)
+    copy_world(present, reward, out, version)
     torch.manual_seed(seed)
     if settings.world_steps:
         world = load_fitted(present, device, torch.float32)
@@ -119,7 +114,6 @@ def refit(
         for name in kept:  # Actors keep them to the last bit; `save` rounds.
             if (file := present / f"{name}.safetensors").is_file():
                 shutil.copyfile(file, out / file.name)
-    write_json(out / ABOUT, read_json(out / ABOUT) | {"version": version})
     if settings.reward_steps and not shows_both(recordings):
         _log.warning("the reward model stays as it is: all of the round's episodes end alike")
     elif settings.reward_steps:
@@ -136,6 +130,17 @@ def refit(
             warmup=settings.reward_steps // WARMUP_SHARE,
         )
         save_reward(out, judge)
+
+
+def copy_world(present: Path, reward: Path, out: Path, version: int) -> None:
+    """Copy a world and its reward model to `out`, made anew, under another version."""
+    remove(out)
+    make_folder(out)
+    for source in (reward, present):
+        for file in source.iterdir():
+            if file.suffix in (".json", ".safetensors") and file.is_file():
+                shutil.copyfile(file, out / file.name)
+    write_json(out / ABOUT, read_json(out / ABOUT) | {"version": version})
 
 
 def _schedule(settings: PaceSettings, seed: int) -> Schedule:

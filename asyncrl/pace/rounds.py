@@ -2,7 +2,7 @@
 
     RUN/pace.jsonl                 a line per round, written last: what has no line did not happen
     RUN/true/round_000006/         true episodes of policy version 6, as recordings
-    RUN/worlds/version_000001/     a world that was accepted: a folder that --world takes
+    RUN/worlds/version_000001/     a world that the run went on with: a folder that --world takes
 
 Folders are complete or absent. A run that goes on from an earlier checkpoint forgets what came later.
 """
@@ -34,8 +34,12 @@ class Round:
     """When it was over, in seconds since 1970."""
     world: int
     """Version of the world that the run goes on with."""
+    published: bool
+    """Whether that is a new version."""
     accepted: bool
-    """Whether that is a new one."""
+    """Whether it is the refitted one; else only its key frames are new."""
+    keyframes: int
+    """That it came with."""
     source: str
     """Simulator, or folder of recordings."""
     episodes: int
@@ -66,6 +70,10 @@ class Round:
 
     def __str__(self) -> str:
         after = f"world {self.world} accepted" if self.accepted else f"world {self.world} stays"
+        if self.published and not self.accepted:
+            after = f"refit refused, world {self.world} has new key frames"
+        if self.keyframes:
+            after += f" ({self.keyframes} key frames)"
         wrong, wrong_after = (f"{n / self.audited:.1%}" for n in (self.wrong, self.wrong_after))
         return (
             f"true success {self.success:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.episodes} (version "
@@ -95,14 +103,14 @@ def round_folder(run_dir: Path, version: int) -> Path:
 
 def newest_world(run_dir: Path) -> int | None:
     """Return the version of the world that the last round left; None: that of the run's beginning."""
-    accepted = [row.world for row in read(run_dir) if row.accepted]
-    return accepted[-1] if accepted else None
+    published = [row.world for row in read(run_dir) if row.published]
+    return published[-1] if published else None
 
 
 def world_at(run_dir: Path, version: int) -> Path | None:
     """Return the folder of the world in which a policy version was trained; None: that of the beginning."""
-    accepted = [row.world for row in read(run_dir) if row.accepted and row.version < version]
-    return world_folder(run_dir, accepted[-1]) if accepted else None
+    published = [row.world for row in read(run_dir) if row.published and row.version < version]
+    return world_folder(run_dir, published[-1]) if published else None
 
 
 def cut_after(run_dir: Path, version: int) -> None:
@@ -114,7 +122,7 @@ def cut_after(run_dir: Path, version: int) -> None:
 def put_away_unfinished(run_dir: Path) -> None:
     """Delete the episodes and worlds that belong to no round in the file, while nobody makes one."""
     rows = read(run_dir)
-    worlds, played = {row.world for row in rows if row.accepted}, {row.version for row in rows}
+    worlds, played = {row.world for row in rows if row.published}, {row.version for row in rows}
     for folder, pattern, known in ((WORLDS, _WORLD, worlds), (TRUE, _ROUND, played)):
         for path in sorted((run_dir / folder).glob("*")):
             match = pattern.fullmatch(path.name)

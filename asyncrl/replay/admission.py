@@ -30,6 +30,7 @@ from asyncrl.records import (
     problem_with,
     version_of,
 )
+from asyncrl.worlds.keyframe_names import version_named
 
 RefusalCause = Literal["content", "settings", "version", "grant"]
 """Why an episode is refused: it contradicts itself or holds numbers that no model gives; it was made with
@@ -81,6 +82,8 @@ class EpisodeFormat:
     """Name of a start state -> its instruction, or several of as many start states; empty: not known, any."""
     world_version: int | None = None
     """Of the world that imagines, the newest that there can be; -1: a simulator; None: not known, any."""
+    mined_keyframes: bool = False
+    """Whether episodes may also begin at key frames that came with a version of the world."""
     simulator: SimulatorFormat | None = None
     """In which they are played; None: they are imagined, or nothing is known."""
 
@@ -235,6 +238,10 @@ def _task(episode: Episode, expected: Expected) -> str | None:
         if episode.task in known[episode.start_state]:
             return None
         return f"task {episode.task[:60]!r}, but start state {episode.start_state[:60]!r} has another one"
+    if expected.format.mined_keyframes and version_named(episode.start_state) is not None:
+        if any(episode.task in tasks for tasks in known.values()):
+            return None
+        return f"task {episode.task[:60]!r} of start state {episode.start_state[:60]!r} is none of the run's"
     if known:
         return f"start state {episode.start_state[:60]!r} is none of the run's {len(known)}"
     return _instruction(episode.task) or _start_name(episode)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.actors import telemetry
-from asyncrl.actors.imagination import EndRule, Imagination, first_frame
+from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
 from asyncrl.config.run import SuccessFrames
@@ -112,8 +112,8 @@ def test_episodes_wait_for_the_version_their_grant_asks_for() -> None:
 
 def test_an_episode_begins_at_the_last_context_frame() -> None:
     context = np.stack([np.full((64, 64, 3), i, np.uint8) for i in (1, 2, 3, 4)])
-    np.testing.assert_array_equal(first_frame(start(5)), start(5).frame)
-    assert (first_frame(replace(start(0), context_frames=context)) == 4).all()
+    np.testing.assert_array_equal(start(5).present_frame, start(5).frame)
+    assert (replace(start(0), context_frames=context).present_frame == 4).all()
 
 
 # ---- the record ----------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from asyncrl.pace.rounds import Round
 from asyncrl.pace.verdicts import Verdicts
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.tabletop.scene import TASKS
+from asyncrl.worlds import mined_keyframes
+from asyncrl.worlds.keyframe_names import version_named
 from support.join_site import Site
 from support.recorded import recorded_spec, write_recorded
 from support.tiny_models import GROUP_SIZE, write_models
@@ -180,6 +182,34 @@ def test_a_resume_from_an_earlier_checkpoint_forgets_the_later_rounds(whole: Pat
     train("--updates", 4, "--run-dir", run, "--resume")
     assert [row.version for row in rounds.read(run)] == [2]
     assert not rounds.round_folder(run, 4).exists()
+
+
+def test_groups_begin_at_key_frames_of_the_run_and_are_imagined_again_bit_for_bit(
+    models, tmp_path: Path, capsys
+) -> None:
+    run = tmp_path / "run"
+    keyframes = {"pace.siblings": 0, "pace.keyframes": 4, "actor.max-decisions": 4, "keyframe-share": 0.5}
+    settings = [*flags(models, **keyframes), "--imagination.fixed-shape", "--inline", "--run-dir", run]
+    train(*settings, "--updates", 4)
+    (made,) = [row for row in rounds.read(run) if row.version == 2]
+    assert made.published
+    assert made.keyframes > 0
+    begun = {row.number: row.episode for row in read_rows(replay_folder(run), more=["world_versions"])}
+    mined = {number: one for number, one in begun.items() if version_named(one.start_state) is not None}
+    assert mined, "some begin on the way"
+    assert all(number % 2 for number in mined), "every second group does, from then on"
+    for one in mined.values():
+        version = version_named(one.start_state)
+        (state,) = [
+            s
+            for s in mined_keyframes.load(rounds.world_folder(run, version or 0))
+            if s.name == one.start_state
+        ]
+        assert len(one.world_versions) + state.elapsed <= 4
+    capsys.readouterr()
+    assert cli.run("replay", ["imagine", str(run), str(max(mined)), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert f"{GROUP_SIZE} members: {GROUP_SIZE} equal" in said, said
 
 
 class Running:

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.errors import RunError
 from asyncrl.pace import fitter as fitter_module
 from asyncrl.pace import rounds
 from asyncrl.pace.fitter import Fitter, WorldAt
 from asyncrl.pace.verdicts import Verdicts
 from asyncrl.simulators.tabletop.scene import TASKS
+from asyncrl.worlds import mined_keyframes
 from support.recorded import recorded_spec, write_recorded
 
 SPEC = recorded_spec(64, simulator="tabletop", tasks=tuple(TASKS), trials=0)
@@ -33,13 +34,15 @@ class Written:
     def __init__(self) -> None:
         self.spent: list[int] = []
         self.there = True
+        self.frames = 9
+        """Of an episode."""
 
     def ready(self, episodes: int) -> bool:
         return self.there
 
     def collect(self, folder: Path, policy: Any, episodes: int, spent: int) -> None:
         self.spent.append(spent)
-        write_recorded(folder, SPEC, (9,) * episodes)
+        write_recorded(folder, SPEC, (self.frames,) * episodes)
 
 
 class Judged:
@@ -70,15 +73,18 @@ def first(tmp_path: Path) -> WorldAt:
     return WorldAt(folder=world, reward=world, version=0)
 
 
-def make(tmp_path: Path, first: WorldAt, judged: Judged, **changes: Any) -> tuple[Fitter, Written]:
+def make(
+    tmp_path: Path, first: WorldAt, judged: Judged, *, mines: bool = False, **changes: Any
+) -> tuple[Fitter, Written]:
     pace = PaceSettings(
         **{"every": 2, "episodes": 8, "held_out": 0.5, "world_steps": 1, "reward_steps": 1, "batch": 4}
         | changes
     )
     source = Written()
     (tmp_path / "run").mkdir(exist_ok=True)
-    config = TrainConfig(pace=pace)
-    return Fitter(config, tmp_path / "run", source, first, judged.load, torch.device("cpu")), source
+    config = TrainConfig(pace=pace, actor=ActorSettings(max_decisions=4))
+    fitter = Fitter(config, tmp_path / "run", source, first, judged.load, torch.device("cpu"), mines=mines)
+    return fitter, source
 
 
 def test_rounds_go_on_from_the_last_accepted_world(tmp_path: Path, first: WorldAt, monkeypatch) -> None:
@@ -162,3 +168,35 @@ def test_the_audit_judges_as_the_run_does(tmp_path: Path, first: WorldAt, monkey
     monkeypatch.setattr(fitter_module, "verdicts", noting)
     fitter.round(2, POLICY)
     assert asked == [{"threshold": 0.35, "success_frames": "last"}] * 2
+
+
+def names(folder: Path) -> list[str]:
+    return [state.name for state in mined_keyframes.load(folder)]
+
+
+def test_key_frames_are_a_new_version_also_where_the_refit_is_refused(
+    tmp_path: Path, first: WorldAt, monkeypatch
+) -> None:
+    judged = Judged(monkeypatch, {0: 3, 1: 2, 2: 2, 3: 1})
+    fitter, source = make(tmp_path, first, judged, mines=True, siblings=0, keyframes=6)
+    source.frames = 33
+    one = fitter.round(2, POLICY)
+    assert (one.published, one.accepted, one.world, one.keyframes) == (True, True, 1, 6)
+    assert names(fitter.present.folder) == [f"world-1-keyframe-{row}" for row in range(6)]
+    assert {state.elapsed for state in mined_keyframes.load(fitter.present.folder)} <= {1, 2, 3}
+    two = fitter.round(4, POLICY)
+    assert (two.published, two.accepted, two.world, two.keyframes) == (True, False, 2, 6)
+    assert str(two).endswith("refit refused, world 2 has new key frames (6 key frames)")
+    assert names(fitter.present.folder) == [f"world-2-keyframe-{row}" for row in range(6)]
+    for name in ("transformer.safetensors", "reward.safetensors"):
+        assert (fitter.present.folder / name).read_bytes() == (
+            rounds.world_folder(tmp_path / "run", 1) / name
+        ).read_bytes(), "the weights are those of before"
+    source.frames = 9
+    judged.wrong[3] = 2
+    three = fitter.round(6, POLICY)
+    assert (three.published, three.world, three.keyframes) == (False, 2, 0), "too short for a key frame"
+    judged.wrong[3] = 1
+    four = fitter.round(8, POLICY)
+    assert (four.accepted, four.world, four.keyframes) == (True, 3, 6), "those of before go on"
+    assert names(fitter.present.folder) == [f"world-3-keyframe-{row}" for row in range(6)]

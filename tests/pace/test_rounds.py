@@ -14,7 +14,9 @@ FIRST = Round(
     version=6,
     time=1000.0,
     world=1,
+    published=True,
     accepted=True,
+    keyframes=0,
     source="tabletop",
     episodes=40,
     successes=20,
@@ -31,7 +33,7 @@ FIRST = Round(
     collect_seconds=12.0,
     fit_seconds=34.0,
 )
-REFUSED = replace(FIRST, version=12, accepted=False, wrong_after=6)
+REFUSED = replace(FIRST, version=12, published=False, accepted=False, wrong_after=6)
 
 
 def make_folders(run: Path) -> None:
