@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from asyncrl.commands.fit_decoder import FitDecoder, fit_decoder_command
+from asyncrl.commands.fit_keyframes import fit_keyframes_command
 from asyncrl.commands.fit_policy import fit_policy_command
 from asyncrl.commands.fit_world import check_fit_world, fit_world_command, redrawn
 from asyncrl.errors import ConfigError
@@ -75,7 +76,7 @@ def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKe
         case FitStarts():
             write_starts(config, recordings)
         case FitKeyframes():
-            write_keyframes(config, recordings)
+            fit_keyframes_command(config, recordings)
 
 
 def _use_tensor_cores() -> None:
@@ -147,18 +148,3 @@ def write_starts(config: FitStarts, recordings: Recordings) -> None:
     ]
     save_start_states(config.out, states)
     print(f"{len(states)} start states in {config.out}")
-
-
-def write_keyframes(config: FitKeyframes, recordings: Recordings) -> None:
-    """Write key frames of the recorded episodes."""
-    from asyncrl.fitting.keyframes import keyframe_states
-    from asyncrl.fitting.rlinf_trajectories import write_trajectories
-    from asyncrl.worlds.start_states import save_start_states
-
-    if config.layout == "npy":
-        starts, written = write_trajectories(recordings, config.out)
-        print(f"{starts} starts and {written} key frames in {config.out}")
-        return
-    states = keyframe_states(recordings, config.count)
-    save_start_states(config.out, states)
-    print(f"{len(states)} key frames of {len({state.task for state in states})} tasks in {config.out}")

@@ -27,6 +27,20 @@ def is_open(share: float) -> bool:
     return LOWEST <= share <= HIGHEST
 
 
+def open_starts(
+    models: Models,
+    starts: Sequence[StartState],
+    *,
+    siblings: int,
+    rows: int,
+    seed: int,
+    progress: Callable[[int], object] = lambda _: None,
+) -> list[StartState]:
+    """Keep the start states whose outcome is open; see `success_shares`."""
+    shares = success_shares(models, starts, siblings=siblings, rows=rows, seed=seed, progress=progress)
+    return [start for start, share in zip(starts, shares, strict=True) if is_open(share)]
+
+
 def success_shares(
     models: Models,
     starts: Sequence[StartState],

@@ -215,7 +215,7 @@ class FitReward(FitSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitKeyframes(FromData):
+class FitKeyframes(FitSettings):
     """Start states on the way to the goal, from true episodes: where imagination is short and undecided."""
 
     out: Path
@@ -224,6 +224,23 @@ class FitKeyframes(FromData):
     """Key frames to keep, as many of each task as there are."""
     layout: Literal["h5", "npy"] = "h5"
     """h5: start states of ours. npy: RLinf's traj*.npy and traj*_kir.npy, of every episode."""
+    policy: str = ""
+    """Keep only those from which some episodes that it imagines in --world succeed and some do not: a shipped
+    policy, a policy's folder, or a run. Empty: the rule alone decides."""
+    world: str = "tabletop"
+    """With --policy: world model, with its reward model."""
+    siblings: Annotated[int, AtLeast(2, "outcomes are compared.", "Use 8.", highest=1024)] = 8
+    """With --policy: episodes imagined from each candidate; between 1/8 and 7/8 of them must succeed."""
+    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0.")] = 1.0
+    """With --policy: sampling temperature."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy and self.layout == "npy":
+            raise ConfigError(
+                "--layout npy writes the key frames of every episode, but --policy chooses some of them. Use "
+                "--layout h5, or leave --policy out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Final
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.audit import Models
-from asyncrl.evaluation.open_outcomes import is_open, success_shares
+from asyncrl.evaluation.open_outcomes import open_starts
 from asyncrl.fitting.keyframes import balanced, keyframe_states
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import recording_files
@@ -63,7 +63,7 @@ def new_keyframes(
         threshold=config.actor.success_threshold,
         success_frames=config.success_frames,
     )
-    shares = success_shares(
+    chosen = open_starts(
         models,
         candidates,
         siblings=settings.siblings,
@@ -71,6 +71,5 @@ def new_keyframes(
         seed=seed,
         progress=lambda _: process_status.progress(),
     )
-    chosen = [state for state, share in zip(candidates, shares, strict=True) if is_open(share)]
     _log.info("key frames: %d of %d candidates have an open outcome", len(chosen), len(candidates))
     return balanced(chosen, settings.keyframes)
