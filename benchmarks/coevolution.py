@@ -2,12 +2,15 @@
 
     python benchmarks/coevolution.py run OUT --base DATA/places DATA/rollouts --flags="--device cuda"
     python benchmarks/coevolution.py table OUT
+    python benchmarks/coevolution.py plot OUT coevolution.png     needs the extra 'benchmarks' (matplotlib)
 
 Every arm trains the shipped policy in `tabletop` for 40 updates, asynchronously, on several seeds. Every 6
 updates the policy is judged in the simulator at the same 256 held-out starts, sampled as in training, and
 its imagination is audited: imagined minus true success of the same actions, and wrong verdicts. True
-episodes that an arm spends are counted: those of its refits, or those by which *early stopping* chooses a
-checkpoint of the frozen run. No arm has held-out starts.
+episodes that an arm spends are counted: those of its refits, those by which *early stopping* chooses a
+checkpoint of the frozen run, or those on which *true episodes alone* trains, with no world at all. No arm has
+held-out starts. Arms with key frames begin half of their groups there: those of --keyframes until the first
+round, those of the round's true episodes after it.
 
 Every result appears whole or not at all, so that this can be cut and continued; a run goes on at its last
 checkpoint. Arms and seeds are flags: a part of them is a run of its own, and `table` prints what is there.
@@ -21,6 +24,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -34,6 +38,8 @@ from asyncrl.storage.run_folder import has_checkpoint
 
 UPDATES: Final = 40
 EVERY: Final = 6
+GROUP: Final = 8
+"""Episodes of a group."""
 CHOOSING_SEED: Final = 7
 """Of the starts by which early stopping chooses; others than those that judge."""
 
@@ -48,6 +54,10 @@ class Arm:
     """Of refits, among which the true episodes are shared out."""
     every: int = EVERY
     """Updates between two of them."""
+    keyframes: bool = False
+    """Whether half of the groups begin at key frames."""
+    true_only: bool = False
+    """Whether it trains in the simulator, as long as its true episodes last."""
 
 
 MANY: Final = UPDATES // EVERY
@@ -56,12 +66,17 @@ ARMS: Final[dict[str, Arm]] = {
     "kl": Arm(flags=("--algorithm.kl-coef", "0.05")),
     "lasting": Arm(flags=("--guard.kind", "lasting")),
     "probability": Arm(flags=("--guard.kind", "probability")),
+    "second": Arm(flags=("--guard.kind", "second")),
+    "key frames": Arm(keyframes=True),
+    "true episodes alone": Arm(true_only=True),
     "refit": Arm(rounds=MANY),
     "refit once": Arm(rounds=1, every=2 * EVERY),
     "refit, own memories": Arm(flags=("--pace.own-memory", "0.5"), rounds=MANY),
     "refit, world only": Arm(flags=("--pace.reward-steps", "0"), rounds=MANY),
     "refit, reward only": Arm(flags=("--pace.world-steps", "0"), rounds=MANY),
     "refit, lasting": Arm(flags=("--guard.kind", "lasting"), rounds=MANY),
+    "refit, key frames": Arm(rounds=MANY, keyframes=True),
+    "refit, lasting, key frames": Arm(flags=("--guard.kind", "lasting"), rounds=MANY, keyframes=True),
 }
 """By name. *Early stopping* is of the frozen run, afterwards."""
 
@@ -77,6 +92,11 @@ class Run:
     """That an arm with refits, and early stopping, may spend in all."""
     base: tuple[str, ...] = ()
     """--pace.base: recordings that the world was fitted on."""
+    keyframes: str = ""
+    """Folder of start states and key frames (`asyncrl fit starts`, `fit keyframes`), for --start-states of
+    the arms that begin there."""
+    groups: int = 16
+    """--algorithm.groups-per-update; --algorithm.group-size is 8."""
     episodes: int = 256
     """Of each evaluation and audit."""
     jobs: int = 1
@@ -96,14 +116,34 @@ class Table:
     out: Annotated[Path, tyro.conf.Positional]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Draw the results."""
+
+    out: Annotated[Path, tyro.conf.Positional]
+    picture: Annotated[Path, tyro.conf.Positional]
+
+
 def flags_of(run: Run, name: str) -> list[str]:
     """Flags of an arm."""
     arm = ARMS[name]
-    if not arm.rounds:
-        return list(arm.flags)
-    spent = ["--pace.episodes", str(run.true_episodes // arm.rounds), "--pace.budget", str(run.true_episodes)]
-    base = ["--pace.base", *run.base] if run.base else []
-    return [*arm.flags, "--pace.every", str(arm.every), *spent, *base]
+    sizes = ["--algorithm.groups-per-update", str(run.groups), "--algorithm.group-size", str(GROUP)]
+    flags = [*arm.flags, *sizes, "--updates", str(updates_of(run, arm))]
+    if arm.true_only:
+        return [*flags, "--world", "tabletop_true"]
+    if arm.keyframes:
+        given = ["--start-states", run.keyframes] if run.keyframes else []
+        flags += ["--keyframe-share", "0.5", *given]
+    if arm.rounds:
+        each = run.true_episodes // arm.rounds
+        flags += ["--pace.every", str(arm.every), "--pace.episodes", str(each)]
+        flags += ["--pace.budget", str(run.true_episodes), *(["--pace.base", *run.base] if run.base else [])]
+    return flags
+
+
+def updates_of(run: Run, arm: Arm) -> int:
+    """Updates of an arm: of true episodes alone so many as there are episodes for."""
+    return max(1, run.true_episodes // (run.groups * GROUP)) if arm.true_only else UPDATES
 
 
 def folder_name(arm: str, seed: int) -> str:
@@ -120,7 +160,7 @@ def train(run: Run, arm: str, seed: int) -> Path:
         resumed = ["--resume"] if has_checkpoint(folder) else []
         if not resumed:
             shutil.rmtree(folder, ignore_errors=True)
-        flags = [*("--updates", str(UPDATES), "--seed", str(seed), "--run-dir", str(folder)), *resumed]
+        flags = ["--seed", str(seed), "--run-dir", str(folder), *resumed]
         flags += ["--checkpoint-every", str(EVERY), "--keep-checkpoints", "100"]
         program(
             run.limit,
@@ -226,6 +266,16 @@ def stopped_early(out: Path, name: str) -> str:
     return f"{interval(chosen)} (version {best})"
 
 
+def imagined_nothing(folder: Path) -> int:
+    """Count the true episodes of a run that trained on nothing else; 0: it imagined."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    config = json.loads((folder / "config.json").read_text())
+    if config["world"] != "tabletop_true":
+        return 0
+    algorithm = config["algorithm"]
+    return sum("train/loss" in row for row in rows) * algorithm["groups_per_update"] * algorithm["group_size"]
+
+
 def interval(found: dict[str, Any]) -> str:
     """Write a rate with its interval, in percent."""
     rate = SuccessRate.of(found["successes"], found["episodes"])
@@ -247,7 +297,8 @@ def table(out: Path) -> int:
         last = list(answers(out, name, "evaluate").values())[-1]["overall"]
         gaps, wrong = audited(out, name)
         made = rounds.read(out / "runs" / name)
-        spent, accepted = sum(row.episodes for row in made), sum(row.accepted for row in made)
+        spent = sum(row.episodes for row in made) or imagined_nothing(out / "runs" / name)
+        accepted = sum(row.accepted for row in made)
         cells = [name, " ".join(rates(out, name)), interval(last), " ".join(gaps), " ".join(wrong)]
         print(f"| {' | '.join(cells)} | {spent} | {accepted} of {len(made)} |")
         if early := stopped_early(out, name):
@@ -255,10 +306,53 @@ def table(out: Path) -> int:
     return 0
 
 
+def plot(chosen: Plot) -> int:
+    """Draw true success, imagined minus true and wrong verdicts by update: of every arm the seeds' mean."""
+    import_module("matplotlib").use("Agg")  # Of the extra `benchmarks`, and of this function alone.
+    _, axes = import_module("matplotlib.pyplot").subplots(1, 3, figsize=(15, 4))
+    for arm in ARMS:
+        names = [
+            path.name.partition(".update")[0] for path in chosen.out.glob(f"{folder_name(arm, 0)[:-1]}*")
+        ]
+        found = [
+            curves(chosen.out, name) for name in sorted(set(names)) if answers(chosen.out, name, "audit")
+        ]
+        for axis, number in zip(axes, range(3), strict=True) if found else ():
+            shared = sorted(set.intersection(*(set(one) for one in found)))
+            means = [sum(one[version][number] for one in found) / len(found) for version in shared]
+            axis.plot(shared, means, marker="o", label=f"{arm} ({len(found)})")
+    for axis, title in zip(
+        axes, ("true success, %", "imagined minus true, points", "wrong verdicts, %"), strict=True
+    ):
+        axis.set(xlabel="updates", title=title)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=7, title="arm (seeds)")
+    axes[0].figure.tight_layout()
+    axes[0].figure.savefig(chosen.picture, dpi=120)
+    print(chosen.picture)
+    return 0
+
+
+def curves(out: Path, name: str) -> dict[int, tuple[float, float, float]]:
+    """Return the numbers of a run by version: true success, imagined minus true, wrong verdicts."""
+    judged, found = answers(out, name, "evaluate"), answers(out, name, "audit")
+    return {
+        version: (
+            100 * judged[version]["overall"]["rate"],
+            100 * (one["audits"][0]["imagined_success"]["rate"] - one["audits"][0]["true_success"]["rate"]),
+            100 * one["audits"][0]["wrong"]["rate"],
+        )
+        for version, one in found.items()
+        if version in judged
+    }
+
+
 def main() -> int:
-    """Run or print."""
-    chosen = tyro.extras.subcommand_cli_from_dict({"run": Run, "table": Table})
-    return run_all(chosen) if isinstance(chosen, Run) else table(chosen.out)
+    """Run, print or draw."""
+    chosen = tyro.extras.subcommand_cli_from_dict({"run": Run, "table": Table, "plot": Plot})
+    if isinstance(chosen, Run):
+        return run_all(chosen)
+    return plot(chosen) if isinstance(chosen, Plot) else table(chosen.out)
 
 
 if __name__ == "__main__":

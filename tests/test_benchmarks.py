@@ -8,9 +8,11 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import tyro
 
 from asyncrl.config.run import AlgorithmSettings, TrainConfig
 from asyncrl.launch.policies import build_learning_policy
@@ -130,3 +132,40 @@ def test_the_cost_of_evaluating_is_read_from_whole_runs(monkeypatch: pytest.Monk
         assert 0 < reading.updates < reading.whole
     with pytest.raises(RuntimeError, match="two are needed"):
         benchmark.measure(benchmark.Settings(updates=1, every=0, rounds=1, flags=small))
+
+
+def test_arms_of_the_comparison_of_refits_share_out_the_same_true_episodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("coevolution")
+    run = benchmark.Run(out=tmp_path, true_episodes=256, base=("old",), groups=8)
+    for name, arm in benchmark.ARMS.items():
+        given = tyro.cli(TrainConfig, args=benchmark.flags_of(run, name))
+        pace, algorithm = given.pace, given.algorithm
+        assert (algorithm.groups_per_update, algorithm.group_size) == (8, 8)
+        if arm.rounds:
+            assert pace.episodes * arm.rounds <= pace.budget == 256 < (pace.episodes + 1) * arm.rounds
+        if arm.true_only:
+            assert given.world == "tabletop_true"
+            assert given.updates * 8 * 8 == 256
+        else:
+            assert given.updates == 40
+            assert (given.keyframe_share == 0.5) == arm.keyframes
+
+
+def test_the_comparison_of_refits_reads_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("coevolution")
+
+    def rate(successes: int) -> dict[str, Any]:
+        return {"rate": successes / 256, "successes": successes, "episodes": 256}
+
+    for version, (true, imagined, same, wrong) in {0: (128, 160, 96, 64), 6: (192, 200, 136, 32)}.items():
+        at = tmp_path / f"frozen.seed0.update{version:02d}"
+        at.with_name(f"{at.name}.evaluate.json").write_text(json.dumps({"overall": rate(true)}))
+        audit = {"imagined_success": rate(imagined), "true_success": rate(same), "wrong": rate(wrong)}
+        at.with_name(f"{at.name}.audit.json").write_text(json.dumps({"audits": [audit]}))
+    assert benchmark.curves(tmp_path, "frozen.seed0") == {0: (50, 25, 25), 6: (75, 25, 12.5)}

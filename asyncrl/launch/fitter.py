@@ -182,4 +182,8 @@ def metrics_of(row: Round, spent: int) -> dict[Metric, float]:
         s.PACE_COLLECT_SECONDS: row.collect_seconds,
         s.PACE_FIT_SECONDS: row.fit_seconds,
     }
-    return found | ({m.FALSE_SUCCESS: row.false / row.judged} if row.judged else {})
+    if row.judged:
+        found[m.FALSE_SUCCESS] = row.false / row.judged
+    if row.keyframes:
+        found[m.KEYFRAMES] = float(row.keyframes)
+    return found

@@ -70,10 +70,17 @@ ACCEPTED = define(
     "1: the refitted world judged better, and the actors go on with it. 0: it was thrown away.",
     "1 in most rounds. Always 0: fewer steps, a lower --pace.learning-rate and --pace.base overfit less.",
 )
+KEYFRAMES = define(
+    "pace/keyframes",
+    Reduction.LAST,
+    "start states",
+    "Key frames that the newest version of the world came with: --keyframe-share of the groups begin there.",
+    "Near --pace.keyframes. Few: outcomes are open at few places; more --pace.episodes or --pace.siblings.",
+)
 WORLD_VERSION = define(
     "world/version",
     Reduction.LAST,
     "version",
     "Newest world that was given to the actors.",
-    "Rises with every accepted refit.",
+    "Rises with every accepted refit, and with new key frames.",
 )

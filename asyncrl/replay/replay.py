@@ -32,6 +32,7 @@ from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import LEDGER, EpisodeStore
 from asyncrl.storage.checksums import begins_with
+from asyncrl.worlds.keyframe_names import version_named
 
 
 def open_replay(
@@ -237,6 +238,8 @@ class Replay:
             return ENDLESS if is_start_of(found.simulator.name, failure.start_state) else -1
         if not found.tasks:
             return failure.left
+        if found.mined_keyframes and version_named(failure.start_state) is not None:
+            return ENDLESS  # The next version of the world brings others.
         if failure.start_state not in found.tasks:
             return -1
         return len(found.tasks.keys() - set(self.state.quarantine.names))

@@ -94,3 +94,5 @@ def test_what_curves_say_of_a_round() -> None:
     assert (found[m.VERDICT_WRONG], found[m.VERDICT_WRONG_AFTER]) == (0.6, 0.3)
     assert found[m.FALSE_SUCCESS] == 5 / 8
     assert m.FALSE_SUCCESS not in metrics_of(replace(FIRST, judged=0, false=0), 40)
+    assert m.KEYFRAMES not in found
+    assert metrics_of(replace(FIRST, keyframes=7), 40)[m.KEYFRAMES] == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,17 @@ def test_a_respawned_actor_and_one_that_is_granted_a_group_anew_fill_it(replay: 
         assert replay.admit(made, "actor-1").status == status
 
 
+def test_key_frames_of_a_world_are_start_states_where_a_run_has_such() -> None:
+    mined = dataclasses.replace(FORMAT, mined_keyframes=True)
+    assert EpisodeFormat.from_json(mined.to_json()) == mined
+    one = sound(world_version=0, start_state="world-2-keyframe-5", task="lift the lid")
+    assert "is none of the run's 2" in why(one, FORMAT)
+    assert why(one, mined) == ""
+    for name in ("world-2-keyframe", "world-2-keyframe-x", "../world-2-keyframe-5"):
+        assert "is none of the run's 2" in why(dataclasses.replace(one, start_state=name), mined)
+    assert "is none of the run's" in why(dataclasses.replace(one, task="fold the towel"), mined)
+
+
 def test_nobody_is_believed_which_start_states_are_left(replay: Replay) -> None:
     for name in (START, "tabletop-8"):
         grant = replay.grant("actor-0")
@@ -330,6 +342,19 @@ def test_nobody_is_believed_which_start_states_are_left(replay: Replay) -> None:
     assert not replay.exhausted_reason
     assert replay.status()[m.POISONED_WORLD] == 2, "of a start state that there is not, nothing is noted"
     assert not replay.state.limiter.open
+
+
+def test_a_key_frame_that_fails_is_counted_and_others_will_come(tmp_path: Path) -> None:
+    mined = dataclasses.replace(FORMAT, mined_keyframes=True)
+    with closing(open_run_replay(tmp_path, CONFIG, start=RunStart(episodes=mined))) as replay:
+        replay.begin("learner", 0)
+        replay.hello("actor-0", "first life")
+        for name in ("world-1-keyframe-0", "world-1-keyframe-1"):
+            grant = replay.grant("actor-0")
+            assert grant is not None
+            replay.fail(failure(grant.number, name, left=0), "actor-0")
+        assert replay.status()[m.POISONED_WORLD] == 2
+        assert not replay.exhausted_reason
 
 
 def test_what_rank_0_says_of_the_episodes_arrives_as_it_was() -> None:
