@@ -217,7 +217,7 @@ def _of_episodes(version: int, folder: Path, source: str) -> dict[str, Any]:
     }
 
 
-def _of_verdicts(before: Verdicts, after: Verdicts) -> dict[str, int]:
+def _of_verdicts(before: Verdicts, after: Verdicts) -> dict[str, Any]:
     """Return what `Round` says of the audits of both worlds."""
     return {
         "audited": len(before.solved),
