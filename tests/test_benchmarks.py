@@ -10,14 +10,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tyro
 
 from asyncrl.config.run import AlgorithmSettings, TrainConfig
+from asyncrl.fitting.loading import load_recordings
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.records import problem_with
 from support import ROOT
+from support.recorded import recorded_spec, write_recorded
 
 SMALLEST = {
     "learner_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--lora", "4"],
@@ -169,3 +172,28 @@ def test_the_comparison_of_refits_reads_what_was_measured(
         audit = {"imagined_success": rate(imagined), "true_success": rate(same), "wrong": rate(wrong)}
         at.with_name(f"{at.name}.audit.json").write_text(json.dumps({"audits": [audit]}))
     assert benchmark.curves(tmp_path, "frozen.seed0") == {0: (50, 25, 25), 6: (75, 25, 12.5)}
+
+
+def test_key_frames_are_compared_on_the_actions_that_follow_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("keyframes")
+    write_recorded(tmp_path, recorded_spec(16), (25, 30))
+    recordings = load_recordings([tmp_path])
+    assert [benchmark.decisions_of(recordings, one) for one in (0, 1)] == [3, 4]
+    taken = recordings.actions[recordings.span(1)]
+    behind = benchmark.actions_of(recordings, 1, 2, 3)
+    assert behind.shape == (3, 8, 7)
+    np.testing.assert_array_equal(behind.reshape(24, 7)[:13], taken[17:30])
+    assert (behind.reshape(24, 7)[13:] == taken[-1]).all()
+    drawn = [
+        benchmark.Drawn(judged=judged, psnr=psnr) for judged, psnr in ((True, (20.0,)), (False, (30.0, 40.0)))
+    ]
+    whole = [
+        benchmark.Drawn(judged=True, psnr=(1.0, 2.0, 10.0)),
+        benchmark.Drawn(judged=True, psnr=(1.0, 2.0, 20.0, 30.0)),
+    ]
+    row = benchmark.row_of(2, np.array([True, False]), drawn, whole)
+    assert (row.wrong.successes, row.wrong_from_start.successes) == (0, 1)
+    assert (row.psnr, row.psnr_from_start) == ((25.0, 40.0), (15.0, 30.0))

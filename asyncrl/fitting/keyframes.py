@@ -79,7 +79,7 @@ def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
             f"None of the {len(recordings)} episodes of --data has a key frame: they are shorter than three "
             "decisions. Record longer ones."
         )
-    return [_state(recordings, episode, step) for episode, step in places]
+    return [state_at(recordings, episode, step) for episode, step in places]
 
 
 def balanced(states: Sequence[StartState], count: int) -> list[StartState]:
@@ -109,9 +109,16 @@ def spread(places: Sequence[T], count: int) -> list[T]:
     return [places[row] for row in rows]
 
 
-def _state(recordings: Recordings, episode: int, step: int) -> StartState:
+def state_at(recordings: Recordings, episode: int, step: int) -> StartState:
+    """Make a start state of an episode: where it began, or on the way.
+
+    Args:
+        recordings: Of true episodes.
+        episode: Number of the episode.
+        step: 0, or a multiple of 8 from which the four frames that lead there are taken.
+    """
     first = int(recordings.offsets[episode])
-    seen = slice(first + step - CONTEXT + 1, first + step + 1)
+    seen = slice(first + step - CONTEXT + 1, first + step + 1) if step else slice(0)
     return StartState(
         name=f"episode-{episode}-seed-{recordings.seeds[episode]}-step-{step}",
         task=recordings.tasks[episode],
