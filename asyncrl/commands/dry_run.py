@@ -17,7 +17,7 @@ from asyncrl.doctor.findings import Examination, Verdict, render
 from asyncrl.doctor.storage import existing_parent
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console, endpoints, rendezvous
-from asyncrl.launch.placement import check_groups, parse_placement, ranks_named
+from asyncrl.launch.placement import checked_placement, ranks_named
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import run_folder
 from asyncrl.storage.folder_check import check_folder
@@ -58,8 +58,7 @@ def _refuse(config: TrainConfig) -> None:
     """Refuse what the run would refuse before it looks at models."""
     if not config.inline:
         ranks = rendezvous.world_size() if "RANK" in os.environ else ranks_named(config.placement)
-        placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
-        check_groups(placement, config.algorithm.groups_per_update)
+        placement = checked_placement(config, ranks)
         endpoints.check(config, placement)
         endpoints.check_free(config)
     run_folder.check_free(config)

@@ -15,7 +15,7 @@ from asyncrl.config.often_used import DRY_RUN, TRAIN
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.short_help import ShortHelp
 from asyncrl.launch import rendezvous
-from asyncrl.launch.placement import check_groups, parse_placement, ranks_named
+from asyncrl.launch.placement import checked_placement, ranks_named
 from asyncrl.storage import run_folder
 
 ARGUMENTS: Final = TrainConfig
@@ -33,9 +33,7 @@ def main(arguments: list[str]) -> int:
         return dry_run(config)
     ranks = ranks_named(config.placement)
     if ranks > 1 and "RANK" not in os.environ and not config.inline:
-        # What cannot work is said before torchrun starts.
-        placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
-        check_groups(placement, config.algorithm.groups_per_update)
+        checked_placement(config, ranks)  # What cannot work is said before torchrun starts.
         _become_torchrun(ranks, arguments)
     if os.environ.get("RANK", "0") == "0":
         # The first sign of life: importing torch and loading models takes seconds.

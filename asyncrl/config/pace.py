@@ -71,7 +71,8 @@ class PaceSettings(Bounded):
     """Episodes imagined from each candidate for a key frame: it becomes one only where between 1/8 and 7/8 of
     them succeed, since a group that ends alike teaches nothing. 0: all candidates do."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the fitter's models are. auto: on the device of rank 0."""
+    """Where the fitter's models are. auto: on the device of its rank, which is 0 unless --placement says
+    another one (fitter=2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ Every field's docstring is its `--help` text. A value that cannot work raises `C
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from asyncrl.config.algorithm import (
     SMALL_LAG,
@@ -77,6 +77,19 @@ class ImaginationSettings(Bounded):
                 "path, and a distilled decoder is not exact. Use --imagination.context latents, or the full "
                 "decoder."
             )
+
+
+FITTER: Final = "fitter"
+"""Role of the rank that refits the world, in --placement."""
+
+
+def names_fitter(placement: str) -> bool:
+    """Whether --placement gives the fitter a rank, as far as can be told without reading all of it.
+
+    >>> names_fitter("learner=0,actor=0, fitter=1"), names_fitter("auto")
+    (True, False)
+    """
+    return any(item.strip().startswith(FITTER) for item in placement.split(","))
 
 
 ReplaySampler = Literal["oldest", "newest", "uniform", "prioritized"]
@@ -287,8 +300,9 @@ class TrainConfig(Bounded):
     """Actors wait for every update, so that the lag is always 0: for comparison."""
     placement: str = "auto"
     """Which rank is what: 'learner=0,actor=1-3'. A rank may be both. policy=2,world=3 is an actor on two
-    devices. auto: rank 0 learns, the others imagine; collocated: all do both; disaggregated: the first half
-    learns, the rest imagines; hybrid: all learn, the first half has policies, the second their worlds."""
+    devices, fitter=4 refits the world (--pace.every). auto: rank 0 learns, the others imagine; collocated:
+    all do both; disaggregated: the first half learns, the rest imagines; hybrid: all learn, the first half
+    has policies, the second their worlds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the models run. auto: cuda where there is a GPU."""
     policy: str = "tabletop"
@@ -369,6 +383,8 @@ class TrainConfig(Bounded):
                 f"--evaluate-every is {self.evaluate_every}, but it takes a process of its own, and --inline "
                 "is one process. Leave one of them out; `asyncrl evaluate RUN` measures afterwards."
             )
+        if names_fitter(self.placement):
+            self._check_fitter()
         if self.replay.max_reuse > self.max_lag + 1:
             raise ConfigError(
                 f"--replay.max-reuse is {self.replay.max_reuse}, but with a lag of at most {self.max_lag} "
@@ -389,6 +405,19 @@ class TrainConfig(Bounded):
             check_name("transport", self.weights.transport)
         check_recipe(self.algorithm, self.correction, self.critic)
         check_names(self.log_with)
+
+    def _check_fitter(self) -> None:
+        """Refuse a fitter of its own rank where there is nothing to fit, or one process."""
+        if not self.pace.every:
+            raise ConfigError(
+                f"--placement is {self.placement}, but --pace.every is 0, so that no world is refitted and a "
+                "fitter has nothing to do. Set --pace.every, or leave fitter= out."
+            )
+        if self.inline:
+            raise ConfigError(
+                f"--placement is {self.placement}, but --inline is one process, in which the fitter takes "
+                "its turn. Leave fitter= out, or --inline."
+            )
 
     @property
     def success_frames(self) -> SuccessFrames:

@@ -1,4 +1,4 @@
-"""Decides which rank learns, which imagines, and on which device. Pure."""
+"""Decides which rank learns, which imagines, which refits the world, and on which device. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.config.bounds import shown
+from asyncrl.config.run import FITTER, TrainConfig
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +61,20 @@ def actor_devices(
     return pick_device(name, local_rank), pick_device(name, other)
 
 
-ROLES = ("learner", "actor", "policy", "world")
+def fitter_device(config: TrainConfig, local_rank: int) -> torch.device:
+    """Choose the device of the fitter of --pace.every.
+
+    Args:
+        config: Of the run.
+        local_rank: On its host, of the rank that looks after the fitter.
+
+    Raises:
+        ConfigError: As `pick_device`.
+    """
+    return pick_device(config.device if config.pace.device == "auto" else config.pace.device, local_rank)
+
+
+ROLES = ("learner", "actor", "policy", "world", FITTER)
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
 """Placements that fit any number of ranks; see `_by_word`."""
 _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?")
@@ -78,6 +92,8 @@ class Placement:
     """Ranks that supervise an actor: whole ones, and the policy ranks of those on two devices."""
     worlds: tuple[tuple[int, int], ...] = ()
     """Policy rank and world rank of every actor on two devices."""
+    fitters: tuple[int, ...] = ()
+    """The rank that looks after the fitter of --pace.every. Empty: none is named, and rank 0 does."""
 
     def learns(self, rank: int) -> bool:
         """Whether this rank updates the policy."""
@@ -86,6 +102,18 @@ class Placement:
     def imagines(self, rank: int) -> bool:
         """Whether this rank supervises an actor."""
         return rank in self.actors
+
+    def refits(self, rank: int) -> bool:
+        """Whether this rank looks after the fitter of a run with --pace.every.
+
+        >>> Placement(learners=(0,), actors=(0,)).refits(0)
+        True
+        """
+        return rank in (self.fitters or (0,))
+
+    def only_refits(self, rank: int) -> bool:
+        """Whether a rank has the fitter and no other role."""
+        return self.roles(rank) == (FITTER,)
 
     def world_of(self, rank: int) -> int:
         """The rank on whose device the actor of `rank` has its world and reward models; its own, mostly."""
@@ -102,13 +130,15 @@ class Placement:
             "actor": self.imagines(rank) and rank not in dict(self.worlds),
             "policy": rank in dict(self.worlds),
             "world": rank in dict(self.worlds).values(),
+            FITTER: rank in self.fitters,
         }
         return tuple(role for role, has in of.items() if has)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that have something to do, ascending."""
-        return tuple(sorted({*self.learners, *self.actors, *(world for _, world in self.worlds)}))
+        worlds = (world for _, world in self.worlds)
+        return tuple(sorted({*self.learners, *self.actors, *worlds, *self.fitters}))
 
     @property
     def summary(self) -> str:
@@ -118,10 +148,13 @@ class Placement:
         '1 learner + 3 actors'
         >>> Placement(learners=(0,), actors=(1, 3), worlds=((1, 2),)).summary
         '1 learner + 1 actor + 1 actor on 2 devices'
+        >>> Placement(learners=(0,), actors=(0,), fitters=(1,)).summary
+        '1 learner + 1 actor + 1 fitter'
         """
         pairs = len(self.worlds)
         parts = ((len(self.learners), "learner", ""), (len(self.actors) - pairs, "actor", ""))
         parts += ((pairs, "actor", " on 2 devices" + " each" * (pairs > 1)),)
+        parts += ((len(self.fitters), FITTER, ""),)
         return " + ".join(f"{n} {role}{'s' * (n > 1)}{where}" for n, role, where in parts if n)
 
 
@@ -137,7 +170,8 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
 
     Raises:
         ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, is
-            named twice or has no role, policy ranks without world ranks, or learners that are not the first.
+            named twice or has no role, policy ranks without world ranks, several fitters, or learners that
+            are not the first.
     """
     if text in WORDS:
         return _by_word(text, world_size)
@@ -154,7 +188,23 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
         learners=tuple(ranks["learner"]),
         actors=tuple(sorted(ranks["actor"] + ranks["policy"])),
         worlds=tuple(zip(ranks["policy"], ranks["world"], strict=True)),
+        fitters=tuple(ranks[FITTER]),
     )
+
+
+def checked_placement(config: TrainConfig, world_size: int) -> Placement:
+    """Read the placement of a run, and check it against the run's other settings.
+
+    Args:
+        config: Of the run.
+        world_size: Number of ranks that were started, or will be.
+
+    Raises:
+        ConfigError: See `parse_placement`, `check_groups`.
+    """
+    placement = parse_placement(config.placement, world_size, 0, joined=bool(config.replay.listen))
+    check_groups(placement, config.algorithm.groups_per_update)
+    return placement
 
 
 def _by_word(word: str, ranks: int) -> Placement:
@@ -185,6 +235,26 @@ def check_groups(placement: Placement, groups_per_update: int) -> None:
             f"--algorithm.groups-per-update is {groups_per_update}, but --placement names {ranks} learner "
             f"ranks, and each needs a group of episodes to learn from. Use {ranks} or a multiple of it, or "
             "name fewer learner ranks."
+        )
+
+
+def check_hosts(placement: Placement, world_size: int, here: range) -> None:
+    """Refuse ranks on several hosts, but for one that only has the fitter: it works over the run's folder.
+
+    Args:
+        placement: Of the run.
+        world_size: Number of ranks that were started.
+        here: Those of this host. Ranks are numbered host by host, and the learner leads on the first one.
+
+    Raises:
+        ConfigError: A rank that is not on the learner's host learns or imagines.
+    """
+    apart = set(range(world_size)) - set(here) if 0 in here else set(here)
+    if not all(placement.only_refits(rank) for rank in apart):
+        raise ConfigError(
+            f"torchrun started {world_size} ranks, but only {len(here)} on this host, and the replay and the "
+            "weights travel inside one host only. Use one host: torchrun --standalone --nproc-per-node N. "
+            "Only a rank that has nothing but the fitter may be on another one, behind all others."
         )
 
 
@@ -262,6 +332,11 @@ def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
             f"--placement names {len(ranks['policy'])} policy and {len(ranks['world'])} world ranks, but the "
             "first policy rank and the first world rank are one actor on two devices, and so on. Name as "
             "many of both, or actor=RANK for an actor on one device."
+        )
+    if len(set(ranks[FITTER])) > 1:
+        raise ConfigError(
+            f"--placement names {len(set(ranks[FITTER]))} fitter ranks, but the rounds of a run are made one "
+            f"after the other by one fitter. Name one: fitter={ranks[FITTER][0]}."
         )
     if not (ranks["actor"] or ranks["policy"] or joined):
         raise ConfigError(

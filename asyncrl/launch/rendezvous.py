@@ -34,6 +34,8 @@ DEADLINE = 600.0
 """Seconds that all ranks of a job have to meet, where no setting says so."""
 POLL_INTERVAL = 0.1
 """Seconds between two looks of a rank that waits for rank 0."""
+STORE_DEADLINE = 30.0
+"""Seconds that the store of another host has to answer."""
 _KEY, _RUN_KEY = "run_facts", "run_dir"
 _MOST_RANKS = 4096
 _FAILED = "failed-rank-"
@@ -85,6 +87,12 @@ def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process's number on its host, which is also its device's."""
     return _number("LOCAL_RANK", 0, environ, most=_MOST_RANKS)
+
+
+def ranks_here(environ: Mapping[str, str] = os.environ) -> range:
+    """Return the ranks of this host: they are numbered host by host."""
+    first = max(0, rank(environ) - local_rank(environ))
+    return range(first, first + local_world_size(environ))
 
 
 def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> None:
@@ -162,6 +170,33 @@ def receive(
             "several hosts check that this address is open between them."
         ) from None
     return RunInfo(**json.loads(text))
+
+
+def job_watch(environ: Mapping[str, str] = os.environ) -> Callable[[], bool]:
+    """Open the job's store; returns what tells whether it is still there, for a rank that is on another host.
+
+    It lies with torchrun on the first host, and ends with it.
+
+    Raises:
+        RunError: The store cannot be reached.
+    """
+    import torch.distributed as dist
+
+    try:
+        store = _store(STORE_DEADLINE, environ)
+    except dist.DistError as error:
+        raise RunError(
+            f"Rank {rank(environ)} could not reach the job's store at {_place(environ)} within "
+            f"{STORE_DEADLINE:g} s ({first_line(error)}). See the output of torchrun on the first host."
+        ) from None
+
+    def there() -> bool:
+        try:
+            return store.check([_KEY])
+        except dist.DistError:
+            return False
+
+    return there
 
 
 def report_failure(info: RunInfo, environ: Mapping[str, str] = os.environ, *, why: str) -> None:

@@ -1,7 +1,7 @@
 """Does one rank's part of a run: it learns, looks after an actor, or both.
 
     rank 0 ──spawns──► replay, and actor-0 when it also imagines
-    rank k ──spawns──► actor-k, unless it only learns
+    rank k ──spawns──► actor-k, unless it only learns; or the fitter, when --placement says so
 
 The end, in order: the learner tells the replay, which tells the actors; they leave; publisher and replay
 close.
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import sys
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,8 +31,8 @@ from asyncrl.launch.children import (
     log_errors,
 )
 from asyncrl.launch.evaluator import EvaluatorProcess
-from asyncrl.launch.fitter import FitterProcess
-from asyncrl.launch.placement import Placement, check_groups, parse_placement, pick_device
+from asyncrl.launch.fitter import FitterProcess, RoundReports
+from asyncrl.launch.placement import Placement, check_hosts, checked_placement, pick_device
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import descriptors, process_status
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
 
 SHUTDOWN_TIMEOUT_ACTOR = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
+LOOK_FROM_AFAR = 1.0
+"""Seconds between two looks, of a rank on another host, whether the run is over."""
 SHUTDOWN_TIMEOUT_CHILDREN = 4.0
 """Seconds the children have to end by themselves once the run is over."""
 
@@ -78,48 +83,79 @@ def run(config: TrainConfig) -> int:
 
 def _placement(config: TrainConfig) -> Placement:
     ranks = rendezvous.world_size()
-    placement = parse_placement(config.placement, ranks, 0, joined=bool(config.replay.listen))
-    check_groups(placement, config.algorithm.groups_per_update)
+    placement = checked_placement(config, ranks)
     rendezvous.check_address()
-    local = rendezvous.local_world_size()
-    if local != ranks:
-        raise ConfigError(
-            f"torchrun started {ranks} ranks, but only {local} on this host, and the replay and the weights "
-            "travel inside one host only. Use one host: torchrun --standalone --nproc-per-node N."
-        )
+    check_hosts(placement, ranks, rendezvous.ranks_here())
     return placement
 
 
 def _follow(config: TrainConfig, stop: StopFlag) -> int:
-    """Any rank but 0: learn with the others, keep an actor alive, or both, until rank 0 ends the run."""
+    """Any rank but 0: learn with the others, keep an actor or the fitter alive, until rank 0 ends the run."""
     rank = rendezvous.rank()
     info = rendezvous.receive(config.startup_timeout, stop_requested=lambda: stop.set)
     if info is None:
         return 0
-    config = load_file(Path(info.run_dir) / "config.json")
+    run_dir = Path(info.run_dir)
+    _check_folder_is_here(run_dir)
+    config = load_file(run_dir / "config.json")
     placement = _placement(config)
-    lock = run_lock.join(Path(info.run_dir))
-    process_status.publish_as(
-        Path(info.run_dir), f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}"
+    lock = run_lock.join(run_dir)
+    if 0 in rendezvous.ranks_here():  # Elsewhere its number would be another process's.
+        process_status.publish_as(run_dir, f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
+    fitter = FitterProcess(config, placement, run_dir, rank, rendezvous.local_rank())
+    children = ChildProcesses(
+        stop,
+        news=fitter.poll_for_rank_0,
+        report_failure=lambda why: rendezvous.report_failure(info, why=why),
     )
-    children = ChildProcesses(stop, report_failure=lambda why: rendezvous.report_failure(info, why=why))
-    if placement.imagines(rank):
-        children.spawn(partial(_actor, config, info, rank))
     try:
+        if placement.imagines(rank):
+            children.spawn(partial(_actor, config, info, rank))
         if placement.learns(rank):
             from asyncrl.launch import learner_ranks
 
-            with logged_to(Path(info.run_dir) / "logs" / f"learner-{rank}.log"):
+            with logged_to(run_dir / "logs" / f"learner-{rank}.log"):
                 learner_ranks.run_follower_rank(info, placement, children)
         else:
-            children.run_until_done(over=lambda: not (Path(info.sockets).exists() and _learner_lives(info)))
+            children.run_until_done(over=_over(info))
         children.end(SHUTDOWN_TIMEOUT_ACTOR if _learner_lives(info) else 0.0)
     finally:
         children.end(0.0)
+        fitter.close()
         lock.release()
     if children.failure is not None and not rendezvous.failure_was_taken(info):
         raise children.failure
     return int(children.failure is not None)
+
+
+def _check_folder_is_here(run_dir: Path) -> None:
+    """Check that this host has the run's folder, through which the fitter works.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not (run_dir / "config.json").is_file():
+        raise ConfigError(
+            f"Rank {rendezvous.rank()} on {socket.gethostname()} does not see {run_dir}, the folder of the "
+            "run, through which a fitter gets checkpoints and gives worlds. Set --run-dir to a folder that "
+            "both hosts have under one path, or give fitter= a rank of the learner's host."
+        )
+
+
+def _over(info: RunInfo) -> Callable[[], bool]:
+    """Return what tells whether rank 0 has ended the run, or is gone."""
+    if 0 in rendezvous.ranks_here():
+        return lambda: not (Path(info.sockets).exists() and _learner_lives(info))
+    there, looked, found = rendezvous.job_watch(), time.monotonic(), False
+
+    def over() -> bool:
+        nonlocal looked, found
+        if time.monotonic() - looked > LOOK_FROM_AFAR:
+            looked = time.monotonic()
+            found = run_lock.owner(Path(info.run_dir)) is None or not there()
+        return found
+
+    return over
 
 
 def _learner_lives(info: RunInfo) -> bool:
@@ -207,8 +243,10 @@ def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         evaluator = EvaluatorProcess(
             config, run_dir, start.version, log.write_evaluation, rendezvous.local_rank()
         )
-        fitter = FitterProcess(config, run_dir, log.note, rendezvous.local_rank(), version=start.version)
-        news = partial(_news, config, placement, publisher, sockets, evaluator, fitter, worlds, log)
+        reports = RoundReports(config, run_dir, log.note, version=start.version)
+        fitter = FitterProcess(config, placement, run_dir, rendezvous.rank(), rendezvous.local_rank())
+        beside = (evaluator.poll, fitter.poll, reports.poll)
+        news = partial(_news, config, placement, publisher, sockets, beside, worlds, log)
         children = ChildProcesses(stop, log.banner, news)
         run_until_done = Watchdog(run_dir, log.banner)
         status_line = StatusLine(run_dir, show_status)
@@ -235,6 +273,8 @@ def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
             children.end(0.0)
             log_errors(evaluator.close, log.banner)
             log_errors(fitter.close, log.banner)
+            for line in reports.close():
+                log.banner(line)
             if worlds is not None:
                 worlds.close()
             publisher.close()
@@ -294,12 +334,11 @@ def _news(
     placement: Placement,
     publisher: BroadcastPublisher,
     sockets: Path,
-    evaluator: EvaluatorProcess,
-    fitter: FitterProcess,
+    beside: Sequence[Callable[[], list[str]]],
     worlds: WorldChannel | None,
     log: MetricsLogger,
 ) -> list[str]:
-    """Lines about actors that joined or went, the wait when none is left, true success, and refits.
+    """Lines about actors that joined or went, the wait when none is left, and what goes on beside.
 
     Raises:
         RunError: A child of another rank died too often; a refitted world cannot be sent.
@@ -313,7 +352,7 @@ def _news(
         lines.append(
             f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"
         )
-    return [*lines, *evaluator.poll(), *fitter.poll()]
+    return [*lines, *(line for poll in beside for line in poll())]
 
 
 def _start(
