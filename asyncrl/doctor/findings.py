@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -45,6 +45,8 @@ class Sizes:
     """Activations of the policy per decision of a micro-batch; 0: not known."""
     slot: SlotBytes = field(default_factory=SlotBytes)
     """What slots of the world take."""
+    rounds: Mapping[str, int] = field(default_factory=dict)
+    """What the fitter takes, by the phase of a round; empty: there are no rounds."""
 
     @property
     def training(self) -> int:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import WORDS, Placement, check_groups, parse_placement, pick_device, ranks_named
+from asyncrl.launch.placement import (
+    WORDS,
+    Placement,
+    checked_placement,
+    fitter_device,
+    parse_placement,
+    pick_device,
+    ranks_named,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +64,7 @@ def check_placement(examination: Examination) -> Finding:
 
     config = examination.config
     try:
-        placement = placement_of(config)
-        check_groups(placement, config.algorithm.groups_per_update)
+        placement = checked_placement(config, ranks_named(config.placement))
         learner_ranks.check(config, placement)
         by_rank = devices_of(config, placement)
         transport = build.transport_of(config, placement)
@@ -73,9 +81,10 @@ def check_placement(examination: Examination) -> Finding:
     if transport == "nccl" and len({by_rank[0], *actors}) < 1 + len(actors):
         advice = "Use --weights.transport auto, or place every actor on a GPU of its own."
         return broken("placement", f"{seen}, but NCCL takes one process per GPU.", advice)
-    if gpus and len(by_rank) > gpus:
+    sharing = sum(device.type == "cuda" for device in by_rank.values())
+    if gpus and sharing > gpus:
         advice = f"Name at most {gpus} ranks for the best speed."
-        return warning("placement", f"{seen}; {len(by_rank)} ranks share {gpus} GPU(s).", advice)
+        return warning("placement", f"{seen}; {sharing} ranks share {gpus} GPU(s).", advice)
     if config.placement in WORDS and gpus > 1:
         seen += f" (torchrun --nproc-per-node {gpus} uses all {gpus} GPUs)"
     return ok("placement", seen)
@@ -87,7 +96,10 @@ def devices_of(config: TrainConfig, placement: Placement) -> dict[int, torch.dev
     Raises:
         ConfigError: --device is cuda and there is none.
     """
-    return {rank: pick_device(config.device, rank) for rank in placement.ranks}
+    return {
+        rank: fitter_device(config, rank) if placement.only_refits(rank) else pick_device(config.device, rank)
+        for rank in placement.ranks
+    }
 
 
 def check_device_memory(examination: Examination) -> Finding | None:
@@ -101,25 +113,61 @@ def check_device_memory(examination: Examination) -> Finding | None:
         return None
     needed: Counter[str] = Counter()
     for rank, device in by_rank.items():
-        name = str(device) if device.type == "cuda" else HOST
-        needed[name] += rank_needs(examination.config, examination.sizes, placement, rank)
+        needed[_named(device)] += rank_needs(examination.config, examination.sizes, placement, rank)
+    fitter = fitter_needs(examination.config, examination.sizes, placement)
+    if fitter is not None:
+        needed[fitter.place] += fitter.nbytes
     free = {name: free_on(name) for name in needed}
     seen = "; ".join(
         f"{name}: {needed[name] / GIB:.2f} of {free[name] / GIB:.1f} GiB that are free" for name in needed
     )
     sizes = examination.sizes
     unknown = "" if sizes.acting and sizes.slot.kept else "; the activations of a class of yours come on top"
-    seen = f"models, training state and activations, estimated: {seen}{unknown}"
+    seen = f"models, training state and activations, estimated: {seen}{fitter or ''}{unknown}"
     tight = [name for name in needed if needed[name] > free[name]]
     if tight:
+        for_fitter = (
+            "; for the fitter a smaller --pace.batch, --pace.device cpu, or a rank of its own by fitter= in "
+            "--placement"
+            if fitter is not None and fitter.place in tight
+            else ""
+        )
         return warning(
             "device memory",
             f"{seen}: too much for {', '.join(tight)}.",
             "For a learner use --lora.rank, --learner.precision bf16, --learner.gradient-checkpointing, a "
             "smaller --algorithm.micro-batch or more learner ranks; for an actor fewer --actor.slots, "
-            "--actor.pipeline-stages 2, or policy and world on two devices.",
+            f"--actor.pipeline-stages 2, or policy and world on two devices{for_fitter}.",
         )
     return ok("device memory", seen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitterNeeds:
+    """What the fitter of --pace.every takes while it takes the most."""
+
+    place: str
+    """'cuda:N', or the host's memory."""
+    phase: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        """Say it as a part of a line."""
+        return f"; of {self.place} the fitter {self.nbytes / GIB:.2f}, {self.phase}"
+
+
+def fitter_needs(config: TrainConfig, sizes: Sizes, placement: Placement) -> FitterNeeds | None:
+    """Estimate what the fitter takes; None where there is none."""
+    if not sizes.rounds:
+        return None
+    rank = next(rank for rank in placement.ranks if placement.refits(rank))
+    phase = max(sizes.rounds, key=lambda name: sizes.rounds[name])
+    place = _named(fitter_device(config, rank))
+    return FitterNeeds(place=place, phase=phase, nbytes=sizes.rounds[phase])
+
+
+def _named(device: torch.device) -> str:
+    return str(device) if device.type == "cuda" else HOST
 
 
 def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: int) -> int:

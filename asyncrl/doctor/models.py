@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -58,7 +59,12 @@ def check_models(examination: Examination) -> Finding:
         return broken("models", one_line(error))
     examination.config = config
     examination.starts = environment.starts if isinstance(environment, EnvironmentFiles) else ()
-    sizes = examination.sizes = measure(config, policy, environment, slot_of(config))
+    sizes = measure(config, policy, environment, slot_of(config))
+    if config.pace.every:
+        from asyncrl.doctor.fitter import round_phases
+
+        sizes = replace(sizes, rounds=round_phases(config, sizes))
+    examination.sizes = sizes
     return ok(
         "models",
         f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "

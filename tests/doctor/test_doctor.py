@@ -17,6 +17,7 @@ import torch
 from asyncrl import cli
 from asyncrl.commands import doctor as command
 from asyncrl.config.loading import parse
+from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import TrainConfig, WeightSettings
 from asyncrl.doctor import checks, gpus, host, models, packages
 from asyncrl.doctor.checks import Check
@@ -247,6 +248,11 @@ def test_a_placement_is_judged_as_training_would() -> None:
     assert (
         fine.seen == "rank 0 (learner) on cpu, rank 1 (actor) on cpu, rank 2 (actor) on cpu; weights by gloo"
     )
+    apart = TrainConfig(
+        device="cpu", placement="learner=0,actor=0,fitter=1", pace=PaceSettings(every=2, device="cpu")
+    )
+    refits = gpus.check_placement(Examination(config=apart))
+    assert refits.seen == "rank 0 (learner + actor) on cpu, rank 1 (fitter) on cpu; weights by gloo"
     for config, words in {
         TrainConfig(placement="learner=0,actor=2"): "rank 1 nothing to do",
         TrainConfig(placement="learner=0"): "names no actor",

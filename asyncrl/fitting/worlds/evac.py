@@ -15,6 +15,7 @@ P frames remembered, C = 8 new frames.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.batch_source import BatchSource
 from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.kept_bytes import FLOAT32, kept_bytes
 from asyncrl.fitting.loop import Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.evac_poses import (
@@ -162,11 +164,53 @@ class EvacFit(FrameByFrameFit):
         cut = windows(recordings, latents, told_F8, maps, self.world.config)
         return fit_unet(networks, self.world.config, cut, pictures, schedule)
 
+    def trained(self) -> dict[str, nn.Module]:
+        """Return what `fit_unet` trains, and the model of poses. See `CountsFit.trained`."""
+        names = [*trained_names(self.world.config), "pose_model"]
+        return {name: getattr(self.world.networks, name) for name in names}
+
+    def step_bytes(self, windows: int) -> int:
+        """Count what `chunk_loss` and what makes its tokens keep. See `CountsFit.step_bytes`."""
+        networks, config = self.world.networks, self.world.config
+        modules = self.trained().values()
+        for module in modules:
+            module.requires_grad_(True)
+        like = next(networks.unet.parameters())
+        history, frame = config.history, self._latent
+        pictures = like.new_empty(windows, 3, self.image_size, self.image_size)
+
+        def loss() -> Tensor:
+            new = like.new_empty(windows, CHUNK, *frame)
+            return chunk_loss(
+                networks.unet,
+                like.new_empty(windows, history, *frame),
+                new,
+                torch.empty_like(new),
+                like.new_empty(6, *frame[1:]),
+                networks.image_resampler(networks.image_encoder(pictures)),
+                action_tokens(
+                    networks.action_resampler, like.new_empty(windows, history + CHUNK, MOTION_DIM)
+                ),
+                fps=like.new_empty(windows),
+                domain=torch.full((windows,), config.domain, device=like.device),
+                draws=draw(torch.Generator(), new.shape, history),
+            ).loss
+
+        return kept_bytes(loss, [*modules, networks.image_encoder])
+
+    def episode_bytes(self, pictures: int) -> int:
+        """Count the latents of every picture and of its map. See `CountsFit.episode_bytes`."""
+        return 2 * pictures * math.prod(self._latent) * FLOAT32
+
+    @property
+    def _latent(self) -> tuple[int, int, int]:
+        """Shape ``Z, h, w`` of a latent."""
+        config = self.world.config
+        return (config.autoencoder.latent, config.latent_size, config.latent_size)
+
     def encode(self, recordings: Recordings) -> Latents:
         """Encode every frame by itself."""
-        config = self.world.config
-        shape = (config.autoencoder.latent, config.latent_size, config.latent_size)
-        return encode_each(self._encode, recordings, shape, self.world.device)
+        return encode_each(self._encode, recordings, self._latent, self.world.device)
 
     @torch.no_grad()
     def encode_maps(self, poses_F8: Tensor) -> Tensor:
@@ -246,6 +290,12 @@ def windows(
     )
 
 
+def trained_names(config: EvacConfig) -> list[str]:
+    """Name what `fit_unet` trains: the published image encoder is kept as it is."""
+    own = config.image_encoder != ImageEncoderConfig.published()
+    return ["unet", *(["image_encoder"] if own else []), "image_resampler", "action_resampler"]
+
+
 def fit_unet(
     networks: EvacNetworks, config: EvacConfig, windows: Windows, pictures: BatchSource, schedule: Schedule
 ) -> float:
@@ -262,10 +312,9 @@ def fit_unet(
         Mean loss of the last tenth.
     """
     device, history = windows.latents.device, config.history
-    names = ("unet", "image_encoder", "image_resampler", "action_resampler")
+    networks.image_encoder.requires_grad_(False)
+    names = trained_names(config)
     trained = nn.ModuleDict({name: getattr(networks, name) for name in names}).requires_grad_(True)
-    if config.image_encoder == ImageEncoderConfig.published():
-        networks.image_encoder.requires_grad_(False)
     generator = torch.Generator().manual_seed(schedule.seed)
     rays = Geometry(config).to(device).drawer.rays
     fps = torch.full((schedule.batch,), float(config.fps), device=device)

@@ -208,6 +208,31 @@ class FineTunes(Protocol):
 
 
 @runtime_checkable
+class CountsFit(Protocol):
+    """A kind that says what `FittedWorld.fit_network` takes on a device, also while it has no weights (meta).
+
+    What is said is of float32; a GPU computes in bfloat16 and keeps less.
+    """
+
+    @property
+    def world(self) -> Any:
+        """Return what is fitted."""
+        ...
+
+    def trained(self) -> Mapping[str, nn.Module]:
+        """Return the networks, by name, that are trained."""
+        ...
+
+    def step_bytes(self, windows: int) -> int:
+        """Count what a step on so many windows keeps until its gradients are known."""
+        ...
+
+    def episode_bytes(self, pictures: int) -> int:
+        """Count what is kept of an episode of so many pictures during the whole fit: its latents."""
+        ...
+
+
+@runtime_checkable
 class DistilsDecoder(Protocol):
     """A kind whose decoder can be replaced by a tiny one, for `fit_decoder`."""
 

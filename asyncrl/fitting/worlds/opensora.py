@@ -10,6 +10,7 @@ A numbers of an action, P = 4 condition frames, C = 8 new frames.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +19,13 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.devices.tensors import to_device
 from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.fresh_models import executed
+from asyncrl.fitting.kept_bytes import FLOAT32, kept_bytes
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.frame_latents import (
@@ -40,6 +42,7 @@ from asyncrl.fitting.worlds.interface import (
     check_recordings,
     refuse_option,
 )
+from asyncrl.records import CHUNK
 from asyncrl.worlds.opensora.action_range import ActionRange, normalise
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
@@ -86,15 +89,40 @@ class OpenSoraFit(FrameByFrameFit):
         _refuse_options(options)
         check_recordings(recordings, self.world.action_spec.dim)
         self.world.vae.requires_grad_(False)
-        trained = self.world.transformer.requires_grad_(True)
-        trained.rope.freqs.requires_grad_(False)
         cut = windows(recordings, self.encode(recordings), self.world.action_range)
-        return fit_transformer(trained, cut, schedule)
+        return fit_transformer(self._trainable(), cut, schedule)
+
+    def _trainable(self) -> STDiT3:
+        """Return the transformer, of which all but the rates of its positions are trained."""
+        network = self.world.transformer.requires_grad_(True)
+        network.rope.freqs.requires_grad_(False)
+        return network
+
+    def trained(self) -> dict[str, nn.Module]:
+        """Return the transformer. See `CountsFit.trained`."""
+        return {"transformer": self.world.transformer}
+
+    def step_bytes(self, windows: int) -> int:
+        """Count what `window_loss` keeps. See `CountsFit.step_bytes`."""
+        network = self._trainable()
+        like = next(network.parameters())
+        latents = like.new_empty(windows, *self._latent, CONDITION + CHUNK).movedim(-1, 2)
+        actions = like.new_empty(windows, CHUNK, self.world.action_spec.dim)
+        return kept_bytes(lambda: window_loss(network, latents, actions, torch.Generator()).loss, [network])
+
+    def episode_bytes(self, pictures: int) -> int:
+        """Count a latent per picture. See `CountsFit.episode_bytes`."""
+        return pictures * math.prod(self._latent) * FLOAT32
+
+    @property
+    def _latent(self) -> tuple[int, int, int]:
+        """Shape ``Z, h, w`` of a latent."""
+        size = self.world.vae.size
+        return (size.channels, *[self.image_size // size.spatial] * 2)
 
     def encode(self, recordings: Recordings) -> Latents:
         """Encode every frame by itself."""
-        vae, side = self.world.vae, self.image_size // self.world.vae.size.spatial
-        return encode_each(vae.encode, recordings, (vae.size.channels, side, side), self.world.device)
+        return encode_each(self.world.vae.encode, recordings, self._latent, self.world.device)
 
     def redraw(self, recordings: Recordings) -> FrameFile:
         """Draw the recorded frames as the autoencoder draws them."""

@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
 from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.kept_bytes import FLOAT32, kept_bytes
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.shares import Shares
@@ -33,10 +35,16 @@ from asyncrl.fitting.worlds.wan_actions import (
     take_raw,
     take_scaled,
 )
-from asyncrl.fitting.worlds.wan_jumps import with_jumps
-from asyncrl.fitting.worlds.wan_latents import WanAutoencoder, encode_recordings, redraw
+from asyncrl.fitting.worlds.wan_jumps import LATENTS, with_jumps
+from asyncrl.fitting.worlds.wan_latents import (
+    WanAutoencoder,
+    encode_recordings,
+    latents_of_frames,
+    redraw,
+)
 from asyncrl.fitting.worlds.wan_memory import with_own_memories
-from asyncrl.fitting.worlds.wan_windows import Windows, windows
+from asyncrl.fitting.worlds.wan_windows import MEMORY, Windows, windows
+from asyncrl.records import CHUNK
 from asyncrl.worlds.wan.files import open_world, rewrite_world
 from asyncrl.worlds.wan.flow_matching import WindowNoise, window_loss
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
@@ -130,6 +138,25 @@ class WanFit:
             for name, parameter in layer.named_parameters():
                 parameter.data = numbers[name]
         save_world(folder, self.world)
+
+    def trained(self) -> dict[str, torch.nn.Module]:
+        """Return the transformer. See `CountsFit.trained`."""
+        return {"transformer": self.world.transformer}
+
+    def step_bytes(self, windows: int) -> int:
+        """Count what `window_loss` keeps. See `CountsFit.step_bytes`."""
+        network = self.world.transformer.requires_grad_(True)
+        like = next(network.parameters())
+        latents = like.new_empty(
+            windows, self.world.vae.size.z_dim, LATENTS, *[self.image_size // SPATIAL] * 2
+        )
+        actions = like.new_empty(windows, 1 + MEMORY + CHUNK, self.world.action_spec.dim)
+        return kept_bytes(lambda: window_loss(network, latents, actions, torch.Generator()).loss, [network])
+
+    def episode_bytes(self, pictures: int) -> int:
+        """Count the latents of an episode. See `CountsFit.episode_bytes`."""
+        count = int(latents_of_frames(np.array(pictures)))
+        return count * self.world.vae.size.z_dim * (self.image_size // SPATIAL) ** 2 * FLOAT32
 
     def network(self) -> ActionWanTransformer:
         """Return the transformer."""
