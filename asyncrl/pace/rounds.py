@@ -68,17 +68,30 @@ class Round:
     fit_seconds: float
     """...that refits and audits took."""
 
-    def __str__(self) -> str:
+    @property
+    def truth(self) -> str:
+        """Say how often the policy truly succeeded."""
+        interval = f"[{self.low:.1%}, {self.high:.1%}]"
+        return f"true success {self.success:.1%} {interval} of {self.episodes} (version {self.version})"
+
+    @property
+    def verdicts(self) -> str:
+        """Say how many verdicts were wrong before the refit and after it."""
+        before, after = (f"{n / self.audited:.1%}" for n in (self.wrong, self.wrong_after))
+        return f"wrong verdicts {before} -> {after} of {self.audited}"
+
+    @property
+    def outcome(self) -> str:
+        """Say with which world the run goes on."""
         after = f"world {self.world} accepted" if self.accepted else f"world {self.world} stays"
         if self.published and not self.accepted:
             after = f"refit refused, world {self.world} has new key frames"
         if self.keyframes:
             after += f" ({self.keyframes} key frames)"
-        wrong, wrong_after = (f"{n / self.audited:.1%}" for n in (self.wrong, self.wrong_after))
-        return (
-            f"true success {self.success:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.episodes} (version "
-            f"{self.version}); wrong verdicts {wrong} -> {wrong_after} of {self.audited}: {after}"
-        )
+        return after
+
+    def __str__(self) -> str:
+        return f"{self.truth}; {self.verdicts}: {self.outcome}"
 
 
 def append(run_dir: Path, row: Round) -> None:
@@ -89,6 +102,15 @@ def append(run_dir: Path, row: Round) -> None:
 def read(run_dir: Path) -> list[Round]:
     """Return all rounds that can be read, oldest first."""
     return json_lines.read(run_dir / NAME, Round)
+
+
+def newest(run_dir: Path) -> Round | None:
+    """Return the last round that a run made; None: none, or its file cannot be read."""
+    try:
+        made = read(run_dir)
+    except OSError:
+        return None
+    return made[-1] if made else None
 
 
 def world_folder(run_dir: Path, version: int) -> Path:
