@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -119,9 +120,41 @@ def main(arguments: list[str]) -> int:
     if config.signals:
         for name, episodes in audited.items():
             print("\n" + signal_table(name, episodes))
+    _write_curves(config, versions, audited)
     if config.json:
         Path(config.json).write_text(json.dumps(_content(config, audited), indent=1, allow_nan=False) + "\n")
     return 0
+
+
+def _write_curves(
+    config: AuditConfig, versions: dict[str, str], audited: dict[str, list[AuditedEpisode]]
+) -> None:
+    """Write curves of a run's checkpoints into its folder; of anything else none."""
+    from asyncrl.evaluation.audit import Audit
+    from asyncrl.evaluation.audit_curves import write_curves
+    from asyncrl.launch.run_settings import run_of
+    from asyncrl.observability.run_facts import start_command
+
+    run_dir = run_of(config.checkpoint)
+    found = {_version_of(versions[name]): Audit.of(episodes) for name, episodes in audited.items()}
+    if run_dir is None or None in found:
+        return
+    known = {version: audit for version, audit in found.items() if version is not None}
+    try:
+        folder = write_curves(run_dir, known, start_command())
+    except OSError as error:
+        print(f"TensorBoard does not get the audit: {error}", file=sys.stderr)
+        return
+    print(f"curves: tensorboard --logdir {folder}", file=sys.stderr)
+
+
+def _version_of(text: str) -> int | None:
+    """Return the policy version of a run's folder or checkpoint; None: its name does not say it."""
+    from asyncrl.launch.named_models import folder_part
+    from asyncrl.storage.asset_paths import newest_checkpoint
+
+    number = newest_checkpoint(Path(folder_part(text))).name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else None
 
 
 def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
@@ -165,13 +198,12 @@ def _in_its_world(config: AuditConfig, run: RunSettings | None, text: str) -> Au
     """Let a checkpoint be audited in the world that its run had refitted by then (--pace.every)."""
     from asyncrl.launch.run_settings import run_of
     from asyncrl.pace import rounds
-    from asyncrl.storage.asset_paths import newest_checkpoint
 
     folder = run_of(text)
     if run is None or folder is None or config.world != run.config.world:
         return config
-    version = newest_checkpoint(Path(text)).name.rpartition("_")[2]
-    world = rounds.world_at(folder, int(version)) if version.isdecimal() else None
+    version = _version_of(text)
+    world = None if version is None else rounds.world_at(folder, version)
     return config if world is None else replace(config, world=str(world), reward="")
 
 

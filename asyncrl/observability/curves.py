@@ -106,7 +106,7 @@ def picture(step: int, tag: str, content: bytes, now: float) -> bytes:
 
 def is_result(name: str) -> bool:
     """Whether a metric of this name says how good the policy is: there a 0 is news."""
-    return name.startswith(("env/", "eval/"))
+    return name.startswith(("env/", "eval/", "audit/"))
 
 
 def description(metric: Metric) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.commands.audit import AuditConfig, signal_table, table
 from asyncrl.evaluation.audit import AuditedEpisode
+from support.event_files import curves_in
 from support.tiny_models import write_models
 
 SHORT = ["--episodes", "3", "--rows", "2", "--workers", "1"]
@@ -72,6 +74,57 @@ def test_every_checkpoint_is_a_row(run: Path, capsys) -> None:
     rows = capsys.readouterr().out.splitlines()
     assert rows[1].split()[:4] == ["imagined", "true", "wrong", "false"]
     assert [row.split("  ")[0] for row in rows[2:]] == ["update 1", "update 2"]
+
+
+@pytest.mark.render
+def test_a_runs_audit_is_curves_in_its_folder_by_the_version(run: Path, tmp_path: Path, capsys) -> None:
+    folder, before = run / "tensorboard" / "audit", files(run)
+    shutil.rmtree(folder, ignore_errors=True)
+    file = tmp_path / "audit.json"
+    assert cli.run("audit", [str(run), *SHORT, "--every-checkpoint", "--json", str(file)]) == 0
+    assert f"tensorboard --logdir {folder}" in capsys.readouterr().err
+    points = curves_in(folder)
+    one, two = json.loads(file.read_text())["audits"]
+    for tag, name in (("imagined_success", "imagined_success"), ("verdict_wrong", "wrong")):
+        assert points[f"audit/{tag}"] == [
+            (1, pytest.approx(one[name]["rate"])),
+            (2, pytest.approx(two[name]["rate"])),
+        ]
+        assert points[f"audit/{tag}_high"][1] == (2, pytest.approx(two[name]["high"]))
+    assert points["audit/true_success"] == [(1, 0.0), (2, 0.0)], "a success of 0 is shown too"
+    assert "audit/missed_success" not in points, "nothing was truly solved"
+    assert [step for step, _ in points["audit/psnr"]] == [1, 2]
+    assert files(run) - before == set(), "nothing but curves of the audit is new"
+
+
+def files(run: Path) -> set[Path]:
+    """All files of a run but curves of audits."""
+    return {path for path in run.rglob("*") if path.is_file() and "audit" not in path.parts}
+
+
+@pytest.mark.render
+def test_a_later_audit_adds_the_newest_checkpoint_and_a_policy_of_no_run_has_no_curves(
+    run: Path, capsys
+) -> None:
+    folder = run / "tensorboard" / "audit"
+    shutil.rmtree(folder, ignore_errors=True)
+    assert cli.run("audit", [str(run), *SHORT]) == 0
+    assert {step for points in curves_in(folder).values() for step, _ in points} == {2}
+    capsys.readouterr()
+    assert cli.run("audit", ["tabletop", "--episodes", "1", "--rows", "1", "--workers", "1"]) == 0
+    assert "tensorboard" not in capsys.readouterr().err
+
+
+@pytest.mark.render
+def test_a_folder_that_takes_no_curves_does_not_hide_the_audit(run: Path, capsys) -> None:
+    folder = run / "tensorboard" / "audit"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.touch()
+    assert cli.run("audit", [str(run), *SHORT]) == 0
+    captured = capsys.readouterr()
+    folder.unlink()
+    assert "imagined success" in captured.out
+    assert "TensorBoard does not get the audit" in captured.err
 
 
 @pytest.mark.parametrize(

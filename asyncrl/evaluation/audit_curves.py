@@ -1,0 +1,65 @@
+"""Write what audits of a run's checkpoints found as curves: in RUN/tensorboard/audit, by the policy version.
+
+A folder below that of the training's curves, for TensorBoard reads the newest file of a folder only: one
+written beside those of a run that goes on would end the run's own curves.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from asyncrl.evaluation.audit import Audit
+from asyncrl.observability import curves
+from asyncrl.observability import metrics_audit as m
+from asyncrl.observability.metrics import Metric
+from asyncrl.storage.regular_files import make_folder
+
+FOLDER: Final = Path("tensorboard", "audit")
+_RATES: Final = {
+    "imagined_success": m.IMAGINED_SUCCESS,
+    "true_success": m.TRUE_SUCCESS,
+    "wrong": m.WRONG,
+    "false": m.FALSE,
+    "missed": m.MISSED,
+    "wrong_on_true_frames": m.REWARD_WRONG,
+}
+
+
+def metrics_of(audit: Audit) -> dict[Metric, float]:
+    """Return what curves say of an audit; what is not a number is left out."""
+    values: dict[Metric, float] = {}
+    for name, metrics in _RATES.items():
+        rate = getattr(audit, name)
+        if rate.episodes:
+            values |= {metrics.rate: rate.rate, metrics.low: rate.low, metrics.high: rate.high}
+    if not math.isnan(audit.correlation):
+        values[m.CORRELATION] = audit.correlation
+    if audit.psnr:
+        values[m.PSNR] = math.fsum(audit.psnr) / len(audit.psnr)
+    return values
+
+
+def write_curves(run_dir: Path, audits: Mapping[int, Audit], command: str) -> Path:
+    """Write a file of curves; points of earlier audits from its first version on are void.
+
+    Args:
+        run_dir: Of the run.
+        audits: Policy version -> what was found, at least one.
+        command: That audited, for TensorBoard's page TEXT.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder, encoder, now = run_dir / FOLDER, curves.Curves(), time.time()
+    points = [encoder.scalars(version, metrics_of(audits[version]), now) for version in sorted(audits)]
+    make_folder(folder)
+    file = curves.event_file(folder)
+    file.write_bytes(curves.beginning(min(audits), now, command=command) + b"".join(points))
+    return folder
