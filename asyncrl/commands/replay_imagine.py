@@ -18,6 +18,7 @@ import tyro
 
 from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError
+from asyncrl.keyframe_names import version_named
 from asyncrl.pace.rounds import world_folder
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.comparison import (
@@ -30,7 +31,6 @@ from asyncrl.replay_tools.comparison import (
 from asyncrl.replay_tools.episodes import find_group
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.storage.drawing import require_png
-from asyncrl.worlds.keyframe_names import version_named
 
 if TYPE_CHECKING:
     import torch

@@ -106,7 +106,9 @@ def refit(
     torch.manual_seed(seed)
     if settings.world_steps:
         world = load_fitted(present, device, torch.float32)
-        options = WorldOptions(context_sigma=settings.context_sigma, own_memory=settings.own_memory)
+        options = WorldOptions(
+            context_sigma=settings.context_sigma, own_memory=settings.own_memory, only_refreshed=True
+        )
         world.fit_network(recordings, _schedule(settings, seed), options)
         kept = world.world.modules().keys() - world.world.refreshed().keys()
         world.save(out, version)

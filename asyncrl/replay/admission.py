@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.keyframe_names import version_named
 from asyncrl.records import (
     REWARDED,
     ActionSpec,
@@ -30,7 +31,6 @@ from asyncrl.records import (
     problem_with,
     version_of,
 )
-from asyncrl.worlds.keyframe_names import version_named
 
 RefusalCause = Literal["content", "settings", "version", "grant"]
 """Why an episode is refused: it contradicts itself or holds numbers that no model gives; it was made with

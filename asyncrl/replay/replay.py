@@ -16,6 +16,7 @@ from pathlib import Path
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import ReplaySettings
 from asyncrl.errors import OutOfFiles, WireError
+from asyncrl.keyframe_names import version_named
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
@@ -32,7 +33,6 @@ from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import LEDGER, EpisodeStore
 from asyncrl.storage.checksums import begins_with
-from asyncrl.worlds.keyframe_names import version_named
 
 
 def open_replay(

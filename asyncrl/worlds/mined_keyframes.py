@@ -20,8 +20,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from asyncrl.keyframe_names import keyframe_name
 from asyncrl.records import POSE_DIM, ActionSpec, StartState
-from asyncrl.worlds.keyframe_names import keyframe_name
 from asyncrl.worlds.rlinf_start_states import CONTEXT
 from asyncrl.worlds.start_states import load_start_states, save_start_states
 

@@ -21,6 +21,7 @@ from asyncrl import cli
 from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.keyframe_names import version_named
 from asyncrl.launch import refits
 from asyncrl.launch.environment import check_environment
 from asyncrl.launch.policies import build_policy
@@ -32,7 +33,6 @@ from asyncrl.pace.verdicts import Verdicts
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.worlds import mined_keyframes
-from asyncrl.worlds.keyframe_names import version_named
 from support.join_site import Site
 from support.recorded import recorded_spec, write_recorded
 from support.tiny_models import GROUP_SIZE, write_models

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import AssetError, ConfigError
+from asyncrl.keyframe_names import version_named
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds import mined_keyframes
-from asyncrl.worlds.keyframe_names import version_named
 from asyncrl.worlds.mined_keyframes import MinedKeyframes
 from asyncrl.worlds.start_states import StartStateStream, check_keyframes
 

@@ -16,7 +16,7 @@ P frames remembered, C = 8 new frames.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -162,7 +162,10 @@ class EvacFit(FrameByFrameFit):
         pictures = BatchSource(recordings.frames, self.world.device)
         latents, maps = self.encode(recordings), self.encode_maps(told_F8)
         cut = windows(recordings, latents, told_F8, maps, self.world.config)
-        return fit_unet(networks, self.world.config, cut, pictures, schedule)
+        names = trained_names(self.world.config)
+        if options.only_refreshed:
+            names = [name for name in names if name in self.world.refreshed()]
+        return fit_unet(networks, self.world.config, cut, pictures, schedule, names)
 
     def trained(self) -> dict[str, nn.Module]:
         """Return what `fit_unet` trains, and the model of poses. See `CountsFit.trained`."""
@@ -297,9 +300,14 @@ def trained_names(config: EvacConfig) -> list[str]:
 
 
 def fit_unet(
-    networks: EvacNetworks, config: EvacConfig, windows: Windows, pictures: BatchSource, schedule: Schedule
+    networks: EvacNetworks,
+    config: EvacConfig,
+    windows: Windows,
+    pictures: BatchSource,
+    schedule: Schedule,
+    names: Sequence[str],
 ) -> float:
-    """Train the network, both resamplers and a small image encoder. See `worlds.evac.training.chunk_loss`.
+    """Train the network and what makes its tokens. See `worlds.evac.training.chunk_loss`.
 
     Args:
         networks: Trained in place, on the device of the latents.
@@ -307,13 +315,13 @@ def fit_unet(
         windows: See `windows`.
         pictures: ``[F, H, W, 3]`` uint8, as recorded: the image encoder sees the first of an episode.
         schedule: Its batch is of windows.
+        names: Of the networks that are trained, some of `trained_names`.
 
     Returns:
         Mean loss of the last tenth.
     """
     device, history = windows.latents.device, config.history
     networks.image_encoder.requires_grad_(False)
-    names = trained_names(config)
     trained = nn.ModuleDict({name: getattr(networks, name) for name in names}).requires_grad_(True)
     generator = torch.Generator().manual_seed(schedule.seed)
     rays = Geometry(config).to(device).drawer.rays

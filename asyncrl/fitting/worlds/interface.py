@@ -58,6 +58,9 @@ class WorldOptions:
     jumps: float = 0.0
     """Share of the windows, behind an episode's first decision, whose context follows at once on the first
     frame, in [0, 1]."""
+    only_refreshed: bool = False
+    """Train only what a new version of a world replaces in a run (`RefreshesWorld.refreshed`), because what
+    slots remember was made by the rest."""
     camera: str = ""
     """JSON file that says where the camera stands; empty: what is known of the recordings' simulator."""
 
