@@ -6,6 +6,7 @@ those of --world, so what both remember of a slot must have the same tensors.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,9 +85,14 @@ def _named(config: TrainConfig, first: NamedModel) -> NamedModel:
     text = config.guard.world
     try:
         folder = asset_paths.world_folder(text)
+    except CheckpointError:
+        where = Path(text).absolute()
+        raise ConfigError(f"--guard.world is {text}, but {where} is no folder. {_REMEDY}") from None
+    try:
         kind = first.kind if registry.names_code(config.world) else world_class(folder)
     except CheckpointError as error:
-        raise ConfigError(f"--guard.world is {text}, but there is no world: {error}") from error
+        found = str(error).removeprefix("--world ")
+        raise ConfigError(f"--guard.world {text} holds no world. {found}") from error
     if kind is not first.kind:
         raise ConfigError(
             f"--guard.world {text} is a {kind.__name__}, but --world {config.world} a {first.kind.__name__}: "

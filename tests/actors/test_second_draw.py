@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.slots import PendingEpisode, Slots
-from asyncrl.config.run import ActorSettings, TrainConfig
-from asyncrl.launch.build import actor_offload
 from asyncrl.observability import metrics_system as s
 from asyncrl.records import Episode, episode_arrays, problem_with
 from asyncrl.replay.interface import GroupGrant
@@ -207,23 +205,3 @@ def test_a_repetition_ends_with_its_success_or_as_many_decisions_as_its_original
     assert [decided(0.1), decided(0.4)] == [None, "truncated"]
     episode.decisions.clear()
     assert decided(0.6) == "success"
-
-
-def test_the_weights_of_the_second_world_are_parked_with_the_others(imagination: Imagination) -> None:
-    network = nn.Linear(100, 100)
-    second: Any = type("World", (), {"modules": lambda self: {"network": network}})()
-    before = network.weight.detach().clone()
-    acting = Imagination(
-        imagination.policy,
-        imagination.world,
-        imagination.reward,
-        imagination.sampling,
-        repeats=True,
-        second=second,
-    )
-    offload = actor_offload(TrainConfig(actor=ActorSettings(offload=True)), acting)
-    assert offload._tensors is not None
-    offload._tensors.offload()
-    assert network.weight.untyped_storage().nbytes() == 0
-    offload._tensors.restore()
-    assert network.weight.equal(before)
