@@ -229,7 +229,9 @@ class Imagination(Generic[State]):
         rule, rows, repeats = self.rule, episode.decisions, episode.pending.repeats
         scores_NC = np.stack([row["success_scores"] for row in rows])
         solved = deciding_step(scores_NC, rule.threshold, rule.success_frames)
-        longest = rule.max_decisions - _start_state(episode).elapsed if repeats is None else len(repeats.actions)
+        longest = (
+            rule.max_decisions - _start_state(episode).elapsed if repeats is None else len(repeats.actions)
+        )
         if solved is None and len(rows) < longest:
             return None
         rewards = np.zeros(scores_NC.shape, np.float32)

@@ -202,7 +202,7 @@ def finished_episode(
 ) -> Episode:
     """Make the `Episode` record of an episode that ended."""
     rows, pending = episode.decisions, episode.pending
-    arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "video"}
+    arrays: dict[str, Any] = {n: np.stack([row[n] for row in rows]) for n in rows[0] if n != "video"}
     known = EPISODE_ARRAYS.keys() | OPTIONAL_ARRAYS.keys()
     sample = {name: arrays.pop(name) for name in list(arrays) if name not in known}
     arrays.setdefault("values", np.full(len(rows), np.nan, np.float32))

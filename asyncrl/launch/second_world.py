@@ -106,6 +106,4 @@ def _kept(config: TrainConfig, world: NamedModel) -> int:
     if not isinstance(world.kind, CountsSlots):
         return 0
     decisions = max(1, config.actor.max_decisions)
-    return world.kind.slot_bytes(
-        world.folder, config.imagination, decisions=decisions, **world.settings
-    ).kept
+    return world.kind.slot_bytes(world.folder, config.imagination, decisions=decisions, **world.settings).kept

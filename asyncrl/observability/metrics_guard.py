@@ -8,7 +8,7 @@ WEIGHT_MEAN = define(
     "guard/weight_mean",
     Reduction.MEAN,
     "1",
-    "How much the episodes of the batch count, in [0, 1], mean over all of them; with --guard.kind second only.",
+    "How much an episode of the batch counts, from 0 to 1, mean; with --guard.kind second only.",
     "Near 1. What lacks is imagined and not learned from: the share of successes (`env/success_once`) times "
     "`guard/disagree`.",
 )

@@ -1,4 +1,4 @@
-"""Successes that are imagined again: the weights are what a slow repetition finds, and nothing else changes."""
+"""Successes that are imagined again: weights are what a slow repetition finds, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from asyncrl.replay.interface import GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed, repetition_seed, sampling_seed
 from support.episodes import make_episode
 from support.failing_models import (
-    GROUP,
     Poisoned,
     RowModels,
     RowState,

@@ -157,7 +157,9 @@ def test_a_second_world_draws_what_is_imagined_again(models, other: Path, tmp_pa
     assert (True, 0.0) in check_weights(run)
     assert (True, 0.0) not in check_weights(plain), "the first world agrees with itself there"
     for ours, theirs in zip(stored_groups(run)[0], stored_groups(plain)[0], strict=True):
-        np.testing.assert_array_equal(ours.success_scores, theirs.success_scores, "the originals are the same")
+        np.testing.assert_array_equal(
+            ours.success_scores, theirs.success_scores, "the originals are the same"
+        )
 
 
 def built(models: tuple[Path, list[str]], *more: str) -> Imagination[Any]:

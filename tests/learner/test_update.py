@@ -155,7 +155,10 @@ def test_an_episode_of_weight_zero_moves_nothing(kind: str) -> None:
     for weight in (0.0, 1.0):
         weighted = dataclasses.replace(batch, episode_weights=torch.tensor([1.0, weight, 1.0]))
         policy, values = gradients(policy_for(config), weighted, config)
-        found[weight] = policy[own].abs().max(), torch.zeros(()) if values is None else values[own].abs().max()
+        found[weight] = (
+            policy[own].abs().max(),
+            torch.zeros(()) if values is None else values[own].abs().max(),
+        )
     assert own
     assert found[0.0] == (0, 0)
     assert found[1.0][0] > 1e-4

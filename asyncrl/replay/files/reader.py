@@ -311,7 +311,7 @@ def _identity(found: os.stat_result) -> Identity:
 def _scalars(row: dict[str, Any], version: int) -> dict[str, Any]:
     types = scalar_types(version)
     scalars = {name: row[name].decode() if kind is str else row[name] for name, kind in types.items()}
-    return LATER_SCALARS | scalars
+    return {**LATER_SCALARS, **scalars}
 
 
 def _pieces(extents: dict[str, ArrayExtent]) -> Iterator[_Piece]:
