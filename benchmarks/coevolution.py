@@ -56,6 +56,7 @@ ARMS: Final[dict[str, Arm]] = {
     "kl": Arm(flags=("--algorithm.kl-coef", "0.05")),
     "lasting": Arm(flags=("--guard.kind", "lasting")),
     "probability": Arm(flags=("--guard.kind", "probability")),
+    "second": Arm(flags=("--guard.kind", "second")),
     "refit": Arm(rounds=MANY),
     "refit once": Arm(rounds=1, every=2 * EVERY),
     "refit, own memories": Arm(flags=("--pace.own-memory", "0.5"), rounds=MANY),

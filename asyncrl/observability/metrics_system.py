@@ -233,8 +233,8 @@ ACTOR_DECISIONS = define(
     "decisions",
     "Decisions that the actors which are there have imagined since each of them began, repetitions included.",
     "Grows by a batch's decisions for each update, and with --guard.kind second by about those of its "
-    "successes once more. While it grows the learner goes on waiting (--batch-timeout), although no episode is "
-    "complete yet.",
+    "successes once more. While it grows the learner goes on waiting (--batch-timeout), although no episode "
+    "is complete yet.",
 )
 ACTOR_RESTARTED = define(
     "actor/restarted_episodes",

@@ -430,7 +430,11 @@ def test_a_lasting_success_is_that_of_a_decisions_last_frame() -> None:
 
 
 def test_a_second_world_has_something_to_draw_and_names_no_code() -> None:
-    assert [GuardSettings(kind=kind).repeats for kind in ("none", "lasting", "second")] == [False, False, True]
+    assert [GuardSettings(kind=kind).repeats for kind in ("none", "lasting", "second")] == [
+        False,
+        False,
+        True,
+    ]
     assert TrainConfig(guard=GuardSettings(kind="second", world="runs/other")).guard.world == "runs/other"
     with pytest.raises(ConfigError, match=r"--guard\.world is runs/other, but --guard\.kind is lasting"):
         GuardSettings(kind="lasting", world="runs/other")
