@@ -29,7 +29,7 @@ SCHEMA_VERSION: Final = 1
 COUNTED_SCHEMA_VERSION: Final = 3
 """Of an `Episode` that says how many of its steps count."""
 WORLDS_SCHEMA_VERSION: Final = 4
-"""Of an `Episode` that says which world drew each of its decisions."""
+"""Of an `Episode` that says which world drew each of its decisions, and how much it counts."""
 SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION, WORLDS_SCHEMA_VERSION)
 """Versions of an `Episode` that are read; 2: its sample is other arrays than the action tokens alone."""
 
@@ -193,7 +193,10 @@ class Episode:
     final_state: Float32 | None = None
     """``[Q]`` with `states`: the state after the last step."""
     world_versions: Int64 | None = None
-    """``[N]`` world model that drew each decision, where the world may change; None: `world_version` did."""
+    """``[N]`` world model that drew each decision, where that is said; None: `world_version` did."""
+    weight: float = 1.0
+    """How much it counts in an update, in [0, 1]; below 1 only with `world_versions`. A success that was
+    imagined again counts as much as both draws agree."""
 
     @property
     def success(self) -> bool:
@@ -289,14 +292,20 @@ EPISODE_SCALARS: Final[dict[str, type]] = {
 COUNTED_SCALARS: Final[dict[str, type]] = {**EPISODE_SCALARS, "steps_taken": int}
 """The scalars of an `Episode` of `COUNTED_SCHEMA_VERSION`."""
 
+WORLDS_SCALARS: Final[dict[str, type]] = {**EPISODE_SCALARS, "weight": float}
+"""The scalars of an `Episode` of `WORLDS_SCHEMA_VERSION`."""
+
+LATER_SCALARS: Final[Mapping[str, Any]] = MappingProxyType({"steps_taken": REWARDED, "weight": 1.0})
+"""What the scalars are that only later schema versions have, in an `Episode` of another one."""
+
 _FIELDS: Final = tuple(field.name for field in fields(Episode))
 _IMAGES, *_OTHERS = EPISODE_ARRAYS
-assert (*EPISODE_SCALARS, _IMAGES, "sample", *_OTHERS, "steps_taken", *OPTIONAL_ARRAYS) == _FIELDS
+assert (*EPISODE_SCALARS, _IMAGES, "sample", *_OTHERS, "steps_taken", *OPTIONAL_ARRAYS, "weight") == _FIELDS
 RESERVED: Final = frozenset(
     {*EPISODE_SCALARS, "sample", *EPISODE_ARRAYS, "steps_taken", "group", "episodes", "checksums"}
 )
 """Names that no array of a sample can have: the fields of an `Episode` and the tables of its file. Those of
-`OPTIONAL_ARRAYS` are taken only where there may be such."""
+`OPTIONAL_ARRAYS`, and `weight`, are taken only where there may be such."""
 
 
 def schema_version(sample: Iterable[str], *, counted: bool = False, worlds: bool = False) -> int:
@@ -327,7 +336,8 @@ def optional_arrays(version: int) -> tuple[str, ...]:
 
 def scalar_types(version: int) -> dict[str, type]:
     """Return the scalars of an `Episode` of a schema version with their types, in wire and file order."""
-    return COUNTED_SCALARS if version == COUNTED_SCHEMA_VERSION else EPISODE_SCALARS
+    later = {COUNTED_SCHEMA_VERSION: COUNTED_SCALARS, WORLDS_SCHEMA_VERSION: WORLDS_SCALARS}
+    return later.get(version, EPISODE_SCALARS)
 
 
 def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
@@ -392,7 +402,7 @@ def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> N
         raise ValueError(f"{_WORLDS} belongs to episodes that a world model imagined")
     if named and not (counted or _WORLDS in named):
         raise ValueError(f"{named[0]} belongs to episodes that say how many steps were taken")
-    if taken := sorted(OPTIONAL_ARRAYS.keys() & set(sample)):
+    if taken := sorted({*OPTIONAL_ARRAYS, "weight"} & set(sample)):
         raise ValueError(f"{taken[0]} cannot be the name of a sample's array: it is taken")
     for one, final in (("more_frames", "final_more_frames"), ("states", "final_state")):
         if (one in named) != (final in named):
@@ -438,7 +448,7 @@ def problem_with(episode: Episode) -> str | None:
 
     Checks dtypes, ranks, that every letter stands for one size everywhere, 1 <= N, member < group_size,
     finite numbers, log-probs of tokens that are not positive (densities may be), versions that are not
-    negative, sampling that can have been, and an end that fits the steps and the rewards.
+    negative, sampling and a weight that can have been, and an end that fits the steps and the rewards.
     """
     try:
         specs = specs_of(episode)
@@ -479,6 +489,10 @@ def _problem_with_numbers(episode: Episode) -> str | None:
     worlds = episode.world_versions
     if worlds is not None and (worlds.min() < 0 or worlds.min() != episode.world_version):
         return f"world_versions begin at {worlds.min()}, but world_version is {episode.world_version}"
+    if not 0 <= episode.weight <= 1:
+        return f"weight is {episode.weight}, expected a number in [0, 1]"
+    if worlds is None and episode.weight != 1:
+        return f"weight is {episode.weight}, but it does not say which world drew each decision"
     for name in ("actions", "rewards", "success_scores", "states", "final_state"):
         array = getattr(episode, name)
         if array is not None and not np.isfinite(array).all():

@@ -5,6 +5,9 @@ consumes   grants       waits for: credit              ended by: the learner use
            decisions    waits for: devices, simulators ended by: these, --hang-timeout
 produces   episodes     never waits: the replay port keeps them until they are durable
 
+Where successes are imagined again, one that has ended is queued instead of handed over; it goes to the replay
+when its repetition has ended too, with the weight 1 if that one succeeded and else 0.
+
 With two stages a round launches the decision of one half of the slots and then collects that of the other
 half, launched the round before: the host works while a device does, and two devices work at the same time.
 """
@@ -16,12 +19,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.actors.acting import Acting, Starts
 from asyncrl.actors.failures import RowFailure
 from asyncrl.actors.pipeline import Stage, split_slots
-from asyncrl.actors.slots import Slots, Start, finished_episode
+from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start, finished_episode
 from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.run import ActorSettings
 from asyncrl.devices.memory import peak_memory
@@ -29,6 +33,7 @@ from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import set_activity
+from asyncrl.records import Episode
 from asyncrl.replay.interface import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
 
@@ -59,6 +64,7 @@ class Actor:
         offload: IdleOffload = NO_OFFLOAD,
         worlds: Receiver | None = None,
         first_world: int = 0,
+        repeats_successes: bool = False,
     ) -> None:
         """Join the parts.
 
@@ -76,6 +82,7 @@ class Actor:
             offload: Moves the models to host memory while there is nothing to do.
             worlds: Of later versions of the world; None: there are none.
             first_world: Version of the world that the run already has: it must come before the first episode.
+            repeats_successes: Imagine every success again; its weight says whether that one is a success too.
         """
         assert settings.max_decisions  # 0 was replaced by what the world says.
         self.name = name
@@ -88,6 +95,7 @@ class Actor:
         self.startup_timeout, self.hang_timeout = startup_timeout, hang_timeout
         self.offload = offload
         self.worlds, self.first_world = worlds, first_world
+        self.repeats_successes = repeats_successes
         self.slots = Slots(settings.slots, run_seed=run_seed)
         self._idle_stages = deque(
             Stage[Any](indices=some) for some in split_slots(settings.slots, settings.pipeline_stages)
@@ -204,9 +212,13 @@ class Actor:
 
     def _ending_soon(self) -> int:
         """Count the episodes that end with their next decision at the latest, and some that may."""
-        last = self.settings.max_decisions - 1
-        lengths = [len(self.slots.episode(index).decisions) for index in self.slots.live]
-        return max(len(lengths) // SPARE, sum(length >= last for length in lengths))
+        under_way = [self.slots.episode(index) for index in self.slots.live]
+        return max(len(under_way) // SPARE, sum(self._ends_next(episode) for episode in under_way))
+
+    def _ends_next(self, episode: EpisodeInProgress) -> bool:
+        repeats = episode.pending.repeats
+        longest = self.settings.max_decisions if repeats is None else len(repeats.actions)
+        return len(episode.decisions) >= longest - 1
 
     def _take(self, grant: GroupGrant) -> None:
         start = self.starts[grant.number]
@@ -268,7 +280,7 @@ class Actor:
             )
 
     def _hand_over(self, stage: Stage[Any]) -> None:
-        sampling = self.acting.sampling
+        """Take out the episodes that have just ended: they are done, or are imagined again."""
         for index in self._live(stage):
             episode = self.slots.episode(index)
             fresh = episode.decisions[episode.counted :]
@@ -276,18 +288,31 @@ class Actor:
                 continue  # Its simulator has not answered.
             episode.counted = len(episode.decisions)
             chosen = sum(len(row["success_scores"]) for row in fresh)
-            ending = self.acting.ending(episode)
-            if ending is None:
+            ending, repeats = self.acting.ending(episode), episode.pending.repeats
+            if ending is not None:
+                self.slots.clear(index)
+            if repeats is not None:
+                self.telemetry.add_steps(0, chosen)  # Nothing is learned from them.
+                if ending is not None:
+                    self.port.push(replace(repeats, weight=float(ending.reason == "success")))
+            elif ending is None:
                 self.telemetry.add_steps(chosen, chosen)
-                continue
-            finished = finished_episode(
-                self.slots.clear(index),
-                ending,
-                group_size=self.group_size,
-                actor=self.name,
-                world_version=self.acting.version,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-            )
-            self.telemetry.add_steps(chosen - (finished.rewards.size - finished.steps), chosen)
-            self.port.push(finished)
+            else:
+                finished = self._finished(episode, ending)
+                self.telemetry.add_steps(chosen - (finished.rewards.size - finished.steps), chosen)
+                if self.repeats_successes and finished.success:
+                    self.slots.add_repetition(episode.pending, finished)
+                else:
+                    self.port.push(finished)
+
+    def _finished(self, episode: EpisodeInProgress, ending: Ending) -> Episode:
+        sampling = self.acting.sampling
+        return finished_episode(
+            episode,
+            ending,
+            group_size=self.group_size,
+            actor=self.name,
+            world_version=self.acting.version,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+        )

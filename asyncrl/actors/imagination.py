@@ -7,6 +7,9 @@ On CUDA everything between is given to the current streams of the devices, one l
 launch never overtakes the one before, a state that is swapped or overwritten was read before, and weights
 that are copied into the policy between two launches are those of the later one. Where policy and world are on
 two devices, copying the actions makes the world's stream wait for the policy's.
+
+Of an episode that is imagined again the recorded actions go on to the world in place of the policy's. It has
+a row of the same passes; only where a second world draws the repetitions, they are passes of their own.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
 from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
 from asyncrl.config.run import SuccessFrames
 from asyncrl.devices.device_events import DeviceEvent, wait_for
+from asyncrl.devices.tensors import to_device
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
@@ -70,6 +74,8 @@ class Imagination(Generic[State]):
         rows: int = 0,
         refreshed: Mapping[str, Tensor] | None = None,
         mined: MinedKeyframes | None = None,
+        repeats: bool = False,
+        second: World[State] | None = None,
     ) -> None:
         """Join the models.
 
@@ -87,6 +93,9 @@ class Imagination(Generic[State]):
             refreshed: Weights of world and reward model, by name, that later versions of the world replace;
                 None: the world stays as it is.
             mined: Key frames that come with them.
+            repeats: Whether episodes are imagined again: each says which world drew it and has a weight.
+            second: Draws the repetitions, from their starts on, on the device of `world`; its states have the
+                same tensors. None: `world` does.
         """
         self.policy = policy
         self.world = world
@@ -98,14 +107,21 @@ class Imagination(Generic[State]):
         self.refreshed_weights = refreshed or {}
         """Of world and reward model, by name; none: the world stays as it is."""
         self._mined = mined
+        self.second = second
+        self._says_worlds = repeats or refreshed is not None
         self.decisions = 0
-        """Decisions that were made since the actor began."""
+        """Decisions that were made since the actor began, those of repetitions included."""
         self._seconds: dict[Metric, float] = {}
 
     @property
     def devices(self) -> set[torch.device]:
         """Where the models are."""
         return {self.policy_device, self.world_device}
+
+    @property
+    def models(self) -> list[World[State] | RewardModel]:
+        """What is there besides the policy."""
+        return [self.world, *([] if self.second is None else [self.second]), self.reward]
 
     @property
     def version(self) -> int:
@@ -140,9 +156,12 @@ class Imagination(Generic[State]):
             episode = slots.episode(index)
             episode.task, episode.frame = episode.pending.start.task, _start_state(episode).present_frame
         began = DeviceEvent(self.world_device)
-        opened, failed = retry_rows_singly(indices, partial(self._start, slots))
-        for some, fresh in opened:
-            stage.open(some, fresh)
+        failed = list[RowFailure]()
+        for world, some in self._by_world(slots, indices):
+            opened, raised = retry_rows_singly(some, partial(self._start, slots, world))
+            failed += raised
+            for part, fresh in opened:
+                stage.open(part, fresh)
         stage.timed_work.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
         return failed
 
@@ -156,11 +175,24 @@ class Imagination(Generic[State]):
             Slots for which something raises at once: they make no decision and must be cleared.
         """
         stage.keep(indices)
-        parts, failed = retry_rows_singly(indices, partial(self._decide, slots, stage, policy_version))
-        for some, (decision, after) in parts:
-            stage.replace(some, after)
-            stage.in_flight.append(decision)
+        failed = list[RowFailure]()
+        for world, some in self._by_world(slots, indices):
+            decide = partial(self._decide, slots, stage, world, policy_version)
+            parts, raised = retry_rows_singly(some, decide)
+            failed += raised
+            for part, (decision, after) in parts:
+                stage.replace(part, after)
+                stage.in_flight.append(decision)
         return failed
+
+    def _by_world(self, slots: Slots, indices: list[int]) -> list[tuple[World[State], list[int]]]:
+        """Part slots by the world that draws them; there is no empty part."""
+        if self.second is None:
+            return [(self.world, indices)]
+        own, again = list[int](), list[int]()
+        for index in indices:
+            (own if slots.episode(index).pending.repeats is None else again).append(index)
+        return [(world, some) for world, some in ((self.world, own), (self.second, again)) if some]
 
     def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
         """Wait for the stage's decision and append it to the episodes.
@@ -195,11 +227,17 @@ class Imagination(Generic[State]):
         stage.keep([])
 
     def ending(self, episode: EpisodeInProgress) -> Ending | None:
-        """Say that an episode is over when its scores make a success (`deciding_step`), or at the limit."""
-        rule, rows = self.rule, episode.decisions
+        """Say that an episode is over when its scores make a success (`deciding_step`), or at the limit.
+
+        A repetition is as long as what it repeats at most.
+        """
+        rule, rows, repeats = self.rule, episode.decisions, episode.pending.repeats
         scores_NC = np.stack([row["success_scores"] for row in rows])
         solved = deciding_step(scores_NC, rule.threshold, rule.success_frames)
-        if solved is None and len(rows) < rule.max_decisions - _start_state(episode).elapsed:
+        longest = (
+            rule.max_decisions - _start_state(episode).elapsed if repeats is None else len(repeats.actions)
+        )
+        if solved is None and len(rows) < longest:
             return None
         rewards = np.zeros(scores_NC.shape, np.float32)
         if solved is not None:
@@ -219,9 +257,9 @@ class Imagination(Generic[State]):
             self._seconds[metric] = self._seconds.get(metric, 0.0) + ended.since(began)
         stage.timed_work = []
 
-    def _start(self, slots: Slots, indices: list[int]) -> State:
+    def _start(self, slots: Slots, world: World[State], indices: list[int]) -> State:
         starts = [_start_state(slots.episode(i)) for i in self._filled(indices)]
-        state = self.world.start(starts, decisions=self.rule.max_decisions)
+        state = world.start(starts, decisions=self.rule.max_decisions)
         return _first_rows(state, len(indices))
 
     def _filled(self, indices: list[int]) -> list[int]:
@@ -229,7 +267,12 @@ class Imagination(Generic[State]):
         return [*indices, *indices[:1] * (self.rows - len(indices))]
 
     def _decide(
-        self, slots: Slots, stage: Stage[State], policy_version: int, indices: list[int]
+        self,
+        slots: Slots,
+        stage: Stage[State],
+        world: World[State],
+        policy_version: int,
+        indices: list[int],
     ) -> tuple[InFlightDecision, State]:
         """Launch one decision in `indices`, without any effect on them; the world's state after it is new."""
         filled = self._filled(indices)
@@ -242,9 +285,9 @@ class Imagination(Generic[State]):
             self.policy.preprocess(frames_B, tasks_B), self.sampling, [sampling_seed(seed) for seed in seeds]
         )
         decided = DeviceEvent(self.policy_device)
-        actions = acted.actions.to(self.world_device)
+        actions = _with_repeated(acted.actions.to(self.world_device), episodes)
         received = DeviceEvent(self.world_device)
-        new_frames, state = self.world.imagine(stage.state_of(filled), actions, seeds)
+        new_frames, state = world.imagine(stage.state_of(filled), actions, seeds)
         drawn = DeviceEvent(self.world_device)
         scores = self.reward.score(new_frames, tasks_B)
         scored = DeviceEvent(self.world_device)
@@ -263,8 +306,8 @@ class Imagination(Generic[State]):
             "noise_seeds": torch.tensor(seeds),
             "video": _to_host(new_frames),
         }
-        if self.refreshed_weights:
-            arrays["world_versions"] = torch.full((len(seeds),), self.world.version)
+        if self._says_worlds:
+            arrays["world_versions"] = torch.full((len(seeds),), world.version)
         if acted.value is not None:
             arrays["values"] = _to_host(acted.value[:, 0].float())
         decision = InFlightDecision(  # Its arrays may have more rows than it has slots: nobody looks at them.
@@ -281,6 +324,17 @@ class Imagination(Generic[State]):
         """Copy the arrays that the policy declares to host memory, in the types that it declares."""
         specs = self.policy.sample_arrays
         return {name: _to_host(acted.sample[name].to(TORCH_DTYPES[specs[name].dtype])) for name in specs}
+
+
+def _with_repeated(actions_BCA: Tensor, episodes: Sequence[EpisodeInProgress]) -> Tensor:
+    """Put recorded actions in place of the policy's in the rows of the episodes that are imagined again."""
+    recorded = [(row, episode.next_repeated_actions()) for row, episode in enumerate(episodes)]
+    again = {row: actions for row, actions in recorded if actions is not None}
+    if not again:
+        return actions_BCA
+    rows = to_device(np.array(list(again), np.int64), actions_BCA.device)
+    actions_RCA = to_device(np.stack(list(again.values())), actions_BCA.device)
+    return actions_BCA.index_copy(0, rows, actions_RCA.to(actions_BCA.dtype))
 
 
 def _start_state(episode: EpisodeInProgress) -> StartState:

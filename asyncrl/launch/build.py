@@ -30,6 +30,7 @@ from asyncrl.launch.environment import Environment, EnvironmentFiles, check_envi
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.launch.placement import Placement, only_learns, pick_device
 from asyncrl.launch.policies import as_module, build_learning_policy, build_reference
+from asyncrl.launch.second_world import load_second_world
 from asyncrl.launch.simulated import SimulatedEnvironment, SimulatorFiles, simulator_named
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import Log, LoopSettings
@@ -57,7 +58,7 @@ from asyncrl.storage.folder_check import check_folder
 from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import RunLock
 from asyncrl.weights.interface import Publisher, Receiver
-from asyncrl.worlds.interface import CompilesWorld
+from asyncrl.worlds.interface import CompilesWorld, World
 from asyncrl.worlds.start_states import StartStateStream
 
 
@@ -66,7 +67,7 @@ def actor_offload(config: TrainConfig, acting: Imagination[Any] | Play) -> IdleO
     if not config.actor.offload:
         return NO_OFFLOAD
     policy = acting.policy
-    others = [acting.world, acting.reward] if isinstance(acting, Imagination) else []
+    others = acting.models if isinstance(acting, Imagination) else []
     refreshed = acting.refreshed_weights if isinstance(acting, Imagination) else {}
     models = [as_module(policy), *(module for other in others for module in other.modules().values())]
     movable = [model for model in (policy, *others) if isinstance(model, HoldsAddresses)]
@@ -178,11 +179,15 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
     """Join the models of an actor, compiled and at a fixed shape if that is wanted.
 
     Raises:
-        ConfigError: --imagination.compile is set, and a model cannot be compiled.
+        ConfigError: --imagination.compile is set, and a model cannot be compiled; --guard.world does not fit.
+        CheckpointError: --guard.world cannot be read.
     """
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
+    second = None
+    if config.guard.world:
+        second = load_second_world(config, environment.world, environment.starts[0])
     if config.imagination.compile:
-        _compile(config, policy, environment)
+        _compile(config, policy, environment, second)
     if config.imagination.fixed_shape and isinstance(policy, FixesPrompts):
         policy.fix_prompts(tasks_of(environment))
     return Imagination(
@@ -201,6 +206,8 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
         rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
         refreshed=_refreshed(config, environment),
         mined=environment.mined,
+        repeats=config.guard.repeats,
+        second=second,
     )
 
 
@@ -222,7 +229,9 @@ def tasks_of(environment: Environment) -> list[str]:
     return sorted({state.task for state in environment.starts})
 
 
-def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
+def _compile(
+    config: TrainConfig, policy: Policy, environment: Environment, second: World[Any] | None
+) -> None:
     world = environment.world
     check_compilable(type(policy), type(world))
     assert isinstance(policy, FixedShapeActing)
@@ -232,6 +241,8 @@ def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> N
     policy.compile_acting(rows, tasks_of(environment))
     process_status.describe("compiling the world")
     world.compile(rows)
+    if isinstance(second, CompilesWorld):  # As is the first one, which is of its class.
+        second.compile(rows)
 
 
 def check_compilable(policy: type, world: type) -> None:
@@ -274,6 +285,7 @@ def build_actor(
         offload=offload,
         worlds=worlds,
         first_world=first_world,
+        repeats_successes=config.guard.repeats,
     )
 
 
@@ -288,6 +300,7 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
         hang_timeout=config.hang_timeout,
         batches_ahead=config.max_lag + 1,
         first_weights_deadline=first_weights_deadline(config),
+        weighted=config.guard.repeats,
         config_hash=config_hash(config),
     )
 
@@ -363,6 +376,7 @@ def start_run(
         _require_its_world(config, found)
     run = run_folder.claim(config, again)
     episodes = files.episode_format(policy, config.actor.max_decisions)
+    episodes = replace(episodes, weighted=config.guard.repeats)
     if config.pace.every and episodes.world_version is not None:
         rounds_left = config.updates // config.pace.every
         episodes = replace(episodes, world_version=episodes.world_version + rounds_left)

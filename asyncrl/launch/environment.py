@@ -18,6 +18,7 @@ from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch.conformance import try_environment
 from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, named_world
 from asyncrl.launch.policies import check_tasks
+from asyncrl.launch.second_world import check_second_world
 from asyncrl.launch.simulated import (
     SimulatedEnvironment,
     SimulatorFiles,
@@ -121,8 +122,16 @@ class EnvironmentFiles:
 
 
 def check_environment(config: TrainConfig) -> EnvironmentFiles | SimulatorFiles:
-    """Check what --world names: a simulator, or a world model as `check_world_model` does."""
-    return check_simulator(config) if simulator_named(config.world) else check_world_model(config)
+    """Check what --world names: a simulator, or a world model as `check_world_model` does.
+
+    With --guard.world the world that actors have besides is checked too, and counted in `nbytes`.
+    """
+    if simulator_named(config.world):
+        return check_simulator(config)
+    files = check_world_model(config)
+    if not config.guard.world:
+        return files
+    return replace(files, nbytes=files.nbytes + check_second_world(config).nbytes)
 
 
 def build_environment(config: TrainConfig, device: torch.device) -> Environment | SimulatedEnvironment:

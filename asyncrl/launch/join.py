@@ -65,6 +65,8 @@ class JoinOptions:
     """CPU threads; 0: by the number of cores."""
     paths: Mapping[str, str]
     """Settings of the run (policy, world, start_states) that are another path on this host."""
+    guard_world: str = ""
+    """Of --guard.world, the same; empty: it is the run's."""
 
 
 def run(settings: JoinOptions) -> int:
@@ -166,6 +168,8 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
     config = replace(config, **dict(settings.paths))
     own = replace(TrainConfig(), **dict(settings.paths))
+    if settings.guard_world:
+        config = replace(config, guard=replace(config.guard, world=settings.guard_world))
     refuse_foreign_code(config, own, "the run that is joined", MODELS)
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     if device.type == "cuda":

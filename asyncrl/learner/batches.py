@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import ReplayError
+from asyncrl.observability import metrics_guard as g
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES, Metric
@@ -77,6 +78,8 @@ class Batch:
     """``[D]`` int64, number of the decision within its episode."""
     returns: Tensor
     """``[B]`` float32, sum of rewards of each episode."""
+    episode_weights: Tensor
+    """``[B]`` float32 in [0, 1], `Episode.weight`: how much each episode counts."""
     lengths: Tensor
     """``[B]`` int64, steps until the end."""
     terminated: Tensor
@@ -127,6 +130,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         episode=episode_D,
         decision_index=torch.from_numpy(np.concatenate([np.arange(n) for n in decisions])),
         returns=torch.tensor([episode.total_reward for episode in episodes]),
+        episode_weights=torch.tensor([episode.weight for episode in episodes], dtype=torch.float32),
         lengths=torch.tensor([episode.steps for episode in episodes]),
         terminated=torch.tensor([episode.end_reason != "truncated" for episode in episodes]),
         final_frames=np.stack([episode.final_frame for episode in episodes]),
@@ -154,11 +158,18 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
     return torch.from_numpy(joined if joined.dtype.kind == "f" else joined.astype(np.int64))
 
 
-def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[Metric, float]:
-    """Describe the groups of an update: episodes, and lags over decisions."""
+def batch_metrics(
+    groups: Sequence[Sequence[Episode]], *, version: int, weighted: bool = False
+) -> dict[Metric, float]:
+    """Describe the groups of an update: episodes, and lags over decisions.
+
+    Args:
+        groups: Of the update.
+        version: Learner's policy version, from which the lag counts.
+        weighted: Whether successes were imagined again, so that episodes may count less than others.
+    """
     episodes = [episode for group in groups for episode in group]
-    returns = [np.array([episode.total_reward for episode in group]) for group in groups]
-    scores = np.concatenate(returns)
+    scores = np.array([episode.total_reward for episode in episodes])
     mean_return = float(scores.mean())
     lengths = np.array([episode.steps for episode in episodes])
     lag = version - np.concatenate([episode.policy_versions for episode in episodes])
@@ -171,7 +182,7 @@ def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[
         m.STEP_REWARD: float(scores.sum() / lengths.sum()),
         m.TERMINATION_RATE: float(np.mean([episode.end_reason != "truncated" for episode in episodes])),
         m.EPISODE_LEN: float(lengths.mean()),
-        r.SIGNAL_GROUPS: float(np.mean([group.max() > group.min() for group in returns])),
+        r.SIGNAL_GROUPS: float(np.mean([_has_signal(group) for group in groups])),
         r.LAG_MEAN: float(lag.mean()),
         r.LAG_MAX: float(lag.max()),
         **{
@@ -179,7 +190,21 @@ def batch_metrics(groups: Sequence[Sequence[Episode]], *, version: int) -> dict[
             for metric, lags in zip(r.LAG_HISTOGRAM, LAG_RANGES, strict=True)
         },
         **_world_lag(episodes),
+        **(_agreement(episodes) if weighted else {}),
     }
+
+
+def _has_signal(group: Sequence[Episode]) -> bool:
+    """Tell whether the episodes that count differ in return."""
+    return len({episode.total_reward for episode in group if episode.weight}) > 1
+
+
+def _agreement(episodes: Sequence[Episode]) -> dict[Metric, float]:
+    """Say how much episodes count, and of the successes how many were none when imagined again."""
+    found = {g.WEIGHT_MEAN: float(np.mean([episode.weight for episode in episodes]))}
+    if again := [episode.weight for episode in episodes if episode.success]:
+        found[g.DISAGREE] = float(1 - np.mean(again))
+    return found
 
 
 def _world_lag(episodes: Sequence[Episode]) -> dict[Metric, float]:

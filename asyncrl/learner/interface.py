@@ -166,7 +166,8 @@ class Advantage(Protocol):
         """Compute advantages, and with a critic its targets.
 
         Args:
-            batch: This rank's part; its tensors are on the CPU.
+            batch: This rank's part; its tensors are on the CPU. What an episode of it teaches should be
+                `episode_weights` times what it would teach alone, in means over siblings too.
             old: None where nothing needed the policy before the update.
             correction: Of the samples; it may be one that `CorrectsAdvantages`.
             ranks: For means over all of them; every rank makes the same calls.

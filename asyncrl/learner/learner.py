@@ -165,7 +165,9 @@ class Learner:
             if part is None:
                 return
             with activity(f"updating version {self.version}", self.settings.hang_timeout):
-                values = self._learn(part) | batch_metrics(batch or part, version=self.version - 1)
+                values = self._learn(part) | batch_metrics(
+                    batch or part, version=self.version - 1, weighted=self.settings.weighted
+                )
                 self._publish()
             self._write_row(values)
             if self.settings.saves(self.version):

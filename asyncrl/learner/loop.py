@@ -44,6 +44,8 @@ class LoopSettings:
     """Seconds that an update may take without a sign of progress."""
     batches_ahead: int = 1
     """Batches that may be imagined together, the one that is waited for included."""
+    weighted: bool = False
+    """Whether successes were imagined again, so that episodes may count less than others."""
     config_hash: str = ""
     """Identifies the settings of the run in its checkpoints."""
 

@@ -6,7 +6,7 @@
 
 Schema version 1; 2 where the sample of the episode is other arrays than action tokens alone; 3 where the
 episode says how many steps were taken, and may have `records.OPTIONAL_ARRAYS` behind the others; 4 where it
-says which world drew each decision, by the last of these. Which
+says which world drew each decision, by the last of these, and its weight. Which
 fields a kind has, and which arrays of which type and rank an episode has, is fixed here and in `records`; a
 peer only names the sample's arrays and says sizes, which are checked before anything is allocated. `decode`
 raises `WireError` only.

@@ -7,6 +7,7 @@ from typing import Final
 
 from asyncrl.observability import (
     metrics_audit,
+    metrics_guard,
     metrics_pace,
     metrics_replay,
     metrics_system,
@@ -33,9 +34,18 @@ SECTIONS: Final = {
     "audit/": "What `asyncrl audit` found, in RUN/tensorboard/audit only: does imagination tell the truth?",
     "pace/": "What the newest round of --pace.every found: of the policy in truth, and of the world.",
     "world/": "Which world imagines.",
+    "guard/": "Whether imagined successes are some when imagined again; only with --guard.kind second.",
 }
 """Prefix of names -> what its metrics are about. A metric belongs to the first prefix that fits."""
-DEFINED_IN: Final = (metrics_training, metrics_replay, metrics_system, metrics_audit, metrics_pace, waits)
+DEFINED_IN: Final = (
+    metrics_training,
+    metrics_replay,
+    metrics_system,
+    metrics_audit,
+    metrics_pace,
+    metrics_guard,
+    waits,
+)
 """The modules that define metrics; importing them fills the registry."""
 FOLDED: Final = (
     "*Folded by* says how the values of several updates become one console row (--log-every). A *unit* is "

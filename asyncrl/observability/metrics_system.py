@@ -105,7 +105,8 @@ USEFUL_STEPS = define(
     Reduction.MEAN,
     "share",
     "Imagined steps that lie before their episode's end; a decision is imagined whole.",
-    "Near 1 where episodes have many decisions. It says nothing of episodes that are dropped later.",
+    "Near 1 where episodes have many decisions. It says nothing of episodes that are dropped later. With "
+    "--guard.kind second lower by what is imagined again, of which nothing is learned.",
 )
 ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
     define(
@@ -230,9 +231,10 @@ ACTOR_DECISIONS = define(
     "actor/decisions",
     Reduction.SUM,
     "decisions",
-    "Decisions that the actors which are there have imagined since each of them began.",
-    "Grows by a batch's decisions for each update. While it grows the learner goes on waiting "
-    "(--batch-timeout), although no episode is complete yet.",
+    "Decisions that the actors which are there have imagined since each of them began, repetitions included.",
+    "Grows by a batch's decisions for each update, and with --guard.kind second by about those of its "
+    "successes once more. While it grows the learner goes on waiting (--batch-timeout), although no episode "
+    "is complete yet.",
 )
 ACTOR_RESTARTED = define(
     "actor/restarted_episodes",

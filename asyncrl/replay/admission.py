@@ -84,6 +84,9 @@ class EpisodeFormat:
     """Of the world that imagines, the newest that there can be; -1: a simulator; None: not known, any."""
     mined_keyframes: bool = False
     """Whether episodes may also begin at key frames that came with a version of the world."""
+    weighted: bool | None = None
+    """Whether successes are imagined again (--guard.kind second), so that they may count less; None: not
+    known, any."""
     simulator: SimulatorFormat | None = None
     """In which they are played; None: they are imagined, or nothing is known."""
 
@@ -357,6 +360,17 @@ def _world_version(episode: Episode, expected: Expected) -> str | None:
     return None
 
 
+def _weight(episode: Episode, expected: Expected) -> str | None:
+    weighted = expected.format.weighted
+    if weighted is False and episode.weight != 1:
+        return f"weight {episode.weight}, in this run every episode counts fully (--guard.kind)"
+    if weighted and episode.world_versions is None:
+        return "it has no weight, but in this run successes are imagined again (--guard.kind second)"
+    if weighted and episode.weight != 1 and not episode.success:
+        return f"weight {episode.weight} of a failure: only successes are imagined again"
+    return None
+
+
 CHECKS: Final[tuple[Check, ...]] = (
     Check("every array's dtype, rank and sizes; member; versions from 0 on", "content", _soundness),
     Check("actions, logprobs, rewards, floats of the sample", "content", _numbers),
@@ -375,6 +389,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check("task, start_state", "settings", _task, of_stored=False),
     Check("policy_versions", "version", _policy_versions),
     Check("world_version", "version", _world_version, of_stored=False),
+    Check("weight", "settings", _weight, of_stored=False),
 )
 """All that an episode must be, in this order. The ids are checked with the message (`episode_codec`) and with
 the grant; `seed` and `noise_seeds` may be any numbers: nothing is computed with them."""

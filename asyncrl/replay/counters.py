@@ -14,8 +14,8 @@ from asyncrl.replay.interface import ReceiptStatus
 
 
 def has_no_signal(group: Sequence[Episode]) -> bool:
-    """Whether all episodes have the same return (sum of rewards): compared with siblings, none is better."""
-    return len({episode.total_reward for episode in group}) == 1
+    """Whether all episodes that count have the same return: compared with siblings, none is better."""
+    return len({episode.total_reward for episode in group if episode.weight}) <= 1
 
 
 class FilteredGroups:

@@ -225,7 +225,7 @@ class ReadyGroup:
     oldest_version: int
     newest_version: int
     spread: float = 0.0
-    """Standard deviation of the episodes' returns (1: success, 0: none)."""
+    """Standard deviation of the episodes' returns (1: success, 0: none), by their weights."""
     sampling: Sampling | None = None
     """None: as the run's."""
     world_version: int = 0
@@ -257,7 +257,7 @@ class FilteredGroup:
 
 def ready_group(group_file: GroupFile) -> ReadyGroup:
     """Return what the limiter has to know of a sealed group."""
-    share = group_file.attributes["successes"] / group_file.attributes["group_size"]
+    share = min(1.0, max(0.0, group_file.success))  # It may come from a file that anybody wrote.
     return ReadyGroup(
         oldest_version=group_file.oldest_version,
         newest_version=group_file.newest_version,

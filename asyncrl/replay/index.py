@@ -62,6 +62,7 @@ class FileIndex:
                 decisions=int(entry["decisions"]),
                 sampling=Sampling(float(entry["sampling"][0]), int(entry["sampling"][1])),
                 world_version=int(entry["world_version"]),
+                success=float(entry["success"]),
                 episode_ids=tuple(map(str, entry["episode_ids"])),
                 attributes=attributes,
             )
@@ -137,6 +138,7 @@ def _line(group_file: GroupFile) -> bytes:
         "decisions": group_file.decisions,
         "sampling": group_file.sampling,
         "world_version": group_file.world_version,
+        "success": group_file.success,
         "episode_ids": group_file.episode_ids,
     }
     text = json.dumps(entry, separators=(",", ":")).encode()

@@ -427,3 +427,18 @@ def test_a_lasting_success_is_that_of_a_decisions_last_frame() -> None:
     assert TrainConfig(actor=ActorSettings(success_frames=3)).success_frames == 3
     with pytest.raises(ConfigError, match=r"lasting and --actor\.success-frames is 3"):
         TrainConfig(guard=lasting, actor=ActorSettings(success_frames=3))
+
+
+def test_a_second_world_has_something_to_draw_and_names_no_code() -> None:
+    assert [GuardSettings(kind=kind).repeats for kind in ("none", "lasting", "second")] == [
+        False,
+        False,
+        True,
+    ]
+    assert TrainConfig(guard=GuardSettings(kind="second", world="runs/other")).guard.world == "runs/other"
+    with pytest.raises(ConfigError, match=r"--guard\.world is runs/other, but --guard\.kind is lasting"):
+        GuardSettings(kind="lasting", world="runs/other")
+    with pytest.raises(ConfigError, match=r"--guard\.world is my\.worlds:Mine@other, which names a class"):
+        GuardSettings(kind="second", world="my.worlds:Mine@other")
+    second = ["--guard.kind", "second", "--pace.every", "6"]
+    assert parse(second).guard.repeats, "refits and a second draw go together"

@@ -25,6 +25,7 @@ from asyncrl.keyframe_names import version_named
 from asyncrl.launch import refits
 from asyncrl.launch.environment import check_environment
 from asyncrl.launch.policies import build_policy
+from asyncrl.observability import metrics_guard as g
 from asyncrl.observability import metrics_pace as m
 from asyncrl.observability import process_status
 from asyncrl.pace import fitter, rounds
@@ -151,6 +152,21 @@ def test_what_refitted_worlds_drew_is_imagined_again_bit_for_bit(whole: Path, ca
         said = capsys.readouterr().out
         assert "version 0, and 1 of its refits" in said
         assert f"{GROUP_SIZE} members: {GROUP_SIZE} equal" in said, said
+
+
+def test_successes_are_imagined_again_in_a_world_that_is_refitted(models, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = ["--inline", "--updates", 4, "--guard.kind", "second", "--run-dir", run]
+    with pytest.MonkeyPatch.context() as patch:
+        Judged(patch)
+        train(*flags(models), *more)
+    assert {version for found in worlds_of(run).values() for version in found} == {0, 1}
+    episodes = [row.episode for row in read_rows(replay_folder(run), more=["world_versions"])]
+    assert {episode.weight for episode in episodes if episode.success} <= {0.0, 1.0}
+    assert {episode.weight for episode in episodes if not episode.success} <= {1.0}
+    assert any(episode.success for episode in episodes)
+    logged = [row for row in rows(run) if g.DISAGREE.name in row]
+    assert logged, "there are successes"
 
 
 def test_a_checkpoint_is_audited_in_the_world_that_it_was_trained_in(whole: Path, capsys) -> None:

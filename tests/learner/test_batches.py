@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import batch_metrics, build_batch
+from asyncrl.observability import metrics_guard as g
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.records import Episode
@@ -56,6 +57,30 @@ def test_worlds_of_a_batch_lag_behind_its_newest_one() -> None:
     drawn = [[drawn_by(one, *next(worlds)) for one in group] for group in small_groups()]
     values = batch_metrics(drawn, version=7)
     assert (values[r.WORLD_LAG_MEAN], values[r.WORLD_LAG_MAX]) == (3 / 5, 1)
+
+
+def test_weights_of_episodes_reach_the_batch_in_its_order_and_are_reported_where_there_are_any() -> None:
+    groups = small_groups()
+    drawn = [[drawn_by(one, *[3] * len(one.actions)) for one in group] for group in groups]
+    drawn[0][0] = dataclasses.replace(drawn[0][0], weight=0.25)
+    batch = build_batch([drawn[1], drawn[0][::-1]], version=7)
+    assert batch.episode_weights.dtype == torch.float32
+    assert batch.episode_weights.tolist() == [1, 1, 0.25, 1]
+    assert build_batch(groups, version=7).episode_weights.tolist() == [1, 1, 1, 1]
+    values = batch_metrics(drawn, version=7, weighted=True)
+    assert values[g.WEIGHT_MEAN] == 3.25 / 4
+    assert values[g.DISAGREE] == 0.75, "of the one success"
+    assert {g.WEIGHT_MEAN, g.DISAGREE}.isdisjoint(batch_metrics(drawn, version=7))
+    failures = batch_metrics(drawn[1:], version=7, weighted=True)
+    assert failures[g.WEIGHT_MEAN] == 1
+    assert g.DISAGREE not in failures
+
+
+def test_a_group_whose_only_success_does_not_count_has_no_signal() -> None:
+    groups = [[drawn_by(one, *[3] * len(one.actions)) for one in group] for group in small_groups()]
+    assert batch_metrics(groups, version=7)[r.SIGNAL_GROUPS] == 0.5
+    groups[0][0] = dataclasses.replace(groups[0][0], weight=0.0)
+    assert batch_metrics(groups, version=7)[r.SIGNAL_GROUPS] == 0
 
 
 def test_metrics_of_a_batch_by_hand() -> None:

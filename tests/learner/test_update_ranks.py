@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ OUTCOMES = [[3, -1], [-1, -1], [-1, 12], [-1, -1], [5, -1]]
 """Five groups: rank 0 gets 0, 2 and 4, rank 1 gets 1 and 3, whose episodes all failed alike."""
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm__advantage_scale": "batch_std"},
+    "weighted": {"algorithm__advantage_scale": "batch_std"},
     "ppo": {"algorithm__kind": "ppo", "algorithm__minibatches": 2, "correction__kind": "vtrace"},
     "episode": {
         "correction__level": "episode",
@@ -45,7 +47,10 @@ def updated(
     if ranks.size > 1:
         policy = shard(policy, torch.device("cpu"), "fp32")
     groups = groups_of(OUTCOMES, image=64)[own_groups]
-    values = build_update(config, policy, ranks=ranks)(build_batch(groups, version=0))
+    batch = build_batch(groups, version=0)
+    if name == "weighted":
+        batch = replace(batch, episode_weights=torch.where(batch.returns > 0, 0.5, 1.0))
+    values = build_update(config, policy, ranks=ranks)(batch)
     gradients = {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}
     return ranks.gather_full(gradients), values
 
@@ -56,7 +61,7 @@ def on_ranks(name: str) -> tuple[dict[str, Tensor], dict[str, float]]:
     return {n: g.clone() for n, g in gradients.items()}, {metric.name: v for metric, v in values.items()}
 
 
-@pytest.mark.parametrize("name", ["grpo", "episode"])
+@pytest.mark.parametrize("name", ["grpo", "weighted", "episode"])
 def test_two_ranks_make_the_update_of_one(name: str) -> None:
     expected, alone = updated(name, SingleRank(), slice(None))
     (actual, values), (_, others) = run_ranks(on_ranks, name)

@@ -23,7 +23,7 @@ from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearner
 from asyncrl.replay.interface import GroupFailure, GroupGrant
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart
-from support.episodes import make_episode, simulated, with_chain
+from support.episodes import drawn_by, make_episode, simulated, with_chain
 from support.replay_server import Served, acquire, push_group, until
 
 TASK, START = "put the red cube into the bowl", "tabletop-7"
@@ -363,6 +363,38 @@ def test_what_rank_0_says_of_the_episodes_arrives_as_it_was() -> None:
     assert again == start
     assert again.episodes.action_spec == ActionSpec()
     assert RunStart.from_json("") == RunStart()
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weighted", "weight", "won", "said"),
+    [
+        (None, 0.0, True, ""),
+        (None, 1.0, False, ""),
+        (False, 1.0, True, ""),
+        (False, 0.0, True, "settings: weight 0.0, in this run every episode counts fully"),
+        (True, 0.0, True, ""),
+        (True, 1.0, True, ""),
+        (True, 1.0, False, ""),
+        (True, 0.0, False, "settings: weight 0.0 of a failure"),
+        (True, 1.5, True, "content: weight is 1.5"),
+    ],
+)
+def test_only_successes_of_a_run_that_imagines_them_again_count_less(
+    weighted: bool | None, weight: float, won: bool, said: str
+) -> None:
+    format = dataclasses.replace(FORMAT, weighted=weighted)
+    drawn = drawn_by(make_episode(0, 0, versions=(0, 0), success=won), 3, 3)
+    assert why(dataclasses.replace(drawn, weight=weight), format).startswith(said)
+    assert bool(why(dataclasses.replace(drawn, weight=weight), format)) == bool(said)
+
+
+def test_an_actor_that_does_not_imagine_successes_again_is_refused() -> None:
+    format = dataclasses.replace(FORMAT, weighted=True)
+    assert "settings: it has no weight" in why(sound(), format)
+    assert EpisodeFormat.from_json(format.to_json()).weighted is True
 
 
 # ---- episodes of a simulator ---------------------------------------------------------------------

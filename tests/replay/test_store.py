@@ -1,6 +1,7 @@
 """The store: what was acknowledged is readable, what is readable is whole."""
 
 import dataclasses
+import math
 import multiprocessing
 import os
 import random
@@ -20,6 +21,7 @@ from asyncrl.replay.files import format
 from asyncrl.replay.files.format import append_footer, read_group_file
 from asyncrl.replay.files.reader import read_group
 from asyncrl.replay.files.writer import write_group
+from asyncrl.replay.groups import ready_group
 from asyncrl.replay.ledger import Ledger
 from support import child_environment
 from support.episodes import assert_same, drawn_by, make_episode, simulated, with_chain
@@ -339,12 +341,14 @@ def test_episodes_of_a_simulator_come_back_exactly_under_the_third_schema_versio
 def test_episodes_of_a_world_that_changes_come_back_exactly_under_the_fourth_schema_version(
     tmp_path: Path,
 ) -> None:
-    group = [drawn_by(make_episode(3, i, versions=(3, 3)), 2, 2 + i) for i in range(2)]
+    group = [drawn_by(make_episode(3, i, versions=(3, 3), success=True), 2, 2 + i) for i in range(2)]
+    group[1] = dataclasses.replace(group[1], weight=0.25)
     with closing(open_store(tmp_path)) as store:
         path = store.store_group(3, group).path
     with closing(open_store(tmp_path)) as store:
         known = store.group_files[3]
         assert (known.attributes["schema_version"], known.world_version) == (4, 2)
+        assert known.success == 1
         loaded = store.load(3)
     assert loaded is not None
     for one, other in zip(loaded, group, strict=True):
@@ -353,8 +357,26 @@ def test_episodes_of_a_world_that_changes_come_back_exactly_under_the_fourth_sch
     with h5py.File(path, "r") as file:
         assert file["world_versions"][:].tolist() == [2, 2, 2, 3]
         assert file["world_versions"].attrs["letters"] == b"N"
-    light, _ = read_group(path, ("rewards",))
-    assert light.world_version == 2
+        assert file["episodes"]["weight"].tolist() == [1.0, 0.25]
+    light, other = read_group(path, ("rewards",))
+    assert (light.world_version, other.weight) == (2, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("weights", "success"), [((1.0, 1.0), 0.5), ((0.25, 1.0), 0.2), ((0.0, 1.0), 0.0), ((0.0, 0.0), 0.0)]
+)
+def test_the_spread_of_a_group_counts_its_episodes_by_their_weights(
+    tmp_path: Path, weights: tuple[float, float], success: float
+) -> None:
+    group = [drawn_by(make_episode(3, i, versions=(3, 3), success=i == 0), 2, 2) for i in range(2)]
+    group = [dataclasses.replace(one, weight=own) for one, own in zip(group, weights, strict=True)]
+    with closing(open_store(tmp_path)) as store:
+        path = store.store_group(3, group).path
+    with closing(open_store(tmp_path)) as store:
+        assert store.group_files[3] == read_group_file(path), "the index knows it too"
+        assert store.group_files[3].success == pytest.approx(success)
+        spread = ready_group(store.group_files[3]).spread
+    assert spread == pytest.approx(math.sqrt(success * (1 - success)))
 
 
 def test_files_of_a_world_model_know_nothing_of_simulators(tmp_path: Path) -> None:

@@ -168,16 +168,37 @@ def config(*, per_update: int = 4, after: int = 2) -> TrainConfig:
 
 
 def actor_of(
-    poisoned: Poisoned, port: ActorPort, *, starts: int = 4, slots: int = 4, stages: int = 1
+    poisoned: Poisoned,
+    port: ActorPort,
+    *,
+    starts: int = 4,
+    slots: int = 4,
+    stages: int = 1,
+    threshold: float = 0.9,
+    repeats: bool = False,
+    second: RowModels | None = None,
 ) -> Actor:
     models: Any = RowModels(poisoned)
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=3)
-    rule = EndRule(max_decisions=3, threshold=0.9)
-    imagination = Imagination(models, models, models, SamplingParams(temperature=1.0), rule=rule)
+    rule = EndRule(max_decisions=3, threshold=threshold)
+    other: Any = second
+    imagination = Imagination(
+        models, models, models, SamplingParams(temperature=1.0), rule=rule, repeats=repeats, second=other
+    )
     stream = StartStateStream([start(n) for n in range(starts)], 0)
-    return Actor("inline", imagination, stream, port, receiver, settings, group_size=GROUP, run_seed=0)
+    return Actor(
+        "inline",
+        imagination,
+        stream,
+        port,
+        receiver,
+        settings,
+        group_size=GROUP,
+        run_seed=0,
+        repeats_successes=repeats,
+    )
 
 
 class InlineRun(SimpleNamespace):
@@ -189,12 +210,13 @@ class InlineRun(SimpleNamespace):
 
 
 def inline_run(
-    folder: Path, poisoned: Poisoned, *, starts: int = 4, slots: int = 4, stages: int = 1, **settings: int
+    folder: Path, poisoned: Poisoned, *, per_update: int = 4, after: int = 2, **actor: Any
 ) -> InlineRun:
-    replay = open_run_replay(folder, config(**settings))
+    """Join both; `actor` goes to `actor_of`."""
+    replay = open_run_replay(folder, config(per_update=per_update, after=after))
     run = InlineRun(replay=replay)
     run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.round(0.0))
-    run.actor = actor_of(poisoned, InProcessActorPort(replay), starts=starts, slots=slots, stages=stages)
+    run.actor = actor_of(poisoned, InProcessActorPort(replay), **actor)
     return run
 
 

@@ -14,7 +14,7 @@ The columns of /checksums name the arrays, so also those of the sample. Where th
 action tokens alone, schema_version is 2. It is 3 where each episode says how many steps were taken, as those
 of a simulator do: /episodes has the column steps_taken behind end_reason, and `records.OPTIONAL_ARRAYS` may
 stand behind the other arrays. It is 4 where world_versions, the last of these, says which world drew each
-decision.
+decision; the column behind end_reason is weight then, how much the episode counts in an update.
 
 Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for images that
 `asyncrl replay compact` rewrote. Behind the HDF5 content lies a footer with a checksum of its structure and
@@ -193,6 +193,8 @@ class GroupFile:
     """Of its first episode: a group has one."""
     world_version: int
     """The oldest of its decisions."""
+    success: float
+    """Share of its episodes that succeeded, by their weights, in [0, 1]; 0 where none counts."""
     episode_ids: tuple[str, ...]
     attributes: dict[str, Any]
 
@@ -268,9 +270,18 @@ def describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], found:
         decisions=int(table["N_end"][-1]),
         sampling=Sampling(float(table["temperature"][0]), int(table["top_k"][0])),
         world_version=int(table["world_version"].min()),
+        success=_success(table),
         episode_ids=tuple(x.decode() for x in table["episode_id"].tolist()),
         attributes=attributes,
     )
+
+
+def _success(table: NDArray[Any]) -> float:
+    """Return `GroupFile.success` of the rows of ``/episodes``: ``[E]`` structured."""
+    succeeded = table["end_reason"] == b"success"
+    weights = table["weight"] if "weight" in (table.dtype.names or ()) else np.ones(len(table))
+    weights = weights.clip(0, 1)  # Nobody has looked yet at what stands there.
+    return float((succeeded * weights).sum() / weights.sum()) if weights.any() else 0.0
 
 
 UNREADABLE = (

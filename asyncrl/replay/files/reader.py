@@ -27,8 +27,8 @@ from asyncrl.observability import descriptors
 from asyncrl.records import (
     COUNTED_SCHEMA_VERSION,
     EPISODE_ARRAYS,
+    LATER_SCALARS,
     OPTIONAL_ARRAYS,
-    REWARDED,
     WORLDS_SCHEMA_VERSION,
     ArraySpec,
     Episode,
@@ -311,7 +311,7 @@ def _identity(found: os.stat_result) -> Identity:
 def _scalars(row: dict[str, Any], version: int) -> dict[str, Any]:
     types = scalar_types(version)
     scalars = {name: row[name].decode() if kind is str else row[name] for name, kind in types.items()}
-    return {"steps_taken": REWARDED} | scalars
+    return {**LATER_SCALARS, **scalars}
 
 
 def _pieces(extents: dict[str, ArrayExtent]) -> Iterator[_Piece]:
