@@ -50,10 +50,12 @@ from asyncrl.policies.interface import (
     SamplingParams,
 )
 from asyncrl.registry import names_code
+from asyncrl.replay.admission import EpisodeFormat
 from asyncrl.replay.interface import ActorPort, LearnerPort
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import checkpoint, run_folder
+from asyncrl.storage.checksums import Checksum
 from asyncrl.storage.folder_check import check_folder
 from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import RunLock
@@ -375,19 +377,16 @@ def start_run(
             read_meta(found / run_folder.REPLAY)
         _require_its_world(config, found)
     run = run_folder.claim(config, again)
-    episodes = files.episode_format(policy, config.actor.max_decisions)
-    episodes = replace(episodes, weighted=config.guard.repeats)
-    if config.pace.every and episodes.world_version is not None:
-        rounds_left = config.updates // config.pace.every
-        episodes = replace(episodes, world_version=episodes.world_version + rounds_left)
-    folder, version, before, notes = None, 0, RunStart(episodes=episodes), ()
+    folder, version, ledger, notes = None, 0, None, ()
     if config.resume:
         folder = checkpoint.latest(run.path)
         assert folder is not None  # The run folder was found by its checkpoints.
         verified = checkpoint.verify(folder)
         version = int(folder.name.rpartition("_")[2])
-        before, notes = RunStart(episodes=episodes, ledger=verified.ledger), verified.notes
+        ledger, notes = verified.ledger, verified.notes
     rounds.cut_after(run.path, version)
+    episodes = files.episode_format(policy, config.actor.max_decisions)
+    episodes = replace(episodes, weighted=config.guard.repeats)
     return LearnerStart(
         policy=policy,
         run_dir=run.path,
@@ -395,10 +394,29 @@ def start_run(
         lock=run.lock,
         version=version,
         checkpoint=folder,
-        replay=before,
+        replay=run_start(config, run.path, episodes, ledger),
         notes=notes,
         simulator=_simulator_of(config, files),
     )
+
+
+def run_start(
+    config: TrainConfig, run_dir: Path, episodes: EpisodeFormat, ledger: Checksum | None
+) -> RunStart:
+    """Say what the replay has to know, where each round that is still to come may bring a newer world.
+
+    Args:
+        config: Of the run.
+        run_dir: Its folder, without the rounds that a resume forgets.
+        episodes: Of the world that --world names.
+        ledger: See `RunStart`.
+    """
+    newest = episodes.world_version
+    if config.pace.every and newest is not None:
+        newest = rounds.newest_world(run_dir) or newest
+        episodes = replace(episodes, world_version=newest + config.updates // config.pace.every)
+    known = newest if newest is not None and newest >= 0 else None  # A simulator's is below 0.
+    return RunStart(episodes=episodes, ledger=ledger, newest_world=known)
 
 
 def _require_its_world(config: TrainConfig, run_dir: Path) -> None:

@@ -97,9 +97,18 @@ DROPPED_LAG = define(
     "replay/dropped_lag",
     Reduction.LAST,
     "episodes",
-    "Dropped: older than the lag bound.",
+    "Dropped: their policy is older than --replay.max-lag allows.",
     "Constant. Growing: episodes take longer than the bound allows. Fewer --actor.slots, or a larger "
     "--replay.max-lag.",
+)
+DROPPED_WORLD = define(
+    "replay/dropped_world",
+    Reduction.LAST,
+    "episodes",
+    "Dropped: drawn by a world older than --replay.max-world-lag allows, by a policy that was not too old.",
+    "0 without --pace.every. Grows a little with each accepted world where the bound is 0. Growing between "
+    "them: an actor does not get new worlds (its log says why), or worlds follow faster than episodes end: "
+    "a larger --pace.every or --replay.max-world-lag.",
 )
 DROPPED_DEADLINE = define(
     "replay/dropped_deadline",
@@ -136,7 +145,7 @@ DROPPED_OUTDATED = define(
     Reduction.LAST,
     "episodes",
     "Dropped: imagined for a group that was given up and is granted again.",
-    "As `replay/dropped_lag` and `replay/dropped_deadline`, of which it follows.",
+    "As `replay/dropped_lag`, `replay/dropped_world` and `replay/dropped_deadline`, of which it follows.",
 )
 DROPPED_UNUSABLE = define(
     "replay/dropped_unusable",
@@ -154,6 +163,7 @@ DROPPED_UNRECORDED = define(
 )
 (
     DROPPED_LAG_DECISIONS,
+    DROPPED_WORLD_DECISIONS,
     DROPPED_DEADLINE_DECISIONS,
     DROPPED_RESUME_DECISIONS,
     DROPPED_INVALID_DECISIONS,
@@ -171,6 +181,7 @@ DROPPED_UNRECORDED = define(
     )
     for dropped in (
         DROPPED_LAG,
+        DROPPED_WORLD,
         DROPPED_DEADLINE,
         DROPPED_RESUME,
         DROPPED_INVALID,

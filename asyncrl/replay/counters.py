@@ -77,6 +77,7 @@ COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "stored": m.EPISODES,
     "duplicate": m.DUPLICATES,
     "dropped_lag": m.DROPPED_LAG,
+    "dropped_world": m.DROPPED_WORLD,
     "dropped_deadline": m.DROPPED_DEADLINE,
     "dropped_invalid": m.DROPPED_INVALID,
     "dropped_resume": m.DROPPED_RESUME,
@@ -87,6 +88,7 @@ COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
 }
 DECISION_COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_lag": m.DROPPED_LAG_DECISIONS,
+    "dropped_world": m.DROPPED_WORLD_DECISIONS,
     "dropped_deadline": m.DROPPED_DEADLINE_DECISIONS,
     "dropped_invalid": m.DROPPED_INVALID_DECISIONS,
     "dropped_resume": m.DROPPED_RESUME_DECISIONS,

@@ -36,7 +36,9 @@ class GroupTable:
         self.version = 0
         """The learner's newest policy version."""
         self.world_version = 0
-        """The newest world that imagined something."""
+        """The newest world that drew a decision of a sound episode, of those that the run goes on with."""
+        self._begun_in: int | None = None
+        """The run's newest world when the learner began; None: not known."""
         self.used = 0
         """Groups in the batches given away: the sampling cursor. A filtered group is in none."""
         self.next_number = 0
@@ -91,10 +93,24 @@ class GroupTable:
         used_at = self.used_at.get(number, ())
         self._take_out(number)
         self._given_up.pop(number, None)
-        self.world_version = max(self.world_version, group.world_version)
+        self._note_world_of_file(group.world_version)
         self.ready[number] = group
         if used_at:
             self.used_at[number] = used_at
+
+    def _note_world_of_file(self, version: int) -> None:
+        """Note the world of a stored group. One that a resume forgot draws no more: it makes nothing old."""
+        known = version if self._begun_in is None else min(version, self._begun_in)
+        self.note_world(known)
+
+    def note_world(self, version: int) -> None:
+        """Note a world that drew a decision."""
+        self.world_version = max(self.world_version, version)
+
+    def go_on_in_world(self, newest: int | None) -> None:
+        """Forget the worlds that a resume forgot: those above `newest`. None: nothing is known of them."""
+        if newest is not None:
+            self._begun_in, self.world_version = newest, min(self.world_version, newest)
 
     def use(self, numbers: Sequence[int]) -> None:
         """Note that groups were given to the learner at `version`. Each is closed after `uses` times."""
@@ -153,7 +169,7 @@ class GroupTable:
         """
         if status == "dropped_deadline":
             return self._given_up.get(number, 0) < GRANTS_AGAIN
-        return status in ("dropped_resume", "dropped_lag")
+        return status in ("dropped_resume", "dropped_lag", "dropped_world")
 
     def _close(self, number: int, status: ReceiptStatus, version: int) -> None:
         self._take_out(number)

@@ -75,10 +75,18 @@ class Limiter(GroupTable):
         """Actor -> when it last made a decision, as far as it said."""
         self._listening_since = self.clock()
 
-    def too_old(self, group: Aged, version: int) -> bool:
-        """Whether a learner at `version` may not use a decision of an episode or a group: the lag bounds."""
-        world_lag = self.world_version - group.world_version
-        return version - group.oldest_version > self.max_lag or world_lag > self.settings.max_world_lag
+    def too_old(self, aged: Aged, version: int) -> ReceiptStatus | None:
+        """Say why a learner at `version` may not use a decision of an episode or a group; None: it may.
+
+        Returns:
+            `dropped_lag` where the policy is too old, also when the world is too; `dropped_world` where only
+            the world is.
+        """
+        if version - aged.oldest_version > self.max_lag:
+            return "dropped_lag"
+        if self.world_version - aged.world_version > self.settings.max_world_lag:
+            return "dropped_world"
+        return None
 
     @property
     def ahead(self) -> int:
@@ -216,19 +224,27 @@ class Limiter(GroupTable):
             refused = Refusal("content", problem)
         if refused is not None:
             return receipt("dropped_invalid", refused.reason, refused.cause)
-        self.world_version = max(self.world_version, episode.newest_world_version)
-        if self.too_old(episode, self.version):
-            return receipt("dropped_lag", self._too_old_because(episode))
+        self.note_world(episode.newest_world_version)
+        if (too_old := self.too_old(episode, self.version)) is not None:
+            return receipt(too_old, self._too_old_because(episode))
         self.note_heartbeat(group.actor)
         self.note_progress(group.actor)
         group.members[episode.member] = episode
         return receipt("held")
 
     def _too_old_because(self, episode: Episode) -> str:
-        return (
-            f"version {episode.oldest_version} at {self.version}, --replay.max-lag is {self.max_lag}; world "
-            f"{episode.world_version} at {self.world_version}, --replay.max-world-lag is "
-            f"{self.settings.max_world_lag}"
+        """Name each bound that an episode breaks."""
+        bounds = (
+            ("policy version", episode.oldest_version, self.version, "max-lag", self.max_lag),
+            (
+                *("world", episode.world_version, self.world_version),
+                *("max-world-lag", self.settings.max_world_lag),
+            ),
+        )
+        return "; ".join(
+            f"{what} {version} at {newest}, --replay.{flag} is {bound}"
+            for what, version, newest, flag, bound in bounds
+            if newest - version > bound
         )
 
     def complete(self, number: int) -> bool:
@@ -253,10 +269,14 @@ class Limiter(GroupTable):
         """List the open groups of an actor whose members are not all there."""
         return [n for n, group in self.open.items() if group.actor == actor and not self.complete(n)]
 
-    def stale(self) -> list[int]:
-        """List the ready and open groups that hold a decision beyond the lag bound."""
+    def stale(self) -> dict[int, ReceiptStatus]:
+        """Return the ready and open groups that hold a decision beyond a lag bound, and which: `too_old`."""
         begun = {number: group for number, group in self.open.items() if group.members}
-        return [n for n, group in {**self.ready, **begun}.items() if self.too_old(group, self.version)]
+        found = dict[int, ReceiptStatus]()
+        for number, group in {**self.ready, **begun}.items():
+            if (why := self.too_old(group, self.version)) is not None:
+                found[number] = why
+        return found
 
     def unlike(self) -> list[int]:
         """List the ready groups that the run would not have made: see `made_alike`."""
@@ -277,7 +297,7 @@ class Limiter(GroupTable):
             number: group
             for number, group in sorted(self.ready.items())
             if group.newest_version <= self.version
-            and not self.too_old(group, self.version)
+            and self.too_old(group, self.version) is None
             and self.made_alike(group)
         }
         if len(usable) < groups:
@@ -288,11 +308,16 @@ class Limiter(GroupTable):
         overtakes = order == "oldest" and min(awaited, default=numbers[-1]) < numbers[-1]
         return None if overtakes else numbers
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, newest_world: int | None = None) -> None:
         """Start at `version`, after the changes of `recovery.plan_resume`.
 
         `used` counts groups: every update uses `groups_per_update`, whatever was filtered
         or dropped. So it follows from the version, also when `groups_per_update` was changed for the resume.
+
+        Args:
+            version: The learner's.
+            newest_world: The newest world that the run goes on with; None: not known.
         """
+        self.go_on_in_world(newest_world)
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)

@@ -47,6 +47,10 @@ def plan_resume(
     nothing is used twice, and nothing above the lag bound is used; but batches, start states, and the shares
     of successful and filtered groups are not those of the undisturbed run.
 
+    Nor is it exact for what a lost update dropped as too old, whose file is gone: it is imagined again by
+    newer versions. With --inline that is so only where more than one world, and more than
+    --replay.max-world-lag, come while a group waits.
+
     Args:
         limiter: As it is before the resume.
         version: Where the learner goes on.
@@ -95,7 +99,7 @@ def _drop_reason(limiter: Limiter, group: ReadyGroup | None, version: int) -> Re
     """Say why a learner that begins at `version` may not use a group, or None when it may."""
     if group is None or group.newest_version > version or not limiter.made_alike(group):
         return "dropped_resume"
-    return "dropped_lag" if limiter.too_old(group, version) else None
+    return limiter.too_old(group, version)
 
 
 def recover(lifecycle: GroupLifecycle, lost_ledger: str = "") -> None:
@@ -143,9 +147,19 @@ def _give_up_unrecorded(lifecycle: GroupLifecycle, lost_ledger: str) -> None:
     )
 
 
-def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> None:
-    """Undo what a resume at `version` makes undone: see `plan_resume`."""
+def roll_back_to(
+    lifecycle: GroupLifecycle, version: int, *, newest_world: int | None, in_turns: bool
+) -> None:
+    """Undo what a resume at `version` makes undone: see `plan_resume`.
+
+    Args:
+        lifecycle: As it is before the resume.
+        version: Where the learner goes on.
+        newest_world: See `Limiter.begin`: no group is too old for a world that is forgotten.
+        in_turns: See `plan_resume`.
+    """
     state = lifecycle.state
+    state.limiter.go_on_in_world(newest_world)
     stored = _stored(lifecycle)
     plan = plan_resume(state.limiter, version, stored, in_turns=in_turns)
     other = [n for n in plan.drop if n in stored and not state.limiter.made_alike(stored[n])]

@@ -23,10 +23,10 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import RefusalCause, RefusedActors, is_start_of, unusable
-from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, Used
+from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, Used, WorldCame
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
 from asyncrl.replay.run_start import NEW_RUN, RunStart
@@ -78,7 +78,12 @@ def open_replay(
         horizon=horizon,
     )
     max_filtered = algorithm.max_filtered_batches * algorithm.groups_per_update
-    return Replay(store, limiter, warn, max_filtered=max_filtered, lost_ledger=lost_ledger)
+    return Replay(
+        *(store, limiter, warn),
+        max_filtered=max_filtered,
+        lost_ledger=lost_ledger,
+        newest_world=start.newest_world,
+    )
 
 
 class Replay:
@@ -92,6 +97,7 @@ class Replay:
         *,
         max_filtered: int = 160,
         lost_ledger: str = "",
+        newest_world: int | None = None,
     ) -> None:
         """Recover the state from the store's ledger and files.
 
@@ -101,8 +107,9 @@ class Replay:
             warn: Receives a line when the disk is full.
             max_filtered: So many filtered groups without a batch end the run; see `nothing_to_learn`.
             lost_ledger: See `recovery.recover`.
+            newest_world: See `RunStart.newest_world`.
         """
-        self.store, self._max_filtered = store, max_filtered
+        self.store, self._max_filtered, self._newest_world = store, max_filtered, newest_world
         self.state = ReplayState(store.ledger, limiter, store.made_with)
         self.refused_actors = RefusedActors()
         self.lifecycle = GroupLifecycle(store, self.state, warn)
@@ -133,8 +140,9 @@ class Replay:
         """
         if session != self.state.session.learner:
             self.lifecycle.finish()
-            roll_back_to(self.lifecycle, version, in_turns=in_turns)
-            self.state.commit(LearnerStarted(session=session, version=version))
+            world = self._newest_world
+            roll_back_to(self.lifecycle, version, newest_world=world, in_turns=in_turns)
+            self.state.commit(LearnerStarted(session=session, version=version, newest_world=world))
             count_successes(self.lifecycle)
         for number in self.state.limiter.unlike():  # A file that this run did not make.
             self.lifecycle.set_aside(number, "another group size, temperature or top-k than the run's")
@@ -183,7 +191,10 @@ class Replay:
         number, limiter = number_of(episode.group_id), self.state.limiter
         if self.lifecycle.writing == number:
             self.lifecycle.finish()
+        known_world = limiter.world_version
         receipt = self._check(episode, actor)
+        if limiter.world_version > known_world and episode.world_versions is not None:
+            self.state.commit(WorldCame(version=limiter.world_version))
         if receipt.status == "held":
             if limiter.complete(number):
                 self.refused_actors.forget(limiter.open[number].actor)
@@ -201,8 +212,8 @@ class Replay:
                 if receipt.status == "dropped_invalid":
                     self.refused_actors.note_refused(limiter.open[number].actor, number, receipt.reason)
                 # The group cannot become complete any more: its credit is worth more than its siblings.
-                why: ReceiptStatus = "dropped_lag" if receipt.status == "dropped_lag" else "dropped_deadline"
-                self.lifecycle.drop(number, why)
+                too_old = receipt.status in ("dropped_lag", "dropped_world")
+                self.lifecycle.drop(number, receipt.status if too_old else "dropped_deadline")
         return receipt
 
     def fail(self, failure: GroupFailure, actor: str | None = None) -> None:
@@ -351,11 +362,11 @@ class Replay:
         """Give up what is overdue or too old; try again what the disk did not take. Call it often."""
         limiter = self.state.limiter
         self.lifecycle.finish(wait=False)
-        for number in limiter.stale():
+        for number, why in limiter.stale().items():
             if number in limiter.used_at:
                 limiter.close_used(number)
             else:
-                self.lifecycle.drop(number, "dropped_lag")
+                self.lifecycle.drop(number, why)
         for number in limiter.overdue():
             self.lifecycle.drop(number, "dropped_deadline")
         self.lifecycle.retry()

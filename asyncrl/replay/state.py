@@ -20,6 +20,7 @@ from asyncrl.replay.events import (
     Ready,
     Refused,
     Used,
+    WorldCame,
 )
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.ledger import Ledger
@@ -80,7 +81,7 @@ class ReplayState:
         size = self.group_size
         match event:
             case LearnerStarted():
-                limiter.begin(event.version)
+                limiter.begin(event.version, event.newest_world)
                 self.quarantine.begin(event.version)
                 self.filtered.restart()
                 session.learner, session.request, session.batch = event.session, "", []
@@ -116,6 +117,8 @@ class ReplayState:
                 counters.add(event.status, 1, event.decisions)
                 if event.cause:
                     counters.refused[event.cause] += 1
+            case WorldCame():
+                limiter.note_world(event.version)
             case GroupSized():
                 self.group_size = event.size
             case LedgerLost():

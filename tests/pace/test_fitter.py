@@ -154,6 +154,39 @@ def test_a_round_that_was_killed_halfway_is_made_anew(tmp_path: Path, first: Wor
     assert np.all([(world / name).is_file() for name in ("world.json", "transformer.safetensors")])
 
 
+class Killed(BaseException):
+    """The fitter ends here, as by SIGKILL: nothing of it catches this."""
+
+
+@pytest.mark.parametrize("moment", ["before the folder is named", "before the line", "within the line"])
+def test_a_fitter_that_is_killed_as_it_hands_a_world_over_leaves_nothing_half(
+    tmp_path: Path, first: WorldAt, monkeypatch, moment: str
+) -> None:
+    judged, run = Judged(monkeypatch, {0: 3, 1: 2}), tmp_path / "run"
+
+    def killed(*arguments: Any) -> None:
+        if moment == "within the line":
+            (run / rounds.NAME).write_text('{"version": 2, "time": 17')
+        raise Killed
+
+    fitter, _ = make(tmp_path, first, judged)
+    last = (Path, "rename") if moment == "before the folder is named" else (rounds, "append")
+    with monkeypatch.context() as patch:
+        patch.setattr(*last, killed)
+        with pytest.raises(Killed):
+            fitter.round(2, POLICY)
+    assert (run / "worlds" / "version_000001").is_dir() == (moment != "before the folder is named")
+    assert (rounds.read(run), rounds.newest_world(run)) == ([], None), "actors hear nothing of it"
+    again, source = make(tmp_path, first, judged)
+    assert again.present == first
+    assert again.due(2)
+    row = again.round(2, POLICY)
+    assert (row.accepted, row.world, source.spent) == (True, 1, [0])
+    assert (rounds.read(run), rounds.newest_world(run)) == ([row], 1)
+    assert [path.name for path in (run / "worlds").iterdir()] == ["version_000001"]
+    assert again.present.version == 1
+
+
 def test_the_audit_judges_as_the_run_does(tmp_path: Path, first: WorldAt, monkeypatch) -> None:
     asked: list[dict[str, Any]] = []
     judged = Judged(monkeypatch, {0: 1, 1: 1})

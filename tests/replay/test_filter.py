@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,9 +17,8 @@ from asyncrl.config.run import AlgorithmSettings, ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
-from asyncrl.records import Episode
 from asyncrl.replay.counters import has_no_signal
-from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.in_process_ports import InProcessLearnerPort
 from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
@@ -28,6 +26,7 @@ from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import problem_with_file, read_rows
 from support.episodes import drawn_by, make_episode
 from support.replay import Clock
+from support.turns import Dream, Seen, learn
 
 
 def open_filter(
@@ -324,71 +323,6 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
     replay.close()
 
 
-class Killed(Exception):
-    """The run ends here, wherever that is."""
-
-
-class Dream:
-    """An actor with one episode in each round.
-
-    Outcomes follow from group, member, version, and the place among the episodes of that version: as in a
-    real actor, whose batches round differently with other neighbours.
-    """
-
-    def __init__(self, replay: Replay, rounds: int = 10**6) -> None:
-        self.port, self.replay, self.left = InProcessActorPort(replay), replay, rounds
-        self.pending: list[tuple[GroupGrant, int]] = []
-        self.version, self.place = -1, 0
-
-    def round(self) -> bool:
-        for grant in [] if self.pending else self.port.acquire_groups(1, 0.0):
-            self.pending = [(grant, 0), (grant, 1)]
-        if not self.pending:
-            return False
-        if not self.left:
-            raise Killed
-        self.left -= 1
-        grant, member = self.pending.pop(0)
-        self.port.push(self.imagine(grant, member))
-        return True
-
-    def imagine(self, grant: GroupGrant, member: int) -> Episode:
-        version = self.replay.state.limiter.version
-        assert grant.min_version <= version
-        self.version, self.place = version, self.place + 1 if version == self.version else 0
-        won = zlib.crc32(f"{grant.number} {member} {version} {self.place}".encode()) % 3 == 0
-        fresh = f"{np.random.default_rng().integers(2**63):032x}"  # Imagined again, it is another episode.
-        return make_episode(
-            grant.number, member, versions=(version,), success=won, image=1, episode_id=fresh, actor="inline"
-        )
-
-
-Seen = dict[int, tuple[list[tuple[str, int, bool]], dict[str, float]]]
-
-
-def learn(open_it: Callable[[], Replay], *, begin: int, end: int, rounds: int = 10**6) -> Seen:
-    """Update from version `begin` to `end`, or until the actor made `rounds`; return what was seen."""
-    replay, seen = open_it(), Seen()
-    learner = InProcessLearnerPort(replay, version=begin, imagine=lambda: dream.round())
-    dream = Dream(replay, rounds)
-    per_update = replay.state.limiter.groups_per_update
-    try:
-        for version in range(begin, end):
-            batch = learner.sample(groups=per_update, version=version, timeout=60.0)
-            assert not replay.state.limiter.open, "nothing is in flight when an update begins"
-            assert replay.state.limiter.credit == 0
-            learner.report_version(version + 1)
-            about = [(e.group_id, e.oldest_version, e.success) for group in batch for e in group]
-            counted = (m.EPISODES, m.DROPPED_RESUME, m.DROPPED_RESUME_DECISIONS, m.REPLAY_BYTES)
-            status = {x.name: value for x, value in learner.status().items() if x not in counted}
-            seen[version] = about, status
-    except Killed:
-        pass
-    finally:
-        learner.close()
-    return seen
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     st.data(),
@@ -414,7 +348,7 @@ def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
 
     whole = learn(opener("whole"), begin=0, end=updates)
     for version, (used, _) in whole.items():
-        assert {versions for _, versions, _ in used} == {max(0, version - max_lag)}
+        assert {made_by for _, made_by, _, _ in used} == {max(0, version - max_lag)}
     begin, reached, disturbed = 0, 0, Seen()
     for _ in range(data.draw(st.integers(1, 3))):
         lost = learn(opener("killed"), begin=begin, end=updates, rounds=data.draw(st.integers(0, 50)))

@@ -43,6 +43,7 @@ def test_credit_and_min_version_follow_the_formula(max_lag: int, per_update: int
     ("status", "numbers"),
     [
         ("dropped_lag", [0, 0, 0, 0]),
+        ("dropped_world", [0, 0, 0, 0]),
         ("dropped_deadline", [0, 0, 2, 2]),
         ("dropped_invalid", [2, 3, 4, 5]),
         ("dropped_poisoned", [2, 3, 4, 5]),
@@ -176,46 +177,6 @@ def test_a_grant_outlives_its_deadline_while_its_actor_imagines_and_not_while_it
     replay.close()
 
 
-def test_what_an_older_world_imagined_is_refused_and_dropped_beyond_a_bound_of_its_own(
-    tmp_path: Path,
-) -> None:
-    replay = make_replay(tmp_path, make_limiter(max_lag=3, per_update=1))
-    for _ in range(4):
-        assert replay.grant("actor-0") is not None
-
-    def push(number: int, world: int) -> list[str]:
-        made = [make_episode(number, member, versions=(0,)) for member in range(2)]
-        return [replay.admit(dataclasses.replace(x, world_version=world)).status for x in made]
-
-    assert push(0, 1) == ["held", "stored"]
-    assert push(1, 2) == ["held", "stored"]
-    assert replay.status()[m.DROPPED_LAG] == 0
-    assert push(2, 3) == ["held", "stored"]
-    replay.maintain()
-    assert replay.status()[m.DROPPED_LAG] == 2, "world 1 is two versions older than world 3"
-    assert push(3, 1)[0] == "dropped_lag"
-    batch = replay.sample(1, 0)
-    assert batch is not None
-    assert batch[0][0].world_version == 2
-    replay.close()
-
-
-def test_a_decision_counts_by_the_world_that_drew_it(tmp_path: Path) -> None:
-    replay = make_replay(tmp_path, make_limiter(max_lag=3, per_update=1))
-    for _ in range(3):
-        assert replay.grant("actor-0") is not None
-
-    def push(number: int, *worlds: int) -> list[str]:
-        made = [make_episode(number, member, versions=(0, 0)) for member in range(2)]
-        return [replay.admit(drawn_by(one, *worlds)).status for one in made]
-
-    assert push(0, 1, 1) == ["held", "stored"]
-    assert push(1, 1, 3)[0] == "dropped_lag", "its first decision is two worlds older than its last"
-    replay.maintain()
-    assert replay.sample(1, 0) is None, "nor is what world 1 drew alone of use any more"
-    replay.close()
-
-
 def test_a_resume_with_another_temperature_imagines_again_what_was_ready(tmp_path: Path) -> None:
     def opened(temperature: float) -> Replay:
         return make_replay(tmp_path, make_limiter(sampling=Sampling(temperature, 0), per_update=1))
@@ -297,21 +258,29 @@ def test_an_inconsistent_episode_is_refused_and_counted(tmp_path: Path, change: 
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(0, 3), st.integers(1, 2))
-def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, max_lag: int, per_update: int
+@given(st.data(), st.integers(0, 3), st.sampled_from([0, 1, 3]), st.integers(1, 2))
+def test_no_batch_ever_holds_a_decision_beyond_the_lag_bounds(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    max_lag: int,
+    max_world_lag: int,
+    per_update: int,
 ) -> None:
-    """Random orders of actors with any policy version, the learner, time, and restarts of the replay."""
+    """Random orders of actors with any policy and world, the learner, refits, time and restarts."""
     folder, clock = tmp_path_factory.mktemp("replay"), Clock()
 
     def reopened() -> Replay:
-        return make_replay(folder, make_limiter(max_lag=max_lag, per_update=per_update, clock=clock))
+        limiter = make_limiter(
+            max_lag=max_lag, max_world_lag=max_world_lag, per_update=per_update, clock=clock
+        )
+        return make_replay(folder, limiter, newest_world=0)
 
     def books(replay: Replay) -> list[object]:
         limiter = replay.state.limiter
         numbers = [limiter.used, limiter.next_number, sorted(limiter.ready), sorted(limiter.open)]
         return [
             *numbers,
+            limiter.world_version,
             {n: closed.status for n, closed in limiter.closed.items()},
             +replay.state.counters.episodes,
         ]
@@ -324,8 +293,11 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
         set[str](),
         list[tuple[int, int]](),
     )
+    newest_world = newest_drawn = 0
     replay.begin("learner", 0)
-    actions = st.sampled_from(["grant", "grant", "push", "push", "push", "sample", "sample", "wait", "kill"])
+    actions = st.sampled_from(
+        ["grant", "grant", "push", "push", "push", "sample", "sample", "refit", "wait", "kill"]
+    )
     for _ in range(data.draw(st.integers(5, 40))):
         match data.draw(actions):
             case "grant":
@@ -340,14 +312,19 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
             case "push" if pending:
                 number, member = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
                 versions = tuple(data.draw(st.lists(st.integers(0, learner), min_size=1, max_size=3)))
+                drawn = st.lists(st.integers(0, newest_world), min_size=len(versions), max_size=len(versions))
+                worlds = sorted(data.draw(drawn))
                 name = ids.setdefault((number, member), f"{next(fresh):032x}")
-                episode = make_episode(number, member, versions=versions, image=1, episode_id=name)
-                status = replay.admit(episode).status
-                if status == "held":
+                made = make_episode(number, member, versions=versions, image=1, episode_id=name)
+                episode = drawn_by(made, *worlds)
+                receipt = replay.admit(episode)
+                if receipt.status == "held":
                     held.append((number, member))
                 held = [one for one in held if one[0] in replay.state.limiter.open]
-                if status == "stored":
+                if receipt.status == "stored":
                     acknowledged.add(episode.group_id)
+                if receipt.status in ("held", "stored") or "--replay.max" in receipt.reason:
+                    newest_drawn = max(newest_drawn, worlds[-1])
             case "sample":
                 batch = replay.sample(per_update, learner)
                 if batch is not None:
@@ -357,12 +334,17 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
                         used.add(group[0].group_id)
                         for episode in group:
                             assert learner - episode.policy_versions.min() <= max_lag
+                            assert episode.world_versions is not None
+                            assert newest_drawn - episode.world_versions.min() <= max_world_lag
                     learner += 1
                     replay.set_version(learner)
+            case "refit":
+                newest_world += data.draw(st.integers(1, 2))
             case "wait":
                 clock.now += data.draw(st.sampled_from([1.0, 31.0]))
                 replay.maintain()
             case "kill":
+                replay.maintain()  # As the one that comes back does.
                 before = books(replay)
                 replay.close()
                 replay = reopened()

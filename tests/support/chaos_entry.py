@@ -1,11 +1,14 @@
 """What torchrun runs in chaos runs: training as ever, plus notes of what was acknowledged and learned from.
 
 Each process appends to the file that CHAOS_NOTES names; one `write` per note, so that a kill tears none. The
-learner does not go beyond the version in the file beside it, so that the run lasts as long as the kills.
+learner does not go beyond the version in the file beside it, so that the run lasts as long as the kills. With
+CHAOS_ACCEPT every refit counts as better, for audits of models of random weights say anything, and what dies
+comes back soon, however often that is.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -15,6 +18,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.wire import Message
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqLearnerPort
@@ -43,17 +47,28 @@ def note_receipts(handle: Any) -> Any:
     return noting
 
 
-def wait_at_the_gate(version: int) -> None:
-    gate, until = Path(os.environ["CHAOS_NOTES"]).with_name("gate"), time.monotonic() + GATE_DEADLINE
-    while version >= int(gate.read_text()) and time.monotonic() < until:
-        time.sleep(0.02)
+class Gate:
+    """Holds the learner up as long as it is too far ahead of the kills."""
+
+    def __init__(self) -> None:
+        self._path = Path(os.environ["CHAOS_NOTES"]).with_name("gate")
+        self._came: dict[int, float] = {}
+        """Version -> when it was first here."""
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Raise SampleTimeout when it is not open in time: the learner looks after its children then."""
+        came, began = self._came.setdefault(version, time.monotonic()), time.monotonic()
+        while version >= int(self._path.read_text()) and time.monotonic() < came + GATE_DEADLINE:
+            if time.monotonic() > began + timeout:
+                raise SampleTimeout("the gate is shut")
+            time.sleep(0.02)
 
 
 def note_batches(sample: Any) -> Any:
-    waited = dict[int, float]()
+    waited, gate = dict[int, float](), Gate()
 
     def noting(port: ZmqLearnerPort, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        wait_at_the_gate(version)
+        gate.wait(version, timeout)
         began = time.monotonic()
         try:
             batch = sample(port, groups=groups, version=version, timeout=timeout)
@@ -61,11 +76,39 @@ def note_batches(sample: Any) -> Any:
             waited[version] = waited.get(version, 0.0) + time.monotonic() - began
         episodes = [episode for group in batch for episode in group]
         ids, oldest = [e.episode_id for e in episodes], min(e.oldest_version for e in episodes)
-        note(batch=ids, version=version, oldest=oldest, waited=waited[version])
+        worlds = min(e.world_version for e in episodes), max(e.newest_world_version for e in episodes)
+        note(batch=ids, version=version, oldest=oldest, worlds=worlds, waited=waited[version])
         return batch
 
     return noting
 
+
+def accept_refits(main: Any) -> Any:
+    def accepting(*arguments: str) -> None:
+        from asyncrl.pace import fitter
+        from asyncrl.pace.verdicts import Verdicts
+
+        wrong = itertools.cycle([1, 0])  # Of the present world, then of its refit.
+
+        def verdicts(world: Any, reward: Any, recordings: Any, **rule: Any) -> Verdicts:
+            solved = recordings.solved()
+            judged = solved.copy()
+            judged[: next(wrong)] ^= True
+            return Verdicts(judged=judged, solved=solved)
+
+        fitter.verdicts = verdicts
+        main(*arguments)
+
+    return accepting
+
+
+if "CHAOS_ACCEPT" in os.environ:
+    from asyncrl.launch import fitter as fitter_process
+    from asyncrl.launch import supervisor
+
+    fitter_process.fitter_main = accept_refits(fitter_process.fitter_main)
+    fitter_process.RESPAWNS = 1000  # type: ignore[misc]
+    supervisor.MAX_BACK_OFF = 2.0
 
 if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
     Outbox.handle = note_receipts(Outbox.handle)

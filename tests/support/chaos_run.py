@@ -22,23 +22,29 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.observability import process_status
+from asyncrl.pace.rounds import newest_world
 from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import PATTERN
 
 ENTRY: Final = Path(__file__).with_name("chaos_entry.py")
 TORCHRUN: Final = (
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
-    *("--max-restarts", "1000", "--monitor-interval", "0.1"),
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+    *("--max-restarts", "1000", "--monitor-interval", "0.1", "--nproc-per-node"),
 )
 MAX_LAG: Final = 2
 WEIGHTS: Final = {"actor-1": 5, "actor-2": 5, "replay": 5, "learner-0": 2, "rank-1": 1}
 """How often each role is hit, relative to the others."""
+REFIT_WEIGHTS: Final = {"actor-1": 5, "actor-2": 5, "replay": 5, "fitter": 5}
+"""The same for a run with --pace.every."""
 SIGNALS: Final = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
 """What actors and replay get; the ranks of torchrun always get SIGKILL."""
 STOPPED_SECONDS: Final = 3.0
+UPDATES_PER_WORLD: Final = 2
+"""See `Plan.worlds`."""
 MOMENTS: Final = ("", "imagining", "handing over", "receiving", "serving", "broadcasting")
 """What a process should be doing when it is hit, where it does so within a second; '': anything."""
+REFIT_MOMENTS: Final = (*MOMENTS, "true episodes", "refitting", "judging")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +56,14 @@ class Plan:
     at_once: int = 3
     """Processes that are hit in one moment."""
     seed: int = 0
+    ranks: int = 3
+    """One learns, the others imagine."""
     roles: tuple[str, ...] = tuple(WEIGHTS)
     """What may be hit."""
+    moments: tuple[str, ...] = MOMENTS
+    """When: one of these by chance."""
+    worlds: int = 0
+    """So many the fitter shall have accepted: until then the learner is not let far ahead of it."""
     deadline: float = 600.0
 
 
@@ -98,7 +110,9 @@ class Chaos:
         self.plan, self.folder, self.run = plan, folder, folder / "run"
         self.random, self.report = random.Random(plan.seed), Report()
         self._began, self._version = time.monotonic(), 0
-        self._open_gate(0.0)
+        self._share = 0.0
+        """Of the kills that are over."""
+        self._open_gate()
         self._mark = f"CHAOS_NOTES={folder / 'notes.jsonl'}"
         settings = {
             "updates": plan.updates,
@@ -111,7 +125,7 @@ class Chaos:
         }
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(
-                [*TORCHRUN, str(ENTRY), *flags]
+                [*TORCHRUN, str(plan.ranks), str(ENTRY), *flags]
                 + [
                     text
                     for name, value in settings.items()
@@ -128,29 +142,31 @@ class Chaos:
         """Hit it until the plan is fulfilled, wait for its end, and look at what it left."""
         try:
             while len(self.report.hits) < self.plan.kills and self.process.poll() is None:
-                self._open_gate(len(self.report.hits) / self.plan.kills)
+                self._share = len(self.report.hits) / self.plan.kills
                 self._watch(self.random.uniform(0.0, 1.5))
                 self._strike()
-            self._open_gate(1.0)
+            self._share = 1.0
             self._watch_until(lambda: self.process.poll() is not None)
         finally:
             self._end()
         self._look_at_what_is_left()
         return self.report
 
-    def _open_gate(self, share: float) -> None:
-        """Let the learner go on up to a share of its updates, and a little further."""
-        part = self.folder / "gate.new"
-        last = self.plan.updates if share == 1.0 else int(share * (self.plan.updates - 4)) + 3
+    def _open_gate(self) -> None:
+        """Let the learner go on up to its share of the updates, and a little further."""
+        part, plan = self.folder / "gate.new", self.plan
+        last = plan.updates if self._share == 1.0 else int(self._share * (plan.updates - 4)) + 3
+        if plan.worlds and (accepted := newest_world(self.run) or 0) < plan.worlds:
+            last = min(last, UPDATES_PER_WORLD * (accepted + 1) + 1)
         part.write_text(str(last))
         part.replace(self.folder / "gate")
 
     def _strike(self) -> None:
         """Hit some living processes at once, then wait until all roles work again."""
         roles = list(self.plan.roles)
-        weights = [WEIGHTS[role] for role in roles]
+        weights = [(WEIGHTS | REFIT_WEIGHTS)[role] for role in roles]
         chosen = set(self.random.choices(roles, weights, k=self.plan.at_once))
-        moment, plain = self.random.choice(MOMENTS), self.random.choice(SIGNALS)
+        moment, plain = self.random.choice(self.plan.moments), self.random.choice(SIGNALS)
         until = time.monotonic() + 1.0
         while moment and not any(moment in d.what for p in self._living() for d in p.activities):
             if time.monotonic() > until:
@@ -196,8 +212,10 @@ class Chaos:
                 process_status.dump_stacks(self.run)
                 time.sleep(1.0)
                 raise AssertionError(f"not done after {self.plan.deadline:g} s:\n{self.describe()}")
+            self._open_gate()
             rows = self.run / "metrics.jsonl"
-            if rows.exists() and (lines := rows.read_text().splitlines()):
+            written = rows.read_text() if rows.exists() else ""
+            if lines := written.split("\n")[:-1]:  # What follows is half written.
                 self._version = int(json.loads(lines[-1])["step"])
             time.sleep(0.02)
 
@@ -248,9 +266,8 @@ class Chaos:
 def at_work(process: process_status.Process) -> bool:
     """Whether a process has started up."""
     said = " ".join(activity.what for activity in process.activities)
-    return any(x in said for x in ("imagining", "credit", "serving", "batch", "updating")) or (
-        process.role.startswith("rank-")
-    )
+    working = ("imagining", "credit", "serving", "batch", "updating", "is due", "true episodes", "world")
+    return any(x in said for x in working) or process.role.startswith("rank-")
 
 
 def marked(mark: str) -> list[str]:
