@@ -24,6 +24,7 @@ from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart
 from asyncrl.replay.store import EpisodeStore
+from support.accepted_worlds import accepted_row
 from support.episodes import drawn_by, make_episode
 from support.replay import Clock, make_limiter, make_replay
 from support.turns import Seen, learn
@@ -201,13 +202,7 @@ def test_the_replay_is_told_the_newest_world_of_a_resumed_run(tmp_path: Path) ->
     config = TrainConfig(updates=20, pace=PaceSettings(every=4))
     start = run_start(config, tmp_path, episodes, None)
     assert (start.newest_world, start.episodes.world_version) == (5, 10)
-    row = {
-        **dict.fromkeys(("version", "episodes", "successes", "audited", "solved", "judged", "wrong"), 1),
-        **dict.fromkeys(("false", "wrong_after", "false_after"), 0),
-        **dict.fromkeys(("time", "success", "low", "high", "collect_seconds", "fit_seconds"), 0.5),
-        **{"world": 17, "accepted": True, "source": "tabletop"},
-    }
-    (tmp_path / rounds.NAME).write_text(json.dumps(row) + "\n")
+    rounds.append(tmp_path, replace(accepted_row(1), world=17))
     start = run_start(config, tmp_path, episodes, None)
     assert (start.newest_world, start.episodes.world_version) == (17, 22), (
         "earlier rounds may have been denser"
