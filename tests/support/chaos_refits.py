@@ -65,7 +65,7 @@ def look_at_worlds(run: Path, notes: Path) -> WorldReport:
 
     A world exists from the line of its round on; a group's file is written after its last decision was drawn.
     """
-    born = {row.world: row.time for row in rounds.read(run) if row.accepted}
+    born = {row.world: row.time for row in rounds.read(run) if row.published}
     found = WorldReport(worlds=len(born), drawn={}, wrong=[], too_old=[])
     for path in sorted(replay_folder(run).glob(PATTERN)):
         about = read_group_file(path)
