@@ -264,7 +264,8 @@ def test_training_of_evac_is_told_what_imagination_tells(
     cut = evac.windows(recordings, latents, poses, evac_world.encode_maps(poses), config)
     number = [rows[-8] for rows in cut.rows.tolist()].index(begin + seen)
     alone = replace(cut, rows=cut.rows[number : number + 1])
-    evac.fit_unet(networks, config, alone, BatchSource(recordings.frames, torch.device("cpu")), SCHEDULE)
+    pictures = BatchSource(recordings.frames, torch.device("cpu"))
+    evac.fit_unet(networks, config, alone, pictures, SCHEDULE, evac.trained_names(config))
     close = {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(given["history"].transpose(1, 2), told.history, **close)
     channels = condition_channels(given["history"], given["maps"], given["rays"])
