@@ -40,6 +40,8 @@ UPDATES: Final = 40
 EVERY: Final = 6
 GROUP: Final = 8
 """Episodes of a group."""
+ROWS: Final = 64
+"""Episodes that an audit imagines together."""
 CHOOSING_SEED: Final = 7
 """Of the starts by which early stopping chooses; others than those that judge."""
 
@@ -99,6 +101,9 @@ class Run:
     """--algorithm.groups-per-update; --algorithm.group-size is 8."""
     episodes: int = 256
     """Of each evaluation and audit."""
+    judged: tuple[int, ...] = ()
+    """Versions that are judged, as in 12 24 40; none: all that were kept, one every 6 updates. Early stopping
+    chooses among them too."""
     jobs: int = 1
     """Runs side by side."""
     workers: int = 1
@@ -171,10 +176,12 @@ def train(run: Run, arm: str, seed: int) -> Path:
     return folder
 
 
-def versions(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run that are judged, by version."""
+def versions(run: Run, folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a training that are judged, by version."""
     found = {int(path.name.rpartition("_")[2]): path for path in folder.glob("checkpoints/update_*[0-9]")}
-    return dict(sorted(found.items()))
+    last = max(found, default=0)
+    chosen = {*run.judged, last} if run.judged else set(found)  # the end is judged in any case
+    return {version: found[version] for version in sorted(found.keys() & chosen)}
 
 
 def world_at(folder: Path, version: int) -> str:
@@ -200,14 +207,15 @@ def measure(run: Run, answer: Path, *arguments: str) -> None:
 def judge(run: Run, arm: str, seed: int, folder: Path) -> None:
     """Evaluate and audit every checkpoint, where that was not done; then choose, of the frozen run's."""
     name = folder_name(arm, seed)
-    for version, path in versions(folder).items():
+    for version, path in versions(run, folder).items():
         here = f"{name}.update{version:02d}"
         measure(run, run.out / f"{here}.evaluate.json", "evaluate", str(path), "--temperature", "1")
         world = world_at(folder, version)
-        frames = ["--success-frames", "last"] if "lasting" in arm else []
-        measure(run, run.out / f"{here}.audit.json", "audit", str(path), "--world", world, *frames)
+        flags = ["--world", world, "--rows", str(ROWS)]
+        flags += ["--success-frames", "last"] if "lasting" in arm else []
+        measure(run, run.out / f"{here}.audit.json", "audit", str(path), *flags)
     if arm == "frozen":
-        judged = versions(folder)
+        judged = versions(run, folder)
         each = replace(run, episodes=run.true_episodes // len(judged))
         for version, path in judged.items():
             measure(
