@@ -177,8 +177,8 @@ class STDiT3(nn.Module):
         x_BFSD, kept = self._tokens(condition_BZFhw), list[KeysValues]()
         for of_frame, of_time in self._blocks():
             x_BFSD = of_frame(x_BFSD, shared)
-            x_BFSD, own = of_time(x_BFSD, shared, rotary, visible)
-            kept.append(own)
+            x_BFSD, (keys, values) = of_time(x_BFSD, shared, rotary, visible)
+            kept.append((keys, values.clone()))  # A view would keep the projection's queries and keys too.
         return kept
 
     def step(
