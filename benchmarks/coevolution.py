@@ -60,9 +60,13 @@ class Arm:
     """Whether half of the groups begin at key frames."""
     true_only: bool = False
     """Whether it trains in the simulator, as long as its true episodes last."""
+    true_episodes: int = 0
+    """That it may spend in all; 0: as many as `Run` says."""
 
 
 MANY: Final = UPDATES // EVERY
+LONGER: Final = ("--pace.world-steps", "1000", "--pace.reward-steps", "500", "--pace.held-out", "0.5")
+"""A refit that a GPU has time for, which is judged by half of a round's episodes."""
 ARMS: Final[dict[str, Arm]] = {
     "frozen": Arm(),
     "kl": Arm(flags=("--algorithm.kl-coef", "0.05")),
@@ -76,9 +80,14 @@ ARMS: Final[dict[str, Arm]] = {
     "refit, own memories": Arm(flags=("--pace.own-memory", "0.5"), rounds=MANY),
     "refit, world only": Arm(flags=("--pace.reward-steps", "0"), rounds=MANY),
     "refit, reward only": Arm(flags=("--pace.world-steps", "0"), rounds=MANY),
+    "refit, longer": Arm(flags=LONGER, rounds=MANY),
     "refit, lasting": Arm(flags=("--guard.kind", "lasting"), rounds=MANY),
     "refit, key frames": Arm(rounds=MANY, keyframes=True),
     "refit, lasting, key frames": Arm(flags=("--guard.kind", "lasting"), rounds=MANY, keyframes=True),
+    "refit, 64 true": Arm(rounds=MANY, true_episodes=64),
+    "refit, 1024 true": Arm(rounds=MANY, true_episodes=1024),
+    "refit, longer, 1024 true": Arm(flags=LONGER, rounds=MANY, true_episodes=1024),
+    "true episodes alone, 1024": Arm(true_only=True, true_episodes=1024),
 }
 """By name. *Early stopping* is of the frozen run, afterwards."""
 
@@ -91,12 +100,14 @@ class Run:
     arms: tuple[str, ...] = tuple(ARMS)
     seeds: tuple[int, ...] = (0, 1, 2)
     true_episodes: int = 256
-    """That an arm with refits, and early stopping, may spend in all."""
+    """That an arm with refits, and early stopping, may spend in all, where its name does not say it."""
     base: tuple[str, ...] = ()
     """--pace.base: recordings that the world was fitted on."""
     keyframes: str = ""
     """Folder of start states and key frames (`asyncrl fit starts`, `fit keyframes`), for --start-states of
     the arms that begin there."""
+    updates: int = UPDATES
+    """Of every arm that imagines."""
     groups: int = 16
     """--algorithm.groups-per-update; --algorithm.group-size is 8."""
     episodes: int = 256
@@ -140,15 +151,20 @@ def flags_of(run: Run, name: str) -> list[str]:
         given = ["--start-states", run.keyframes] if run.keyframes else []
         flags += ["--keyframe-share", "0.5", *given]
     if arm.rounds:
-        each = run.true_episodes // arm.rounds
-        flags += ["--pace.every", str(arm.every), "--pace.episodes", str(each)]
-        flags += ["--pace.budget", str(run.true_episodes), *(["--pace.base", *run.base] if run.base else [])]
+        spent = spent_by(run, arm)
+        flags += ["--pace.every", str(arm.every), "--pace.episodes", str(spent // arm.rounds)]
+        flags += ["--pace.budget", str(spent), *(["--pace.base", *run.base] if run.base else [])]
     return flags
+
+
+def spent_by(run: Run, arm: Arm) -> int:
+    """True episodes that an arm may spend in all."""
+    return arm.true_episodes or run.true_episodes
 
 
 def updates_of(run: Run, arm: Arm) -> int:
     """Updates of an arm: of true episodes alone so many as there are episodes for."""
-    return max(1, run.true_episodes // (run.groups * GROUP)) if arm.true_only else UPDATES
+    return max(1, spent_by(run, arm) // (run.groups * GROUP)) if arm.true_only else run.updates
 
 
 def folder_name(arm: str, seed: int) -> str:
@@ -184,12 +200,6 @@ def versions(run: Run, folder: Path) -> dict[int, Path]:
     return {version: found[version] for version in sorted(found.keys() & chosen)}
 
 
-def world_at(folder: Path, version: int) -> str:
-    """Return the world in which a run trained at a version."""
-    refitted = rounds.world_at(folder, version)
-    return "tabletop" if refitted is None else str(refitted)
-
-
 def measure(run: Run, answer: Path, *arguments: str) -> None:
     """Write the JSON of `asyncrl evaluate` or `audit`, whole or not at all, where it is missing."""
     if answer.exists():
@@ -205,15 +215,14 @@ def measure(run: Run, answer: Path, *arguments: str) -> None:
 
 
 def judge(run: Run, arm: str, seed: int, folder: Path) -> None:
-    """Evaluate and audit every checkpoint, where that was not done; then choose, of the frozen run's."""
+    """Evaluate and audit the checkpoints, where that was not done; then choose, of the frozen run's."""
     name = folder_name(arm, seed)
     for version, path in versions(run, folder).items():
-        here = f"{name}.update{version:02d}"
-        measure(run, run.out / f"{here}.evaluate.json", "evaluate", str(path), "--temperature", "1")
-        world = world_at(folder, version)
-        flags = ["--world", world, "--rows", str(ROWS)]
-        flags += ["--success-frames", "last"] if "lasting" in arm else []
-        measure(run, run.out / f"{here}.audit.json", "audit", str(path), *flags)
+        answer = run.out / f"{name}.update{version:02d}.evaluate.json"
+        measure(run, answer, "evaluate", str(path), "--temperature", "1")
+    world = ["--world", "tabletop"] if ARMS[arm].true_only else []  # Others are audited in their own.
+    flags = ["--every-checkpoint", "--rows", str(ROWS), *world]
+    measure(run, run.out / f"{name}.audit.json", "audit", str(folder), *flags)
     if arm == "frozen":
         judged = versions(run, folder)
         each = replace(run, episodes=run.true_episodes // len(judged))
@@ -252,6 +261,13 @@ def answers(out: Path, name: str, kind: str) -> dict[int, dict[str, Any]]:
     return found
 
 
+def audits(out: Path, name: str) -> dict[int, dict[str, Any]]:
+    """Read the audits of a run, by version."""
+    file = out / f"{name}.audit.json"
+    found = json.loads(file.read_text())["audits"] if file.exists() else []
+    return {int(one["name"].rpartition(" ")[2]): one for one in found}
+
+
 def rates(out: Path, name: str) -> list[str]:
     """True success of each judged version, in percent."""
     return [f"{100 * one['overall']['rate']:.0f}" for one in answers(out, name, "evaluate").values()]
@@ -259,7 +275,7 @@ def rates(out: Path, name: str) -> list[str]:
 
 def audited(out: Path, name: str) -> tuple[list[str], list[str]]:
     """Imagined minus true success of the same actions, in points, and wrong verdicts in percent."""
-    found = [one["audits"][0] for one in answers(out, name, "audit").values()]
+    found = list(audits(out, name).values())
     gaps = [100 * (one["imagined_success"]["rate"] - one["true_success"]["rate"]) for one in found]
     return [f"{gap:+.0f}" for gap in gaps], [f"{100 * one['wrong']['rate']:.0f}" for one in found]
 
@@ -322,9 +338,7 @@ def plot(chosen: Plot) -> int:
         names = [
             path.name.partition(".update")[0] for path in chosen.out.glob(f"{folder_name(arm, 0)[:-1]}*")
         ]
-        found = [
-            curves(chosen.out, name) for name in sorted(set(names)) if answers(chosen.out, name, "audit")
-        ]
+        found = [one for name in sorted(set(names)) if (one := curves(chosen.out, name))]
         for axis, number in zip(axes, range(3), strict=True) if found else ():
             shared = sorted(set.intersection(*(set(one) for one in found)))
             means = [sum(one[version][number] for one in found) / len(found) for version in shared]
@@ -343,14 +357,14 @@ def plot(chosen: Plot) -> int:
 
 def curves(out: Path, name: str) -> dict[int, tuple[float, float, float]]:
     """Return the numbers of a run by version: true success, imagined minus true, wrong verdicts."""
-    judged, found = answers(out, name, "evaluate"), answers(out, name, "audit")
+    judged = answers(out, name, "evaluate")
     return {
         version: (
             100 * judged[version]["overall"]["rate"],
-            100 * (one["audits"][0]["imagined_success"]["rate"] - one["audits"][0]["true_success"]["rate"]),
-            100 * one["audits"][0]["wrong"]["rate"],
+            100 * (one["imagined_success"]["rate"] - one["true_success"]["rate"]),
+            100 * one["wrong"]["rate"],
         )
-        for version, one in found.items()
+        for version, one in audits(out, name).items()
         if version in judged
     }
 

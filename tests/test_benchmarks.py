@@ -148,10 +148,11 @@ def test_arms_of_the_comparison_of_refits_share_out_the_same_true_episodes(
         pace, algorithm = given.pace, given.algorithm
         assert (algorithm.groups_per_update, algorithm.group_size) == (8, 8)
         if arm.rounds:
-            assert pace.episodes * arm.rounds <= pace.budget == 256 < (pace.episodes + 1) * arm.rounds
+            spent = arm.true_episodes or 256
+            assert pace.episodes * arm.rounds <= pace.budget == spent < (pace.episodes + 1) * arm.rounds
         if arm.true_only:
             assert given.world == "tabletop_true"
-            assert given.updates * 8 * 8 == 256
+            assert given.updates * 8 * 8 == (arm.true_episodes or 256)
         else:
             assert given.updates == 40
             assert (given.keyframe_share == 0.5) == arm.keyframes
@@ -166,11 +167,13 @@ def test_the_comparison_of_refits_reads_what_was_measured(
     def rate(successes: int) -> dict[str, Any]:
         return {"rate": successes / 256, "successes": successes, "episodes": 256}
 
+    audits = []
     for version, (true, imagined, same, wrong) in {0: (128, 160, 96, 64), 6: (192, 200, 136, 32)}.items():
-        at = tmp_path / f"frozen.seed0.update{version:02d}"
-        at.with_name(f"{at.name}.evaluate.json").write_text(json.dumps({"overall": rate(true)}))
+        answer = tmp_path / f"frozen.seed0.update{version:02d}.evaluate.json"
+        answer.write_text(json.dumps({"overall": rate(true)}))
         audit = {"imagined_success": rate(imagined), "true_success": rate(same), "wrong": rate(wrong)}
-        at.with_name(f"{at.name}.audit.json").write_text(json.dumps({"audits": [audit]}))
+        audits.append({"name": f"update {version}", **audit})
+    (tmp_path / "frozen.seed0.audit.json").write_text(json.dumps({"audits": audits}))
     assert benchmark.curves(tmp_path, "frozen.seed0") == {0: (50, 25, 25), 6: (75, 25, 12.5)}
 
 
