@@ -31,10 +31,8 @@ class Seen:
     updates_per_second: float
     longest_pause: float
     """Seconds in which no update was logged."""
-    doing: frozenset[tuple[str, str]]
-    """Of every process, what its threads said that they did."""
     longest: dict[tuple[str, str], float]
-    """Seconds, the longest that each of these was seen to last."""
+    """Role and what a thread of it said that it did -> seconds, the longest that this was seen to last."""
 
 
 def watch(run: Running, seconds: float) -> Seen:
@@ -54,7 +52,7 @@ def watch(run: Running, seconds: float) -> Seen:
     changes.append(time.monotonic())
     pauses = [after - before for before, after in pairwise(changes)]
     rate = (counted - first) / (changes[-1] - began)
-    return Seen(rate, max(pauses), frozenset(longest), longest)
+    return Seen(rate, max(pauses), longest)
 
 
 def stop_in_a_round(run: Running, fitter: int) -> str:
@@ -86,15 +84,12 @@ def test_training_goes_on_for_a_minute_while_the_fitter_stands_still(tmp_path) -
         assert stopped.longest["fitter", stood_at] > STOPPED
         os.kill(fitter, signal.SIGCONT)
 
+        print(f"updates per second: {usual.updates_per_second:.2f}, stopped {stopped.updates_per_second:.2f}")
         assert stopped.updates_per_second > 0.75 * usual.updates_per_second, (usual, stopped)
         assert stopped.longest_pause < max(10.0, 3 * usual.longest_pause), (usual, stopped)
-        others = {what for role, what in stopped.doing if role != "fitter"}
+        others = {what for role, what in stopped.longest if role != "fitter"}
         assert others, "they say what they do"
         assert not {what for what in others if "fitter" in what or "refit" in what}, others
-        lasting = {key: seconds for key, seconds in stopped.longest.items() if seconds > STOPPED / 2}
-        assert not {key for key in lasting if key[0] != "fitter" and waits.FIRST_WORLD.name in key[1]}, (
-            lasting
-        )
         assert not any(row.get(waits.FIRST_WORLD.metric.name) for row in later), "nobody waited for a world"
         assert all(row[m.WORLD_VERSION.name] == later[0][m.WORLD_VERSION.name] for row in later)
         run.until(lambda: len(rounds.read(run.folder)) > made, "the round comes to its end")
