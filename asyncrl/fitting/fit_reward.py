@@ -19,6 +19,45 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.rewards.model import ResNetReward
 
 
+class _Examples:
+    """Frames with the simulator's verdict, half of them solved; a wrong task is unsolved."""
+
+    def __init__(self, reward: ResNetReward, recordings: Recordings, frames: Frames) -> None:
+        """Draw from `frames`, ``[F, H, W, 3]`` uint8, which are those of the recordings or look like them.
+
+        Raises:
+            ConfigError: The recordings hold no success, or no failure.
+        """
+        self._device = next(reward.network.parameters()).device
+        self._source = BatchSource(frames, self._device)
+        self._success_F = recordings.success
+        self._tasks_F = np.repeat(
+            reward.task_ids(recordings.tasks).cpu().numpy(), np.diff(recordings.offsets)
+        )
+        self._num_tasks = len(reward.config.tasks)
+        self._solved, self._unsolved = np.flatnonzero(self._success_F), np.flatnonzero(~self._success_F)
+        self._late = _late(recordings)
+        _check_both(self._solved, self._late)
+
+    def take(self, batch: int, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw pictures ``[B, 3, H, W]`` in -1..1, tasks ``[B]`` int64 and labels ``[B]`` float32."""
+        rows = np.concatenate(
+            [
+                rng.choice(self._solved, batch // 2),
+                rng.choice(self._unsolved, batch // 4),
+                rng.choice(self._late, batch // 4),
+            ]
+        )
+        tasks, labels = self._tasks_F[rows].copy(), self._success_F[rows].copy()
+        wrong = (rng.random(len(rows)) < 0.1) & (self._num_tasks > 1)
+        shifts = rng.integers(1, max(2, self._num_tasks), size=int(wrong.sum()))
+        tasks[wrong] = (tasks[wrong] + shifts) % self._num_tasks
+        labels &= ~wrong
+        pictures = to_signed(self._source.take(torch.from_numpy(rows))).permute(0, 3, 1, 2)
+        device = self._device
+        return pictures, torch.from_numpy(tasks).to(device), torch.from_numpy(labels).to(device).float()
+
+
 def fit_reward(
     reward: ResNetReward,
     recordings: Recordings,
@@ -29,18 +68,20 @@ def fit_reward(
     learning_rate: float,
     seed: int,
     warmup: int = WARMUP,
+    drawn_of: Recordings | None = None,
 ) -> float:
     """Train on frames with the simulator's verdict, half of them solved; a wrong task is unsolved.
 
     Args:
         reward: Its network is trained in place.
         recordings: Frames, tasks and success.
-        drawn: ``[F, H, W, 3]`` uint8, the same frames as the world's autoencoder draws them.
+        drawn: ``[F, H, W, 3]`` uint8, frames as the world's autoencoder draws them.
         steps: Optimizer steps.
         batch: Frames per step.
         learning_rate: Peak learning rate.
         seed: Of the choice of frames.
         warmup: Steps until the peak of the learning rate.
+        drawn_of: Whose frames are drawn; None: all of `recordings`.
 
     Returns:
         Mean loss of the last tenth.
@@ -49,33 +90,14 @@ def fit_reward(
         ConfigError: The recordings hold no success, or no failure.
     """
     rng = np.random.default_rng(seed)
-    device = next(reward.network.parameters()).device
-    sources = [BatchSource(frames, device) for frames in (recordings.frames, drawn)]
-    tasks_F = np.repeat(reward.task_ids(recordings.tasks).cpu().numpy(), np.diff(recordings.offsets))
-    solved_rows, unsolved_rows = np.flatnonzero(recordings.success), np.flatnonzero(~recordings.success)
-    late_rows = _late(recordings)
-    _check_both(solved_rows, late_rows)
-    num_tasks = len(reward.config.tasks)
+    true = _Examples(reward, recordings, recordings.frames)
+    redrawn = _Examples(reward, drawn_of or recordings, drawn)
 
     def loss_at(step: int) -> Tensor:
-        rows = np.concatenate(
-            [
-                rng.choice(solved_rows, batch // 2),
-                rng.choice(unsolved_rows, batch // 4),
-                rng.choice(late_rows, batch // 4),
-            ]
-        )
-        tasks, labels = tasks_F[rows].copy(), recordings.success[rows].copy()
-        wrong = (rng.random(len(rows)) < 0.1) & (num_tasks > 1)
-        shifts = rng.integers(1, max(2, num_tasks), size=int(wrong.sum()))
-        tasks[wrong] = (tasks[wrong] + shifts) % num_tasks
-        labels &= ~wrong
-        seen = sources[step % 2].take(torch.from_numpy(rows))
-        pictures = to_signed(seen).permute(0, 3, 1, 2)
+        pictures, tasks, labels = (redrawn if step % 2 else true).take(batch, rng)
         if step % 2:  # The layout that a decoder draws in: in another one, convolutions round otherwise.
             pictures = pictures.contiguous()
-        logits = reward.network.logits(pictures, torch.from_numpy(tasks).to(device))
-        return binary_cross_entropy_with_logits(logits, torch.from_numpy(labels).to(device).float())
+        return binary_cross_entropy_with_logits(reward.network.logits(pictures, tasks), labels)
 
     reward.network.train()
     loss = minimise(

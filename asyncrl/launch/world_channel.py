@@ -5,7 +5,7 @@ the channel's thread consumes   worlds that a round left below the run's folder,
                      produces   versions for the actors: the publisher of `weights` sends them
                      waits for  the disk         ended by: close
 
-Always through host memory (gloo, or ZeroMQ for actors that joined): a refit is rare, and a second group of
+Always through host memory (shared, or ZeroMQ for actors that joined): a refit is rare, and a second group of
 NCCL in a process, used from another thread, may block the first.
 """
 
@@ -28,7 +28,7 @@ from asyncrl.weights.publisher import BroadcastPublisher
 
 LOOK_EVERY: Final = 0.2
 """Seconds between two looks for a new world."""
-TRANSPORT: Final = "gloo"
+TRANSPORT: Final = "shared_memory"
 """See `weights.transports`."""
 
 

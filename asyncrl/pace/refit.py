@@ -121,10 +121,12 @@ def refit(
     elif settings.reward_steps:
         judge = load_reward(reward, tasks=sorted(set(recordings.tasks)), device=device)
         judge.network.requires_grad_(True)
+        redrawn = to_redraw(recordings, settings.reward_steps // 2 * settings.batch, seed)
         fit_reward(
             judge,
             recordings,
-            load_fitted(present, device).redraw(recordings),
+            load_fitted(present, device).redraw(redrawn),
+            drawn_of=redrawn,
             steps=settings.reward_steps,
             batch=settings.batch,
             learning_rate=settings.learning_rate,
@@ -132,6 +134,27 @@ def refit(
             warmup=settings.reward_steps // WARMUP_SHARE,
         )
         save_reward(out, judge)
+
+
+def to_redraw(recordings: Recordings, looks: int, seed: int) -> Recordings:
+    """Choose whose frames the autoencoder draws for a refit that looks at so many of them.
+
+    Drawing takes longer than the whole fit on them, so no more episodes are drawn than it takes for every
+    look to be at another frame.
+
+    Args:
+        recordings: With both verdicts (`shows_both`), as those that are returned.
+        looks: Drawn frames in all batches together.
+        seed: Of the choice.
+    """
+    order = np.random.default_rng(seed).permutation(len(recordings))
+    counts = np.cumsum(np.diff(recordings.offsets)[order])
+    episodes = 1 + int(np.searchsorted(counts[:-1], looks))
+    part = chosen(recordings, sorted(order[:episodes].tolist()))
+    while not shows_both(part):
+        episodes += 1
+        part = chosen(recordings, sorted(order[:episodes].tolist()))
+    return part
 
 
 def copy_world(present: Path, reward: Path, out: Path, version: int) -> None:

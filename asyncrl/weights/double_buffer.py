@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,9 +40,17 @@ class PackedVersion:
 class DoubleBuffer:
     """Packed by the learner's thread, emptied by the publisher's, copied by the pull server's."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Begin empty; the buffers are allocated on `device` when the first version is packed."""
+    def __init__(
+        self, device: torch.device, allocate: Callable[[packing.Manifest], packing.Buffers] | None = None
+    ) -> None:
+        """Begin empty; the buffers are allocated when the first version is packed.
+
+        Args:
+            device: Where they are.
+            allocate: Makes a set of them; None: `packing.allocate` does.
+        """
         self._device = device
+        self._allocate = allocate or (lambda manifest: packing.allocate(manifest, device))
         self._lock = threading.Lock()
         self._pending: PackedVersion | None = None
         self._current: PackedVersion | None = None
@@ -85,10 +93,7 @@ class DoubleBuffer:
             if version <= self.newest:
                 raise stale_version(version, self.newest)
             if self.manifest is None:
-                self.buffer_pair = (
-                    packing.allocate(manifest, self._device),
-                    packing.allocate(manifest, self._device),
-                )
+                self.buffer_pair = (self._allocate(manifest), self._allocate(manifest))
                 self._views = [packing.views_in(manifest, buffers) for buffers in self.buffer_pair]
                 self.manifest = manifest
             packing.require_same(manifest, self.manifest, "the first publish")

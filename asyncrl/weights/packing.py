@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,9 @@ LARGE = 2**22
 """Bytes from which on a tensor is copied by a kernel of its own."""
 FOLD = 4096
 """Words per row of the table as which a buffer is added up."""
+
+CACHED_ROWS = 16
+"""Of them, 512 KiB, those that are still in a CPU's cache when they are read again."""
 
 Buffers = list[Tensor]
 """One ``[E]`` buffer per dtype, in the order of `Manifest.dtypes`."""
@@ -204,19 +206,17 @@ def total_bytes(buffers: Buffers) -> int:
 
 
 def checksum(buffers: Buffers) -> int:
-    """Sum up the bytes of all buffers: crc32 on the CPU, weighted sums on CUDA (which waits for the stream).
+    """Sum up the bytes of all buffers, each a multiple of 8 long; waits for the stream on CUDA.
 
-    Learner and actor hold their buffers on the same kind of device, so both use the same of the two.
+    It is the same on every device. crc32, of a CPU alone, takes four times as long.
+
+    Returns:
+        A number in ``[-2**63, 2**63)``, which a message can hold.
     """
-    if all(buffer.device.type == "cpu" for buffer in buffers):
-        crc = 0
-        for buffer in buffers:
-            crc = zlib.crc32(as_bytes(buffer).numpy().data, crc)
-        return crc
     total = 0
     for one in [weighted_sum(buffer) for buffer in buffers]:  # All are queued before the first is waited for.
         total = (total * 31 + int(one)) % 2**64
-    return total
+    return total - 2**63
 
 
 def weighted_sum(buffer: Tensor) -> Tensor:
@@ -224,7 +224,8 @@ def weighted_sum(buffer: Tensor) -> Tensor:
 
     A word that changes always changes the sum, and so does one that lies elsewhere, in all but a fraction of
     2^-60 of the cases or so. Row and column of a word each give a part of its factor, so the factors need no
-    tensor as large as the buffer: it is read twice and nothing is written.
+    tensor as large as the buffer: it is read twice, by a CPU the second time from its cache, and nothing is
+    written.
 
     Args:
         buffer: ``[E]`` of any dtype, a multiple of 8 bytes.
@@ -237,8 +238,21 @@ def weighted_sum(buffer: Tensor) -> Tensor:
     body = words[: rows * FOLD].view(rows, FOLD)
     factors = _scattered(rows + FOLD + rest, buffer.device)
     of_row, of_column, of_rest = factors.split([rows, FOLD, rest])
-    total = (body.sum(dim=1) * (2 * of_row + 1)).sum() + (body.sum(dim=0) * (2 * of_column)).sum()
+    sums_of_rows, sums_of_columns = _sums(body)
+    total = (sums_of_rows * (2 * of_row + 1)).sum() + (sums_of_columns * (2 * of_column)).sum()
     return total + (words[rows * FOLD :] * (2 * of_rest + 1)).sum()
+
+
+def _sums(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Add up the rows ``[R]`` and the columns ``[C]`` of a table ``[R, C]`` int64, each modulo 2^64."""
+    if table.is_cuda:
+        return table.sum(dim=1), table.sum(dim=0)
+    of_rows, of_columns = table.new_empty(len(table)), table.new_zeros(table.shape[1])
+    for begin in range(0, len(table), CACHED_ROWS):
+        part = table[begin : begin + CACHED_ROWS]
+        torch.sum(part, dim=1, out=of_rows[begin : begin + CACHED_ROWS])
+        of_columns += part.sum(dim=0)
+    return of_rows, of_columns
 
 
 def _scattered(count: int, device: torch.device) -> Tensor:

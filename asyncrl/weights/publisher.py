@@ -37,7 +37,7 @@ from asyncrl.weights.membership import (
 from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.rendezvous_store import epoch_store
 from asyncrl.weights.table_entries import Member, VersionHeader
-from asyncrl.weights.transports.interface import Link, Transport, build_transport
+from asyncrl.weights.transports.interface import AllocatesBuffers, Link, Transport, build_transport
 from asyncrl.weights.wake_up import WakeUpSocket
 
 PACKING_POLL_SECONDS = 0.0005
@@ -60,7 +60,8 @@ class BroadcastPublisher:
         self.endpoint = str(table.folder)
         """Folder that the actors' `build_receiver` needs."""
         self._transport, self._table, self._deadline = transport, table, deadline
-        self._buffers = DoubleBuffer(transport.device)
+        allocate = transport.allocate if isinstance(transport, AllocatesBuffers) else None
+        self._buffers = DoubleBuffer(transport.device, allocate)
         self.pulls = serve_pulls(self._buffers) if serve_pulls else None
         """Serves actors that join; absent when nobody can."""
         self._wake_up = WakeUpSocket(table.folder)

@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import ImaginationSettings
 from asyncrl.errors import ConfigError
+from asyncrl.fitting.fit_reward import shows_both
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import chosen
 from asyncrl.fitting.worlds.wan import WanFit
 from asyncrl.fitting.worlds.wan_memory import with_own_memories
 from asyncrl.fitting.worlds.wan_windows import windows
-from asyncrl.pace.refit import check_refittable, load_round, refit
+from asyncrl.pace.refit import check_refittable, load_round, refit, to_redraw
 from asyncrl.rewards.model import load_reward
 from asyncrl.seeds import recorded_noise_seed
 from asyncrl.simulators.tabletop.scene import TASKS
@@ -200,5 +201,51 @@ def test_a_share_of_the_memories_is_replaced(present: Path, tmp_path: Path) -> N
     fit = WanFit(load_world(present))
     cut = windows(recordings, fit.encode(recordings))
     mixed = with_own_memories(fit.world, cut, 0.5, seed=0)
-    replaced = (mixed.rows[:, 1] != cut.rows[:, 1]).sum().item()
-    assert 0.3 * 72 < replaced < 0.7 * 72
+    replaced = (mixed.rows[:, 1] != cut.rows[:, 1]).view(8, 10).sum(1).tolist()
+    assert sorted(replaced) == [0] * 4 + [9] * 4, "whole episodes, each but for its first decision"
+    other = with_own_memories(fit.world, cut, 0.5, seed=1)
+    assert not torch.equal(other.rows, mixed.rows)
+
+
+@pytest.mark.parametrize(("share", "replaced"), [(0.0, 0), (0.1, 3), (0.5, 6), (0.99, 12), (1.0, 12)])
+def test_the_share_is_met_as_nearly_as_whole_episodes_can(
+    present: Path, tmp_path: Path, share: float, replaced: int
+) -> None:
+    """12 windows may be replaced: of three episodes of 4, 5 and 6 decisions, those behind the first ones."""
+    write_recorded(tmp_path, SPEC, (33, 41, 49))
+    recordings = load_recordings([tmp_path])
+    fit = WanFit(load_world(present))
+    cut = windows(recordings, fit.encode(recordings))
+    for seed in range(4):
+        mixed = with_own_memories(fit.world, cut, share, seed=seed)
+        found = (mixed.rows[:, 1] != cut.rows[:, 1]).sum().item()
+        assert abs(found - share * 12) <= 2.5, "half of the longest episode"
+        if share in (0.0, 1.0):
+            assert found == replaced
+
+
+# ---- frames that are drawn -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("looks", "episodes"), [(1, 1), (20, 1), (21, 2), (60, 3), (10_000, 8)])
+def test_no_more_episodes_are_redrawn_than_are_looked_at(tmp_path: Path, looks: int, episodes: int) -> None:
+    write_recorded(tmp_path, SPEC, (20,) * 8)
+    recordings = load_recordings([tmp_path])
+    for seed in range(8):
+        part = to_redraw(recordings, looks, seed)
+        assert shows_both(part)
+        assert len(part) >= episodes
+        if len(part) > episodes:
+            assert sorted(part.solved()) in (
+                [False] * (len(part) - 1) + [True],
+                [False] + [True] * (len(part) - 1),
+            )
+            assert len(part) >= 2, "it goes on until both verdicts are there"
+
+
+def test_all_episodes_are_redrawn_in_their_order_where_a_fit_looks_at_all(tmp_path: Path) -> None:
+    write_recorded(tmp_path, SPEC, (9, 17, 12))
+    recordings = load_recordings([tmp_path])
+    part = to_redraw(recordings, 38, seed=0)
+    np.testing.assert_array_equal(part.frames[:], recordings.frames[:])
+    np.testing.assert_array_equal(part.offsets, recordings.offsets)

@@ -97,16 +97,20 @@ def test_a_manifest_survives_json_and_does_not_depend_on_the_order_of_the_tensor
     assert packing.build_manifest(dict(reversed(tensors.items()))) == manifest
 
 
-def test_the_checksum_is_the_crc32_of_the_bytes_one_buffer_after_the_other() -> None:
-    buffers = [
-        torch.tensor(list(b"1234"), dtype=torch.uint8),
-        torch.tensor(list(b"56789"), dtype=torch.uint8),
-    ]
-    assert packing.checksum(buffers) == 0xCBF43926  # the check value of CRC-32
+def test_the_checksum_sees_buffers_that_changed_places_and_every_bit() -> None:
+    one, other = torch.arange(6), torch.arange(6, 9)
+    sums = {packing.checksum([one, other]), packing.checksum([other, one])}
+    for bit in range(64):
+        changed = one.clone()
+        changed[4] ^= -(2**63) if bit == 63 else 2**bit
+        sums.add(packing.checksum([changed, other]))
+    assert len(sums) == 66
 
 
-@pytest.mark.parametrize("words", [3, packing.FOLD, 2 * packing.FOLD + 5])
-def test_the_sum_for_gpus_is_each_word_times_an_odd_number_of_its_own(words: int) -> None:
+@pytest.mark.parametrize(
+    "words", [3, packing.FOLD, 2 * packing.FOLD + 5, (2 * packing.CACHED_ROWS + 3) * packing.FOLD + 1]
+)
+def test_the_sum_of_a_buffer_is_each_word_times_an_odd_number_of_its_own(words: int) -> None:
     """The factors follow from the sums of buffers with a single 1; any other sum must be made of them."""
     views = sorted({0, 1, words // 2, words - 1})
     buffer = torch.zeros(words, dtype=torch.int64)
@@ -124,9 +128,10 @@ def test_the_sum_for_gpus_is_each_word_times_an_odd_number_of_its_own(words: int
     assert int(packing.weighted_sum(buffer.view(torch.bfloat16))) % 2**64 == expected
 
 
-def test_the_sum_for_gpus_sees_words_rows_and_columns_that_changed_places() -> None:
+@pytest.mark.parametrize("rows_of_table", [6, 3 * packing.CACHED_ROWS + 1])
+def test_the_sum_of_a_buffer_sees_words_rows_and_columns_that_changed_places(rows_of_table: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randint(-(2**63), 2**63 - 1, (6, packing.FOLD), generator=generator)
+    whole = torch.randint(-(2**63), 2**63 - 1, (rows_of_table, packing.FOLD), generator=generator)
     rows, columns, shifted = whole.roll(1, 0), whole.roll(1, 1), whole.flatten().roll(8)
     corners = whole.clone()
     corners[0, 0], corners[3, 9] = whole[3, 9], whole[0, 0]

@@ -30,6 +30,9 @@ EPISODES_AT_ONCE: Final = 64
 def with_own_memories(world: WanWorld, windows: Windows, share: float, seed: int) -> Windows:
     """Replace the memories of some windows by those that the world draws.
 
+    They are of whole episodes, chosen by chance until as many windows are replaced: each decision's memory is
+    drawn from the one before, so that some windows of every episode would cost as much as all of them.
+
     Args:
         world: As it imagines, on the device of the windows.
         windows: Of true latents, with the actions that the network takes; episode by episode, each from its
@@ -40,28 +43,48 @@ def with_own_memories(world: WanWorld, windows: Windows, share: float, seed: int
     Returns:
         As many windows, in the same order.
     """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = _drawn_memories(world, windows, seed)
-    first = windows.rows[:, 1] == windows.rows[:, 0] + 1  # Its memory is the latent behind the anchor.
-    own = (torch.rand(len(windows), generator=generator) < share).to(first.device) & ~first
-    count = int(own.sum())
+    episodes = _chosen(_episodes(windows), share, torch.Generator().manual_seed(seed))
+    memories = _drawn_memories(world, windows, episodes, seed)
+    own = (
+        torch.cat([torch.arange(begin + 1, end) for begin, end in episodes]) if episodes else torch.arange(0)
+    )
+    own = own.to(windows.rows.device)
     rows = windows.rows.clone()
-    rows[own, 1] = len(windows.latents) + torch.arange(count, device=rows.device)
-    return replace(windows, latents=torch.cat([windows.latents, drawn[own]]), rows=rows)
+    rows[own, 1] = len(windows.latents) + torch.arange(len(own), device=rows.device)
+    return replace(windows, latents=torch.cat([windows.latents, memories[own]]), rows=rows)
 
 
-def _drawn_memories(world: WanWorld, windows: Windows, seed: int) -> Tensor:
-    """Imagine every episode; returns the memory that each window would have: ``[W, z, h, w]``."""
-    anchors = windows.rows[:, 0]
-    begins = torch.nonzero(windows.rows[:, 1] == anchors + 1).flatten().tolist()
-    ends = [*begins[1:], len(windows)]
+def _episodes(windows: Windows) -> list[tuple[int, int]]:
+    """Find the first window of each episode and the one behind its last."""
+    # The memory of a first window is the latent behind the anchor.
+    begins = torch.nonzero(windows.rows[:, 1] == windows.rows[:, 0] + 1).flatten().tolist()
+    return list(zip(begins, [*begins[1:], len(windows)], strict=True))
+
+
+def _chosen(
+    episodes: list[tuple[int, int]], share: float, generator: torch.Generator
+) -> list[tuple[int, int]]:
+    """Choose episodes that have the share of all windows but the first ones, as nearly as it can be."""
+    wanted = share * sum(end - begin - 1 for begin, end in episodes)
+    found = list[tuple[int, int]]()
+    for number in torch.randperm(len(episodes), generator=generator).tolist():
+        begin, end = episodes[number]
+        if end - begin - 1 <= 2 * wanted:  # More than half of it is missing.
+            found.append((begin, end))
+            wanted -= end - begin - 1
+    return sorted(found)
+
+
+def _drawn_memories(world: WanWorld, windows: Windows, episodes: list[tuple[int, int]], seed: int) -> Tensor:
+    """Imagine episodes; returns the memory of each window, drawn where it is theirs: ``[W, z, h, w]``."""
     memories = windows.latents[windows.rows[:, 1]].clone()
-    parts = range(0, len(begins), EPISODES_AT_ONCE)
+    device = windows.rows.device
+    parts = range(0, len(episodes), EPISODES_AT_ONCE)
     for part in tqdm(parts, desc="own memories", mininterval=2.0, delay=2):
-        alive = list(zip(begins, ends, strict=True))[part : part + EPISODES_AT_ONCE]
+        alive = episodes[part : part + EPISODES_AT_ONCE]
         decision = 0
         while alive := [(begin, end) for begin, end in alive if begin + decision + 1 < end]:
-            at = torch.tensor([begin + decision for begin, _ in alive], device=anchors.device)
+            at = torch.tensor([begin + decision for begin, _ in alive], device=device)
             noise = [recorded_noise_seed(seed, begin, decision) for begin, _ in alive]
             memories[at + 1] = _denoised(world, windows, memories, at, noise)
             decision += 1

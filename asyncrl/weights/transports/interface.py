@@ -1,6 +1,7 @@
 """Declare what carries one version from the learner's buffers into an actor's, with one link per epoch.
 
     gloo       a broadcast between CPU buffers over loopback sockets
+    shared_memory  actors copy out of the learner's CPU buffers, which they mapped
     nccl       a broadcast between GPUs, one rank per GPU
     cuda_ipc   actors copy out of the learner's buffers, which they mapped: learner and actor share one GPU
     nccl+ipc   the one or the other for each actor, by where it is (`nccl_and_ipc`)
@@ -11,7 +12,7 @@ A link need not notice a dead peer: `deadlines` gives every action a deadline, a
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import ConfigError
 from asyncrl.registry import resolve
-from asyncrl.weights.packing import Buffers
+from asyncrl.weights.packing import Buffers, Manifest
 
 BufferPair = tuple[Buffers, Buffers]
 """The learner's two buffer sets, by buffer index: one is sent while the other is packed."""
@@ -92,6 +93,19 @@ class Transport(Protocol):
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
         """Form a link as rank `rank` (1 or more) of `size`; blocks until all are there."""
+        ...
+
+
+@runtime_checkable
+class AllocatesBuffers(Protocol):
+    """A `Transport` that sends from memory of its own kind."""
+
+    def allocate(self, manifest: Manifest) -> Buffers:
+        """Make one of the learner's two buffer sets: zeroed ``[E]``, one per dtype, as `packing.allocate`.
+
+        Raises:
+            WeightSyncError: There is no room.
+        """
         ...
 
 
