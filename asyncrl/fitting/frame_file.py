@@ -111,8 +111,8 @@ class FrameFile:
 class FrameRows:
     """Some rows of other pictures, ``[F, H, W, 3]`` uint8; none is copied before it is read."""
 
-    def __init__(self, frames: NDArray[np.uint8] | FrameFile, rows: NDArray[np.int64]) -> None:
-        """Choose `rows`, ``[F]`` int64, in that order."""
+    def __init__(self, frames: Frames, rows: NDArray[np.int64]) -> None:
+        """Choose `rows`, ``[F]`` int64, in that order; also of a choice."""
         self._frames, self._rows = frames, rows
         self.shape = (len(rows), *frames.shape[1:])
         self.dtype = np.dtype(np.uint8)
