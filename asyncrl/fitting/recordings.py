@@ -114,7 +114,6 @@ def chosen(recordings: Recordings, episodes: Sequence[int]) -> Recordings:
         recordings: Whose pictures are in memory or in a file.
         episodes: Their numbers.
     """
-    assert not isinstance(recordings.frames, FrameRows), "a choice of a choice"
     spans = [recordings.span(episode) for episode in episodes]
     rows = np.concatenate([np.arange(span.start, span.stop) for span in spans] or [np.empty(0, np.int64)])
     numbers = np.array(episodes, np.int64)
