@@ -3,7 +3,8 @@
 The stored actions go through the world with the stored noise, so the policy decides nothing, and frames and
 scores can be compared whatever policy versions are left. The log-probs of the stored samples are compared
 where the policy of exactly their version is: a checkpoint that was kept, or for version 0 the policy that the
-run began with. Models and what they need are imported when the command runs.
+run began with. With --guard.kind second, what gave a success its weight is imagined again too. Models and
+what they need are imported when the command runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tyro
 from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError
 from asyncrl.keyframe_names import version_named
-from asyncrl.pace.rounds import world_folder
+from asyncrl.pace.rounds import newest_world, world_folder
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.comparison import (
     Comparison,
@@ -30,6 +31,7 @@ from asyncrl.replay_tools.comparison import (
 )
 from asyncrl.replay_tools.episodes import find_group
 from asyncrl.replay_tools.selection import ReplayCommand
+from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.storage.drawing import require_png
 
 if TYPE_CHECKING:
@@ -96,8 +98,10 @@ class Imagine(ReplayCommand):
         logprobs = _logprobs(run, config, episodes, device)
         print(f"rows of a pass: {why}\n")
         actor = replace(config.actor, success_frames=config.success_frames)
-        found = _compare(worlds, start, episodes, logprobs, rows, actor)
-        print(comparison_table(found))
+        found, note = _compare(worlds, start, episodes, logprobs, rows, actor), ""
+        if config.guard.repeats:
+            found, note = _weighed(config, environment, worlds, start, found, rows)
+        print(comparison_table(found) + note)
         verdicts = [one.verdict for one in found]
         counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
         print(f"{len(found)} members: {counts}")
@@ -209,6 +213,12 @@ class _Worlds:
             )
         return self._loaded[version]
 
+    @property
+    def newest(self) -> int:
+        """Return the newest version that the run has."""
+        found = newest_world(self._run)
+        return self._first if found is None else found
+
     def about(self, episodes: Sequence[Episode]) -> str:
         """Say which worlds imagine, and that one is not there."""
         drawn = {int(v) for one in episodes for v in _versions_of(one)}
@@ -246,6 +256,56 @@ def _compare(
         )
         for episode, imagined, of_policy in zip(episodes, again, logprobs, strict=True)
     ]
+
+
+def _weighed(
+    config: TrainConfig,
+    environment: Environment,
+    worlds: _Worlds,
+    start: StartState,
+    found: Sequence[Comparison],
+    rows: int,
+) -> tuple[list[Comparison], str]:
+    """Imagine once more what gave successes their weights: the same actions with the noise of the repetition.
+
+    Where it would give another weight than the stored one, and a later world may have drawn it, nothing can
+    be said of it.
+
+    Returns:
+        All of them, and a line about it, behind a line feed; empty: there are no successes.
+    """
+    from asyncrl.evaluation.stored_groups import imagine_again, repetition_of
+    from asyncrl.launch.second_world import load_second_world
+
+    places = [place for place, one in enumerate(found) if one.episode.success]
+    if not places:
+        return list(found), ""
+    second = load_second_world(config, environment.world, start) if config.guard.world else None
+
+    def drawing(version: int) -> tuple[World[Any], RewardModel]:
+        world, reward = worlds(version)
+        return second or world, reward
+
+    repetitions = [repetition_of(found[place].episode) for place in places]
+    again = imagine_again(drawing, start, repetitions, rows=rows)
+    weighed, unknown = list(found), 0
+    for place, repetition, imagined in zip(places, repetitions, again, strict=True):
+        one = found[place]
+        solved = deciding_step(np.stack(imagined.scores), one.threshold, one.success_frames) is not None
+        new = replace(one, weight=float(solved))
+        if new.same_weight or worlds.newest <= repetition.world_version:
+            weighed[place] = new
+        else:
+            unknown += 1
+    drawn_by = config.guard.world or "the same world with other noise"
+    return weighed, f"\nweights: {len(places)} successes repeated by {drawn_by}" + _unknown(unknown)
+
+
+def _unknown(count: int) -> str:
+    """Say that some weights cannot be checked; nothing where all can."""
+    if not count:
+        return ""
+    return f"; of {count} it is not known, as a later world may have drawn what gave them their weights"
 
 
 def _logprobs(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.observability import process_status
 from asyncrl.records import StartState
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.storage.movies import GREEN, RED, require_mp4, write_movie
@@ -95,6 +96,7 @@ def _imagine_alike(world: World[State], episodes: Sequence[Shown]) -> NDArray[np
         actions = actions_BFA[:, 1 + chunk * decision : 1 + chunk * (decision + 1)]
         frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
         parts.append(frames.cpu().numpy())
+        process_status.progress()
     return np.concatenate(parts, axis=1)[:, :length]
 
 

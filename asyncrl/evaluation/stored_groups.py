@@ -7,7 +7,7 @@ Dimension letters:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import Episode, StartState
 from asyncrl.rewards.interface import RewardModel
+from asyncrl.seeds import noise_seed, repetition_seed
 from asyncrl.worlds.interface import World
 
 Worlds = Callable[[int], tuple[World[Any], RewardModel]]
@@ -54,6 +55,24 @@ def imagine_again(
     for first in range(0, len(episodes), size):
         found += _imagine_together(worlds, start, episodes[first : first + size], rows)
     return found
+
+
+def repetition_of(episode: Episode) -> Episode:
+    """Return what an actor imagined to weigh an episode, as one that `imagine_again` takes.
+
+    It has the episode's start and actions, and the noise of the seed that follows from its own. Which version
+    of the world drew it is not stored: it is taken for the one of the episode's last decision, the earliest
+    that can have been.
+    """
+    seed, decisions = repetition_seed(episode.seed), len(episode.actions)
+    noise_seeds = np.array([noise_seed(seed, n) for n in range(decisions)], episode.noise_seeds.dtype)
+    version = _drawn_by(episode, decisions - 1)
+    return replace(
+        episode,
+        noise_seeds=noise_seeds,
+        world_version=version,
+        world_versions=np.full(decisions, version, np.int64),
+    )
 
 
 def _imagine_together(

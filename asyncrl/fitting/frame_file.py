@@ -111,8 +111,10 @@ class FrameFile:
 class FrameRows:
     """Some rows of other pictures, ``[F, H, W, 3]`` uint8; none is copied before it is read."""
 
-    def __init__(self, frames: Frames, rows: NDArray[np.int64]) -> None:
-        """Choose `rows`, ``[F]`` int64, in that order; also of a choice."""
+    def __init__(self, frames: NDArray[np.uint8] | FrameFile | FrameRows, rows: NDArray[np.int64]) -> None:
+        """Choose `rows`, ``[F]`` int64, in that order; of a choice, rows of what it was made of."""
+        if isinstance(frames, FrameRows):
+            frames, rows = frames._frames, frames._rows[rows]
         self._frames, self._rows = frames, rows
         self.shape = (len(rows), *frames.shape[1:])
         self.dtype = np.dtype(np.uint8)

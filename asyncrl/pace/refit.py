@@ -19,6 +19,7 @@ from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings, chosen, read_part, recording_files
 from asyncrl.fitting.worlds.interface import WorldOptions, load_fitted
+from asyncrl.observability import process_status
 from asyncrl.rewards.model import load_reward, save_reward
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.regular_files import make_folder, remove
@@ -121,11 +122,14 @@ def refit(
     elif settings.reward_steps:
         judge = load_reward(reward, tasks=sorted(set(recordings.tasks)), device=device)
         judge.network.requires_grad_(True)
+        process_status.describe("redrawing frames for the reward model")
         redrawn = to_redraw(recordings, settings.reward_steps // 2 * settings.batch, seed)
+        drawn = load_fitted(present, device).redraw(redrawn)
+        process_status.describe("refitting the reward model")
         fit_reward(
             judge,
             recordings,
-            load_fitted(present, device).redraw(redrawn),
+            drawn,
             drawn_of=redrawn,
             steps=settings.reward_steps,
             batch=settings.batch,

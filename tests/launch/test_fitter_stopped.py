@@ -21,7 +21,7 @@ STOPPED = 60.0
 """Seconds."""
 USUAL = 20.0
 """Seconds of the same run beforehand, with a fitter that works."""
-OF_A_ROUND = ("playing", "judging", "refitting")
+OF_A_ROUND = ("playing", "judging", "refitting", "redrawing")
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,11 @@ from asyncrl.replay.files.reader import read_group
 from asyncrl.replay_tools.episodes import replay_folder
 from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.seeds import noise_seed, repetition_seed
+from asyncrl.storage.asset_paths import world_folder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, save_world
+from support.accepted_worlds import accept
 from support.join_site import Site
 from support.tiny_models import SIZE, WORLDS, write_models
 from support.whole_runs import exit_code, rows
@@ -109,6 +111,61 @@ def test_in_the_shipped_world_every_weight_is_what_the_second_draw_says(shipped:
         assert row[m.WEIGHT_MEAN.name] == pytest.approx(np.mean([one.weight for one in used]))
         successes = [one.weight for one in used if one.success]
         assert row[m.DISAGREE.name] == pytest.approx(1 - np.mean(successes))
+
+
+def imagined(run: Path, number: int, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[list[str]], str]:
+    """What `replay imagine` returns, the cells of its table, and what it says."""
+    capsys.readouterr()
+    code = cli.run("replay", ["imagine", str(run), str(number), "--device", "cpu"])
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("member"))
+    size = len(stored_groups(run)[number])
+    cells = [re.split(r"  +", line.strip()) for line in lines[head : head + 1 + size]]
+    return code, cells, said
+
+
+@pytest.mark.timeout(300)
+def test_a_group_imagined_again_shows_that_every_weight_is_right(shipped: Path, capsys) -> None:
+    seen = set()
+    for number, group in enumerate(stored_groups(shipped)):
+        code, (titles, *cells), said = imagined(shipped, number, capsys)
+        assert code == 0, said
+        assert {row[-1] for row in cells} == {"equal"}
+        if not any(one.success for one in group):
+            assert "weight" not in said
+            continue
+        assert titles[-2:] == ["weight", "verdict"]
+        expected = [f"{one.weight:g}" if one.success else "-" for one in group]
+        assert [row[-2] for row in cells] == expected
+        successes = sum(one.success for one in group)
+        assert f"weights: {successes} successes repeated by the same world with other noise\n" in said
+        seen |= set(expected)
+    assert seen == {"0", "1", "-"}, "else this shows too little"
+
+
+@pytest.mark.timeout(300)
+def test_a_weight_that_is_wrong_is_found_unless_a_later_world_may_have_given_it(
+    shipped: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, group = next(
+        (n, group) for n, group in enumerate(stored_groups(shipped)) if any(one.success for one in group)
+    )
+    wrong = [replace(one, weight=1 - one.weight) if one.success else one for one in group]
+    monkeypatch.setattr("asyncrl.commands.replay_imagine.find_group", lambda *_: wrong)
+    code, (_, *cells), said = imagined(shipped, number, capsys)
+    assert code == 1, said
+    for one, row in zip(wrong, cells, strict=True):
+        told = [f"{one.weight:g}, again {1 - one.weight:g}", "differs"]
+        assert row[-2:] == (told if one.success else ["-", "equal"])
+    run = tmp_path / "run"
+    shutil.copytree(shipped, run)
+    accept(run, world_folder("tabletop"), 1)
+    code, (titles, *_), said = imagined(run, number, capsys)
+    successes = sum(one.success for one in group)
+    assert code == 0, said
+    assert titles[-2] == "log-probs", "there is no column of weights"
+    assert f"; of {successes} it is not known, as a later world" in said
 
 
 def test_replay_tools_know_the_weights(shipped: Path, capsys) -> None:

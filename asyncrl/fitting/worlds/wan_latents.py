@@ -22,10 +22,12 @@ from asyncrl.fitting.autoencoder import CLIP_FRAMES, Latents, rows_at_once, to_v
 from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.loop import ONE_RANK, FitRanks
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.observability import process_status
 from asyncrl.worlds.wan.vae import SPATIAL, WanVae, decode_stream, encode_stream
 
-EPISODES_AT_ONCE: Final = 64
-"""That are drawn side by side at most, of one length."""
+DRAWN_AT_ONCE: Final = {"cuda": 64, "cpu": 4}
+"""Episodes of one length that a device draws side by side at most. A CPU's cache holds the layers of no more:
+each of 32 takes 1.4 times as long. One alone takes four times as long, by a slower kernel."""
 
 
 def stream_of(frames: Tensor) -> Tensor:
@@ -120,6 +122,7 @@ def encode_recordings(
             encoded = encode_stream(vae, to_video(video.to(device)))
             for episode, stream in zip(episodes, encoded.transpose(1, 2), strict=True):
                 latents[episode].copy_(stream)
+            process_status.progress()
         # After every round, so that no rank is ahead of another by more than a batch.
         for episode in chain.from_iterable(together) if ranks.size > 1 else ():
             latents[episode].copy_(ranks.sum(latents[episode]))
@@ -135,6 +138,15 @@ def _batches(lengths: NDArray[np.int64], device: torch.device, picture_bytes: in
         batch = rows_at_once(device, most, _frames_of(length), picture_bytes)
         batches += [alike[begin : begin + batch] for begin in range(0, len(alike), batch)]
     return batches
+
+
+def _shared_out(episodes: list[int], most: int) -> list[list[int]]:
+    """Part episodes into as few batches as can be, of equal sizes: the last one is not smaller by far.
+
+    >>> _shared_out([1, 2, 3, 4, 5], 4)
+    [[1, 2, 3], [4, 5]]
+    """
+    return [part.tolist() for part in np.array_split(np.array(episodes), -(-len(episodes) // most))]
 
 
 def _frames_of(latents: int) -> int:
@@ -167,13 +179,15 @@ def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
     for episode in range(len(recordings)):
         by_length.setdefault(len(latents[episode]), []).append(episode)
     for length, alike in tqdm(by_length.items(), desc="redraw", mininterval=2.0):
-        batch = rows_at_once(latents.all.device, EPISODES_AT_ONCE, 1 + 4 * (length - 1), height * width * 3)
-        for begin in range(0, len(alike), batch):
-            part = alike[begin : begin + batch]
+        device = latents.all.device
+        most = DRAWN_AT_ONCE["cuda" if device.type == "cuda" else "cpu"]
+        batch = rows_at_once(device, most, 1 + 4 * (length - 1), height * width * 3)
+        for part in _shared_out(alike, batch):
             video = decode_stream(vae, torch.stack([latents[e] for e in part]).transpose(1, 2))
             drawn = to_uint8(video).permute(0, 2, 3, 4, 1).cpu().numpy()
             for episode, stream in zip(part, drawn, strict=True):
                 span = recordings.span(episode)
                 seen = np.concatenate([stream[:1], stream[5:]])
                 frames.write(span.start, seen[: span.stop - span.start])
+            process_status.progress()
     return frames

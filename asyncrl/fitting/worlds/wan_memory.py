@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from asyncrl.fitting.worlds.wan_windows import Windows
+from asyncrl.observability import process_status
 from asyncrl.records import CHUNK
 from asyncrl.seeds import recorded_noise_seed
 from asyncrl.worlds.wan.state import WanState
@@ -87,6 +88,7 @@ def _drawn_memories(world: WanWorld, windows: Windows, episodes: list[tuple[int,
             at = torch.tensor([begin + decision for begin, _ in alive], device=device)
             noise = [recorded_noise_seed(seed, begin, decision) for begin, _ in alive]
             memories[at + 1] = _denoised(world, windows, memories, at, noise)
+            process_status.progress()
             decision += 1
     return memories
 
