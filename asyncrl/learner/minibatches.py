@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import Level
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.levels import units_per_decision, valid_units
+from asyncrl.learner.levels import taught, units_per_decision, valid_units
 from asyncrl.learner.losses import aggregation_weights
 from asyncrl.learner.prepare import PreparedBatch
 from asyncrl.learner.ranks import LearnerRanks
@@ -51,7 +51,8 @@ class MicroBatch:
     value_counts: Tensor
     """``[M, K]`` float32."""
     old_logprob: Tensor | None = None
-    """``[M, C, A]`` float32 log-probs before the update; None: this pass finds them."""
+    """``[M, C, A]`` float32 log-probs before the update, of what is taught something; None: this pass finds
+    them."""
     weights: Tensor | None = None
     """Importance weights, which broadcast to ``[M, U, V]``; None: computed in the pass."""
     values: Tensor | None = None
@@ -135,7 +136,7 @@ def build_minibatch(
     n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
     teaches = mask.flatten(1).any(dim=1)
     if not (recipe.trains_critic or chosen.entropy_coef or chosen.kl_coef):
-        teaches &= (prepared.estimates.advantages[rows_M] != 0).flatten(1).any(dim=1)
+        teaches &= taught(prepared.estimates.advantages[rows_M])
     rows = torch.cat([rows_M[teaches], torch.zeros(1, dtype=torch.int64)])
     counted = torch.arange(len(rows)) < len(rows) - 1
 
