@@ -8,7 +8,7 @@ Dimension letters used in this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -20,11 +20,29 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import Reference
 from asyncrl.observability import process_status
-from asyncrl.policies.interface import EvaluateResult, HasCritic, Policy, SamplingParams
+from asyncrl.policies.interface import (
+    CountsPromptTokens,
+    EvaluateResult,
+    HasCritic,
+    Policy,
+    SamplingParams,
+)
 from asyncrl.records import Float32, Uint8
 
 ROW_IN_STEP: Final = torch.zeros(1, dtype=torch.int64)
 """What a rank evaluates in a pass that only other ranks need: its first row, which then counts nothing."""
+
+
+def longest_first(lengths: Tensor) -> Tensor:
+    """Order rows so that a pass has little padding, and the first one takes the most memory.
+
+    Args:
+        lengths: ``[M]`` int64, tokens of each row's prompt.
+
+    Returns:
+        ``[M]`` int64 indices. Rows of equal length keep their order.
+    """
+    return torch.argsort(lengths, descending=True, stable=True)
 
 
 class PolicyForward:
@@ -66,6 +84,7 @@ class PolicyForward:
         Returns:
             ``[D, C, A]`` float32 log-probs, and ``[D, K]`` float32 values or None; both 0 in other rows.
         """
+        rows_R = rows_R[longest_first(self.prompt_lengths(batch.tasks)[rows_R])]
         logprob_DCA = torch.zeros(batch.mask.shape, device=self.device)
         value_DK: Tensor | None = None
         for rows in self.micro_batches(len(rows_R)):
@@ -89,6 +108,7 @@ class PolicyForward:
         """
         tasks = dict(zip(batch.episode.tolist(), batch.tasks, strict=True))
         cut_T = torch.nonzero(~batch.terminated).flatten()
+        cut_T = cut_T[longest_first(self.prompt_lengths([tasks[row] for row in cut_T.tolist()]))]
         value_B = torch.zeros(len(batch.returns), device=self.device)
         for rows in self.micro_batches(len(cut_T)):
             rows_M = ROW_IN_STEP if rows is None else cut_T[rows]
@@ -112,6 +132,14 @@ class PolicyForward:
             start = number * self.micro_batch
             yield slice(start, min(start + self.micro_batch, rows)) if number < own else None
             process_status.progress()
+
+    def prompt_lengths(self, tasks: Sequence[str]) -> Tensor:
+        """Count the tokens of each instruction's prompt: int64, on the CPU; 0 if the policy does not say."""
+        policy: object = self.policy
+        if not isinstance(policy, CountsPromptTokens):
+            return torch.zeros(len(tasks), dtype=torch.int64)
+        lengths = {task: policy.prompt_tokens(task) for task in set(tasks)}
+        return torch.tensor([lengths[task] for task in tasks], dtype=torch.int64)
 
     def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[Any, dict[str, Tensor], SamplingParams]:
         tasks = [batch.tasks[row] for row in rows_M.tolist()]

@@ -121,13 +121,20 @@ class Update:
         recipe.check_batch(batch)
         self.stepper.set_version(version)
         prepared, metrics = prepare_batch(batch, recipe, self.forward)
+        lengths = self.forward.prompt_lengths(batch.tasks)
         before, in_passes = episodes_before(len(batch.returns), self.ranks), reads_movement_in_passes(recipe)
         for epoch in range(chosen.epochs):
             seed = (self.seed, version, epoch)
             shares = split_minibatches(len(batch.returns), chosen.minibatches, seed, before=before)
             for number, episodes in enumerate(shares, start=epoch * chosen.minibatches + 1):
                 minibatch = build_minibatch(
-                    batch, prepared, episodes, recipe, self.ranks, max_decisions=self.max_decisions
+                    batch,
+                    prepared,
+                    episodes,
+                    recipe,
+                    self.ranks,
+                    max_decisions=self.max_decisions,
+                    prompt_lengths=lengths,
                 )
                 self.decisions += minibatch.decisions
                 self.stepper.clear_gradient()
