@@ -98,7 +98,7 @@ def prepare_batch(
         estimates, values = recipe.estimate(batch, old, forward.ranks), old.values
     else:
         estimates = recipe.estimate(batch, None, forward.ranks)
-        rows_R = _rows_that_teach(batch, estimates, recipe)
+        rows_R = rows_that_teach(batch, estimates, recipe)
         old_logprob, _ = forward.evaluate_rows(batch, rows_R)
     weights, metrics = _weights(batch, old_logprob, recipe, estimates, rows_R)
     evaluated = torch.zeros(len(batch.tasks), dtype=torch.bool)
@@ -128,7 +128,7 @@ def _look_back(
     return old_logprob, OldPolicy(old_logprob.cpu(), values, final_values)
 
 
-def _rows_that_teach(batch: Batch, estimates: AdvantagesAndTargets, recipe: Recipe) -> Tensor:
+def rows_that_teach(batch: Batch, estimates: AdvantagesAndTargets, recipe: Recipe) -> Tensor:
     """Find the decisions whose old log-probs anything reads: ``[R]`` int64 on the CPU.
 
     A loss is read where there is an advantage, and a weight of a whole episode is made of all its decisions.
