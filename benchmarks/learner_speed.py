@@ -4,7 +4,8 @@
 
 Random weights, adapters, gradient checkpointing: one micro-batch forward, and forward and backward. The share
 is that of the device's own rates of bfloat16 matrix products over the model's FLOPs: two passes with gradient
-(adapters), one without; what checkpointing computes again counts as time only, as in `time/mfu`.
+(adapters), one without; what checkpointing computes again counts as time only, as in `time/mfu`. The second
+table is of layers that keep what they need: time over that of a policy whose layers all compute it again.
 """
 
 from __future__ import annotations
@@ -33,14 +34,44 @@ class Settings(policy_speed.Settings):
 
     rows: tuple[int, ...] = (8, 32)
     """Decisions of a micro-batch."""
+    every: int = 1
+    """--learner.gradient-checkpointing-every of the first table."""
+    kept_rows: int = 8
+    """Decisions of a micro-batch in the second table: what layers keep must fit the device."""
 
 
 def build(settings: Settings) -> OpenVLAOFTPolicy:
     """The policy as a learner with adapters has it, not compiled."""
     policy = policy_speed.build(settings, torch.device(settings.device))
     add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
-    enable_gradient_checkpointing(policy)
+    enable_gradient_checkpointing(policy, every=settings.every)
     return policy.eval()
+
+
+def keep(policy: OpenVLAOFTPolicy, every: int) -> None:
+    """Let one in `every` blocks compute its activations again; 0: none."""
+    for block in policy.blocks():
+        block.__dict__.pop("forward", None)
+    if every:
+        enable_gradient_checkpointing(policy, every=every)
+
+
+def kept(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
+    """Time forward and backward where fewer and fewer layers compute again, not compiled."""
+    given = inputs(policy, settings, settings.kept_rows, padded=False)
+    both = passes(policy, given)["forward and backward"][1]
+    lines, usual = [], 0.0
+    for every in (1, 2, 4, 0):
+        keep(policy, every)
+        if policy.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(policy.device)
+        taken = seconds(both, policy.device, rounds=4)
+        usual = usual or taken
+        peak = torch.cuda.max_memory_allocated(policy.device) / 2**30 if policy.device.type == "cuda" else 0
+        name = f"one in {every}" if every else "none"
+        lines.append([name, settings.kept_rows, f"{1000 * taken:.1f}", f"{taken / usual:.3f}", f"{peak:.1f}"])
+    keep(policy, settings.every)
+    return lines
 
 
 def passes(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -98,15 +129,17 @@ def main() -> None:
     policy = build(settings)
     one = inputs(policy, settings, 1, padded=False)
     flops = counted(passes(policy, one)["forward"][1])
+    fewer = kept(policy, settings)
     readings = read(policy, "eager", settings, flops, rate)
     compile_blocks(policy)
     readings += read(policy, "compiled", settings, flops, rate)
     print("\n" + report(readings))
+    print("\n" + table(["layers that compute again", "rows", "ms", "ratio", "peak GiB"], fewer))
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json:
         content = {"commit": commit(), "matmul": vars(rate), "flops": flops}
-        content["readings"] = [vars(reading) for reading in readings]
+        content |= {"readings": [vars(reading) for reading in readings], "kept": fewer}
         Path(settings.json).write_text(json.dumps(content, indent=1))
 
 

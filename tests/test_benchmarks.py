@@ -24,10 +24,13 @@ from support.recorded import recorded_spec, write_recorded
 
 SMALLEST = {
     "learner_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--lora", "4"],
+    "learner_updates": ["--tiny", "--device", "cpu", "--rows", "4", "--lora", "4", "--groups", "2",
+                        "--decisions", "1", "--rounds", "1"],
     "policy_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--lora", "4"],
-}
+}  # fmt: skip
 LAST = {
     "learner_speed": r"forward and backward, compiled, padded +2 .*%.*%",
+    "learner_updates": r"10 +0\.\d+% +0\.\d+% +\d+\.\d+% +\d+\.\d+%",
     "policy_speed": r"log-probs of acting against evaluating: mean per token",
 }
 

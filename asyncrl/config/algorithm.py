@@ -269,8 +269,21 @@ class LearnerSettings(Bounded):
     """Compile the layers: about a minute at the first update. For GPUs; its gain was not measured yet."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
+    gradient_checkpointing_every: Annotated[
+        int, AtLeast(1, "it counts layers.", "Use 1 for all layers.", highest=1024)
+    ] = 1
+    """With --learner.gradient-checkpointing: one of so many layers does so, the others keep what they need.
+    1: all of them. 2: half of the extra time, for half of the memory that is saved."""
     offload: bool = False
     """Keep weights, gradient and optimizer state in pinned host memory while the learner waits."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
+            raise ConfigError(
+                f"--learner.gradient-checkpointing-every is {self.gradient_checkpointing_every}, but without "
+                "--learner.gradient-checkpointing no layer computes anything again. Add it, or leave it at 1."
+            )
 
 
 def check_recipe(

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
 from asyncrl.errors import AsyncRLError, CheckpointError
@@ -108,9 +109,8 @@ def measure(
     acting = learning = 0
     counts: object = policy
     if isinstance(counts, CountsActivations):
-        passes = "checkpointed" if config.learner.gradient_checkpointing else "kept"
         acting = counts.activation_bytes(1, "acting", policy.dtype.itemsize)
-        learning = counts.activation_bytes(1, passes, itemsize)
+        learning = _learning_bytes(config.learner, counts, itemsize)
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=count_parameters(policy),
@@ -126,6 +126,15 @@ def measure(
         learning=learning,
         slot=slot,
     )
+
+
+def _learning_bytes(learner: LearnerSettings, policy: CountsActivations, itemsize: int) -> int:
+    """Activations of a decision in a pass with gradient: of layers that keep all, or only their input."""
+    kept = policy.activation_bytes(1, "kept", itemsize)
+    if not learner.gradient_checkpointing:
+        return kept
+    saved = kept - policy.activation_bytes(1, "checkpointed", itemsize)
+    return kept - saved // learner.gradient_checkpointing_every
 
 
 def _verify_checkpoint(config: TrainConfig) -> str:

@@ -113,7 +113,7 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
     if config.lora.rank:
         add_adapters(config, policy)
     if config.learner.gradient_checkpointing:
-        enable_gradient_checkpointing(policy)
+        enable_gradient_checkpointing(policy, every=config.learner.gradient_checkpointing_every)
     if config.learner.compile:
         compile_blocks(policy)
     as_module(policy).eval()

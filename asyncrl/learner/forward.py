@@ -8,8 +8,8 @@ Dimension letters used in this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,29 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import Reference
 from asyncrl.observability import process_status
-from asyncrl.policies.interface import EvaluateResult, HasCritic, Policy, SamplingParams
+from asyncrl.policies.interface import (
+    CountsPromptTokens,
+    EvaluateResult,
+    HasCritic,
+    Policy,
+    SamplingParams,
+)
 from asyncrl.records import Float32, Uint8
+
+ROW_IN_STEP: Final = torch.zeros(1, dtype=torch.int64)
+"""What a rank evaluates in a pass that only other ranks need: its first row, which then counts nothing."""
+
+
+def longest_first(lengths: Tensor) -> Tensor:
+    """Order rows so that a pass has little padding, and the first one takes the most memory.
+
+    Args:
+        lengths: ``[M]`` int64, tokens of each row's prompt.
+
+    Returns:
+        ``[M]`` int64 indices. Rows of equal length keep their order.
+    """
+    return torch.argsort(lengths, descending=True, stable=True)
 
 
 class PolicyForward:
@@ -53,29 +74,51 @@ class PolicyForward:
         return reference.logprob(*self._arguments(batch, rows_M)).float()
 
     @torch.no_grad()
-    def evaluate_all(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Compute every decision's log-probs ``[D, C, A]`` and, with a critic, values ``[D, K]``; float32."""
-        logprobs, values = [], []
-        for rows in self.micro_batches(len(batch.tasks)):
-            result = self.evaluate(batch, rows_of(rows))
-            if rows is not None:
-                logprobs.append(result.logprob)
-                values += [] if result.value is None else [result.value]
-        return torch.cat(logprobs), torch.cat(values) if values else None
+    def evaluate_rows(self, batch: Batch, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Compute the log-probs of some decisions and, with a critic, their values; collective.
+
+        Args:
+            batch: Where the decisions are.
+            rows_R: ``[R]`` int64 on the CPU, which; a rank may have none.
+
+        Returns:
+            ``[D, C, A]`` float32 log-probs, and ``[D, K]`` float32 values or None; both 0 in other rows.
+        """
+        rows_R = rows_R[longest_first(self.prompt_lengths(batch.tasks)[rows_R])]
+        logprob_DCA = torch.zeros(batch.mask.shape, device=self.device)
+        value_DK: Tensor | None = None
+        for rows in self.micro_batches(len(rows_R)):
+            rows_M = ROW_IN_STEP if rows is None else rows_R[rows]
+            result = self.evaluate(batch, rows_M)
+            if rows is None:
+                continue
+            here_M = rows_M.to(self.device)
+            logprob_DCA[here_M] = result.logprob
+            if result.value is not None:
+                if value_DK is None:
+                    value_DK = result.value.new_zeros(len(batch.tasks), result.value.shape[1])
+                value_DK[here_M] = result.value
+        return logprob_DCA, value_DK
 
     @torch.no_grad()
     def final_values(self, batch: Batch) -> Tensor:
-        """Compute the values ``[B]`` float32 of the final observations: what episodes could still get."""
+        """Compute what episodes that ran out of time could still get: ``[B]`` float32, 0 for all others.
+
+        That is the critic's value of their final observations.
+        """
         tasks = dict(zip(batch.episode.tolist(), batch.tasks, strict=True))
-        values = []
-        for rows in self.micro_batches(len(batch.returns)):
-            rows_M = rows_of(rows)
+        cut_T = torch.nonzero(~batch.terminated).flatten()
+        cut_T = cut_T[longest_first(self.prompt_lengths([tasks[row] for row in cut_T.tolist()]))]
+        value_B = torch.zeros(len(batch.returns), device=self.device)
+        for rows in self.micro_batches(len(cut_T)):
+            rows_M = ROW_IN_STEP if rows is None else cut_T[rows]
             chosen = [tasks[row] for row in rows_M.tolist()]
             final = (batch.final_frames, batch.final_more_frames, batch.final_states)
             inputs = self._inputs(*final, chosen, rows_M.numpy())
-            value = cast("HasCritic", self.policy).values(inputs)[:, 0].float()
-            values += [] if rows is None else [value]
-        return torch.cat(values)
+            value_M = cast("HasCritic", self.policy).values(inputs)[:, 0].float()
+            if rows is not None:
+                value_B[rows_M.to(self.device)] = value_M
+        return value_B
 
     def micro_batches(self, rows: int) -> Iterator[slice | None]:
         """Cut `rows` rows into slices of a pass; None for every pass that only other ranks need.
@@ -89,6 +132,14 @@ class PolicyForward:
             start = number * self.micro_batch
             yield slice(start, min(start + self.micro_batch, rows)) if number < own else None
             process_status.progress()
+
+    def prompt_lengths(self, tasks: Sequence[str]) -> Tensor:
+        """Count the tokens of each instruction's prompt: int64, on the CPU; 0 if the policy does not say."""
+        policy: object = self.policy
+        if not isinstance(policy, CountsPromptTokens):
+            return torch.zeros(len(tasks), dtype=torch.int64)
+        lengths = {task: policy.prompt_tokens(task) for task in set(tasks)}
+        return torch.tensor([lengths[task] for task in tasks], dtype=torch.int64)
 
     def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[Any, dict[str, Tensor], SamplingParams]:
         tasks = [batch.tasks[row] for row in rows_M.tolist()]
@@ -118,8 +169,3 @@ class PolicyForward:
         if states is None:
             return self.policy.preprocess(shown, tasks)
         return self.policy.preprocess(shown, tasks, states[rows])
-
-
-def rows_of(rows: slice | None) -> Tensor:
-    """Return the rows ``[M]`` int64 of a micro-batch; the first one when this rank only keeps in step."""
-    return torch.zeros(1, dtype=torch.int64) if rows is None else torch.arange(rows.start, rows.stop)

@@ -29,7 +29,8 @@ Need = Literal["behaviour", "critic", "whole_episodes", "old_policy"]
 
     behaviour        log-probs of the policy that sampled; a batch without them is refused
     critic           a critic that is trained: --algorithm.kind ppo
-    whole_episodes   log-probs of all decisions of an episode at once, before the first step
+    whole_episodes   log-probs of all decisions of an episode at once, before the first step; a correction
+                     sees only the episodes with an advantage
     old_policy       log-probs of the policy before the update, also with several minibatches
 """
 
@@ -60,7 +61,7 @@ class OldPolicy(NamedTuple):
     values: Tensor | None
     """``[D, K]`` float32 of the critic; None without one."""
     final_values: Tensor
-    """``[B]`` float32, value of the final observation; 0 where it does not count."""
+    """``[B]`` float32, value of the final observation of episodes that ran out of time; 0 for all others."""
 
 
 class UnitLoss(NamedTuple):
@@ -89,7 +90,7 @@ class Correction(Protocol):
                 0 where the mask is False.
             mask: ``[D, C, A]`` bool, which numbers of an action count.
             episode: ``[D]`` int64, index of each decision's episode. All decisions of an episode are there
-                only with the need `whole_episodes`.
+                only with the need `whole_episodes`; decisions that teach nothing may be absent.
             level: What has one ratio in the objective.
 
         Returns:
@@ -168,7 +169,8 @@ class Advantage(Protocol):
         Args:
             batch: This rank's part; its tensors are on the CPU. What an episode of it teaches should be
                 `episode_weights` times what it would teach alone, in means over siblings too.
-            old: None where nothing needed the policy before the update.
+            old: None unless `needs` names the policy before the update: `old_policy`, `whole_episodes` or
+                `critic`. (A correction that `CorrectsAdvantages` has the same effect.)
             correction: Of the samples; it may be one that `CorrectsAdvantages`.
             ranks: For means over all of them; every rank makes the same calls.
 

@@ -55,6 +55,18 @@ def units_per_decision(level: Level, steps: int, dim: int) -> int:
     return {"token": steps * dim, "action": steps, "decision": 1}[level]
 
 
+def taught(advantages: Tensor) -> Tensor:
+    """Say which decisions are taught something: those with an advantage that is not 0.
+
+    Args:
+        advantages: ``[D, 1, 1]`` or ``[D, C, 1]``, any float type.
+
+    Returns:
+        ``[D]`` bool.
+    """
+    return (advantages != 0).flatten(1).any(dim=1)
+
+
 def sum_per_episode(values_D: Tensor, episode: Tensor) -> Tensor:
     """Add up over the decisions of each episode and hand every decision its episode's sum.
 

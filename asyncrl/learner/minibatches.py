@@ -1,7 +1,8 @@
 """Cuts a batch into minibatches of whole episodes, and these into micro-batches of decisions.
 
 A minibatch decides an optimizer step, so its episodes are whole. A micro-batch only decides how much memory
-a pass takes. A rank that has no decisions left repeats one that counts nothing, to keep in step with others.
+a pass takes: it holds decisions whose prompts are about equally long, so that little is padded. A rank that
+has no decisions left repeats one that counts nothing, to keep in step with others.
 
 Dimension letters used in this file:
     M  decisions of a micro-batch, or minibatch     E  episodes of a minibatch, on this rank
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import Level
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.levels import units_per_decision, valid_units
+from asyncrl.learner.forward import longest_first
+from asyncrl.learner.levels import taught, units_per_decision, valid_units
 from asyncrl.learner.losses import aggregation_weights
 from asyncrl.learner.prepare import PreparedBatch
 from asyncrl.learner.ranks import LearnerRanks
@@ -51,7 +53,8 @@ class MicroBatch:
     value_counts: Tensor
     """``[M, K]`` float32."""
     old_logprob: Tensor | None = None
-    """``[M, C, A]`` float32 log-probs before the update; None: this pass finds them."""
+    """``[M, C, A]`` float32 log-probs before the update, of what is taught something; None: this pass finds
+    them."""
     weights: Tensor | None = None
     """Importance weights, which broadcast to ``[M, U, V]``; None: computed in the pass."""
     values: Tensor | None = None
@@ -113,6 +116,7 @@ def build_minibatch(
     ranks: LearnerRanks,
     *,
     max_decisions: int,
+    prompt_lengths: Tensor,
 ) -> MicroBatch:
     """Collect the decisions of some episodes that can have a gradient; collective.
 
@@ -123,6 +127,7 @@ def build_minibatch(
         recipe: What each unit counts, and which decisions can have a gradient.
         ranks: The counts' denominators are those of all of them.
         max_decisions: Decisions of an episode of full length.
+        prompt_lengths: ``[D]`` int64 of the batch's decisions, tokens; long ones come first.
 
     Returns:
         On the devices of `batch` and `prepared`; its last row counts nothing.
@@ -135,8 +140,10 @@ def build_minibatch(
     n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
     teaches = mask.flatten(1).any(dim=1)
     if not (recipe.trains_critic or chosen.entropy_coef or chosen.kl_coef):
-        teaches &= (prepared.estimates.advantages[rows_M] != 0).flatten(1).any(dim=1)
-    rows = torch.cat([rows_M[teaches], torch.zeros(1, dtype=torch.int64)])
+        teaches &= taught(prepared.estimates.advantages[rows_M])
+    kept = torch.nonzero(teaches).flatten()
+    kept = kept[longest_first(prompt_lengths[rows_M[kept]])]
+    rows = torch.cat([rows_M[kept], torch.zeros(1, dtype=torch.int64)])
     counted = torch.arange(len(rows)) < len(rows) - 1
 
     def counts(valid: Tensor, number: float, level: Level) -> Tensor:
@@ -147,7 +154,7 @@ def build_minibatch(
         return with_last_row(found)
 
     def with_last_row(found: Tensor) -> Tensor:
-        return torch.cat([found[teaches], found.new_zeros(1, *found.shape[1:])])
+        return torch.cat([found[kept], found.new_zeros(1, *found.shape[1:])])
 
     def at_rows(found: Tensor | None) -> Tensor | None:
         return None if found is None else found[rows.to(found.device)]

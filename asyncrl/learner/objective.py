@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.corrections import beyond_trust_region, staleness_metrics, truncated_weights
-from asyncrl.learner.levels import valid_units
+from asyncrl.learner.levels import taught, valid_units
 from asyncrl.learner.losses import kl_penalty, log_ratio, value_loss
 from asyncrl.learner.minibatches import MicroBatch
 from asyncrl.learner.recipe import Recipe
@@ -44,8 +44,9 @@ def update_loss(
         trust_region: Bound of `beyond_trust_region`; 0: none.
     """
     # A token that top-k would not draw any more has a number all the same: `action_distribution` keeps it.
-    old_logprob = now.logprob.detach() if micro.old_logprob is None else micro.old_logprob
-    mask = micro.mask
+    old_logprob, mask = now.logprob.detach(), micro.mask
+    if micro.old_logprob is not None:  # Of what teaches nothing it need not be known.
+        old_logprob = torch.where(taught(micro.advantages)[:, None, None], micro.old_logprob, old_logprob)
     logprob, old_logprob = (torch.where(mask, x, 0.0) for x in (now.logprob, old_logprob))
     terms: list[LossAndMetrics] = []
     if policy:
@@ -77,11 +78,11 @@ def _policy_loss(
     if weights is None:
         ratios = torch.where(mask, log_ratio(proximal, behaviour), 0.0)
         weights = recipe.weights(ratios, mask, micro.episode)
-    settings, taught = recipe.correction_settings, (micro.advantages != 0).flatten(1).any(dim=1)
+    settings, taught_M = recipe.correction_settings, taught(micro.advantages)
     if micro.old_logprob is None:
         policies = (old_logprob, proximal, behaviour)
         metrics.fold(
-            staleness_metrics(settings, level, *policies, mask, weights, micro.episode, micro.lag, taught)
+            staleness_metrics(settings, level, *policies, mask, weights, micro.episode, micro.lag, taught_M)
         )
     terms = recipe.unit_loss(logprob, proximal, mask, micro.advantages)
     units = valid_units(mask, level)
@@ -91,12 +92,12 @@ def _policy_loss(
         beyond = beyond_trust_region(logprob, behaviour, mask, micro.advantages, level, trust_region)
     loss = torch.where(units & ~beyond, weighed, 0.0).sum()
     metrics.total(m.POLICY_LOSS, loss)
-    read = units & taught[:, None, None]
+    read = units & taught_M[:, None, None]
     metrics.mean(m.CLIP_FRACTION, terms.clipped.float(), read)
     metrics.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), read)
     metrics.mean(m.CLIPPED_RATIO, terms.clipped_ratio, read)
     metrics.mean(m.OUTSIDE_TRUST_REGION, beyond.float(), read)
-    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & taught[:, None, None])
+    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & taught_M[:, None, None])
     without_gradient = (beyond | terms.clipped | terms.dual_clipped).float()
     for lags, metric in zip(LAG_RANGES, m.CLIPPED_AT_LAG, strict=True):
         metrics.mean(metric, without_gradient, read & lags.holds(micro.lag)[:, None, None])
@@ -110,8 +111,8 @@ def _regularisers(recipe: Recipe, now: EvaluateResult, logprob: Tensor, micro: M
     a weight per token of at most --correction.max-weight; with --correction.kind none they count as fresh.
     """
     metrics, chosen, mask = MetricAccumulator(), recipe.algorithm, micro.mask
-    taught = (micro.advantages != 0).flatten(1).any(dim=1)
-    metrics.mean(m.ENTROPY_LOSS, now.entropy, mask & taught[:, None, None])
+    read = mask & taught(micro.advantages)[:, None, None]
+    metrics.mean(m.ENTROPY_LOSS, now.entropy, read)
     loss = torch.zeros((), device=logprob.device)
     if chosen.entropy_coef:
         loss = loss - chosen.entropy_coef * torch.where(mask, micro.token_counts * now.entropy, 0.0).sum()
@@ -123,7 +124,7 @@ def _regularisers(recipe: Recipe, now: EvaluateResult, logprob: Tensor, micro: M
         if "behaviour" in recipe.needs:
             behind = torch.where(mask, log_ratio(logprob, micro.behaviour), 0.0)
             weights = truncated_weights(behind, cap=recipe.correction_settings.max_weight)
-        metrics.mean(m.KL_REFERENCE, weights * penalty, reachable & taught[:, None, None])
+        metrics.mean(m.KL_REFERENCE, weights * penalty, reachable & read)
         loss = loss + chosen.kl_coef * (micro.token_counts * weights * penalty).sum()
     return loss, metrics
 

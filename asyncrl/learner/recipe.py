@@ -63,13 +63,22 @@ class Recipe:
 
     @property
     def needs_old_policy_pass(self) -> bool:
-        """Tell whether the whole batch must be evaluated before the first step.
+        """Tell whether decisions must be evaluated once before the first step.
 
         In the first pass over a whole minibatch the policy is still the one before that step. With one
         minibatch this is the policy before the update, and what the pass found serves the later epochs.
         """
         several = self.algorithm.minibatches > 1 and "old_policy" in self.needs
-        return self.trains_critic or "whole_episodes" in self.needs or several
+        return self.estimates_look_back or "whole_episodes" in self.needs or several
+
+    @property
+    def estimates_look_back(self) -> bool:
+        """Tell whether the advantages themselves come from what the old policy said.
+
+        Otherwise they are known before that pass, which leaves out what has none.
+        """
+        reads = bool({"old_policy", "whole_episodes"} & set(self.advantage.needs))
+        return self.trains_critic or reads or isinstance(self.correction, CorrectsAdvantages)
 
     @property
     def weights_move(self) -> bool:

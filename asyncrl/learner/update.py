@@ -5,6 +5,7 @@
     evaluate           a micro-batch by the current weights
     update_loss        objective, correction, critic's loss; its gradient is added up over micro-batches
     step               one clipped AdamW step per minibatch, or none if the gradient is not finite
+    movement           how far the policy moved: read in the last step's passes, or after the only step
 
 All learner ranks make the same calls in the same order; denominators are those of all ranks.
 """
@@ -32,7 +33,13 @@ from asyncrl.learner.prepare import PreparedBatch, prepare_batch
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.reference import Reference
-from asyncrl.learner.update_metrics import advantage_metrics, approx_kl_metric, finish_metrics
+from asyncrl.learner.update_metrics import (
+    advantage_metrics,
+    finish_metrics,
+    movement,
+    movement_afterwards,
+    reads_movement_in_passes,
+)
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 
@@ -114,29 +121,41 @@ class Update:
         recipe.check_batch(batch)
         self.stepper.set_version(version)
         prepared, metrics = prepare_batch(batch, recipe, self.forward)
-        before = episodes_before(len(batch.returns), self.ranks)
+        lengths = self.forward.prompt_lengths(batch.tasks)
+        before, in_passes = episodes_before(len(batch.returns), self.ranks), reads_movement_in_passes(recipe)
         for epoch in range(chosen.epochs):
             seed = (self.seed, version, epoch)
             shares = split_minibatches(len(batch.returns), chosen.minibatches, seed, before=before)
-            for episodes in shares:
+            for number, episodes in enumerate(shares, start=epoch * chosen.minibatches + 1):
                 minibatch = build_minibatch(
-                    batch, prepared, episodes, recipe, self.ranks, max_decisions=self.max_decisions
+                    batch,
+                    prepared,
+                    episodes,
+                    recipe,
+                    self.ranks,
+                    max_decisions=self.max_decisions,
+                    prompt_lengths=lengths,
                 )
                 self.decisions += minibatch.decisions
                 self.stepper.clear_gradient()
-                for found in self._add_gradient(batch, prepared, minibatch):
+                last = number == chosen.epochs * chosen.minibatches
+                for found in self._add_gradient(batch, prepared, minibatch, movement_read=last and in_passes):
                     metrics.fold(found)
                 self.stepper.step()
             prepared.end_epoch()
         metrics.fold(advantage_metrics(batch, prepared, self.device))
-        metrics.fold(approx_kl_metric(batch, prepared, self.forward))
+        if not in_passes:
+            metrics.fold(movement_afterwards(batch, prepared, self.forward))
         means = metrics.reduce(self.ranks, chosen.epochs * chosen.minibatches)
         return finish_metrics(means) | self.stepper.metrics()
 
     def _add_gradient(
-        self, batch: Batch, prepared: PreparedBatch, minibatch: MicroBatch
+        self, batch: Batch, prepared: PreparedBatch, minibatch: MicroBatch, *, movement_read: bool
     ) -> list[MetricAccumulator]:
-        """Evaluate a minibatch in micro-batches; leave its gradient in ``.grad``, return their metrics."""
+        """Evaluate a minibatch in micro-batches; leave its gradient in ``.grad``, return their metrics.
+
+        With `movement_read` these say also how far the policy is by now from the one before the update.
+        """
         recipe, learns = self.recipe, self.stepper.policy_learns
         steps, size = recipe.algorithm.epochs * recipe.algorithm.minibatches, recipe.algorithm.micro_batch
         metrics: list[MetricAccumulator] = []
@@ -154,6 +173,9 @@ class Update:
             metrics.append(found)
             self._passes += 1
             self.on_pass(self._passes, max(self._passes, steps * -(-minibatch.decisions // size)))
+            if movement_read:
+                first, known = prepared.first_seen(micro.rows)
+                metrics.append(movement(first, now.logprob.detach(), micro.mask & known))
             if rows is not None:
-                prepared.record_old_logprob(micro.rows, now.logprob)
+                prepared.record_first_logprob(micro.rows, now.logprob)
         return metrics

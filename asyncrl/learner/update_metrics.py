@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
+from torch import Tensor
 
 from asyncrl.learner.accumulator import MetricAccumulator, effective_sample_size, variance
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import k3
-from asyncrl.learner.forward import PolicyForward, rows_of
+from asyncrl.learner.forward import ROW_IN_STEP, PolicyForward
 from asyncrl.learner.losses import log_ratio
 from asyncrl.learner.prepare import PreparedBatch
+from asyncrl.learner.recipe import Recipe
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
+
+MOVEMENT_SHARE: Final = 32
+"""Of so many decisions one is evaluated again to see how far the policy moved: a pass costs about a third of
+what learning from a decision does, so that the reading takes a hundredth of the update."""
+FEWEST_ROWS: Final = 4
+"""Decisions of that reading where a batch is small."""
 
 
 def advantage_metrics(batch: Batch, prepared: PreparedBatch, device: torch.device) -> MetricAccumulator:
@@ -33,25 +42,49 @@ def advantage_metrics(batch: Batch, prepared: PreparedBatch, device: torch.devic
     return found
 
 
-def approx_kl_metric(batch: Batch, prepared: PreparedBatch, forward: PolicyForward) -> MetricAccumulator:
-    """Measure KL(before || after) per valid token, from at most one micro-batch of decisions; collective.
+def reads_movement_in_passes(recipe: Recipe) -> bool:
+    """Tell whether the last step's passes meet decisions that were evaluated before the first step.
 
-    Measured afterwards because before the first step it is zero by definition. The decisions are spread
-    evenly over the batch. They were sampled by the behaviour policy, so the estimate has its lag's bias.
+    They do where there are several steps, unless the one epoch meets every decision for the first time.
+    """
+    chosen = recipe.algorithm
+    return chosen.epochs > 1 or (chosen.minibatches > 1 and recipe.needs_old_policy_pass)
+
+
+def movement(before: Tensor, after: Tensor, mask: Tensor) -> MetricAccumulator:
+    """Measure KL(before || after) per valid token.
+
+    The decisions were sampled by the behaviour policy, so the estimate has its lag's bias.
+
+    Args:
+        before: ``[M, C, A]`` float32 log-probs when the decisions were first evaluated, nats.
+        after: The same, later.
+        mask: ``[M, C, A]`` bool.
     """
     found = MetricAccumulator()
+    possible = mask & torch.isfinite(before) & torch.isfinite(after)
+    moved = log_ratio(torch.where(possible, after, 0.0), torch.where(possible, before, 0.0))
+    found.mean(m.APPROX_KL, k3(moved), possible)
+    return found
+
+
+def movement_afterwards(batch: Batch, prepared: PreparedBatch, forward: PolicyForward) -> MetricAccumulator:
+    """Measure `movement` in a small pass of its own, after the last step; collective.
+
+    For updates of one step: before it the movement is zero by definition, and no other pass comes after it.
+    The decisions are spread evenly over those that were evaluated, at most one in `MOVEMENT_SHARE` of them
+    and no more than a pass takes.
+    """
     evaluated = torch.nonzero(prepared.evaluated).flatten()
     if not float(forward.ranks.sum(torch.tensor([float(len(evaluated))]))):
-        return found
-    stride = max(1, -(-len(evaluated) // forward.micro_batch))
-    rows_M = evaluated[::stride] if len(evaluated) else rows_of(None)
+        return MetricAccumulator()
+    most = min(forward.micro_batch, max(FEWEST_ROWS, len(evaluated) // MOVEMENT_SHARE))
+    stride = max(1, -(-len(evaluated) // most))
+    rows_M = evaluated[::stride] if len(evaluated) else ROW_IN_STEP
     with torch.no_grad():
         after = forward.evaluate(batch, rows_M).logprob
     before = prepared.first_logprob[rows_M.to(after.device)]
-    possible = batch.mask[rows_M].to(after.device) & torch.isfinite(before) & torch.isfinite(after)
-    moved = log_ratio(torch.where(possible, after, 0.0), torch.where(possible, before, 0.0))
-    found.mean(m.APPROX_KL, k3(moved), possible & bool(len(evaluated)))
-    return found
+    return movement(before, after, batch.mask[rows_M].to(after.device) & bool(len(evaluated)))
 
 
 def finish_metrics(means: dict[Metric | str, float]) -> dict[Metric, float]:

@@ -188,7 +188,8 @@ MFU = define(
     "Model FLOPs of those decisions per second, of the GPUs' peak; absent where that is not known.",
     "Compare it between settings of one machine. Low: passes are too small, raise --algorithm.micro-batch. "
     "Passes without gradient (critic, several steps per batch, KL reference) and the recomputation of "
-    "--learner.gradient-checkpointing are not counted, so both lower it.",
+    "--learner.gradient-checkpointing are not counted, so both lower it; where memory is left, "
+    "--learner.gradient-checkpointing-every 2 saves half of the latter.",
 )
 RESPAWNS = define(
     "time/respawns",

@@ -124,8 +124,9 @@ APPROX_KL = define(
     "Small, positive and steady. A rise from update to update means steps that are too large: lower "
     "--optimizer.learning-rate or --algorithm.epochs; 0 means that nothing is learned. RLinf's is k1, "
     "-mean(log ratio), which can be negative, and at token level it is divided by a mask that is too narrow "
-    "(up to 7-fold too large); ours is k3 over valid tokens, never negative, and compares before with after "
-    "the update.",
+    "(up to 7-fold too large); ours is k3 over valid tokens, never negative. With one step per update it "
+    "compares before with after it, on one decision in 32. With n steps it is read in the passes of the last "
+    "one, so this step is not in it: about (1 - 1/n)^2 of the whole if all are alike.",
 )
 CLIP_FRACTION = define(
     "train/actor/clip_fraction",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from itertools import islice
 from types import MethodType
 from typing import Any, Final, Protocol
 
@@ -138,13 +139,17 @@ def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def enable_gradient_checkpointing(policy: HasBlocks) -> None:
-    """Let every Llama layer and vision block keep only its input, in eval mode as well.
+def enable_gradient_checkpointing(policy: HasBlocks, *, every: int = 1) -> None:
+    """Let Llama layers and vision blocks keep only their input, in eval mode as well.
 
     Gradients stay the same. Only `forward` of each block's instance is replaced: no module is wrapped and no
     name changes, and hooks of the block (sharding) run outside. Calling it twice changes nothing more.
+
+    Args:
+        policy: Has the blocks.
+        every: Of so many successive blocks the first does so; the others keep all that they need. 1: all do.
     """
-    recompute(policy.blocks())
+    recompute(islice(policy.blocks(), 0, None, every))
 
 
 def recompute(blocks: Iterable[nn.Module]) -> None:

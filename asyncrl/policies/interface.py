@@ -319,6 +319,15 @@ class FixesPrompts(Protocol):
 
 
 @runtime_checkable
+class CountsPromptTokens(Protocol):
+    """A policy whose passes pad short instructions: the learner puts those of one length together."""
+
+    def prompt_tokens(self, task: str) -> int:
+        """Count the tokens of an instruction's prompt."""
+        ...
+
+
+@runtime_checkable
 class CountsActivations(Protocol):
     """A policy that knows what its passes need beside the weights: for `asyncrl doctor`."""
 

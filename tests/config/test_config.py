@@ -154,6 +154,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (TrainConfig, {"seed": -1}, "--seed is -1"),
         (LoraSettings, {"rank": -1}, "--lora.rank is -1"),
         (LearnerSettings, {"threads": 0}, "--learner.threads is 0"),
+        (LearnerSettings, {"gradient_checkpointing_every": 0}, "--learner.gradient-checkpointing-every is 0"),
+        (
+            LearnerSettings,
+            {"gradient_checkpointing_every": 2},
+            "every is 2.*but without --learner.gradient-ch",
+        ),
         (ReplaySettings, {"max_lag": -1}, "--replay.max-lag is -1"),
         (ActorSettings, {"success_threshold": 0.0}, "--actor.success-threshold is 0.0"),
         (ActorSettings, {"success_frames": 0}, "--actor.success-frames is 0.*Use 1, or the word last"),

@@ -124,6 +124,27 @@ def test_more_slots_and_larger_micro_batches_need_more(recipe: TrainConfig, adap
     assert smaller[1] == actor
 
 
+def test_layers_that_keep_what_they_need_take_their_share_of_the_memory(recipe: TrainConfig) -> None:
+    def learning(**changes: int | bool) -> int:
+        return sizes_of(replace(recipe, learner=replace(recipe.learner, **changes))).learning
+
+    none, every, second, eighth = (
+        learning(gradient_checkpointing=False),
+        learning(),
+        learning(gradient_checkpointing_every=2),
+        learning(gradient_checkpointing_every=8),
+    )
+    assert every < second < eighth < none
+    assert second == pytest.approx((every + none) / 2, rel=1e-6)
+    # Half of the layers keep six times their width and three times their MLP's more, in 2 bytes each.
+    sizes = OpenVLAOFTConfig.full()
+    vision = sum(
+        tokens * tower.depth * (6 * tower.width + 3 * tower.mlp)
+        for tokens, tower in ((261, sizes.dino), (256, sizes.siglip))
+    )
+    assert second - every == pytest.approx(vision + 347 * 32 * (6 * 4096 + 3 * 11008), rel=1e-6)
+
+
 PUBLISHED_WORLDS = [
     file for kind in ("wan", "opensora", "evac") for file in sorted((ROOT / "configs").glob(f"{kind}_*.toml"))
 ]

@@ -68,7 +68,15 @@ def test_a_pass_for_the_others_counts_nothing() -> None:
     batch = build_batch(groups_of([[10, -1], [-1, -1]]), version=0)
     recipe = build_recipe(AlgorithmSettings(group_size=2), CorrectionSettings(), CriticSettings())
     prepared, _ = prepare_batch(batch, recipe, forward_in(SingleRank(), 32))
-    minibatch = build_minibatch(batch, prepared, torch.arange(4), recipe, SingleRank(), max_decisions=6)
+    minibatch = build_minibatch(
+        batch,
+        prepared,
+        torch.arange(4),
+        recipe,
+        SingleRank(),
+        max_decisions=6,
+        prompt_lengths=torch.zeros(8, dtype=torch.int64),
+    )
     assert minibatch.decisions == 4  # The second group carries no signal.
     assert minibatch.rows.tolist() == [0, 1, 2, 3, 0]
     part = minibatch.part(None, torch.device("cpu"))

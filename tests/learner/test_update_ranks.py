@@ -28,6 +28,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm__advantage_scale": "batch_std"},
     "weighted": {"algorithm__advantage_scale": "batch_std"},
     "ppo": {"algorithm__kind": "ppo", "algorithm__minibatches": 2, "correction__kind": "vtrace"},
+    "steps": {"algorithm__minibatches": 2},
     "episode": {
         "correction__level": "episode",
         "correction__geometric": True,
@@ -82,4 +83,14 @@ def test_minibatches_of_two_ranks_train_the_critic_in_step() -> None:
     assert values == others
     assert max(float(g.abs().max()) for g in gradients.values()) > 0
     for metric in (m.ADVANTAGES_MAX, m.VALUES_MEAN, m.RETURNS_MEAN, m.EXPLAINED_VARIANCE, m.MISMATCH_KL):
+        assert values[metric.name] == pytest.approx(alone[metric], rel=1e-3, abs=1e-6), metric.name
+
+
+def test_a_rank_whose_groups_teach_nothing_keeps_in_step_before_the_first_of_several_steps() -> None:
+    _, alone = updated("steps", SingleRank(), slice(None))
+    (gradients, values), (_, others) = run_ranks(on_ranks, "steps")
+    assert values == others
+    assert max(float(g.abs().max()) for g in gradients.values()) > 0
+    assert values[m.APPROX_KL.name] > 0
+    for metric in (m.MISMATCH_KL, m.ESS, m.IMPORTANCE_MEAN, m.IMPORTANCE_MAX):
         assert values[metric.name] == pytest.approx(alone[metric], rel=1e-3, abs=1e-6), metric.name

@@ -99,6 +99,25 @@ def test_every_block_is_recomputed_once() -> None:
     assert sorted(calls) == sorted([*range(7)] * 2)
 
 
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("every", [2, 3])
+def test_one_of_several_blocks_is_recomputed_and_gradients_stay_the_same(every: int, lora: bool) -> None:
+    policy = (adapted if lora else small)(llm_layers=6)
+    expected, plain_bytes = gradients(policy), kept_bytes(policy)
+    calls: list[int] = []
+    for number, block in enumerate(policy.blocks()):
+        norm = next(module for module in block.modules() if type(module).__name__.endswith("Norm"))
+        norm.register_forward_hook(lambda *_, i=number: calls.append(i))
+    enable_gradient_checkpointing(policy, every=every)
+    found = gradients(policy)
+    assert sorted(calls) == sorted([*range(11), *range(0, 11, every)])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    some = kept_bytes(policy)
+    enable_gradient_checkpointing(policy)
+    assert kept_bytes(policy) < some < plain_bytes
+
+
 def test_acting_is_unchanged() -> None:
     policy = small()
     before = logits_of(policy)

@@ -110,6 +110,10 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
         """Compile and capture acting at one shape. See `interface.FixedShapeActing`."""
         self.forget_graphs = acceleration.compile(self, rows, tasks)
 
+    def prompt_tokens(self, task: str) -> int:
+        """Count the tokens of an instruction's prompt. See `interface.CountsPromptTokens`."""
+        return len(self.tokenizer.ids(task))
+
     def fix_prompts(self, tasks: Sequence[str]) -> None:
         """Pad all prompts alike. See `interface.FixesPrompts`."""
         self.tokenizer.fix_shape(tasks)

@@ -1,0 +1,122 @@
+"""Decisions whose prompts are equally long are evaluated together: the same update with less padding.
+
+The slow form evaluates every decision alone, where nothing is ever padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.launch.build import build_update
+from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.forward import longest_first
+from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics import Metric
+from asyncrl.policies.interface import PolicyInputs
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
+from support.slow_update import recipe
+from support.table_policy import groups_of
+
+TASKS = ["lift it", "put the red cube on the white plate"] * 2
+OUTCOMES = [[10, -1, -1], [2, 15, -1], [-1, 7, -1], [-1, -1, 4]]
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "steps": {"algorithm__minibatches": 2, "algorithm__epochs": 2, "optimizer__learning_rate": 1e-9},
+    "episodes": {"correction__level": "episode", "algorithm__aggregation": "episode_mean"},
+    "ppo": {"algorithm__kind": "ppo", "critic__level": "action", "algorithm__entropy_coef": 0.1},
+    "vtrace": {"algorithm__kind": "ppo", "correction__kind": "vtrace"},
+}
+
+RUNS = {"grpo": 2, "steps": 5, "episodes": 3, "ppo": 4, "vtrace": 4}
+"""Runs over decisions, each with one pass at most where the two lengths meet: before the first step, of final
+observations, of each minibatch, and after the only step."""
+
+
+def mixed_batch() -> Batch:
+    """Episodes of one group have one task; a micro-batch of four decisions meets two of them and more."""
+    groups = [
+        [
+            replace(
+                episode, task=task, frames=np.random.default_rng(n).integers(0, 256, (2, 64, 64, 3), np.uint8)
+            )
+            for n, episode in enumerate(group, start=10 * g)
+        ]
+        for g, (task, group) in enumerate(zip(TASKS, groups_of(OUTCOMES, image=64), strict=True))
+    ]
+    return build_batch(groups, version=2)
+
+
+class Watched:
+    """Notes how many rows each pass had, and how many of their tokens were padding."""
+
+    def __init__(self, policy: OpenVLAOFTPolicy) -> None:
+        self.passes: list[tuple[int, int]] = []
+        plain = policy.preprocess
+
+        def preprocess(*arguments: Any) -> PolicyInputs:
+            inputs = plain(*arguments)
+            self.passes.append((len(inputs.input_ids), int((inputs.attention_mask == 0).sum())))
+            return inputs
+
+        policy.preprocess = preprocess  # type: ignore[method-assign]
+
+    @property
+    def padding(self) -> int:
+        """Tokens of padding in all passes."""
+        return sum(padded for _, padded in self.passes)
+
+
+def updated(
+    name: str, *, decoding: str, micro_batch: int = 4, in_order: bool = False
+) -> tuple[dict[str, Tensor], dict[Metric, float], Watched]:
+    """Gradients of the last step, metrics, and the passes; `in_order`: as the batch has its decisions."""
+    config = recipe(algorithm__micro_batch=micro_batch, **RECIPES[name])
+    level = {"action": "action", "decision": "chunk"}[config.critic.level]
+    head = level if config.algorithm.kind == "ppo" else "none"
+    torch.manual_seed(0)
+    sizes: Any = {"decoding": decoding, "value_head": head}
+    policy = new_policy(OpenVLAOFTConfig.tiny(**sizes)).eval()
+    if in_order:
+        policy.prompt_tokens = lambda task: 0  # type: ignore[method-assign]
+    seen = Watched(policy)
+    values = build_update(config, policy)(mixed_batch(), version=2)
+    return {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}, values, seen
+
+
+@pytest.mark.parametrize(
+    ("name", "decoding"), [*[(name, "parallel") for name in RECIPES], ("steps", "autoregressive")]
+)
+def test_the_update_is_that_of_decisions_evaluated_alone_with_less_padding(name: str, decoding: str) -> None:
+    alone, values, unpadded = updated(name, decoding=decoding, micro_batch=1)
+    _, _, in_order = updated(name, decoding=decoding, in_order=True)
+    found, other, seen = updated(name, decoding=decoding)
+    assert unpadded.padding == 0
+    assert seen.padding < in_order.padding
+    assert sum(padded > 0 for _, padded in seen.passes) <= RUNS[name]
+    assert len(seen.passes) == len(in_order.passes)
+    assert found.keys() == alone.keys()
+    for parameter, gradient in alone.items():
+        scale = max(float(gradient.abs().max()), 1.0)
+        torch.testing.assert_close(found[parameter], gradient, atol=1e-6 * scale, rtol=1e-4)
+    assert max(float(gradient.abs().max()) for gradient in alone.values()) > 1e-3
+    for metric, value in values.items():
+        if metric is not m.APPROX_KL:  # After one step it is read from as many decisions as a pass takes.
+            assert other[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric.name
+
+
+def test_long_prompts_come_first_and_equal_ones_keep_their_order() -> None:
+    assert longest_first(torch.tensor([3, 5, 3, 9, 5])).tolist() == [3, 1, 4, 0, 2]
+
+
+def test_a_policy_counts_the_tokens_that_it_reads() -> None:
+    policy = new_policy(OpenVLAOFTConfig.tiny())
+    frames = np.zeros((1, 64, 64, 3), np.uint8)
+    for task in TASKS[:2]:
+        assert policy.preprocess(frames, [task]).input_ids.shape[1] == policy.prompt_tokens(task)
