@@ -17,29 +17,14 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import rank_needs
 from asyncrl.doctor.rates import PASS_SECONDS, SHARED, SHARES, STEP_SECONDS, DeviceRate
+from asyncrl.doctor.work import RunWork
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.recipe import build_recipe
-from asyncrl.worlds.work import Stage, WorldWork
+from asyncrl.worlds.work import Stage
 
 DEVICES_PER_HOST: Final = 8
 _OPTIMIZER_BYTES: Final = 32
 """Read and written of every trained number: weight, gradient and two moments, and the gradient's norm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunWork:
-    """What a run computes, whatever the device."""
-
-    policy: float
-    """FLOPs of a decision's forward pass."""
-    world: WorldWork
-    """Empty where a simulator is played in, whose time is not predicted."""
-    token_passes: int = 0
-    """Passes that acting makes beside the one that is counted: of a policy that draws token by token."""
-    decisions: int
-    """Decisions of an episode of full length."""
-    chunk: int
-    """Steps of a decision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,11 +198,12 @@ def predict(
         busy[policy], busy[other] = each * actor.policy, each * world
     pipelined = placement.worlds and config.actor.pipeline_stages > 1
     batch = max(busy.values()) if pipelined else each * actor.decision
-    both = [learner.update + on for rank, on in busy.items() if rank in placement.learners]
+    shared = [on for rank, on in busy.items() if rank in placement.learners]
+    both = max((max(learner.update, on) + SHARED * min(learner.update, on) for on in shared), default=0.0)
     if config.synchronous:
         seconds, bottleneck = learner.update + batch, "both, in turns"
-    elif both and SHARED * max(both) >= max(learner.update, batch):
-        seconds, bottleneck = SHARED * max(both), "both, on one device"
+    elif both >= max(learner.update, batch):
+        seconds, bottleneck = both, "both, on one device"
     else:
         seconds = max(learner.update, batch)
         bottleneck = "learner" if learner.update >= batch else "actors"

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.cost import RunWork
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.models import measure
+from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.policies import add_adapters
 from asyncrl.launch.simulated import simulator_named
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.policies.openvla.work import forward_flops
 from asyncrl.worlds.published_sizes import PIXELS, PublishedWorld, published_world
 
 REWARD: Final = 45_000_000
@@ -49,12 +51,17 @@ def published_run(config: TrainConfig) -> tuple[Sizes, RunWork]:
     )
     steps = config.simulator.horizon if simulated else config.actor.max_decisions * size.chunk
     return measure(config, policy, files, world.slot), RunWork(
-        policy=policy.decision_flops(),
+        policy=_policy_flops(size.decoding, size.chunk),
         world=world.work,
         token_passes=policy.token_passes,
         decisions=-(-steps // size.chunk),
         chunk=size.chunk,
     )
+
+
+@cache
+def _policy_flops(decoding: Literal["parallel", "autoregressive"], chunk: int) -> float:
+    return forward_flops(OpenVLAOFTConfig.full(decoding=decoding, chunk=chunk))
 
 
 def _world(config: TrainConfig) -> PublishedWorld:

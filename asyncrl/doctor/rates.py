@@ -75,5 +75,6 @@ PASS_SECONDS: Final = Share(eager=0.0385, compiled=0.0115)
 STEP_SECONDS: Final = 0.44
 """Of an optimizer step, however many decisions it has: 2.57 s of an update of 64 decisions, compiled, less
 1.83 s for its passes and 0.30 s for the reading of how far the policy moved."""
-SHARED: Final = 0.93
-"""What a learner and an actor on one device need, of what both need alone: 7.4 s against 3.9 + 4.0."""
+SHARED: Final = 0.87
+"""What the shorter of a learner's and an actor's times on one device adds to the longer one: 7.4 s where they
+take 4.0 and 3.9 alone."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -47,12 +49,14 @@ def published_world(name: str, settings: ImaginationSettings, decisions: int) ->
         settings: How it imagines; what they leave open is as published.
         decisions: Of an episode, at most.
     """
-    builders = {"wan": _wan, "opensora": _opensora, "evac": _evac}
-    build = next((build for kind, build in builders.items() if kind in name.lower()), None)
-    if build is None:
-        return None
+    kind = next((kind for kind in _BUILDERS if kind in name.lower()), "")
+    return _built(kind, settings, decisions) if kind else None
+
+
+@cache
+def _built(kind: str, settings: ImaginationSettings, decisions: int) -> PublishedWorld:
     with torch.device("meta"):
-        return build(settings, decisions)
+        return _BUILDERS[kind](settings, decisions)
 
 
 def _wan(settings: ImaginationSettings, _: int) -> PublishedWorld:
@@ -94,3 +98,11 @@ def _evac(settings: ImaginationSettings, decisions: int) -> PublishedWorld:
 
 def _parameters(*modules: Any) -> int:
     return sum(p.numel() for module in modules for p in module.parameters())
+
+
+_BUILDERS: Final[Mapping[str, Callable[[ImaginationSettings, int], PublishedWorld]]] = {
+    "wan": _wan,
+    "opensora": _opensora,
+    "evac": _evac,
+}
+"""What a folder's name has in it -> how its world is built."""

@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.cost import Prediction, RunWork, actor_cost, learner_cost, predict
+from asyncrl.doctor.cost import Prediction, actor_cost, learner_cost, predict
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.published import published_run
 from asyncrl.doctor.rates import H100, H200
+from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
