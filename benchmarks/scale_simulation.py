@@ -11,6 +11,7 @@ nothing, and with one thread that takes in, stores and hands over everything.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,6 +130,7 @@ def recipe_rows(settings: Settings) -> Iterator[list[object]]:
             scale, expected = recipe_scale(replace(config, algorithm=algorithm), work, sizes, gpus, settings)
             costly = replace(scale, ingest=settings.ingest, hand_over=settings.hand_over)
             for replay, chosen in (("free", scale), ("one thread", costly)):
+                print(f"{gpus} GPUs, {groups} groups, replay {replay}", file=sys.stderr, flush=True)
                 found = Simulation(chosen, settings.seed).run(settings.updates, skip=settings.skip)
                 ideal = expected.seconds * (1 + settings.shortest) / 2
                 yield [

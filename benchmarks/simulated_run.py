@@ -124,6 +124,8 @@ class Simulation:
         self.order = itertools.count()
         self.replay_free = self.replay_busy = self.learner_free = self.taken = 0.0
         self.learning, self.dropped = False, 0
+        self.no_credit = False
+        """Nothing that gives credit has happened since there was none: asking takes long with many groups."""
         self.updates: list[_Update] = []
 
     def run(self, updates: int, *, skip: int) -> Outcome:
@@ -175,8 +177,9 @@ class Simulation:
         self._count_idle(actor)
         while actor.free:
             if not actor.queue:
-                event = self.limiter.next_grant(actor.name)
+                event = None if self.no_credit else self.limiter.next_grant(actor.name)
                 if event is None:
+                    self.no_credit = True
                     break
                 self.limiter.note_grant(event)
                 actor.queue.extend([(event.number, event.min_version)] * self.scale.group_size)
@@ -229,6 +232,7 @@ class Simulation:
 
     def _drop(self, number: int, why: ReceiptStatus) -> None:
         self.limiter.drop(number, why, stored=True)
+        self.no_credit = False
         self.members.pop(number, None)
         self.dropped += 1
 
@@ -239,7 +243,7 @@ class Simulation:
             return
         if (numbers := self.limiter.pick(needed)) is None:
             return
-        self.learning = True
+        self.learning, self.no_credit = True, False
         self.limiter.use(numbers)
         episodes = [episode for number in numbers for episode in self.members.pop(number)]
         nbytes = sum(episode.decisions for episode in episodes) * self.scale.decision_bytes
@@ -254,7 +258,7 @@ class Simulation:
     def _publish(self) -> None:
         version = self.limiter.version + 1
         self.limiter.advance(version)
-        self.learning, self.learner_free = False, self.now
+        self.learning, self.no_credit, self.learner_free = False, False, self.now
         self._after(self.scale.weights_seconds, lambda: self._receive(version))
         for number, why in self.limiter.stale().items():
             self._drop(number, why)

@@ -98,13 +98,14 @@ def measure(config: TrainConfig, placement: Placement, rows: Iterable[Mapping[st
         rows: What metrics.jsonl has of every update of this start, in order.
 
     Returns:
-        None where too few updates were made, a rank both learned and imagined, or an actor has two devices:
-        then the times of the sides say nothing of other placements.
+        None where too few updates were made, a rank both learned and imagined, an actor has two devices, or
+        others could join: then the times of the sides say nothing of other placements.
     """
     apart = not set(placement.learners) & set(placement.actors) and not placement.worlds
+    apart = apart and bool(placement.actors) and not config.replay.listen
     needed = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
     counted = [row for row in list(rows)[SKIPPED:] if all(type(row.get(name)) is float for name in needed)]
-    if not apart or not placement.actors or len(counted) < LEAST:
+    if not apart or len(counted) < LEAST:
         return None
     pace, learner_waits, actors_wait = (statistics.median(row[name] for row in counted) for name in needed)
     if pace <= 0:

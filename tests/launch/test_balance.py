@@ -63,6 +63,13 @@ def test_too_few_updates_or_shared_devices_measure_nothing(placement: str, ranks
     assert measure(TrainConfig(), parse_placement(placement, ranks, 0), made) is None
 
 
+def test_actors_that_may_join_are_not_known() -> None:
+    listening = dataclasses.replace(TrainConfig().replay, listen="tcp://127.0.0.1:5555")
+    made = [row(60.0, 0.1, 0.1)] * 9
+    assert measure(TrainConfig(), FOUR, made) is not None
+    assert measure(TrainConfig(replay=listening), FOUR, made) is None
+
+
 def test_rows_with_what_is_no_number_do_not_count() -> None:
     broken = {**row(60.0, 0.1, 0.1), s.GROUPS_PER_MINUTE.name: None}
     assert measure(TrainConfig(), FOUR, [row(60.0, 0.1, 0.1)] * 4 + [broken] * 9) is None  # type: ignore[list-item]
